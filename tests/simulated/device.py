@@ -497,10 +497,26 @@ def _seen_storages(device: SimulatedDevice) -> Iterator[None]:
         device.take_host(found, is_pinned=False)
         return found
 
-    def wrapper(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
-        is_ours = device is not None and torch.device(device) == DEVICE
-        return wrap(*args, device=HOST if is_ours else device, **kwargs)
+    def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
+        asked = kwargs.pop("device", None)
+        is_ours = asked is not None and torch.device(asked) == DEVICE
+        return wrap(*args, device=HOST if is_ours else asked, **kwargs)
 
+    class MarkedPoint:
+        """What `torch.cpu.Event` is here."""
+
+        def record(self, stream: WorkLine) -> None:
+            self._event = device.record("an event", stream)
+
+        def query(self) -> bool:
+            return device.is_passed(self._event)
+
+        def synchronize(self) -> None:
+            device.synchronize(self._event)
+
+    module: Any = torch.cpu
+    marks = module.Event, module.current_stream
+    module.Event, module.current_stream = MarkedPoint, lambda _: device.current
     tensors: Any = torch.Tensor
     wrap = tensors._make_wrapper_subclass
     tensors._make_wrapper_subclass = staticmethod(wrapper)
@@ -512,6 +528,7 @@ def _seen_storages(device: SimulatedDevice) -> Iterator[None]:
     try:
         yield
     finally:
+        module.Event, module.current_stream = marks
         kind.resize_ = resize
         tensors._make_wrapper_subclass = staticmethod(wrap)
         views.make_wrapper_subclass = wrap

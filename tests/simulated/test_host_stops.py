@@ -139,21 +139,8 @@ KINDS: dict[str, Callable[[], Step]] = {
 }
 
 
-RED = frozenset(
-    {
-        "replicate, unused layers",
-        "replicate, static graph",
-        "replicate, clipping",
-        "replicate, non-finite",
-        "fully_shard, clipping",
-        "tensor",
-        "Trainable, replicate",
-        "Trainable, shard",
-        "Trainable, 4 parts",
-        "Trainable, tensor",
-    }
-)
-"""Kinds whose steps still wait."""
+ASKED = frozenset({"replicate, non-finite"})
+"""Kinds that are to stop before an optimizer steps, and so wait for the device."""
 
 
 def steady(kind: str) -> None:
@@ -166,9 +153,15 @@ def steady(kind: str) -> None:
             step()
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS.keys() - RED))
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - ASKED))
 def test_the_host_does_not_wait_in_a_steady_step(ranks: Ranks, kind: str) -> None:
     on_devices(ranks)(2, steady, kind)
+
+
+@pytest.mark.parametrize("kind", ASKED)
+def test_a_stop_that_was_asked_for_is_one_a_step(ranks: Ranks, kind: str) -> None:
+    with pytest.raises(RanksFailed, match=rf"{STEADY} host stops: .* at checks/alignment.py"):
+        on_devices(ranks)(2, steady, kind)
 
 
 def stopping() -> None:

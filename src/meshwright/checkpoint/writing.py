@@ -53,7 +53,7 @@ from meshwright.checkpoint.pieces import (
 from meshwright.checkpoint.steps import prune, remove_torsos, step_directory, torso_directory
 from meshwright.checkpoint.storage import Storage
 from meshwright.checkpoint.tensor_file import Entry, FileMap, file_map, file_name
-from meshwright.comm import Communicator
+from meshwright.comm import Communicator, settle
 from meshwright.errors import CheckpointClaimedError, CheckpointError, CheckpointWriteError
 
 _log = logging.getLogger(__name__)
@@ -123,6 +123,7 @@ def save(
     `claim`); earlier checkpoints are untouched. An existing checkpoint of the step is never
     overwritten. In one process wrong arguments raise ``TypeError`` or ``ValueError``.
     """
+    settle()
     target = step_directory(directory, step)
     request = _Request(
         target=target,

@@ -14,6 +14,7 @@ import functools
 import gc
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -28,6 +29,7 @@ from meshwright.comm.collectives import Communicator
 from meshwright.comm.failures import membership
 from meshwright.comm.failures.board import STORE
 from meshwright.comm.failures.failure import FailureMonitor
+from meshwright.comm.failures.late import settle
 from meshwright.comm.failures.waiting import explain
 from meshwright.comm.failures.whereabouts import one_line
 from meshwright.comm.groups import device_choice, rendezvous
@@ -179,13 +181,17 @@ def disconnect() -> None:
     failure there, so all ranks wait for each other, briefly, when none has failed. The rank that
     hosts the store waits for as long as the others live.
 
-    Raises `RankFailedError` for a rank that was lost, where nothing on this rank has raised for it.
+    Raises `RankFailedError` for a rank that was lost, where nothing on this rank has raised for it,
+    and what checks have to say that look late at a device (`settle`).
     """
     atexit.unregister(_leave_at_exit)
     membership.ExceptionHook.remove()
     is_clean = False
     try:
-        is_clean = membership.leave()
+        try:
+            _settle_at_the_end()
+        finally:
+            is_clean = membership.leave()
     finally:
         if dist.is_initialized():
             if not is_clean:
@@ -196,6 +202,16 @@ def disconnect() -> None:
         # Works and futures that are in reference cycles own transport threads; they must end before
         # the interpreter does, or the C++ runtime aborts the process.
         gc.collect()
+
+
+def _settle_at_the_end() -> None:
+    """Look at what was not looked at yet, unless this rank has failed."""
+    monitor = PROCESS.monitor
+    try:
+        if monitor is not None and not monitor.has_raised and sys.exc_info()[1] is None:
+            settle()
+    finally:
+        PROCESS.outstanding.clear()
 
 
 def _leave_at_exit() -> None:

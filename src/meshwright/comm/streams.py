@@ -48,6 +48,13 @@ def record(device: torch.device) -> Event:
     return event
 
 
+def moved(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a few ``numbers``, where they lie on the host, to ``device``, without waiting for it."""
+    if is_host(device) or not is_host(numbers.device):
+        return numbers
+    return numbers.pin_memory().to(device, non_blocking=True)
+
+
 class _HostMark:
     __slots__ = ("_seconds",)
 

@@ -12,6 +12,7 @@ from meshwright import comm
 from meshwright.axes import DATA_AXES
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import mesh_over
+from meshwright.comm.dtensors.sharded_axes import local_part
 from meshwright.composition.description import (
     Description,
     describe_lone,
@@ -21,7 +22,13 @@ from meshwright.composition.description import (
 from meshwright.data_parallel import Replica, keep_batch_norm_local
 from meshwright.data_parallel.modules.equal_buffers import EqualBuffers
 from meshwright.data_parallel.shards.unit import Unit
-from meshwright.gradients import SpreadGradients, group_by_spread, non_finite_gradients
+from meshwright.gradients import (
+    Factor,
+    NonFiniteValues,
+    SpreadGradients,
+    group_by_spread,
+    non_finite_gradients,
+)
 from meshwright.mesh import DeviceMesh
 from meshwright.plan import Plan
 
@@ -54,7 +61,7 @@ class DataLayout(ABC):
         """Set whether the next forward and backward pass leads to a reduction."""
 
     @abstractmethod
-    def scale_by(self, scale: Callable[[], float]) -> None:
+    def scale_by(self, scale: Callable[[], Factor]) -> None:
         """Multiply summed gradients by ``scale()``; it is asked once they are there."""
 
     def gradients(self) -> list[SpreadGradients]:
@@ -89,7 +96,7 @@ class ReplicatedLayout(DataLayout):
         """See `DataLayout`."""
         self._replica.reducer.want(is_wanted)
 
-    def scale_by(self, scale: Callable[[], float]) -> None:
+    def scale_by(self, scale: Callable[[], Factor]) -> None:
         """See `DataLayout`."""
         self._replica.reducer.scale_by(scale)
 
@@ -133,7 +140,7 @@ class ShardedLayout(DataLayout):
             if unit.settings.synchronise is not is_wanted:
                 unit.change(synchronise=is_wanted)
 
-    def scale_by(self, scale: Callable[[], float]) -> None:
+    def scale_by(self, scale: Callable[[], Factor]) -> None:
         """See `DataLayout`."""
         for unit in self._units:
             unit.change(scale=scale)
@@ -154,16 +161,30 @@ class LoneLayout(DataLayout):
         alone = peers.data.size == 1
         super().__init__(module, {}, () if alone else (EqualBuffers(module, peers.data),))
         self._rank = peers.everyone.rank
+        self._is_on_host = peers.everyone.is_on_host
+        self._values = NonFiniteValues()
 
     @property
     def found_non_finite(self) -> Sequence[str]:
         """See `DataLayout`."""
-        return non_finite_gradients(self._module.named_parameters())
+        if self._is_on_host:
+            return non_finite_gradients(self._module.named_parameters())
+        return self._values.names()
+
+    def gradients(self) -> list[SpreadGradients]:
+        """See `DataLayout`. On a device they will be gone when it is asked what is not finite."""
+        if not self._is_on_host:
+            named = reversed(list(self._module.named_parameters()))
+            held = [(name, local_part(p.grad)) for name, p in named if p.grad is not None]
+            self._values.clear()
+            if held:
+                self._values.look(held[0][1], lambda: held)
+        return super().gradients()
 
     def reduce_next(self, is_wanted: bool) -> None:
         """See `DataLayout`. There is nothing to reduce."""
 
-    def scale_by(self, scale: Callable[[], float]) -> None:
+    def scale_by(self, scale: Callable[[], Factor]) -> None:
         """See `DataLayout`. Nothing is summed here."""
 
     def describe(self, module: nn.Module, plan: Plan) -> Description:

@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.comm import Communicator, phase
+from meshwright.comm import Communicator, LateNumbers, phase, settle
 from meshwright.comm.dtensors.gather_dtensor import part_like, whole
 from meshwright.comm.failures.events import Event, EventCheck
 from meshwright.composition.data_layout import DataLayout, Peers
@@ -30,8 +31,10 @@ from meshwright.composition.example_run import evaluating
 from meshwright.composition.named_optimizer import load_named_state, named_state
 from meshwright.composition.pipelines.loss_sources import LossSources
 from meshwright.composition.tensor_axis.tensor_check import TensorTraffic, add_traffic
-from meshwright.errors import LayoutError, PlanError
+from meshwright.errors import LayoutError, NonFiniteError, PlanError
 from meshwright.gradients import (
+    UNTOUCHED,
+    ZEROED,
     LossScale,
     LossWindow,
     SpreadGradients,
@@ -41,11 +44,17 @@ from meshwright.gradients import (
     cut_batch,
     global_norm,
     scale_to_norm,
+    zero_unless,
 )
 from meshwright.plan import Plan, match_names
 from meshwright.randomness import Draws, RandomOperators
 from meshwright.sampling import Sampler
-from meshwright.tensor_parallel.checks.equality import digest_of_all, is_due, verify_gradients
+from meshwright.tensor_parallel.checks.equality import (
+    Held,
+    is_due,
+    look_at_bits,
+    verify_gradients,
+)
 from meshwright.torch_internals.trees import tree_leaves
 
 Loss = Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
@@ -57,7 +66,8 @@ class StepResult:
     """The outcome of one optimizer step; equal on all ranks."""
 
     loss: torch.Tensor
-    """Mean over the global batch, 0-dim, float64, on the CPU."""
+    """Mean over the global batch, 0-dim, float64: on the CPU, or on the device of the losses, which
+    the host waits for when it is read."""
     grad_norm: torch.Tensor
     """2-norm of all gradients together before clipping, 0-dim."""
     skipped: bool
@@ -118,6 +128,10 @@ class Trainable:
         self._passes = EventCheck(peers.alike, "the model", dict, (peers.tensor,))
         self._raised_in = ""
         """What raised on this rank since the last pass: its collectives may not be those of all."""
+        self._late = LateNumbers()
+        """The loss and the norm of the step before, until the device has come to them."""
+        # A step in half precision may be left out, and so must be known to be good before it.
+        self._looks_late = not peers.losses.is_on_host and self.loss_scale is None
         self._numbered = 0
         """Samples of this step's global batch that have been computed."""
 
@@ -152,7 +166,8 @@ class Trainable:
         A tuple or list ``batch`` is given to the module as positional arguments, a mapping as
         keyword arguments, anything else as one argument. Tensors are cut along dim 0 into the
         plan's ``accumulate`` parts. Raises NonFiniteError, on all ranks, when the loss or a
-        gradient is not finite.
+        gradient is not finite. On a device that shows in the next step, or before a state is given
+        out: the gradients of such a step are zeroed there.
         """
         self.forward_backward(batch, target)
         return self.optimizer_step()
@@ -170,6 +185,8 @@ class Trainable:
                 "forward_backward was called after the gradients of this step had been reduced: "
                 "pass is_last=False to all calls but the last, and call optimizer_step after it"
             )
+        if self._late.coming:
+            self._late.settle()
         self._calls += 1
         if self._calls == 1:
             self._compare_plans()
@@ -204,17 +221,18 @@ class Trainable:
             raise RuntimeError("optimizer_step needs gradients: call forward_backward first")
         try:
             with phase("optimizer", step=self.steps, computes=True):
-                self._window.check_sizes()
                 loss = self._window.mean()
                 spread = self._layout.gradients()
                 norm = global_norm(spread)
-                is_finite = math.isfinite(loss.item()) and math.isfinite(norm.item())
-                self._judge(loss, norm, is_finite)
+                is_finite = self._look(loss, norm)
                 if is_finite:
                     if is_due(self.steps + 1):
-                        self._compare_gradients(loss.item())
+                        self._compare_gradients(loss)
                     if self.plan.train.clip_norm is not None:
-                        self._scale_to(self.plan.train.clip_norm, norm, spread)
+                        scale_to_norm(self._every_gradient(spread), norm, self.plan.train.clip_norm)
+                    if self._looks_late:
+                        is_good = loss.isfinite() & norm.isfinite()
+                        zero_unless(is_good, self._every_gradient(spread))
                     optimizer.step()
         finally:
             self._start_over()
@@ -274,6 +292,7 @@ class Trainable:
 
         All ranks call it together where parameters are sharded.
         """
+        settle()
         state: dict[str, Any] = {"model": self.weights(), "steps": self.steps}
         if self.optimizer is not None:
             state["optimizer"] = self._optimizer_state(self.optimizer)
@@ -363,24 +382,42 @@ class Trainable:
             total = local.total if scale == 1.0 else local.total * scale
             total.backward()
 
-    def _scale_to(
-        self, max_norm: float, norm: torch.Tensor, spread: Sequence[SpreadGradients]
-    ) -> None:
-        gradients = [each for group in spread for each in group.gradients]
-        scale_to_norm(gradients, norm, max_norm)
+    def _every_gradient(self, spread: Sequence[SpreadGradients]) -> list[torch.Tensor]:
+        """List what is clipped, of which ``spread`` counts in the norm."""
+        return [each for group in spread for each in group.gradients]
 
-    def _judge(self, loss: torch.Tensor, norm: torch.Tensor, is_finite: bool) -> None:
-        """Raise on all ranks, or let all ranks skip. Loss and norm are the same on all of them."""
+    def _look(self, loss: torch.Tensor, norm: torch.Tensor) -> bool:
+        """Tell whether the optimizer may step; on a device it may, and the next step looks."""
+        window, step = self._window, self.steps
+        if self._looks_late:
+            numbers = torch.cat([norm.reshape(1).to(torch.float64), window.sums()])
+            self._late.look(numbers, partial(self._judge_late, window, step))
+            return True
+        window.check_sizes()
+        found = loss.item(), norm.item()
+        is_finite = math.isfinite(found[0]) and math.isfinite(found[1])
         may_skip = self.loss_scale is not None and self.loss_scale.update(is_finite)
-        if is_finite or may_skip:
-            return
+        if not is_finite and not may_skip:
+            raise self._non_finite(window, step, *found)
+        return is_finite
+
+    def _judge_late(self, window: LossWindow, step: int, numbers: Sequence[float]) -> None:
+        """Raise on all ranks where ``step`` has been no use."""
+        norm, *sums = numbers
+        window.know(sums)
+        loss = sums[0] / sums[1]
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise self._non_finite(window, step, loss, norm, harm=ZEROED)
+
+    def _non_finite(
+        self, window: LossWindow, step: int, loss: float, norm: float, harm: str = UNTOUCHED
+    ) -> NonFiniteError:
+        """Make the error of all ranks. Loss and norm are the same on all of them."""
         found = [f"the gradient of {name!r}" for name in self._layout.found_non_finite]
-        if not self._window.is_finite:
+        if not window.is_finite:
             found.append("the loss")
-        what = (
-            f"step {self.steps}: the loss is {loss.item():g} and the gradient norm {norm.item():g}"
-        )
-        raise agree_on_non_finite(self._peers.everyone, found, what=what)
+        what = f"step {step}: the loss is {loss:g} and the gradient norm {norm:g}"
+        return agree_on_non_finite(self._peers.everyone, found, what=what, harm=harm)
 
     def _optimizer_state(self, optimizer: Optimizer) -> dict[str, object]:
         return named_state(optimizer, self.module)
@@ -412,10 +449,15 @@ class Trainable:
         alike = self._peers.alike
         if alike.size == 1:
             return
-        digest = digest_of_all([("", tensor) for tensor in tensors_in((batch, target))])
+        held = [("", tensor) for tensor in tensors_in((batch, target))]
         with phase("compare batches", step=self.steps):
-            digests = self._passes.exchange(Event(f"batch {self._calls}"), digest)
-        others = [r for r, d in zip(alike.ranks, digests, strict=True) if d != digests[0]]
+            look_at_bits(held, self._late, partial(self._judge_batches, self._calls))
+
+    def _judge_batches(self, number: int, held: Sequence[Held], digests: Sequence[str]) -> None:
+        """Raise ValueError where other ranks have found other ``digests`` in call ``number``."""
+        alike = self._peers.alike
+        everyone = self._passes.exchange(Event(f"batch {number}"), json.dumps(list(digests)))
+        others = [r for r, d in zip(alike.ranks, everyone, strict=True) if d != everyone[0]]
         if others:
             raise ValueError(
                 f"ranks {others} were given another batch than rank {alike.ranks[0]}: all ranks "
@@ -423,7 +465,7 @@ class Trainable:
                 "their data_rank"
             )
 
-    def _compare_gradients(self, loss: float) -> None:
+    def _compare_gradients(self, loss: torch.Tensor) -> None:
         """Check that tensor ranks have one ``loss``, and that what they hold whole will stay equal.
 
         Raises LayoutError on all of them.
@@ -431,24 +473,28 @@ class Trainable:
         tensor = self._peers.tensor
         if tensor.size == 1:
             return
-        ranks, losses = self._peers.alike.ranks, list[str]()
+        ranks, step = self._peers.alike.ranks, self.steps
 
-        def exchange(said: str) -> list[str]:
-            event = Event(f"gradients of step {self.steps}")
-            everyone = self._passes.exchange(event, f"{loss} {said}")
-            mine = [s for rank, s in zip(ranks, everyone, strict=True) if rank in tensor.ranks]
-            losses.extend(row.partition(" ")[0] for row in mine)
-            return [row.partition(" ")[2] for row in mine]
+        def exchange(what: str, said: str) -> list[str]:
+            everyone = self._passes.exchange(Event(f"{what} of step {step}"), said)
+            return [
+                each for rank, each in zip(ranks, everyone, strict=True) if rank in tensor.ranks
+            ]
 
-        with phase("compare gradients", step=self.steps):
-            verify_gradients(tensor, list(self.named_parameters().items()), exchange)
-        if len({*losses}) > 1:
-            raise LayoutError(
-                f"the ranks {list(tensor.ranks)} of axis tensor found the losses "
-                f"{', '.join(losses)} of one batch: the loss reads a parameter of which each has a "
-                "part. Take its `full_tensor()` there, or, beside axis shard, compute the term in "
-                "the model's forward and return it with the output"
-            )
+        def judge(numbers: Sequence[float]) -> None:
+            losses = exchange("loss", str(numbers[0]))
+            if len({*losses}) > 1:
+                raise LayoutError(
+                    f"the ranks {list(tensor.ranks)} of axis tensor found the losses "
+                    f"{', '.join(losses)} of one batch: the loss reads a parameter of which each "
+                    "has a part. Take its `full_tensor()` there, or, beside axis shard, compute "
+                    "the term in the model's forward and return it with the output"
+                )
+
+        with phase("compare gradients", step=step):
+            held = list(self.named_parameters().items())
+            verify_gradients(tensor, held, partial(exchange, "gradients"), self._late)
+            self._late.look(loss.reshape(1), judge)
 
 
 def autocast_of(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from meshwright.comm import Communicator
+from meshwright.comm import Communicator, settle
 from meshwright.comm.dtensors.after_hooks import is_stepped
 from meshwright.comm.graphs.untraced import apart, untraced
 from meshwright.comm.streams import is_host
@@ -305,6 +305,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         keep_vars: bool = False,
     ) -> dict[str, Any]:
         """List the state under the names before wrapping, of the kind that is set; on all ranks."""
+        settle()
         settings = self._settings_in_force()
         unit = self._unit
         entries: dict[str, torch.Tensor] = {}

@@ -2,6 +2,7 @@
 
 Bottom-up:
 
+    bits        checksums of tensors, and zeros, without a host that waits
     loss        a mean, or (sum, count), over microbatches and ranks
     finite      all ranks skip or stop together
     norm        one norm over all axes, and clipping
@@ -10,7 +11,10 @@ Bottom-up:
 
 from __future__ import annotations
 
+from meshwright.gradients.bits import checksum, zero_unless
 from meshwright.gradients.finite import (
+    UNTOUCHED,
+    ZEROED,
     LossScale,
     NonFiniteValues,
     agree_on_non_finite,
@@ -18,13 +22,16 @@ from meshwright.gradients.finite import (
     non_finite_gradients,
 )
 from meshwright.gradients.loss import (
+    Factor,
     LocalLoss,
     LossWindow,
     apply_loss,
     call_module,
     cut_batch,
     leaves_of,
+    multiply_,
     read_loss,
+    times,
 )
 from meshwright.gradients.norm import (
     SpreadGradients,
@@ -43,6 +50,9 @@ from meshwright.gradients.optimizers import (
 )
 
 __all__ = [
+    "UNTOUCHED",
+    "ZEROED",
+    "Factor",
     "LocalLoss",
     "LossScale",
     "LossWindow",
@@ -52,6 +62,7 @@ __all__ = [
     "apply_loss",
     "call_module",
     "check_optimizer",
+    "checksum",
     "clip_grad_norm_",
     "cut_batch",
     "declare_element_wise",
@@ -61,9 +72,12 @@ __all__ = [
     "look_at_optimizers",
     "mark_mean",
     "mark_stage",
+    "multiply_",
     "non_finite_error",
     "non_finite_gradients",
     "read_loss",
     "require_finite_norm",
     "scale_to_norm",
+    "times",
+    "zero_unless",
 ]

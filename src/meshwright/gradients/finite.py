@@ -100,23 +100,36 @@ class NonFiniteValues:
         return list(dict.fromkeys(self._found))
 
 
+UNTOUCHED = "No rank has stepped"
+ZEROED = "Its gradients were set to zero, and each rank may have made one step with that"
+
+
 def agree_on_non_finite(
-    communicator: Communicator, found: Sequence[str], *, what: str, sums: Sequence[str] = ()
+    communicator: Communicator,
+    found: Sequence[str],
+    *,
+    what: str,
+    sums: Sequence[str] = (),
+    harm: str = UNTOUCHED,
 ) -> NonFiniteError:
     """Find the same error on every rank, naming the first rank and parameter that broke the step.
 
     ``found`` names this rank's parameters whose own gradient was not finite, in order of arrival,
     ``sums`` those of which the sum over the ranks is not, as far as this rank holds it. ``what``
-    says what all ranks have seen, for example "step 12: the gradient norm is nan".
+    says what all ranks have seen, for example "step 12: the gradient norm is nan", and ``harm``
+    what has come of it.
     """
     rows = communicator.gather_values([list(found), list(sums)], label="who is not finite")
     overflown = list(dict.fromkeys(name for _, names in rows for name in names))
     by_rank = {rank: names for rank, (names, _) in zip(communicator.ranks, rows, strict=True)}
-    return non_finite_error(by_rank, what, overflown)
+    return non_finite_error(by_rank, what, overflown, harm)
 
 
 def non_finite_error(
-    found: Mapping[int, Sequence[str]], what: str, sums: Sequence[str] = ()
+    found: Mapping[int, Sequence[str]],
+    what: str,
+    sums: Sequence[str] = (),
+    harm: str = UNTOUCHED,
 ) -> NonFiniteError:
     """Make the error that names, by rank, what was ``found`` there, or else the ``sums``."""
     culprits = {rank: names for rank, names in found.items() if names}
@@ -124,7 +137,7 @@ def non_finite_error(
         whose = f", that of {sums[0]} first" if sums else ""
         return NonFiniteError(
             f"{what}, although every rank's own values are finite: their sum overflows{whose}. "
-            "Lower the learning rate or the loss, or reduce in a wider dtype. No rank has stepped"
+            f"Lower the learning rate or the loss, or reduce in a wider dtype. {harm}"
         )
     rank, names = next(iter(culprits.items()))
     also = "".join(
@@ -134,7 +147,7 @@ def non_finite_error(
     )
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return NonFiniteError(
-        f"{what}: on rank {rank} {names[0]}{more} is not finite{also}. No rank has stepped; "
+        f"{what}: on rank {rank} {names[0]}{more} is not finite{also}. {harm}; "
         "look at that rank's batch and at the learning rate"
     )
 

@@ -22,8 +22,29 @@ from torch.autograd.graph import get_gradient_edge
 
 from meshwright.comm import Communicator, Pending
 from meshwright.comm.dtensors.dtensor import is_dtensor
+from meshwright.comm.streams import moved
 from meshwright.errors import InternalError
+from meshwright.torch_internals.tensors import foreach_mul_
 from meshwright.torch_internals.trees import tree_flatten, tree_leaves, tree_unflatten
+
+Factor = float | torch.Tensor
+"""A number that gradients are multiplied by: of the host, or 0-dim on their device."""
+
+
+def times(gradient: torch.Tensor, factor: Factor, out: torch.Tensor) -> torch.Tensor:
+    """Write ``gradient * factor`` to ``out``, and return that; see `multiply_`."""
+    is_narrow = isinstance(factor, torch.Tensor) and gradient.element_size() < 4
+    return torch.mul(gradient.float() if is_narrow else gradient, factor, out=out)
+
+
+@torch.no_grad()
+def multiply_(gradients: Sequence[torch.Tensor], factor: Factor) -> None:
+    """Multiply ``gradients`` in place; a ``factor`` on a device is rounded to no half precision."""
+    if isinstance(factor, torch.Tensor) and any(g.element_size() < 4 for g in gradients):
+        for gradient in gradients:
+            gradient.copy_(gradient.float().mul_(factor))
+    elif isinstance(factor, torch.Tensor) or factor != 1.0:
+        foreach_mul_(gradients, factor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +172,8 @@ class LossWindow:
     """The losses of all microbatches and ranks that belong to one optimizer step.
 
     ``add`` each microbatch, ``close`` after the last forward pass, then ``factor`` and ``mean``
-    hold for all ranks.
+    hold for all ranks. They wait for no device, and lie there as tensors; what the sums say of the
+    losses is judged when they have come to the host, see `know`.
     """
 
     WIDTH = 6
@@ -160,9 +182,15 @@ class LossWindow:
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._sums = torch.zeros(self.WIDTH, dtype=torch.float64, device=communicator.device)
+        self._sums = torch.empty(0, dtype=torch.float64)
+        """Of all ranks, once they have been reduced."""
         self._sizes: list[int] = []
+        self._counts = [0.0] * self.WIDTH
+        """What the host knows of the numbers of this rank; the others are added on the device."""
         self._own: torch.Tensor | None = None
+        """The sum of this rank's losses."""
+        self._terms: torch.Tensor | None = None
+        """The number of their terms, where the host does not know it."""
         self._pending: Pending | None = None
         self._beside: list[float] = []
         self._totals: list[float] | None = None
@@ -175,46 +203,69 @@ class LossWindow:
     @property
     def is_finite(self) -> bool:
         """True when this rank's own losses are finite, whatever those of other ranks are."""
-        return self._own is None or math.isfinite(self._own[0].item())
+        return self._own is None or math.isfinite(self._own.item())
 
     def add(self, loss: LocalLoss, size: int) -> None:
         """Count in a microbatch of ``size`` samples."""
         if self.is_closed:
             raise InternalError("a microbatch came after the window of losses was closed")
         self._sizes.append(size)
-        counts = [0.0, 0.0, 1.0, size, size * size, 0.0 if loss.is_mean else 1.0]
-        numbers = torch.tensor(counts, dtype=torch.float64)
-        row = numbers.to(self._sums.device)
-        row[0] = loss.total.detach()
-        row[1] = loss.count
-        self._sums += row
+        device, terms = self._communicator.device, 0.0
+        total = loss.total.detach().to(device, torch.float64)
+        self._own = total if self._own is None else self._own + total
+        if isinstance(loss.count, torch.Tensor):
+            count = loss.count.to(device, torch.float64)
+            self._terms = count if self._terms is None else self._terms + count
+        else:
+            terms = float(loss.count)
+        row = (0.0, terms, 1.0, size, size * size, 0.0 if loss.is_mean else 1.0)
+        for place, number in enumerate(row):
+            self._counts[place] += number
 
     def close(self, beside: Sequence[torch.Tensor] = ()) -> None:
         """Start summing over the ranks; this rank's last microbatch is in.
 
         ``beside`` are numbers of another thing that are summed together with it, as many on all.
         """
-        self._own = self._sums
-        self._sums = torch.cat([self._own, *(n.reshape(1).to(self._own) for n in beside)])
+        sums = moved(torch.tensor(self._counts, dtype=torch.float64), self._communicator.device)
+        for place, more in enumerate((self._own, self._terms)):
+            if more is not None:
+                sums[place] += more
+        self._sums = torch.cat([sums, *(n.reshape(1).to(sums) for n in beside)]) if beside else sums
         self._pending = self._communicator.all_reduce(self._sums, label="loss and counts")
 
-    def factor(self) -> float:
+    def factor(self) -> Factor:
         """Compute the factor of the summed gradients: one over the global count.
 
-        Raises ValueError when nothing was counted on any rank.
+        Raises ValueError when nothing was counted on any rank; on a device it is infinite then.
         """
+        if not self._communicator.is_on_host:
+            return self.sums()[1].reciprocal()
         count = self._global()[1]
         if count == 0:
-            raise ValueError(
-                "the loss function returned a count of 0 on every rank, so there is no mean: "
-                "leave out such batches, or count at least one term"
-            )
+            raise _nothing_counted()
         return 1.0 / count
 
     def mean(self) -> torch.Tensor:
-        """Compute the global mean of the loss, on the CPU, in float64."""
+        """Compute the global mean of the loss, where the losses are, in float64."""
+        if not self._communicator.is_on_host:
+            return self.sums()[0] / self.sums()[1]
         total, count = self._global()[:2]
         return torch.tensor(total / count if count else math.nan, dtype=torch.float64)
+
+    def sums(self) -> torch.Tensor:
+        """Return the sums over the ranks, for which a stream of the device waits at most."""
+        if self._pending is None:
+            raise InternalError("the window of losses was read before it was closed")
+        self._pending.wait()
+        return self._sums
+
+    def know(self, sums: Sequence[float]) -> None:
+        """Take in what has come to the host of `sums`. Raises ValueError where they are no use."""
+        self._totals, self._beside = list(sums[: self.WIDTH]), list(sums[self.WIDTH :])
+        if sums[1] == 0:
+            raise _nothing_counted()
+        self.check_sizes()
 
     def beside(self) -> list[float]:
         """Compute the sums over the ranks of what was given to `close`."""
@@ -240,9 +291,13 @@ class LossWindow:
 
     def _global(self) -> list[float]:
         if self._totals is None:
-            if self._pending is None:
-                raise InternalError("the window of losses was read before it was closed")
-            self._pending.wait()
-            sums = self._sums.tolist()
+            sums = self.sums().tolist()
             self._totals, self._beside = sums[: self.WIDTH], sums[self.WIDTH :]
         return self._totals
+
+
+def _nothing_counted() -> ValueError:
+    return ValueError(
+        "the loss function returned a count of 0 on every rank, so there is no mean: leave out "
+        "such batches, or count at least one term"
+    )

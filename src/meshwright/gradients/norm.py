@@ -17,11 +17,12 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import nn
 
-from meshwright.comm import Communicator, union
+from meshwright.comm import Communicator, LateNumbers, union
 from meshwright.comm.dtensors.gradient_part import refuse_waiting
 from meshwright.comm.dtensors.sharded_axes import (
     check_meshes,
@@ -30,7 +31,14 @@ from meshwright.comm.dtensors.sharded_axes import (
     spread_of,
 )
 from meshwright.comm.streams import is_host
-from meshwright.gradients.finite import agree_on_non_finite, non_finite_gradients
+from meshwright.gradients.bits import zero_unless
+from meshwright.gradients.finite import (
+    UNTOUCHED,
+    ZEROED,
+    NonFiniteValues,
+    agree_on_non_finite,
+    non_finite_gradients,
+)
 from meshwright.torch_internals.tensors import foreach_mul_, foreach_norm
 
 NORM_ROW = 65536
@@ -67,8 +75,9 @@ def clip_grad_norm_(
     all axes that shard.
 
     Raises RuntimeError, naming the first rank and parameter, when the norm is not finite and
-    ``error_if_nonfinite`` is set; ValueError for a negative ``max_norm`` or a ``norm_type`` that is
-    not positive; `LayoutError` for DTensors that cannot be combined.
+    ``error_if_nonfinite`` is set: of gradients on a device, which are zeroed then, in the next call
+    for the same ranks or before a state is given out. ValueError for a negative ``max_norm`` or a
+    ``norm_type`` that is not positive; `LayoutError` for DTensors that cannot be combined.
 
     >>> clip_grad_norm_(model, 1.0)
     >>> clip_grad_norm_(model.parameters(), 1.0, norm_type=math.inf)
@@ -82,9 +91,14 @@ def clip_grad_norm_(
         named = [(f"parameter {number}", each) for number, each in enumerate(listed)]
     spread = group_by_spread(parameter for _, parameter in named)
     norm = global_norm(spread, norm_type)
-    if error_if_nonfinite:
+    held = [gradient for group in spread for gradient in group.gradients]
+    if error_if_nonfinite and is_host(norm.device):
         require_finite_norm(norm, norm_type, named, _axes_of(spread))
-    scale_to_norm([gradient for group in spread for gradient in group.gradients], norm, max_norm)
+    elif error_if_nonfinite:
+        _look_late(norm, norm_type, named, _axes_of(spread))
+    scale_to_norm(held, norm, max_norm)
+    if error_if_nonfinite and not is_host(norm.device):
+        zero_unless(norm.isfinite(), held)
     return norm
 
 
@@ -98,16 +112,43 @@ def require_finite_norm(
 
     The ranks of ``over`` call it together, with the same norm and their own parameters.
     """
-    if math.isfinite(norm.item()):
-        return
-    what = (
-        f"the gradient norm of order {norm_type} is {norm.item()}, so gradients cannot be clipped"
-    )
-    found = [f"the gradient of {name!r}" for name in non_finite_gradients(named)]
+    if not math.isfinite(norm.item()):
+        _refuse(norm.item(), norm_type, non_finite_gradients(named), over, UNTOUCHED)
+
+
+def _look_late(
+    norm: torch.Tensor,
+    norm_type: float,
+    named: Iterable[tuple[str, torch.Tensor]],
+    over: Communicator | None,
+) -> None:
+    """Do as `require_finite_norm` of a norm on a device, when that has come to it."""
+    key = f"the norm over {'one rank' if over is None else over.name}"
+    late = LateNumbers.known(key)
+    if late.coming:
+        late.settle()  # of the step before
+    values = NonFiniteValues()
+    held = [(n, local_part(p.grad)) for n, p in reversed(list(named)) if p.grad is not None]
+    if held:
+        values.look(held[0][1], lambda: held)
+
+    def judge(numbers: list[float]) -> None:
+        if not math.isfinite(numbers[0]):
+            _refuse(numbers[0], norm_type, values.names(), over, ZEROED)
+
+    late.look(norm.reshape(1), judge)
+
+
+def _refuse(
+    norm: float, norm_type: float, names: Sequence[str], over: Communicator | None, harm: str
+) -> NoReturn:
+    what = f"the gradient norm of order {norm_type} is {norm}, so gradients cannot be clipped"
+    found = [f"the gradient of {name!r}" for name in names]
     if over is not None:
-        raise RuntimeError(str(agree_on_non_finite(over, found, what=what)))
+        raise RuntimeError(str(agree_on_non_finite(over, found, what=what, harm=harm)))
     who = f": {found[0]} is not finite" if found else ", although every element is finite"
-    raise RuntimeError(f"{what}{who}. Find what overflows, or pass error_if_nonfinite=False")
+    late = "" if harm == UNTOUCHED else f"{harm}. "
+    raise RuntimeError(f"{what}{who}. {late}Find what overflows, or pass error_if_nonfinite=False")
 
 
 def group_by_spread(parameters: Iterable[torch.Tensor]) -> list[SpreadGradients]:

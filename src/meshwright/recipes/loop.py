@@ -30,7 +30,7 @@ from torch.nn import functional
 
 import meshwright
 from meshwright.axes import DATA_AXES
-from meshwright.comm import Communicator, Pending, check_peers, phase
+from meshwright.comm import Communicator, Pending, check_peers, phase, settle
 from meshwright.composition import StepResult, Trainable, parallelize
 from meshwright.errors import CheckpointWriteError, NonFiniteError
 from meshwright.randomness import name_seed
@@ -272,6 +272,7 @@ class _Training:
             result = self._train_once(number, rate)
         seconds = time.monotonic() - started
         self._seconds += seconds
+        settle()  # nothing is told of a step that was no good
         loss = result.loss.item()
         self._losses.append(loss)
         tokens = self._config.data.batch_size * self._config.model.context

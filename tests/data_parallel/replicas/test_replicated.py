@@ -320,7 +320,6 @@ def body_collectives() -> None:
     with observe(recorder := Recorder()):
         model(torch.randn(3, 4)).sum().backward()
     assert recorder.kinds() == [
-        ("all_gather", "compare parameters: sizes"),
         ("all_gather", "compare parameters"),
         ("broadcast", "broadcast parameters"),
         ("broadcast", "broadcast buffers"),

@@ -147,7 +147,13 @@ class EventCheck:
 
     def _issued(self) -> list[int]:
         """Count the collectives that this rank has issued on each axis, also of control data."""
-        return [sum(each.counts.get("", 0) for each in axis.channels) for axis in self._axes]
+        found = []
+        for axis in self._axes:
+            count = 0
+            for channel in axis.channels:
+                count += channel.counts.get("", 0)
+            found.append(count)
+        return found
 
     def _ask(self, monitor: FailureMonitor, event: Event, after: str) -> None:
         votes = f"{self._key}/{self._number}/{event.text}/{event.state}"

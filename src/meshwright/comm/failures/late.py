@@ -25,8 +25,17 @@ Judge = Callable[[list[float]], None]
 class LateNumbers:
     """Numbers that were noted in one step, and are judged in the next."""
 
-    def __init__(self) -> None:
-        self._coming: list[tuple[torch.Tensor, Event, Judge]] = []
+    def __init__(self, name: str = "") -> None:
+        """Give it a ``name`` by which `known` finds it as long as something is outstanding."""
+        self._key = name or str(id(self))
+        self.coming: list[tuple[torch.Tensor, Event, Judge]] = []
+        """What the device may not have come to."""
+
+    @classmethod
+    def known(cls, name: str) -> LateNumbers:
+        """Find what was noted under ``name``, or begin."""
+        found = PROCESS.outstanding.get(name)
+        return found if isinstance(found, LateNumbers) else cls(name)
 
     def look(self, numbers: torch.Tensor, judge: Judge) -> None:
         """Have ``numbers``, 1-D, judged: now those of the host, with the next `settle` a device's.
@@ -37,23 +46,23 @@ class LateNumbers:
             judge(numbers.tolist())
             return
         here = numbers.detach().to("cpu", non_blocking=True)  # pinned, as torch makes it for this
-        self._coming.append((here, record(numbers.device), judge))
-        note(self)
+        self.coming.append((here, record(numbers.device), judge))
+        note(self, self._key)
 
     def settle(self) -> None:
         """Judge what was noted. Raises the first error, and forgets the rest then."""
-        PROCESS.outstanding.pop(id(self), None)
-        coming = self._coming.copy()
-        self._coming.clear()
+        PROCESS.outstanding.pop(self._key, None)
+        coming = self.coming.copy()
+        self.coming.clear()
         for here, event, judge in coming:
             if not event.query():
                 event.synchronize()
             judge(here.tolist())
 
 
-def note(check: Outstanding) -> None:
-    """Note that ``check`` has something that `settle` is to look at; it takes itself off."""
-    PROCESS.outstanding.setdefault(id(check), check)
+def note(check: Outstanding, key: str) -> None:
+    """Note under ``key`` that ``check`` has something for `settle`; it takes itself off."""
+    PROCESS.outstanding.setdefault(key, check)
 
 
 def settle() -> None:

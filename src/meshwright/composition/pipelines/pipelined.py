@@ -41,7 +41,7 @@ from meshwright.composition.trainable import (
 )
 from meshwright.data_parallel.flat_parameters import follow_gradients
 from meshwright.errors import PipelinePeerError, PlanError
-from meshwright.gradients import SpreadGradients, apply_loss, scale_to_norm
+from meshwright.gradients import SpreadGradients, apply_loss
 from meshwright.pipelining import (
     PipelineContext,
     PipelineSchedule,
@@ -266,11 +266,9 @@ class PipelinedTrainable(Trainable):
         super()._start_over()
         self._tied.leave()
 
-    def _scale_to(
-        self, max_norm: float, norm: torch.Tensor, spread: Sequence[SpreadGradients]
-    ) -> None:
+    def _every_gradient(self, spread: Sequence[SpreadGradients]) -> list[torch.Tensor]:
         # Copies of tied parameters do not count in the norm, and are clipped as what they copy.
-        scale_to_norm(self._pipelined.every_gradient(), norm, max_norm)
+        return self._pipelined.every_gradient()
 
     @property
     def _loss_scale(self) -> float:

@@ -16,10 +16,10 @@ from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.composition.data_layout import DataLayout, Peers
 from meshwright.composition.description import Description
 from meshwright.errors import InternalError, PipelinePeerError, PipeliningShapeError
-from meshwright.gradients import SpreadGradients, group_by_spread
+from meshwright.gradients import Factor, SpreadGradients, group_by_spread, multiply_
 from meshwright.pipelining.messages.metadata import Signature, TensorMeta, Values, signature_of
 from meshwright.plan import Plan
-from meshwright.torch_internals.tensors import foreach_mul_, version_of
+from meshwright.torch_internals.tensors import version_of
 
 
 class StageModules(nn.Module):
@@ -103,11 +103,11 @@ class PipelinedLayout(DataLayout):
             each.reduce_next(is_wanted)
 
     @torch.no_grad()
-    def scale_by(self, scale: Callable[[], float]) -> None:
+    def scale_by(self, scale: Callable[[], Factor]) -> None:
         """See `DataLayout`: now, since all has been summed."""
         factor, held = scale(), self.every_gradient()
-        if held and factor != 1.0:
-            foreach_mul_(held, factor)
+        if held:
+            multiply_(held, factor)
 
     def every_gradient(self) -> list[torch.Tensor]:
         """List this rank's parts of all gradients, copies of tied ones too."""

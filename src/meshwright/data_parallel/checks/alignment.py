@@ -18,11 +18,12 @@ rank gives no mark of its weights from then on.
 
 More notes travel with these; of replicas::
 
-    | where the rank is among its passes | has left the path of its first pass | is not finite |
-                  6 numbers                 1, of a static graph only             1, if asked for
+    | where the rank is | lacks a gradient | has left the path of its first pass | is not finite |
+          6 numbers              1             1, of a static graph only          1, if asked for
 
-So a pass that cannot be used costs no collective until one rank has something to say. Ranks of
-sharded units tell each other after the sums, together with use counts.
+So a pass that cannot be used costs no collective until one rank has something to say. Where the
+gradients are on a device the sums are looked at when the next pass begins, before any of it is
+sent. Ranks of sharded units tell each other after the sums, together with use counts.
 """
 
 from __future__ import annotations
@@ -31,15 +32,14 @@ import hashlib
 import math
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from meshwright.comm import Communicator, union
+from meshwright.comm import Communicator, Pending, union
 from meshwright.comm.dtensors.dtensor import is_dtensor, local_of
-from meshwright.comm.streams import is_host
 from meshwright.data_parallel.checks.step_watch import Steps, StepWatch
 from meshwright.data_parallel.replicas.options import ReductionSettings
 from meshwright.data_parallel.replicas.static_graph import StaticGraph
@@ -48,8 +48,9 @@ from meshwright.errors import CollectiveMismatchError, NonFiniteError
 from meshwright.gradients import NonFiniteValues, agree_on_non_finite, non_finite_error
 from meshwright.torch_internals.tensors import version_of
 
-NOTES = 6
-"""Numbers that travel behind the gradients."""
+MARKS = 6
+NOTES = MARKS + 1
+"""Numbers that travel behind the gradients: the marks, and one where a gradient is lacking."""
 
 
 class Alignment:
@@ -63,6 +64,8 @@ class Alignment:
         """Gradients of this rank alone have come since the last reduction; it was said."""
         self._weights = 0
         self._backwards = 0
+        self.place = 0, 0
+        """The changes of the weights, and the backward passes since, in the last backward pass."""
         self._version = -1
         self._sees_changes = True
         """Whether what changes this rank's weights can be noticed here."""
@@ -111,6 +114,7 @@ class Alignment:
         """Begin a backward pass that reduces."""
         self._is_local = False
         self._backwards += 1
+        self.place = self._weights, self._backwards
 
     def write(self, notes: torch.Tensor) -> None:
         """Mark where this rank is."""
@@ -118,43 +122,41 @@ class Alignment:
         for place in self.marks():
             notes[place] = 1
 
-    def agrees(self, notes: torch.Tensor) -> bool:
-        """Check that all marks are the same. Not called on a GPU: that would stop the host."""
-        if not is_host(notes.device) or not len(notes):
-            return True
-        sums = (notes.real if notes.is_complex() else notes).tolist()
-        if not math.isfinite(sum(sums)):
-            return False
-        a, b, c, d, e, f = [count > 0 for count in sums]
-        return a + b + c < 2 and d + e + f < 2
-
     def refuse(
-        self, communicator: Communicator, *, gave_up: bool = False
+        self,
+        communicator: Communicator,
+        place: tuple[int, int] | None = None,
+        *,
+        gave_up: bool = False,
     ) -> CollectiveMismatchError | None:
         """Make the error that every rank raises then; collective. Who ``gave_up`` raised before.
 
-        None where all have the same weights and are in the same pass: they go on.
+        ``place`` is that of the pass, of which this rank is in the next one by now. None where all
+        have the same weights and are in the same pass: they go on.
         """
+        weights, backwards = place or (self._weights, self._backwards)
         values = _digest(self._parameters)
-        mine = [self._weights, self._backwards, gave_up, values]
+        mine = [weights, backwards, gave_up, values]
         rows = communicator.gather_values(mine, label="alignment")
-        if all(row[1:] == [self._backwards, False, values] for row in rows):
+        if all(row[1:] == [backwards, False, values] for row in rows):
             most = max(row[0] for row in rows)
-            self._sees_changes = self._sees_changes and self._weights == most
-            self._weights = most
+            self._sees_changes = self._sees_changes and weights == most
+            self._weights += most - weights
             return None
         texts: list[str] = []
         for rank, (weights, backwards, is_void, _) in zip(communicator.ranks, rows, strict=True):
-            place = (
+            where = (
                 f"was in backward pass {backwards} of a forward pass, after {weights - 1} changes "
                 "of its weights"
             )
             if is_void:
-                place = "gave up a backward pass, in which it had raised"
-            texts.append(f"rank {rank} {place}")
+                where = "gave up a backward pass, in which it had raised"
+            texts.append(f"rank {rank} {where}")
+        is_late = not communicator.is_on_host
+        used = "One step of an optimizer may have" if is_late else "No optimizer has"
         return CollectiveMismatchError(
             f"axis {communicator.axis}: the ranks reduced gradients of different passes together: "
-            f"{'; '.join(texts)}. No optimizer has used them. Run as many backward passes on "
+            f"{'; '.join(texts)}. {used} used them. Run as many backward passes on "
             "every rank for each optimizer step, or use join() where ranks run out of batches"
         )
 
@@ -162,6 +164,16 @@ class Alignment:
         """Return the places at which this rank writes a one: they say where it is."""
         backwards = 3 + self._backwards % 3
         return (self._weights % 3, backwards) if self._sees_changes else (backwards,)
+
+
+def agree(sums: Sequence[float]) -> bool:
+    """Check, by the ``sums`` of marks over the ranks, that all are the same."""
+    if not sums:
+        return True
+    if not math.isfinite(sum(sums)):
+        return False
+    a, b, c, d, e, f = sums
+    return (a > 0) + (b > 0) + (c > 0) < 2 and (d > 0) + (e > 0) + (f > 0) < 2
 
 
 def _digest(parameters: Sequence[torch.Tensor]) -> str:
@@ -177,6 +189,9 @@ def _check_step(alignment: Alignment | None) -> None:
     if alignment is not None:
         alignment.check_step()
 
+
+NOWHERE = (-1, -1)
+"""The place of a rank in a pass of the others."""
 
 STOPPED = "stop_on_non_finite: gradients of this backward pass are not finite"
 """What all ranks have seen that were to stop at such gradients."""
@@ -207,9 +222,14 @@ class PassNotes:
             if values is not None:
                 values.clear()
 
-    def write(self, notes: torch.Tensor) -> None:
-        """Say what there is to say, once all gradients of this rank are known."""
+    def write(self, notes: torch.Tensor, *, lacks: bool) -> None:
+        """Say what there is to say, once all gradients of this rank are known.
+
+        ``lacks`` says that a parameter has none.
+        """
         self.alignment.write(notes[:NOTES])
+        if lacks:
+            notes[MARKS] = 1
         if self.static is not None:
             notes[NOTES] = self.static.deviates()
         if self.values is not None and self.reduced is not None:
@@ -220,20 +240,25 @@ class PassNotes:
         if self.reduced is not None:
             self.reduced.add_to(notes[-1])
 
-    def refuse(
-        self, notes: torch.Tensor, communicator: Communicator, *, is_own: bool
+    def judge(
+        self,
+        communicator: Communicator,
+        place: tuple[int, int],
+        differences: Mapping[str, list[str]],
+        sums: Sequence[float],
     ) -> Exception | None:
         """Make the error that every rank raises for a pass that is void, if one has said so.
 
-        ``notes`` are the sums, so that all ranks ask alike, and nothing is sent where all is well.
-        ``is_own`` says that this rank has reduced a pass of its own with those of the others.
+        ``place`` and ``differences`` are this rank's in that pass: among its passes, all of which
+        it has for itself in a pass that is not its own, and from the first one. All ranks are told
+        the same ``sums`` of notes, so that they ask alike, and nothing is sent where all is well.
         """
-        if is_own and not self.alignment.agrees(notes[:NOTES]):
-            error = self.alignment.refuse(communicator)
+        if place != NOWHERE and not agree(sums[:MARKS]):
+            error = self.alignment.refuse(communicator, place)
             if error is not None:
                 return error
-        if self.static is not None and notes[NOTES].real.item() > 0:
-            return self.static.refuse(communicator)
+        if self.static is not None and sums[NOTES] > 0:
+            return self.static.refuse(communicator, differences)
         return None
 
     def refuse_non_finite(
@@ -243,7 +268,7 @@ class PassNotes:
 
         ``is_local`` says that a communication hook has left all gradients on their rank.
         """
-        # This is the one place where a device is waited for to learn that all is finite.
+        # Asked for: a device is waited for, so that no optimizer steps with what is not finite.
         if self.values is None or self.reduced is None or notes[-1].real.item() == 0:
             return None
         found, sums = self.values.gradients(), self.reduced.gradients()
@@ -281,6 +306,35 @@ class NonFinite:
     def error(self) -> NonFiniteError:
         """Make the error that every rank of `axes` raises; collective."""
         return agree_on_non_finite(union(self.axes), self.found, what=STOPPED, sums=self.sums)
+
+
+class UseCounts:
+    """The words of ranks to each other about which parameters had a gradient, pass by pass.
+
+    A rank on which all had one needs no answer, and waits for none: not for this pass, and for the
+    words of the pass before, which the others had said long ago.
+    """
+
+    def __init__(self) -> None:
+        self._told: list[Pending] = []
+
+    def begin_pass(self) -> None:
+        """Take in what was said in the pass before."""
+        while self._told:
+            self._told.pop().wait()
+
+    def on_any(self, flags: list[bool], communicators: Sequence[Communicator]) -> list[bool]:
+        """Find the ``flags`` that are set on any rank of all ``communicators`` together."""
+        for axis in communicators:
+            mine = torch.tensor(flags, dtype=torch.uint8)
+            everyone = torch.empty((axis.size, len(flags)), dtype=torch.uint8)
+            pending = axis.control.all_gather_list(everyone, mine, label="use counts")
+            if all(flags):
+                self._told.append(pending)
+                continue
+            pending.wait()
+            flags = [bool(flag) for flag in everyone.amax(0).tolist()]
+        return flags
 
 
 def sum_notes(notes: Sequence[torch.Tensor], communicator: Communicator) -> None:

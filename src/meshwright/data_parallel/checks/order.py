@@ -137,6 +137,7 @@ class OrderCheck:
         """Ranks were found to differ and were let go on: nothing is sent or compared any more."""
         self._is_late = not communicator.is_on_host
         """Whether the host is ahead of what it has started, and looks at nothing of this step."""
+        self._noted = f"order {id(self)}"
         self._due = 0
         """Comparisons that were there when the last backward ended."""
         self._now = Forward(0, None)
@@ -227,11 +228,11 @@ class OrderCheck:
             self._compare_next()
         self._due = len(self._comparisons)
         if self._due:
-            note(self)
+            note(self, self._noted)
 
     def settle(self) -> None:
         """Take in all comparisons on their way. Raises as `finish` does."""
-        PROCESS.outstanding.pop(id(self), None)
+        PROCESS.outstanding.pop(self._noted, None)
         while self._comparisons:
             self._compare_next()
 

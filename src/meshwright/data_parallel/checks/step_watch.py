@@ -17,6 +17,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from meshwright.comm import settle
+
 
 class Steps(Enum):
     """The steps of optimizers since the last question."""
@@ -102,8 +104,15 @@ class StepWatch:
                     "step would change nothing. Build the optimizer from the parameters of the "
                     "sharded module, before its first forward or after a backward"
                 )
+            if known[1] and optimizer not in self._known:
+                optimizer.register_state_dict_pre_hook(_settle)
             self._known[optimizer] = known
         return known[1]
+
+
+def _settle(_: torch.optim.Optimizer) -> None:
+    """Give out no state before the steps that it comes from have been looked at."""
+    settle()
 
 
 class _Hook:

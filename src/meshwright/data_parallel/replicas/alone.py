@@ -39,7 +39,7 @@ from meshwright.data_parallel.replicas.slots import (
     sparse_gradient,
 )
 from meshwright.errors import InternalError
-from meshwright.gradients import NonFiniteValues
+from meshwright.gradients import Factor, NonFiniteValues, multiply_, times
 from meshwright.torch_internals.tensors import storage_id, storage_users
 
 
@@ -92,7 +92,7 @@ class _AloneGradient(Reduction):
     def reset(self) -> None:
         """Forget the gradient of the last backward pass."""
         self.arrived, self.taken = bytearray(1), bytearray(1)
-        self._tensor = None
+        self._tensor = self.known = None
 
     def look(self, values: NonFiniteValues) -> None:
         """Have ``values`` note whether this rank's gradient is not finite, once it is filled."""
@@ -116,8 +116,6 @@ class InPlaceGradient(_AloneGradient):
         allocate: Callable[[int, torch.dtype], torch.Tensor],
     ) -> None:
         super().__init__(layout, parameter)
-        self.is_absent = False
-        """Whether this rank had no gradient in this backward pass."""
         self._memory = KeptMemory(layout.numel, layout.dtype, allocate)
         self._began_without = False
         self._references = _fewest_references()
@@ -130,7 +128,7 @@ class InPlaceGradient(_AloneGradient):
         """Check that the gradient was made by this pass, so that `take` may move it."""
         return self._began_without
 
-    def take(self, slot: int, scale: float) -> None:
+    def take(self, slot: int, scale: Factor) -> None:
         """Move the gradient, times ``scale``, unless somebody else holds either memory."""
         (parameter,) = self.parameters
         gradient = parameter.grad
@@ -141,15 +139,15 @@ class InPlaceGradient(_AloneGradient):
         tensor = self._memory.tensor(parameter.shape, parameter.stride(), parameter.device)
         if tensor is None:
             return
-        self._tensor = torch.mul(gradient, scale, out=tensor)
+        self._tensor = times(gradient, scale, tensor)
         parameter.grad = tensor
         self.taken[0] = 1
 
-    def fill(self, scale: float) -> None:
+    def fill(self, scale: Factor) -> None:
         """Scale this rank's gradient, or stand in with zeros."""
         (parameter,) = self.parameters
         gradient = parameter.grad
-        self.is_absent = gradient is None
+        self.lacks = gradient is None
         if gradient is None and self.arrived[0] == ARRIVED:
             raise lost_gradient(self.layout.slots[0])
         if self.taken[0]:
@@ -159,14 +157,14 @@ class InPlaceGradient(_AloneGradient):
         elif gradient.layout is not torch.strided:
             raise sparse_gradient(self.layout.slots[0], gradient)
         elif _is_alike(gradient, parameter):
-            self._tensor = gradient.mul_(scale) if scale != 1.0 else gradient
+            self._tensor = gradient
+            multiply_([gradient], scale)
         else:
-            self._tensor = torch.empty_like(parameter)
-            torch.mul(gradient, scale, out=self._tensor)
+            self._tensor = times(gradient, scale, torch.empty_like(parameter))
 
     def stand_in(self, *, is_void: bool) -> None:
         """Take part with zeros, or visibly void."""
-        self.is_absent = not is_void
+        self.lacks = not is_void
         self._tensor = torch.full_like(self.parameters[0], math.nan if is_void else 0.0)
 
     def launch(self, communicator: Communicator) -> None:
@@ -202,9 +200,13 @@ class InPlaceGradient(_AloneGradient):
         if gradient is not None and gradient is not self._tensor:
             gradient.copy_(self._tensor)
 
+    def used(self) -> Sequence[bool]:
+        """Tell whether this rank has a gradient."""
+        return (not self.lacks,)
+
     def adopt(self, count: float) -> None:
         """Take the mean as ``.grad`` where this rank had none, unless no rank had one."""
-        if self.is_absent and count != 0:
+        if self.lacks and count != 0:
             self.parameters[0].grad = self._tensor
 
 
@@ -242,7 +244,7 @@ class SparseGradient(_AloneGradient):
         self._communicator: Communicator | None = None
         self._hook = hook
 
-    def fill(self, scale: float) -> None:
+    def fill(self, scale: Factor) -> None:
         """Scale a copy of this rank's gradient, with each row once."""
         (parameter,) = self.parameters
         gradient = parameter.grad
@@ -266,10 +268,10 @@ class SparseGradient(_AloneGradient):
         """Tell the others how many rows there are; `finish` sends them, or has a hook sum them."""
         if self._hook is not None and self._hook.is_local:
             return
-        own = torch.tensor([self._number], device=communicator.device)
-        self._numbers = own.new_empty(communicator.size)
+        own = torch.tensor([int(self._number)])
+        self._numbers = torch.empty(communicator.size, dtype=torch.int64)
         self._communicator = communicator
-        self._pending = communicator.all_gather(
+        self._pending = communicator.control.all_gather(
             self._numbers, own, label=f"{self.layout.label}: rows"
         )
 
@@ -339,7 +341,7 @@ class SparseGradient(_AloneGradient):
 
     def _sum_rows(self, axis: Communicator, numbers: list[int]) -> torch.Tensor:
         (parameter,), gradient = self.parameters, self._tensor
-        indices = self._numbers.new_zeros(max(numbers))
+        indices = torch.zeros(max(numbers), dtype=torch.int64, device=axis.device)
         shape = (len(indices), *parameter.shape[1:])
         values = torch.zeros(shape, dtype=self.layout.dtype, device=parameter.device)
         if gradient is not None:

@@ -38,8 +38,8 @@ from meshwright.data_parallel.replicas.slots import (
     sparse_gradient,
 )
 from meshwright.errors import InternalError
-from meshwright.gradients import NonFiniteValues
-from meshwright.torch_internals.tensors import foreach_copy_, foreach_mul_
+from meshwright.gradients import Factor, NonFiniteValues, multiply_, times
+from meshwright.torch_internals.tensors import foreach_copy_
 
 BATCHED_NUMEL = 16384
 """Gradients up to this size are copied together; larger ones are scaled while they are copied."""
@@ -136,20 +136,20 @@ class Bucket(Reduction):
         """Check that `take` should copy this gradient: it is large, and frees its own memory."""
         return self.is_gradient_view and self._single[slot]
 
-    def take(self, slot: int, scale: float) -> None:
+    def take(self, slot: int, scale: Factor) -> None:
         """Copy one gradient in as soon as it is there, times ``scale``, and free its own memory."""
         parameter, view = self.parameters[slot], self.views[slot]
         gradient = parameter.grad
         if gradient is None or gradient.layout is not torch.strided:
             return
         if gradient is view:
-            view.mul_(scale)
+            multiply_([view], scale)
         else:
             _scaled_copy(view, gradient, scale)
             parameter.grad = view
         self.taken[slot] = 1
 
-    def fill(self, scale: float) -> None:
+    def fill(self, scale: Factor) -> None:
         """Copy this rank's gradients in, times ``scale``; zeros for parameters without one.
 
         Raises RuntimeError naming the parameter when a gradient is sparse.
@@ -162,6 +162,7 @@ class Bucket(Reduction):
                 raise lost_gradient(self.layout.slots[slot])
             self.views[slot].zero_()
             self.counts[slot] = 0
+        self.lacks = bool(self._absent)
         self._count_riders()
         try:
             self._copy_in(gradients, scale)
@@ -256,10 +257,14 @@ class Bucket(Reduction):
 
     def deliver(self) -> None:
         """Make what the buffer holds the parameters' gradients."""
-        if self._absent or any(rider.is_absent for rider in self.riders):
+        if self._absent or any(rider.lacks for rider in self.riders):
             self._adopt_absent()
         if not self.is_gradient_view:
             self._copy_out()
+
+    def used(self) -> Sequence[bool]:
+        """List the parameters of which this rank has a gradient."""
+        return [slot not in self._absent for slot in range(len(self.parameters))]
 
     def unused(self) -> tuple[int, ...]:
         """List the parameters, riders too, that no rank had a gradient of; once reduced."""
@@ -272,7 +277,7 @@ class Bucket(Reduction):
         names = [slot.name for slot in self.layout.slots]
         values.look(self.gradients, lambda: zip(names, self.views, strict=True))
 
-    def _copy_in(self, gradients: Sequence[torch.Tensor | None], scale: float) -> None:
+    def _copy_in(self, gradients: Sequence[torch.Tensor | None], scale: Factor) -> None:
         """Scale and copy, in as few calls as the sizes allow."""
         batch_views: list[torch.Tensor] = []
         batch: list[torch.Tensor] = []
@@ -291,11 +296,11 @@ class Bucket(Reduction):
         if batch:
             foreach_copy_(batch_views, batch)
             scaled.extend(batch_views)
-        if scale == 1.0 or not scaled:
-            return
-        if True in self._single:
-            foreach_mul_(scaled, scale)
-        else:
+        if scaled and True in self._single:
+            multiply_(scaled, scale)
+        elif scaled and not isinstance(scale, float):
+            multiply_([self.gradients], scale)
+        elif scaled and scale != 1.0:
             self.gradients.mul_(scale)
 
     def _copy_out(self) -> None:
@@ -314,7 +319,7 @@ class Bucket(Reduction):
     def _count_riders(self) -> None:
         first = len(self.parameters)
         for place, rider in enumerate(self.riders, first):
-            self.counts[place] = 0 if rider.is_absent else 1
+            self.counts[place] = 0 if rider.lacks else 1
 
     def _adopt_absent(self) -> None:
         counts = self._counts()
@@ -328,6 +333,10 @@ class Bucket(Reduction):
             rider.adopt(math.inf if self._zeros_for_unused else count)
 
     def _counts(self) -> list[float]:
+        """Count for each parameter, riders too, the ranks that have a gradient, or know it."""
+        if self.known is not None:
+            told = [*self.known, *(flag for rider in self.riders for flag in rider.known or ())]
+            return [float(flag) for flag in told]
         return (self.counts.real if self.counts.is_complex() else self.counts).tolist()
 
     def _explain(self, gradients: Sequence[torch.Tensor | None], error: RuntimeError) -> None:
@@ -336,12 +345,12 @@ class Bucket(Reduction):
                 raise sparse_gradient(slot, gradient) from error
 
 
-def _scaled_copy(view: torch.Tensor, gradient: torch.Tensor, scale: float) -> None:
+def _scaled_copy(view: torch.Tensor, gradient: torch.Tensor, scale: Factor) -> None:
     """Scale in one pass over the memory; a wider reduction scales in the wider dtype."""
     if gradient.dtype.itemsize < view.dtype.itemsize:
-        view.copy_(gradient).mul_(scale)
+        multiply_([view.copy_(gradient)], scale)
     else:
-        torch.mul(gradient, scale, out=view)
+        times(gradient, scale, view)
 
 
 def _gradient_view(

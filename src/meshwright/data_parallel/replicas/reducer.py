@@ -19,14 +19,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 
-from meshwright.comm import Communicator
+from meshwright.comm import Communicator, LateNumbers
 from meshwright.comm.graphs.untraced import apart
-from meshwright.data_parallel.checks.alignment import NOTES, PassNotes, sum_notes
+from meshwright.data_parallel.checks.alignment import (
+    MARKS,
+    NOWHERE,
+    PassNotes,
+    UseCounts,
+    agree,
+    sum_notes,
+)
 from meshwright.data_parallel.checks.starting_state import compare_parameters
 from meshwright.data_parallel.distributed_parameters import LocalParameter, ReducedLeaves
 from meshwright.data_parallel.replicas.alone import InPlaceGradient, SparseGradient
@@ -46,6 +54,7 @@ from meshwright.data_parallel.replicas.slots import (
 )
 from meshwright.data_parallel.replicas.static_graph import late_gradient, unexpected_gradient
 from meshwright.errors import NonFiniteError
+from meshwright.gradients import Factor
 from meshwright.torch_internals.autograd import at_end_of_backward
 
 if TYPE_CHECKING:
@@ -120,14 +129,20 @@ class GradientReducer:
         """Whether the next backward pass reduces: what was wanted when its forward pass began."""
         self.phase = ReductionPhase.IDLE
         self._mean = 1.0 / communicator.size
-        self._scale: Callable[[], float] | None = None
+        self._scale: Callable[[], Factor] | None = None
         self.on_reduction: Callable[[], float | None] | None = None
         """Called before the first bucket of a pass; may return the factor of the mean."""
         self.registered_hook: RegisteredHook | None = None
         self.marking: Marking | None = None
         """How gradients are marked while a backward pass is traced."""
         self._next = 0
-        self._factor: float | None = None
+        self._factor: Factor | None = None
+        self._late = LateNumbers()
+        """The notes of the pass before, until the device has summed them."""
+        self._uses = UseCounts()
+        self._tells = self._lacks = self._has_told = False
+        """The host is to tell the other ranks of each pass which gradients it has, since one of
+        them has lacked some; this pass lacks one; its ranks were told."""
         self.leaves = ReducedLeaves((), {})
         self.take_up(named, settings, local)
 
@@ -176,7 +191,7 @@ class GradientReducer:
         """True when gradients are multiplied by another factor than the mean's."""
         return self._scale is not None
 
-    def scale_by(self, scale: Callable[[], float] | None) -> None:
+    def scale_by(self, scale: Callable[[], Factor] | None) -> None:
         """Multiply gradients by ``scale()`` on the way into the buckets, instead of by 1/ranks.
 
         It is called once for each backward pass that reduces, just before the first bucket.
@@ -263,6 +278,8 @@ class GradientReducer:
         at_end_of_backward(self.finish)
 
     def _open(self) -> None:
+        if self._late.coming:
+            self._late.settle()  # before any of this pass is sent
         self.phase = ReductionPhase.BACKWARD
         marking = self.marking
         if marking is not None and marking.has_begun and marking.took_forward():
@@ -294,26 +311,30 @@ class GradientReducer:
             while self._next < len(self.buckets):
                 self.buckets[self._next].stand_in(is_void=True)
                 self._launch()
+            self._tell(is_void=is_void)
             for bucket in self._by_end:
                 bucket.drop()
             self._share_notes()
         said = None if self._is_local or not is_void else self._extra
-        if said is not None and not self.alignment.agrees(said[:NOTES]):
+        if said is not None and not agree([abs(mark) for mark in said[:MARKS].tolist()]):
             self.alignment.refuse(self.communicator, gave_up=True)
         self.reset()
 
     @torch.no_grad()
     def shadow(self) -> None:
         """Take part in the reductions of a backward pass that this rank does not have."""
+        self._late.settle()
         for bucket in self.buckets:
             bucket.stand_in(is_void=False)
             self._launch()
+        self._tell(is_void=False)
         for bucket in self._by_end:
             bucket.drop()
         self._share_notes()
-        self._next = 0
+        self._next, self._has_told = 0, False
         error = self._judge(is_own=False)
-        self._skip_unused()
+        if self.settings.skips_unused:
+            self._skip_unused()
         if error is not None:
             raise error
 
@@ -412,7 +433,7 @@ class GradientReducer:
     def _take(self, bucket: Reduction, place: int) -> None:
         bucket.take(place, self._current_factor())
 
-    def _current_factor(self) -> float:
+    def _current_factor(self) -> Factor:
         """Compute the factor of gradients in this backward pass."""
         if self._factor is None:
             mean = self._mean
@@ -420,17 +441,18 @@ class GradientReducer:
                 mean = self.on_reduction() or mean
             self._factor = mean if self._scale is None else self._scale()
             if self.registered_hook is not None:
-                self._factor *= self.communicator.size
+                self._factor = self._factor * self.communicator.size
         return self._factor
 
     @torch.no_grad()
     def _launch_next(self) -> None:
         bucket = self.buckets[self._next]
         bucket.fill(self._current_factor())
+        self._lacks = self._lacks or bucket.lacks
         if self._notes.values is not None:
             bucket.look(self._notes.values)
         if bucket.extra is not None:
-            self._notes.write(bucket.extra)
+            self._notes.write(bucket.extra, lacks=self._lacks)
         self._launch()
 
     def _launch(self) -> None:
@@ -452,6 +474,8 @@ class GradientReducer:
     def finish(self) -> None:
         """Launch what is left, wait, and set ``.grad``: the end of a backward pass, or `start`."""
         self._launch_rest()
+        if self._tells:
+            self._tell(is_void=False)
         for bucket in self._by_end:
             bucket.finish()
         if self.registered_hook is not None:
@@ -471,13 +495,29 @@ class GradientReducer:
         if self.leaves.lent:
             self.leaves.give_back()
         self.reset()
-        self._skip_unused()
+        if self.settings.skips_unused:
+            self._skip_unused()
         if error is not None:
             raise error
 
+    def _tell(self, *, is_void: bool) -> None:
+        """Tell the other ranks which gradients this one has; of a void pass all.
+
+        Only where counts behind the gradients would have to be waited for: on a device. A rank that
+        lacks one waits until the others have said what they have.
+        """
+        if not self._tells or self._has_told:
+            return
+        self._has_told = True
+        self._uses.begin_pass()
+        flags = [is_void or has for bucket in self.buckets for has in bucket.used()]
+        used = iter(self._uses.on_any(flags, [self.communicator]))
+        for bucket in self.buckets:
+            bucket.know([next(used) for _ in bucket.used()])
+
     def _skip_unused(self) -> None:
-        """Leave what no rank has used in the first reduction out of the next ones, if asked to."""
-        if not self.settings.skips_unused or self._unused is not None or self._is_local:
+        """Leave what no rank has used in the first reduction out of the next ones."""
+        if self._unused is not None or self._is_local:
             return
         found: set[int] = set()
         for bucket in self.buckets:
@@ -503,15 +543,30 @@ class GradientReducer:
         Returns the error to raise once a pass has ended whose gradients are not finite. ``is_own``
         says that all ranks have reduced a pass of their own.
         """
-        notes, communicator, is_local = self._extra, self.communicator, self._is_local
+        notes, is_local = self._extra, self._is_local
         if notes is None:
             return None
-        is_own = is_own and not is_local
-        error = self._notes.refuse(notes, communicator, is_own=is_own)
+        place = self.alignment.place if is_own and not is_local else NOWHERE
+        static = self._static
+        differences = static.differences() if static is not None and static.deviates() else {}
+        sums = notes.real if notes.is_complex() else notes
+        self._late.look(sums, partial(self._refuse, self._notes, place, differences))
+        return self._notes.refuse_non_finite(notes, self.communicator, is_local=is_local)
+
+    def _refuse(
+        self,
+        notes: PassNotes,
+        place: tuple[int, int],
+        differences: Mapping[str, list[str]],
+        sums: Sequence[float],
+    ) -> None:
+        """Raise for the pass of which ``sums`` of ``notes`` have come."""
+        is_late = not self.communicator.is_on_host
+        self._tells = self._tells or (is_late and sums[MARKS] != 0 and not self._is_local)
+        error = notes.judge(self.communicator, place, differences, sums)
         if error is not None:
             self.reset()
             raise error
-        return self._notes.refuse_non_finite(notes, communicator, is_local=is_local)
 
     def reset(self) -> None:
         """Close a backward pass; also one that all ranks give up before its first reduction."""
@@ -520,6 +575,7 @@ class GradientReducer:
         self._missing = self._sizes.copy()
         self._next = 0
         self._factor = None
+        self._lacks = self._has_told = False
         if self._static is not None:
             self._static.reset()
         self.phase = ReductionPhase.IDLE

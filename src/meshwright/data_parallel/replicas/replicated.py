@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from meshwright.comm import communicator
+from meshwright.comm import communicator, settle
 from meshwright.comm.graphs.untraced import constant, inlined, untraced
 from meshwright.data_parallel.modules.of_this_process import OfThisProcess
 from meshwright.data_parallel.replicas.distributed import one_device
@@ -315,6 +315,7 @@ class Replicate:
             )
         module.register_forward_pre_hook(state.before_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(state.after_forward)
+        module.register_state_dict_pre_hook(_settle)
         state.watch_children(module)
         check_names("replicate", before, _names(module))
         return module
@@ -387,3 +388,8 @@ def _with_managed(module: nn.Module, ignored: Collection[nn.Module]) -> frozense
     """Add to ``ignored`` the submodules that a composable function has been applied to."""
     own = {m for m in module.modules() if m is not module and m.__dict__.get(STATES)}
     return frozenset(ignored) | own
+
+
+def _settle(*_: object) -> None:
+    """Give out no state before the passes that it comes from have been looked at."""
+    settle()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from meshwright.comm import Communicator
-from meshwright.gradients import NonFiniteValues
+from meshwright.gradients import Factor, NonFiniteValues
 from meshwright.layout import FlatLayout
 from meshwright.torch_internals.autograd import after_hooks_of
 
@@ -89,6 +89,10 @@ class Reduction(ABC):
     """All numbers behind the gradients; None where there are none."""
     extra: torch.Tensor | None = None
     """Those of them that are no use counts, see `plan_buckets`; None where there are none."""
+    lacks = False
+    """True when a parameter has no gradient on this rank in this backward pass."""
+    known: Sequence[bool] | None = None
+    """The parameters of which a rank has a gradient; None while their counts have to be read."""
 
     def __init__(self, layout: BucketLayout, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.layout = layout
@@ -109,17 +113,26 @@ class Reduction(ABC):
         """Forget the last backward pass."""
         self.arrived = bytearray(len(self.parameters))
         self.taken = bytearray(len(self.parameters))
+        self.known = None
+
+    def used(self) -> Sequence[bool]:
+        """List the parameters of which this rank has a gradient, where others need to know."""
+        return ()
+
+    def know(self, used: Sequence[bool]) -> None:
+        """Take in of which of them any rank has one."""
+        self.known = used
 
     def takes(self, slot: int) -> bool:
         """Check that `take` should have this gradient as soon as it is there."""
         return False
 
-    def take(self, slot: int, scale: float) -> None:
+    def take(self, slot: int, scale: Factor) -> None:
         """Take one gradient, times ``scale``, for which `takes` holds."""
         return
 
     @abstractmethod
-    def fill(self, scale: float) -> None:
+    def fill(self, scale: Factor) -> None:
         """Take this rank's gradients, times ``scale``."""
 
     @abstractmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from meshwright.comm import Communicator
 from meshwright.data_parallel.replicas.slots import Reduction
@@ -56,9 +56,14 @@ class StaticGraph:
             "used": [name for name, before, now in rows if now > before],
         }
 
-    def refuse(self, communicator: Communicator) -> RuntimeError:
-        """Make the error that every rank raises when one deviates; collective."""
-        rows = communicator.gather_values(self.differences(), label="static graph: what differs")
+    def refuse(
+        self, communicator: Communicator, differences: Mapping[str, list[str]]
+    ) -> RuntimeError:
+        """Make the error that every rank raises when one deviates; collective.
+
+        ``differences`` are this rank's in the pass that it is about.
+        """
+        rows = communicator.gather_values(dict(differences), label="static graph: what differs")
         sentences: list[str] = []
         for rank, row in zip(communicator.ranks, rows, strict=True):
             for verb, names in row.items():

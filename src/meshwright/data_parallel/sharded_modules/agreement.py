@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
-from meshwright.comm import Communicator, Pending
+from meshwright.comm import Communicator
 from meshwright.data_parallel.checks.starting_state import (
     Compared,
     compare_digests,
@@ -112,35 +111,6 @@ def compare_values(drivers: Sequence[Driver], names: Mapping[nn.Module, str]) ->
             difference = compare_digests(axis, rows, difference, remedy)
     if difference:
         raise CollectiveMismatchError(difference)
-
-
-class UseCounts:
-    """The words of ranks to each other about which parameters had a gradient, pass by pass.
-
-    A rank on which all had one needs no answer, and waits for none: not for this pass, and for the
-    words of the pass before, which the others had said long ago.
-    """
-
-    def __init__(self) -> None:
-        self._told: list[Pending] = []
-
-    def begin_pass(self) -> None:
-        """Take in what was said in the pass before."""
-        while self._told:
-            self._told.pop().wait()
-
-    def on_any(self, flags: list[bool], communicators: Sequence[Communicator]) -> list[bool]:
-        """Find the ``flags`` that are set on any rank of all ``communicators`` together."""
-        for axis in communicators:
-            mine = torch.tensor(flags, dtype=torch.uint8)
-            everyone = torch.empty((axis.size, len(flags)), dtype=torch.uint8)
-            pending = axis.control.all_gather_list(everyone, mine, label="use counts")
-            if all(flags):
-                self._told.append(pending)
-                continue
-            pending.wait()
-            flags = [bool(flag) for flag in everyone.amax(0).tolist()]
-        return flags
 
 
 class UnitStates:

@@ -23,16 +23,12 @@ from meshwright.comm import Communicator
 from meshwright.comm.failures.events import Event, EventCheck
 from meshwright.comm.graphs.untraced import apart
 from meshwright.comm.groups.registry import go_on
-from meshwright.data_parallel.checks.alignment import NonFinite
+from meshwright.data_parallel.checks.alignment import NonFinite, UseCounts
 from meshwright.data_parallel.checks.order import OrderCheck, OrderedUnit, OrderOptions
 from meshwright.data_parallel.checks.order_record import ACCUMULATES, INTERRUPTED, STEPPED, UNKNOWN
 from meshwright.data_parallel.checks.step_watch import Steps, StepWatch
 from meshwright.data_parallel.modules.batch_norm import LocalStatistics
-from meshwright.data_parallel.sharded_modules.agreement import (
-    UnitStates,
-    UseCounts,
-    compare_units,
-)
+from meshwright.data_parallel.sharded_modules.agreement import UnitStates, compare_units
 from meshwright.data_parallel.sharded_modules.module_tree import ModuleTree
 from meshwright.data_parallel.shards.buffer import DataAxes
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup, sum_parts

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from meshwright import comm
+from meshwright.comm import settle
 from meshwright.comm.dtensors.dtensor import savable
 from meshwright.data_parallel.checks.starting_state import starting_buffers
 from meshwright.data_parallel.sharded_modules.module_hooks import (
@@ -260,6 +261,7 @@ def _framed(cls: type[nn.Module]) -> dict[str, object]:
 
 def _put_away(driver: Driver, *_: object) -> None:
     """State dicts hold what is at rest, also where whole parameters are kept for the backward."""
+    settle()
     if driver.unit is not None:
         driver.unit.reshard()
 

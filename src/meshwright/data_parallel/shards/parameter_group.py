@@ -31,7 +31,7 @@ from meshwright.data_parallel.shards.gradient_lines import GradientLine, KeptLin
 from meshwright.data_parallel.shards.slot import Slot
 from meshwright.data_parallel.shards.tensor_extensions import ExtendedBuffer, whole_parameter
 from meshwright.errors import InternalError
-from meshwright.gradients import NonFiniteValues
+from meshwright.gradients import Factor, NonFiniteValues, multiply_
 from meshwright.layout import LineLayout
 from meshwright.torch_internals.tensors import foreach_copy_, version_of
 
@@ -89,7 +89,7 @@ class UnitSettings:
     unshard_in_backward: bool = True
     divide_factor: float | None = None
     """What summed gradients are divided by; the number of ranks when None."""
-    scale: Callable[[], float] | None = None
+    scale: Callable[[], Factor] | None = None
     """What summed gradients are multiplied by instead; asked when a reduction ends."""
     is_watched: bool = False
     """Look for gradients that are not finite before they are mixed with those of other ranks."""
@@ -161,7 +161,7 @@ class ParameterGroup:
         self._nothing: list[torch.Tensor | None] = [None] * len(slots)
         self._reduced: torch.Tensor | None = None
         self._pending: list[Pending] = []
-        self._factor = 1.0
+        self._factor: Factor = 1.0
         self.in_hook: torch.Tensor | None = None
         """The whole gradients that a hook is summing now."""
         self.mean: torch.Tensor | None = None
@@ -487,11 +487,14 @@ class ParameterGroup:
         if reduced is None or reduced is self.partial:
             return
         if settings.scale is not None:
-            self._factor *= settings.scale() * (settings.divide_factor or self.axes.size)
+            whole = settings.divide_factor or self.axes.size
+            self._factor = settings.scale() * (self._factor * whole)
         if settings.shard_hook is not None:
             settings.shard_hook(reduced)
         reduced = reduced.to(self.buffer.shard.device, self.types.master)
-        if self._factor != 1.0:
+        if isinstance(self._factor, torch.Tensor):
+            multiply_([reduced], self._factor.to(reduced.device))
+        elif self._factor != 1.0:
             reduced.mul_(self._factor)
         self.mean = reduced if self.mean is None else self.mean.add_(reduced)
 

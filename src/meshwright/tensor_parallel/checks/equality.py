@@ -2,13 +2,15 @@
 
 Digests are compared first, in one exchange. Parameters have to be equal bit by bit. What was
 computed may differ by the rounding of operators that add in no fixed order, as some do on a GPU:
-where digests of it differ, the values of the axis' first rank decide.
+where digests of it differ, the values of the axis' first rank decide. Digests of what was computed
+on a device are made there, and compared when they have come to the host: see `LateNumbers`.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,14 +19,19 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from meshwright.comm import Communicator
+from meshwright.comm import Communicator, LateNumbers
 from meshwright.comm.dtensors.dtensor import (
     is_replicated,
     known_at_rest,
     local_of,
     mesh_communicators,
 )
+from meshwright.comm.streams import is_host, moved
 from meshwright.errors import LayoutError
+from meshwright.gradients import checksum
+
+Held = tuple[str, torch.Tensor | None]
+"""A tensor by name, as this rank has it."""
 
 Exchange = Callable[[str], list[str]]
 """Gives what each rank of an axis says, in rank order."""
@@ -78,17 +85,29 @@ def verify_plain(
     _verify(axis, named, hint, exchange)
 
 
-@torch.no_grad()
 def verify_gradients(
-    axis: Communicator, named: Sequence[tuple[str, torch.Tensor]], exchange: Exchange
+    axis: Communicator,
+    named: Sequence[tuple[str, torch.Tensor]],
+    exchange: Exchange,
+    late: LateNumbers,
 ) -> None:
     """Check that gradients of parameters that the ranks of ``axis`` hold whole are equal there.
 
     All ranks call it together, before the update, with the same parameters in the same order.
-    Raises `LayoutError` on all of them: a step would train copies of one parameter apart.
+    Raises `LayoutError` on all of them: a step would train copies of one parameter apart. On a
+    device ``late`` raises it.
     """
     gradients = [(name, held_whole(p, axis, p.grad)) for name, p in named]
-    found = None if are_equal(gradients, exchange) else first_difference(axis, gradients)
+
+    def judge(held: Sequence[Held], digests: Sequence[str]) -> None:
+        if len(set(exchange(_digest_of_texts(digests)))) > 1:
+            _refuse_gradients(axis, held)
+
+    look_at_bits(gradients, late, judge)
+
+
+def _refuse_gradients(axis: Communicator, gradients: Sequence[Held]) -> None:
+    found = first_difference(axis, gradients)
     if found is not None:
         raise LayoutError(
             f"axis {axis.axis}: each of the ranks {list(axis.ranks)} holds {found.name} whole, and "
@@ -132,23 +151,64 @@ class Difference:
     """In what it differs, after "it"."""
 
 
-def are_equal(named: Sequence[tuple[str, torch.Tensor | None]], exchange: Exchange) -> bool:
-    """Check that all ranks hold the same bits; one ``exchange``."""
-    return len(set(exchange(digest_of_all(named)))) == 1
+def look_at_bits(
+    named: Sequence[Held],
+    late: LateNumbers,
+    judge: Callable[[Sequence[Held], Sequence[str]], None],
+    *,
+    only_telling: bool = False,
+) -> None:
+    """Give ``judge`` the tensors, and a digest of the bits of each: those on a device by ``late``.
 
+    What it is given it may keep. Names, shapes and dtypes belong to digests. With
+    ``only_telling`` one is "" of a single number, however often, or none.
+    """
+    devices = [tensor.device for _, tensor in named if tensor is not None]
+    device = next((each for each in devices if not is_host(each)), torch.device("cpu"))
+    is_late = not is_host(device)
+    held = [(n, None if t is None else t.detach().clone() if is_late else t) for n, t in named]
+    sums: list[torch.Tensor] = []
+    spans: list[int] = []
+    for _, tensor in held:
+        parts = () if tensor is None else _parts_of(tensor)
+        spans.append(len(parts))
+        sums += [moved(checksum(part), device) for part in parts]
 
-def digest_of_all(named: Sequence[tuple[str, torch.Tensor | None]]) -> str:
-    """Make one digest of names, kinds and values."""
-    return hashlib.sha256(json.dumps(_digests(named)).encode()).hexdigest()
+    def read(numbers: Sequence[float]) -> None:
+        rest = iter(zip(numbers[::2], numbers[1::2], strict=True))
+        digests = [
+            _digest_of_sums(name, tensor, list(itertools.islice(rest, span)), only_telling)
+            for (name, tensor), span in zip(held, spans, strict=True)
+        ]
+        judge(held, digests)
+
+    late.look(torch.cat(sums) if sums else torch.empty(0), read)
 
 
 def digest_of(tensor: torch.Tensor) -> str:
-    """Describe ``tensor`` and its values; "" of one number alone, or none, which says little."""
-    if not tensor.is_sparse:
-        elements = _bytes_of(tensor).view(tensor.numel(), tensor.element_size())
-        if not tensor.numel() or bool((elements == elements[0]).all()):
-            return ""
-    return " ".join(_digest(tensor))
+    """Make the digest of one tensor that `look_at_bits` makes, now."""
+    found: list[str] = []
+    late = LateNumbers()
+    look_at_bits([("", tensor)], late, lambda _, said: found.extend(said), only_telling=True)
+    late.settle()
+    return found[0]
+
+
+def _digest_of_sums(
+    name: str,
+    tensor: torch.Tensor | None,
+    sums: Sequence[tuple[float, float]],
+    only_telling: bool,
+) -> str:
+    if tensor is None:
+        return f"{name} is missing"
+    if only_telling and len(sums) == 1 and sums[0][1]:
+        return ""
+    return f"{name} {_kind(tensor)} {[each for each, _ in sums]}"
+
+
+def _digest_of_texts(texts: Sequence[str]) -> str:
+    return hashlib.sha256(json.dumps(list(texts)).encode()).hexdigest()
 
 
 @torch.no_grad()
@@ -244,7 +304,8 @@ def _verify(
     hint: str,
     exchange: Exchange,
 ) -> None:
-    if are_equal(named, exchange):
+    digest = _digest_of_texts([" ".join(row) for row in _digests(named)])
+    if len(set(exchange(digest))) == 1:
         return
     lists = axis.gather_values(_digests(named), label=f"{_LABEL}, and differs")
     for position in range(min(map(len, lists))):
@@ -267,14 +328,22 @@ def _digest(tensor: torch.Tensor | None) -> tuple[str, str]:
     """Describe ``tensor``, and make a digest of its values."""
     if tensor is None:
         return "missing", ""
-    parts = [tensor.detach()]
-    if tensor.is_sparse:
-        parts = [tensor.detach().coalesce().indices(), tensor.detach().coalesce().values()]
+    parts = _parts_of(tensor)
     content = hashlib.sha256()
     for part in parts:
         content.update(_bytes_of(part).numpy().tobytes())
-    kind = f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}"
-    return kind, content.hexdigest()
+    return _kind(tensor), content.hexdigest()
+
+
+def _parts_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    if not tensor.is_sparse:
+        return [tensor.detach()]
+    whole = tensor.detach().coalesce()
+    return [whole.indices(), whole.values()]
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}"
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,28 +18,29 @@ the first time, the second, the fourth, the eighth and so on::
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from meshwright.comm import Communicator
+from meshwright.comm import Communicator, LateNumbers
 from meshwright.comm.dtensors.dtensor import is_dtensor, known_at_rest, mesh_communicators
 from meshwright.comm.dtensors.sharded_axes import singles_of
 from meshwright.comm.failures.events import Event, EventCheck
 from meshwright.gradients import look_at_optimizers
 from meshwright.tensor_parallel.checks.equality import (
     Exchange,
-    digest_of,
+    Held,
     first_difference,
     held_whole,
     is_due,
+    look_at_bits,
     verify_gradients,
     verify_plain,
 )
@@ -56,10 +57,12 @@ class Passes:
         self.axis = axis
         self._check = EventCheck(axis, "the model", dict, (axis,))
         self._issued = 0
+        self.late = LateNumbers()
+        """Digests of what the device has not computed yet; read before the next pass."""
         self._roots: list[tuple[weakref.ref[nn.Module], _Begin]] = []
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         look_at_optimizers()
-        hook = functools.partial(_before_step, weakref.ref(self))
+        hook = partial(_before_step, weakref.ref(self))
         weakref.finalize(self, register_optimizer_step_pre_hook(hook).remove)
 
     @classmethod
@@ -91,6 +94,8 @@ class Passes:
 
     def begin(self, root: str) -> None:
         """Note that a forward of ``root`` is next. Raises CollectiveMismatchError: `EventCheck`."""
+        if self.late.coming:
+            self.late.settle()
         issued = self.axis.counts.get("", 0)
         kind = "" if torch.is_grad_enabled() else " without gradients"
         since = f"{issued - self._issued} collectives after the one before"
@@ -102,7 +107,7 @@ class Passes:
 
     def exchange(self, what: str) -> Exchange:
         """Make an exchange through the store, at the event ``what``."""
-        return functools.partial(self._check.exchange, Event(what))
+        return partial(self._check.exchange, Event(what))
 
     def step(self, optimizer: Optimizer) -> None:
         """Compare gradients before a step of ``optimizer``, where that is due.
@@ -114,7 +119,8 @@ class Passes:
         number = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if is_due(number) and (named := list(self._held_whole(optimizer))):
             kind = type(optimizer).__name__
-            verify_gradients(self.axis, named, self.exchange(f"step {number} of a {kind}"))
+            exchange = self.exchange(f"step {number} of a {kind}")
+            verify_gradients(self.axis, named, exchange, self.late)
 
     def _held_whole(self, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
         names: dict[int, str] = {}
@@ -191,17 +197,28 @@ class _Begin:
                 yield name, parameter
 
     def _compare_inputs(self, given: object) -> None:
-        """Raise ValueError where ranks that were given the same are not any more."""
-        axis, number = self._passes.axis, self._number
+        """Raise ValueError where ranks that were given the same are not any more.
+
+        Of inputs on a device before the next pass.
+        """
+        axis = self._passes.axis
         leaves, structure = tree_flatten(given)
-        tensors = {
-            f"input {place}": found
+        tensors: list[Held] = [
+            (f"input {place}", found)
             for place, leaf in enumerate(leaves)
             if isinstance(leaf, torch.Tensor)
             and (found := held_whole(leaf, axis, leaf)) is not None
-        }
-        digests = {name: digest_of(tensor) for name, tensor in tensors.items()}
-        said = json.dumps([hashlib.sha256(str(structure).encode()).hexdigest(), digests])
+        ]
+        of = hashlib.sha256(str(structure).encode()).hexdigest()
+        judge = partial(self._judge_inputs, self._number, of)
+        look_at_bits(tensors, self._passes.late, judge, only_telling=True)
+
+    def _judge_inputs(
+        self, number: int, structure: str, held: Sequence[Held], digests: Sequence[str]
+    ) -> None:
+        """Raise ValueError where the inputs ``held`` of pass ``number`` are others than before."""
+        axis, tensors = self._passes.axis, dict(held)
+        said = json.dumps([structure, dict(zip(tensors, digests, strict=True))])
         exchange = self._passes.exchange(f"the inputs of pass {number} of {self._root}")
         rows: list[tuple[str, dict[str, str]]] = [json.loads(row) for row in exchange(said)]
         # From here on the same on all ranks: by the structure of the arguments, then by name.
