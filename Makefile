@@ -26,7 +26,7 @@ help:
 	@echo 'make test-all   the tests and the slow ones'
 	@echo 'make soak       the programs that run for hours, PART by PART'
 	@echo 'make bench      the measurements of benchmarks/'
-	@echo 'make gpu-check  the tests that need a GPU, with the python3 found (no .venv)'
+	@echo 'make gpu-check  the check of a machine with a GPU, with the python3 found (no .venv)'
 	@echo 'make docs       the documentation, as HTML, in docs/_build/html'
 	@echo 'make format     let ruff format and mend what it can'
 
@@ -65,11 +65,11 @@ train: $(READY)
 # Two tests at once, where one waits for its ranks, a process or a lock; their ranks share RANK_PLACES.
 test: export RANK_PLACES := 4
 test: $(READY)
-	$(BIN)/python -m pytest -m 'not slow and not soak and not gpu' -n 2 --dist worksteal --durations=10
+	$(BIN)/python -m pytest -m 'not slow and not soak' -n 2 --dist worksteal --durations=10
 
 test-all: export RANK_PLACES := 8
 test-all: $(READY)
-	$(BIN)/python -m pytest -m 'not soak and not gpu' -n 2 --dist worksteal --durations=20
+	$(BIN)/python -m pytest -m 'not soak' -n 2 --dist worksteal --durations=20
 
 # Without PART it says what there is.
 soak: $(READY)
@@ -104,8 +104,8 @@ bench: $(READY)
 docs: $(DOCS_READY)
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
 
-# Runs under the machine's own Python and torch, whatever their versions: only the files that hold GPU
-# tests are collected, other plugins stay out, and warnings of other versions do not fail it.
+# Runs under the machine's own python3, whose torch must be a CUDA build; numpy and safetensors are all else
+# that it needs. It refuses a machine without a GPU in one line.
 gpu-check:
 	PYTHONPATH=src python3 tests/gpu_check.py
 
