@@ -16,7 +16,7 @@ TORCH := $(shell sed -n 's/^torch==.*/&/p' constraints.txt)
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv train test test-all soak check format bench docs gpu-check clean
+.PHONY: help venv train test test-all soak check format bench docs gpu-check gpu-bench clean
 .PHONY: check-format check-lint check-types check-spelling check-architecture
 
 help:
@@ -27,6 +27,7 @@ help:
 	@echo 'make soak       the programs that run for hours, PART by PART'
 	@echo 'make bench      the measurements of benchmarks/'
 	@echo 'make gpu-check  the check of a machine with a GPU, with the python3 found (no .venv)'
+	@echo 'make gpu-bench  the strategies on one GPU against torch, with the python3 found'
 	@echo 'make docs       the documentation, as HTML, in docs/_build/html'
 	@echo 'make format     let ruff format and mend what it can'
 
@@ -108,6 +109,10 @@ docs: $(DOCS_READY)
 # that it needs. It refuses a machine without a GPU in one line.
 gpu-check:
 	PYTHONPATH=src python3 tests/gpu_check.py
+
+# Under the same python3: against plain, DDP, FSDP1 and FSDP2 on one device.
+gpu-bench:
+	PYTHONPATH=src python3 benchmarks/devices.py
 
 clean:
 	rm -rf docs/_build build dist .pytest_cache .ruff_cache .hypothesis
