@@ -16,7 +16,7 @@ TORCH := $(shell sed -n 's/^torch==.*/&/p' constraints.txt)
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv train test test-all soak check format bench docs gpu-check clean
+.PHONY: help venv train test test-all soak check format bench docs gpu-check gpu-bench clean
 .PHONY: check-format check-lint check-types check-spelling check-architecture
 
 help:
@@ -26,7 +26,8 @@ help:
 	@echo 'make test-all   the tests and the slow ones'
 	@echo 'make soak       the programs that run for hours, PART by PART'
 	@echo 'make bench      the measurements of benchmarks/'
-	@echo 'make gpu-check  the tests that need a GPU, with the python3 found (no .venv)'
+	@echo 'make gpu-check  the check of a machine with a GPU, with the python3 found (no .venv)'
+	@echo 'make gpu-bench  the strategies on one GPU against torch, with the python3 found'
 	@echo 'make docs       the documentation, as HTML, in docs/_build/html'
 	@echo 'make format     let ruff format and mend what it can'
 
@@ -65,11 +66,11 @@ train: $(READY)
 # Two tests at once, where one waits for its ranks, a process or a lock; their ranks share RANK_PLACES.
 test: export RANK_PLACES := 4
 test: $(READY)
-	$(BIN)/python -m pytest -m 'not slow and not soak and not gpu' -n 2 --dist worksteal --durations=10
+	$(BIN)/python -m pytest -m 'not slow and not soak' -n 2 --dist worksteal --durations=10
 
 test-all: export RANK_PLACES := 8
 test-all: $(READY)
-	$(BIN)/python -m pytest -m 'not soak and not gpu' -n 2 --dist worksteal --durations=20
+	$(BIN)/python -m pytest -m 'not soak' -n 2 --dist worksteal --durations=20
 
 # Without PART it says what there is.
 soak: $(READY)
@@ -104,10 +105,14 @@ bench: $(READY)
 docs: $(DOCS_READY)
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
 
-# Runs under the machine's own Python and torch, whatever their versions: only the files that hold GPU
-# tests are collected, other plugins stay out, and warnings of other versions do not fail it.
+# Runs under the machine's own python3, whose torch must be a CUDA build; numpy and safetensors are all else
+# that it needs. It refuses a machine without a GPU in one line.
 gpu-check:
 	PYTHONPATH=src python3 tests/gpu_check.py
+
+# Under the same python3: against plain, DDP, FSDP1 and FSDP2 on one device.
+gpu-bench:
+	PYTHONPATH=src python3 benchmarks/devices.py
 
 clean:
 	rm -rf docs/_build build dist .pytest_cache .ruff_cache .hypothesis

@@ -51,6 +51,13 @@ WORKLOADS = {
     "gpt": Workload(lambda: encoder(6, 256, 8), lambda: torch.randn(4, 128, 256), 3, LAYER),
     "few": Workload(lambda: encoder(12, 32, 4), lambda: torch.randn(1, 4, 32), 4, LAYER),
     "net": Workload(linears, lambda: torch.randn(1, 2000), 6, nn.Linear),
+    "large": Workload(
+        lambda: encoder(24, 2048, 16).bfloat16(),
+        lambda: torch.randn(4, 1024, 2048, dtype=torch.bfloat16),
+        3,
+        LAYER,
+    ),
+    "miniature": Workload(lambda: encoder(2, 16, 2), lambda: torch.randn(2, 4, 16), 2, LAYER),
 }
 
 MODELS = ("tiny", "gpt", "net")
@@ -81,7 +88,7 @@ def torch_fsdp1(
     return TorchFullyShardedDataParallel(
         model,
         process_group=group,
-        device_id=torch.device("cpu"),
+        device_id=device_of(model),
         auto_wrap_policy=ModuleWrapPolicy({work.layer}),
         use_orig_params=use_orig_params,
     )
@@ -90,17 +97,25 @@ def torch_fsdp1(
 def torch_fsdp2(model: nn.Module, work: Workload, group: dist.ProcessGroup | None) -> nn.Module:
     options: dict[str, Any] = {}
     if group is not None:
-        options["mesh"] = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
+        options["mesh"] = DeviceMesh.from_group(
+            group, device_of(model).type, mesh_dim_names=("shard",)
+        )
     shard_each(model, work.layer, lambda part: torch_fully_shard(part, **options))
     return model
 
 
-def world_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+def device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def world_mesh(model: nn.Module) -> DeviceMesh:
+    kind = device_of(model).type
+    return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("shard",))
 
 
 def ours(model: nn.Module, work: Workload, group: dist.ProcessGroup | None) -> nn.Module:
-    shard_each(model, work.layer, lambda part: fully_shard(part, mesh=world_mesh()))
+    mesh = world_mesh(model)
+    shard_each(model, work.layer, lambda part: fully_shard(part, mesh=mesh))
     return model
 
 
@@ -108,8 +123,8 @@ def facade(*, use_orig_params: bool) -> Build:
     def build(model: nn.Module, work: Workload, group: dist.ProcessGroup | None) -> nn.Module:
         return FullyShardedDataParallel(
             model,
-            device_mesh=world_mesh(),
-            device_id=torch.device("cpu"),
+            device_mesh=world_mesh(model),
+            device_id=device_of(model),
             auto_wrap_policy=our_wrap.ModuleWrapPolicy({work.layer}),
             use_orig_params=use_orig_params,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import runpy
@@ -16,6 +17,9 @@ import pytest
 import torch
 from torch import nn
 
+import meshwright
+from meshwright import tensor_parallel
+from meshwright.axes import KNOWN_AXES
 from meshwright.comm import communicator
 from meshwright.pipelining import PipelineStage, Schedule1F1B
 from meshwright.testing import Ranks
@@ -105,6 +109,33 @@ def test_the_commands_shown_run_as_they_stand(line: str, tmp_path: Path) -> None
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "loss" in done.stdout
+
+
+def table_rows() -> list[list[str]]:
+    """The cells of each row of the table of what works."""
+    table = (ROOT / "README.md").read_text().partition("## What works now")[2]
+    lines = [line for line in table.splitlines() if line.startswith("|")][2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+@pytest.mark.parametrize("row", table_rows(), ids=lambda row: row[0][:40])
+def test_a_row_of_the_table_names_what_is_there(row: list[str]) -> None:
+    part, on_cpus, on_gpus = row
+    assert on_cpus.startswith("works")
+    assert on_gpus.startswith(("simulated", "not run", "not yet"))
+    for text in re.findall(r"`([^`]+)`", part):
+        for word in re.findall(r"^meshwright ([a-z ]+)", text):
+            assert f'"{word}": ' in (ROOT / "src/meshwright/cli.py").read_text(), text
+        if re.fullmatch(r"[A-Za-z_]+(\.[a-z_]+)*", text) and text not in KNOWN_AXES:
+            assert exists(text), text
+
+
+def exists(dotted: str) -> bool:
+    """Look ``dotted`` up as a module, or as a public name of the library or of torch."""
+    if dotted.startswith("meshwright."):
+        return importlib.util.find_spec(dotted) is not None
+    homes = (meshwright, tensor_parallel, torch)
+    return any(hasattr(home, dotted.removeprefix("torch.")) for home in homes)
 
 
 def blocks(page: str, language: str) -> list[str]:

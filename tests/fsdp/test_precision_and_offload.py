@@ -192,33 +192,6 @@ def test_shards_live_apart_from_what_computes() -> None:
     assert slots[0].full.device.type == "meta"
 
 
-def body_gpu(size: int) -> None:
-    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
-    for offload in (False, True):
-        model = FSDP(
-            Net(), auto_wrap_policy=LINEARS, device_id=device, cpu_offload=CPUOffload(offload)
-        )
-        plain = Net()
-        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
-        assert {p.device.type for p in model.parameters()} == {"cpu" if offload else "cuda"}
-        for _ in range(2):
-            model(batch()).sum().backward()
-            plain(whole()).sum().backward()
-            for parameter in plain.parameters():
-                parameter.grad /= size
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(value.cpu(), plain.state_dict()[name])
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_offload_on_a_gpu(ranks: Ranks) -> None:
-    size = torch.cuda.device_count()
-    ranks(size, body_gpu, size)
-
-
 class Ended(nn.Module):
     """Ends in a layer that may stay in full precision, and one that takes its output."""
 

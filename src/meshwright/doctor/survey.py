@@ -2,78 +2,47 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import resource
 import socket
-import statistics
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 import torch
 
 from meshwright import __version__
-from meshwright.comm import connect, disconnect, shared_memory
-from meshwright.comm.groups.launch import launch
-from meshwright.errors import MeshwrightError
+from meshwright.comm import shared_memory
+from meshwright.doctor.collectives import measure, measure_gpus
+from meshwright.doctor.devices import devices, way_out
+from meshwright.doctor.finding import Finding
+from meshwright.doctor.machine import Machine
 
-MEASURED_RANKS = 2
-_ROUNDS = 50
 _LEAST_MEMORY = 2 * 2**30
 _LEAST_FILES = 256
-# Above these medians something is wrong with the loopback device or the cores, not with the code.
-_SLOW_SECONDS = {"all_reduce 4 KB": 0.02, "all_reduce 1 MB": 0.2, "barrier": 0.02}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """A fact about this machine."""
-
-    name: str
-    value: str
-    problem: str = ""
-    """What was expected instead; empty when the fact is as it should be."""
-    remedy: str = ""
-    """What to do about the problem."""
-    is_broken: bool = False
-    """Training cannot work before this is mended; a mere piece of advice leaves it false."""
-
-
-def examine(*, measure_collectives: bool = True) -> list[Finding]:
-    """List all facts, in the order in which they are printed."""
+def examine(*, measure_collectives: bool = True, machine: Machine | None = None) -> list[Finding]:
+    """List all facts of ``machine`` (this one), in the order in which they are printed."""
+    machine = Machine() if machine is None else machine
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
         _versions,
-        _devices,
+        partial(devices, machine),
         _processors,
         _memory,
         _shared_memory,
         _files,
         _network,
+        partial(way_out, machine),
     )
     findings = [finding for check in checks for finding in check()]
     if measure_collectives and not any(finding.is_broken for finding in findings):
         findings.extend(measure())
+        if machine.nccl() and (count := len(machine.gpus())):
+            findings.extend(measure_gpus(count))
     return findings
-
-
-def report_lines(findings: list[Finding]) -> list[str]:
-    """List the findings as text: a line for each, then what is wrong with what to do."""
-    width = max(len(finding.name) for finding in findings)
-    lines = [f"{finding.name:<{width}}  {finding.value}" for finding in findings]
-    problems = [finding for finding in findings if finding.problem]
-    lines.append("")
-    if not problems:
-        return [*lines, "Everything needed for training is in place."]
-    for finding in problems:
-        kind = "broken" if finding.is_broken else "advice"
-        lines.append(f"{kind}: {finding.name}: {finding.problem}; {finding.remedy}")
-    return lines
 
 
 def usable_cores() -> float:
@@ -106,34 +75,6 @@ def memory_limit() -> tuple[int, str]:
     return available, source
 
 
-def measure() -> Iterator[Finding]:
-    """Start two ranks and report the median time of small collectives between them."""
-    with tempfile.TemporaryDirectory(prefix="meshwright-doctor-") as folder:
-        target = Path(folder, "medians.json")
-        try:
-            launch([sys.executable, "-m", "meshwright.doctor", str(target)], MEASURED_RANKS)
-            answer = json.loads(target.read_text())
-        except (MeshwrightError, OSError, ValueError) as error:
-            yield Finding(
-                name="collectives",
-                value="failed",
-                problem=f"expected {MEASURED_RANKS} ranks to reduce a tensor, found: "
-                + " ".join(str(error).split()),
-                remedy="mend what it names; if it names no cause, set GLOO_SOCKET_IFNAME=lo",
-                is_broken=True,
-            )
-            return
-    for name, seconds in answer["medians"].items():
-        bound = _SLOW_SECONDS[name]
-        is_slow = seconds > bound
-        yield Finding(
-            name=name,
-            value=f"{seconds * 1e6:,.0f} us (median, {MEASURED_RANKS} ranks, {answer['backend']})",
-            problem=f"expected less than {bound * 1e6:,.0f} us" if is_slow else "",
-            remedy="end other work on these cores and measure again" if is_slow else "",
-        )
-
-
 def _versions() -> Iterator[Finding]:
     yield Finding(name="meshwright", value=__version__)
     python = f"{platform.python_version()} on {platform.platform()}"
@@ -146,20 +87,6 @@ def _versions() -> Iterator[Finding]:
         yield Finding(name=name, value=value, problem=problem, remedy=remedy, is_broken=is_old)
     for package in ("numpy", "safetensors", "tyro", "rich"):
         yield Finding(name=package, value=_version(package))
-
-
-def _devices() -> Iterator[Finding]:
-    if not torch.cuda.is_available():
-        yield Finding(name="devices", value="cpu")
-        names = "gloo" if shared_memory.unsupported() else "shared memory, gloo"
-        yield Finding(name="backends", value=names)
-        return
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    nccl = ".".join(str(part) for part in torch.cuda.nccl.version())
-    yield Finding(
-        name="devices", value=f"cpu, {len(names)} x cuda: {', '.join(sorted(set(names)))}"
-    )
-    yield Finding(name="backends", value=f"gloo, nccl {nccl}")
 
 
 def _processors() -> Iterator[Finding]:
@@ -262,29 +189,3 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed (the command line needs tyro; rich draws progress)"
-
-
-def _median(run: Callable[[], object]) -> float:
-    times: list[float] = []
-    for _ in range(_ROUNDS):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
-def _main(target: Path) -> None:
-    communicator = connect()
-    small, large = torch.zeros(1024), torch.zeros(2**18)
-    medians = {
-        "all_reduce 4 KB": _median(lambda: communicator.all_reduce(small).wait()),
-        "all_reduce 1 MB": _median(lambda: communicator.all_reduce(large).wait()),
-        "barrier": _median(lambda: communicator.barrier().wait()),
-    }
-    if communicator.rank == 0:
-        target.write_text(json.dumps({"backend": communicator.backend, "medians": medians}))
-    disconnect()
-
-
-if __name__ == "__main__":
-    _main(Path(sys.argv[1]))

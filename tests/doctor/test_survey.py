@@ -5,8 +5,8 @@ import os
 import pytest
 import torch
 
-from meshwright import doctor
 from meshwright.doctor import Finding, examine, memory_limit, report_lines, usable_cores
+from meshwright.doctor import collectives as doctor_collectives
 
 
 def test_facts_of_this_machine() -> None:
@@ -23,7 +23,7 @@ def test_every_problem_comes_with_a_remedy() -> None:
 
 
 def test_collectives_are_measured_between_two_ranks() -> None:
-    found = {finding.name: finding for finding in doctor.measure()}
+    found = {finding.name: finding for finding in doctor_collectives.measure()}
     assert list(found) == ["all_reduce 4 KB", "all_reduce 1 MB", "barrier"]
     assert all(" us (median, 2 ranks, meshwright)" in finding.value for finding in found.values())
     assert not any(finding.is_broken for finding in found.values())

@@ -1,0 +1,33 @@
+"""One rank of a measurement: ``python -m meshwright.doctor FILE cpu`` or ``cuda``."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from meshwright.comm import connect, disconnect
+from meshwright.doctor.collectives import medians_on_device, medians_on_host
+
+
+def main(target: Path, where: str) -> None:
+    """Join, measure, and let the first rank write the answer to ``target``."""
+    if where == "cuda":
+        communicator = connect("cpu:gloo,cuda:nccl")
+        answer = medians_on_device(
+            communicator, lambda: torch.cuda.mem_get_info()[0], torch.cuda.synchronize
+        )
+    else:
+        # By name: on a machine with GPUs they would be ranks on these.
+        communicator = connect(os.environ.get("MESHWRIGHT_CPU_BACKEND", "shm"))
+        answer = medians_on_host(communicator)
+    if communicator.rank == 0:
+        target.write_text(json.dumps({"backend": communicator.backend, **answer}))
+    disconnect()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

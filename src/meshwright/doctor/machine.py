@@ -1,0 +1,118 @@
+"""Facts of this machine: its GPUs, their driver, and its network interfaces.
+
+Tests put an invented machine in the place of `Machine`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import socket
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_GET_ADDRESS = 0x8915
+"""Linux's request for the address of an interface, SIOCGIFADDR."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """A GPU that this process sees."""
+
+    name: str
+    uuid: str
+    total: int
+    """Bytes of memory."""
+    free: int
+    """Bytes that nobody has taken."""
+
+    @property
+    def is_slice(self) -> bool:
+        """True for a part of a GPU (MIG)."""
+        return " MIG " in f"{self.name} " or self.uuid.startswith("MIG-")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interface:
+    """A network interface and its IPv4 address."""
+
+    name: str
+    address: str
+
+
+class Machine:
+    """The machine that this process runs on."""
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """The variables that ranks started here would have."""
+        return os.environ
+
+    def cuda_build(self) -> str:
+        """Return the version of CUDA that torch was built with; empty for none."""
+        return torch.version.cuda or ""
+
+    def nccl(self) -> str:
+        """Return the version of NCCL inside of torch; empty where there is none."""
+        try:
+            return ".".join(map(str, torch.cuda.nccl.version()))
+        except AttributeError:  # torch was built without it
+            return ""
+
+    def driver(self) -> str:
+        """Return the version of the kernel's NVIDIA driver; empty where none is loaded."""
+        said = _read(Path("/proc/driver/nvidia/version"))
+        found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", said)
+        return found.group(1) if found else ""
+
+    def installed(self) -> int:
+        """Count the GPUs that the driver knows, whoever may use them."""
+        folder = Path("/proc/driver/nvidia/gpus")
+        return len(list(folder.iterdir())) if folder.is_dir() else 0
+
+    def gpus(self) -> list[Gpu]:
+        """List the GPUs that this process can use."""
+        if not torch.cuda.is_available():
+            return []
+        found = []
+        for index in range(torch.cuda.device_count()):
+            facts = torch.cuda.get_device_properties(index)
+            free, total = torch.cuda.mem_get_info(index)
+            found.append(Gpu(name=facts.name, uuid=str(facts.uuid), total=total, free=free))
+        return found
+
+    def reaches(self, first: int, second: int) -> bool:
+        """Check that the GPU ``first`` reads the memory of ``second`` by itself."""
+        return torch.cuda.can_device_access_peer(first, second)
+
+    def interfaces(self) -> list[Interface]:
+        """List the network interfaces that have an address, in the kernel's order."""
+        found = []
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            for _, name in socket.if_nameindex():
+                request = struct.pack("256s", name.encode()[:15])
+                try:
+                    answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)
+                except OSError:
+                    continue  # it has none
+                found.append(Interface(name=name, address=socket.inet_ntoa(answer[20:24])))
+        return found
+
+    def own_address(self) -> str:
+        """Return the address that this machine's own name resolves to; empty for none."""
+        try:
+            return socket.gethostbyname(socket.gethostname())
+        except OSError:
+            return ""
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,109 @@
+"""The rows of the check: which body runs where. The same bodies run in the tests of this folder."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from gpu import failures, values
+from gpu.ways import WAYS
+from meshwright.pipelining.schedules import SCHEDULE_NAMES
+from meshwright.testing import RanksFailed
+
+FAULTS = ("kill", "raise", "stop")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """Where a row runs: the kind of place, how many ranks, and how many GPUs that needs."""
+
+    kind: str
+    size: int
+    gpus: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.kind} x {self.size}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One check."""
+
+    name: str
+    site: Site
+    body: Callable[..., str]
+    args: tuple[str, ...] = ()
+    deadline: float = 180.0
+    """Seconds after which its ranks are killed."""
+    limit: float | None = None
+    """The ``timeout`` of `connect`."""
+    is_sanitized: bool = False
+    """Whether its ranks run under torch's CUDA sanitizer."""
+    judge: Callable[[RanksFailed], str] | None = None
+    """Judges the failure that is expected; where None, none is."""
+
+
+def rows_alone(site: Site) -> Iterator[Row]:
+    """What one rank shows."""
+    yield Row(name="collectives", site=site, body=values.collectives)
+    yield Row(name="transfers to oneself", site=site, body=values.transfers)
+    yield Row(name="marks", site=site, body=values.marks)
+    yield Row(name="not finite", site=site, body=values.names_of_what_is_not_finite)
+    for name in WAYS:
+        yield Row(name=f"values: {name}", site=site, body=values.trains, args=(name,))
+    for name in SCHEDULE_NAMES:
+        yield Row(name=f"pipeline: {name}", site=site, body=values.pipeline, args=(name,))
+    yield from rows_of_streams(site)
+
+
+def rows_of_streams(site: Site) -> Iterator[Row]:
+    """What shows a missing wait, and a wait too many."""
+    for name in values.WAYS_OF_STREAMS:
+        yield Row(
+            name=f"slow collectives: {name}",
+            site=site,
+            body=values.trains_with_slow_collectives,
+            args=(name,),
+        )
+    for name in values.WAYS_OF_STREAMS:
+        yield Row(name=f"no host stop: {name}", site=site, body=values.steady, args=(name,))
+
+
+def rows_sanitized(site: Site) -> Iterator[Row]:
+    """What torch's sanitizer sees; graphs are not compiled under it."""
+    for name in values.WAYS_OF_STREAMS:
+        body = values.trains
+        yield Row(name=f"sanitizer: {name}", site=site, body=body, args=(name,), is_sanitized=True)
+
+
+def rows_together(site: Site) -> Iterator[Row]:
+    """What several ranks show."""
+    yield Row(name="collectives", site=site, body=values.collectives)
+    yield Row(name="transfers", site=site, body=values.transfers)
+    for name in WAYS:
+        yield Row(name=f"values: {name}", site=site, body=values.trains, args=(name,))
+    for name in SCHEDULE_NAMES:
+        yield Row(name=f"pipeline: {name}", site=site, body=values.pipeline, args=(name,))
+    for kind in FAULTS:
+        yield Row(
+            name=f"failure: {kind}",
+            site=site,
+            body=failures.loses_a_rank,
+            args=(kind,),
+            limit=failures.LIMIT if kind == "stop" else None,
+            judge=functools.partial(failures.judge_loss, kind=kind),
+        )
+
+
+def rows_for_gpus(count: int) -> list[Row]:
+    """All rows; those for several GPUs are there for ``count`` = 1 too, to be named as skipped."""
+    alone = Site(kind="nccl", size=1)
+    several = Site(kind="nccl", size=max(2, min(count, 4)), gpus=2)
+    return [
+        *rows_alone(alone),
+        *rows_sanitized(alone),
+        *rows_together(Site(kind="gloo", size=2)),
+        *rows_together(several),
+        *rows_of_streams(several),
+    ]

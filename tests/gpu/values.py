@@ -1,0 +1,199 @@
+"""Checks of values: every collective, every strategy and every schedule against one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpu.places import Place, slow_collectives
+from gpu.ways import STEPS, WAYS, both
+from meshwright.comm import Clock, Communicator, Transfer
+from meshwright.gradients import NonFiniteValues
+from meshwright.pipelining import PipelineScheduleMulti, PipelineStage, get_schedule_class
+from meshwright.schedule.builders import stage_ranks
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8)
+
+
+def collectives(place: Place, world: Communicator) -> str:
+    """Each kind of collective in several dtypes, and control data beside them."""
+    size, rank = world.size, world.rank
+    for dtype in DTYPES:
+        line = torch.arange(6 * size, device=place.device).to(dtype)
+        total = line.clone()
+        world.all_reduce(total, label="sum").wait()
+        _same(total, line * size)
+        most = line + rank
+        world.all_reduce(most, reduction="max").wait()
+        _same(most, line + size - 1)
+        whole = torch.empty_like(line)
+        world.all_gather(whole, line[6 * rank : 6 * rank + 6].clone()).wait()
+        _same(whole, line)
+        share = torch.empty(6, dtype=dtype, device=place.device)
+        world.reduce_scatter(share, line).wait()
+        _same(share, line[6 * rank : 6 * rank + 6] * size)
+        root = line.clone() if rank == size - 1 else torch.zeros_like(line)
+        world.broadcast(root, source=size - 1).wait()
+        _same(root, line)
+        came = torch.empty_like(line)
+        world.all_to_all(came, line).wait()
+        _same(came, line[6 * rank : 6 * rank + 6].repeat(size))
+    world.barrier()
+    assert world.gather_values({"rank": rank}, label="ranks") == [{"rank": r} for r in range(size)]
+    return f"6 kinds in {len(DTYPES)} dtypes, a barrier, control data"
+
+
+def _same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def transfers(place: Place, world: Communicator) -> str:
+    """A ring in one batch: to the next rank, from the one before; both are this one where alone."""
+    sent = torch.arange(5.0, device=place.device) + world.rank
+    came = torch.zeros_like(sent)
+    before, after = (world.rank - 1) % world.size, (world.rank + 1) % world.size
+    if world.size == 1:  # c10d's own functions refuse the own rank
+        group: Any = world.group
+        group._start_coalescing(place.device)
+        group.send([sent], 0, 0)
+        group.recv([came], 0, 0)
+        group._end_coalescing(place.device).wait()
+    else:
+        posted = [
+            Transfer(direction="send", tensor=sent, peer=after),
+            Transfer(direction="recv", tensor=came, peer=before),
+        ]
+        for pending in world.batch(posted):
+            pending.wait()
+    _same(came, sent - world.rank + before)
+    return f"a ring of {world.size}"
+
+
+def trains(place: Place, world: Communicator, name: str) -> str:
+    """Losses of some steps, and the output after them, are those of the plain model."""
+    plain, laid_out = both(name, place, world)
+    return _compared(plain, laid_out, world)
+
+
+def trains_with_slow_collectives(place: Place, world: Communicator, name: str) -> str:
+    """The same where each collective begins late."""
+    plain, laid_out = both(name, place, world)
+    with slow_collectives(place):
+        return _compared(plain, laid_out, world)
+
+
+def _compared(plain: Any, laid_out: Any, world: Communicator) -> str:
+    way, worst = laid_out.way, 0.0
+    for number in range(STEPS):
+        expected, mean = plain.step(number), laid_out.step(number)
+        if way.cuts_batch:
+            world.all_reduce(mean).wait()
+            mean = mean / world.size
+        worst = max(worst, _difference(mean, expected, way.tolerance, f"loss of step {number}"))
+    with torch.no_grad():
+        x = plain.inputs[0]
+        worst = max(
+            worst, _difference(laid_out.call(x), plain.call(x), way.tolerance, "output after all")
+        )
+    return f"{STEPS} steps, largest difference {worst:.1e}"
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor, tolerance: float, what: str) -> float:
+    torch.testing.assert_close(
+        found, expected, rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}"
+    )
+    return (found - expected).abs().max().item()
+
+
+def steady(place: Place, world: Communicator, name: str) -> str:
+    """A step after some warm ones lets the host wait nowhere."""
+    run = both(name, place, world)[1]
+    for number in range(3):
+        run.step(number)
+    world.barrier()
+    with place.stops() as found:
+        run.step(3)
+    assert not found, f"the host waits {len(found)} times: {', '.join(found)}"
+    return "0 host stops"
+
+
+def pipeline(place: Place, world: Communicator, name: str) -> str:
+    """A schedule trains as its stages do one after the other; all of one rank where alone."""
+    kind = get_schedule_class(name)
+    is_multi = issubclass(kind, PipelineScheduleMulti)
+    count = world.size * (2 if is_multi else 1)
+    ones = [_layer(seed).to(place.device) for seed in range(count)]
+    layers = copy.deepcopy(ones)
+    owners = stage_ranks(world.size, count, "v" if "V" in name else "loop")
+    listed = [s for s, owner in enumerate(owners) if owner == world.rank]
+    stages: Any = [PipelineStage(layers[s], s, count, place.device) for s in listed]
+    microbatches = 4 * world.size
+    schedule = kind(stages if is_multi else stages[0], microbatches, loss_fn=nn.MSELoss())
+    draw = torch.Generator().manual_seed(3)
+    drawn = torch.empty(2, 2 * microbatches, 8, dtype=torch.float64, device="cpu")
+    x, target = drawn.normal_(generator=draw).to(place.device)
+    full, losses = nn.Sequential(*ones), list[torch.Tensor]()
+    for _ in range(2):
+        expected = nn.functional.mse_loss(full(x), target)
+        expected.backward()
+        args = (x,) if 0 in listed else ()
+        more = {"target": target} if count - 1 in listed else {}
+        schedule.step(*args, losses=losses, **more)
+        if count - 1 in listed:
+            _difference(torch.stack(losses).mean(), expected, 1e-12, "loss")
+        for s in listed:
+            pairs = zip(layers[s].parameters(), ones[s].parameters(), strict=True)
+            for mine, one in pairs:
+                _difference(mine.grad, one.grad, 1e-12, f"a gradient of stage {s}")
+                with torch.no_grad():
+                    mine.sub_(mine.grad, alpha=0.1)
+        for parameter in full.parameters():
+            with torch.no_grad():
+                parameter.sub_(parameter.grad, alpha=0.1)
+        for module in (*layers, full):
+            module.zero_grad()
+    return f"{count} stages, {microbatches} microbatches"
+
+
+def _layer(seed: int) -> nn.Module:
+    draw = torch.Generator().manual_seed(seed)
+    layer = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.LayerNorm(8)).double()
+    for parameter in layer.parameters():
+        drawn = torch.empty(parameter.shape, dtype=torch.float64, device="cpu")
+        parameter.data.copy_(drawn.uniform_(-0.5, 0.5, generator=draw))
+    return layer
+
+
+def names_of_what_is_not_finite(place: Place, world: Communicator) -> str:
+    """A note on the device is enough until names are wanted: nothing stops the host before."""
+    held = {
+        "a": torch.ones(3, device=place.device),
+        "b": torch.tensor([1.0, float("inf")], device=place.device),
+        "c": torch.empty(0, device=place.device),
+    }
+    values, note = NonFiniteValues(), torch.zeros((), device=place.device)
+    joined = torch.cat([*held.values()])
+    with place.stops() as found:
+        values.look(joined, held.items)
+        values.add_to(note)
+    assert not found, found
+    assert note.item() == 1
+    assert values.names() == ["b"]
+    return "one of three tensors"
+
+
+def marks(place: Place, world: Communicator) -> str:
+    """Marks of the device's clock are passed in their order."""
+    x = torch.zeros(1 << 20, device=place.device)
+    clock = Clock(place.device)
+    start = clock.mark()
+    x.add_(1)
+    end = clock.mark()
+    assert end.seconds() >= start.seconds() > 0
+    return f"{(end.seconds() - start.seconds()) * 1e6:.0f} us between two"
+
+
+WAYS_OF_STREAMS = [name for name, way in WAYS.items() if not way.is_compiled]
