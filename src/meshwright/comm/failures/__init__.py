@@ -3,6 +3,7 @@
 Bottom-up:
 
     notices      short texts that ranks leave for each other in the store
+    clock        time, pauses, threads, and waits in the server
     board        the run's store, in a thread of its own
     processes    processes as ``/proc`` shows them
     whereabouts  the answer of a rank when others ask where it is

@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, MutableMapping
@@ -52,7 +51,7 @@ class Waiting:
 class Attendance:
     """The ranks of the run as this one, ``rank``, knows them."""
 
-    def __init__(self, board: Board, rank: int, world_size: int) -> None:
+    def __init__(self, board: Board, rank: int, world_size: int, process: Process) -> None:
         self.rank = rank
         self.world_size = world_size
         self.roll: dict[int, Mapping[str, Any]] = {}
@@ -71,6 +70,7 @@ class Attendance:
         self.stuck: Waiting | None = None
         """A call of c10d's that this rank does not come out of."""
         self._board = board
+        self._process = process
         self._answered: deque[str] = deque()
 
     # ---------------------------------------------------------------- coming
@@ -81,7 +81,7 @@ class Attendance:
 
     def sign_in(self, entry: Mapping[str, Any], *, is_hosting: bool) -> None:
         """Tell the others that this rank has come, whether it hosts the store, and ``entry``."""
-        own = {"process": Process.own().values(), "hosts": is_hosting, "more": dict(entry)}
+        own = {"process": self._process.values(), "hosts": is_hosting, "more": dict(entry)}
         self._board.set(f"roll/{self.rank}", json.dumps(own))
 
     def begin_leaving(self) -> None:
@@ -111,15 +111,15 @@ class Attendance:
         """Wait at most ``patience`` seconds for the answers to the call that has ``slot``."""
         answers: dict[int, Mapping[str, Any]] = {self.rank: self._own_answer(about)}
         missing = set(range(self.world_size)) - {self.rank}
-        until, pause = time.monotonic() + patience + self._board.every, 0.01
-        while missing and time.monotonic() < until:
+        until, pause = self._board.clock.now() + patience + self._board.every, 0.01
+        while missing and self._board.clock.now() < until:
             for rank in sorted(missing):
                 answer = answer_of(self._board.get(f"answer/{slot}/{rank}"))
                 if answer is not None:
                     answers[rank] = answer
             missing -= set(answers)
             if missing:
-                time.sleep(pause)
+                self._board.clock.sleep(pause)
                 pause = min(2 * pause, 0.1)
         return answers
 

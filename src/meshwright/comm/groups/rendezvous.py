@@ -98,7 +98,7 @@ def sign_in(monitor: FailureMonitor, timeout: float | None) -> list[Mapping[str,
             "unsupported": unsupported,
         }
     )
-    begun = time.monotonic()
+    begun = monitor.clock.now()
     limit, line_at, pause = UNSEEN if timeout is None else timeout, LINE_EVERY, 0.001
     while True:
         monitor.read()
@@ -106,7 +106,7 @@ def sign_in(monitor: FailureMonitor, timeout: float | None) -> list[Mapping[str,
         if not absent:
             return [ranks.roll[each] for each in range(world_size)]
         monitor.check()
-        waited = time.monotonic() - begun
+        waited = monitor.clock.now() - begun
         names = f"rank {', '.join(map(str, absent))}"
         if waited > limit:
             raise CommunicationError(
@@ -115,7 +115,7 @@ def sign_in(monitor: FailureMonitor, timeout: float | None) -> list[Mapping[str,
         if waited > line_at and rank == min(ranks.roll, default=rank):
             line_at += LINE_EVERY
             _log.warning("%s has not come after %.0f s: the others wait", names, waited)
-        time.sleep(pause)
+        monitor.clock.sleep(pause)
         pause = min(pause * 1.5, 0.1)
 
 
