@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from meshwright.comm.failures.clock import Clock, Store
+from meshwright.comm.failures.clock import Arrival, Clock, Store
 from meshwright.errors import RankFailedError
 
 T = TypeVar("T")
@@ -49,6 +49,9 @@ class Board:
         """Called in the thread now and then."""
         self._given = store  # with it goes the server, where this process is the host
         self._store = _own_client(store)
+        self._free: list[Store] = []
+        """Clients that wait for nothing now."""
+        self._arrivals: list[Arrival] = []
         self.lost: RankFailedError | None = None
         """The error of every request from now on; None while the store answers."""
         self._busy_since: float | None = None
@@ -74,6 +77,7 @@ class Board:
             is_rank = self.host != STORE
             host = f"rank {self.host}, which hosts the store," if is_rank else "the run's store"
             self.lost = RankFailedError(f"{host} failed first: {reason}", self.host)
+            self.nudge()
         return self.lost
 
     def run(self, work: Callable[[], T]) -> T:
@@ -118,6 +122,27 @@ class Board:
     def add(self, key: str, amount: int) -> int:
         """Add to the number under ``key``; returns the sum."""
         return self._request(lambda: self._store.add(key, amount))
+
+    def append(self, key: str, value: str) -> None:
+        """Put ``value`` behind what stands under ``key``."""
+        self._request(lambda: self._store.append(key, value))  # pyrefly: ignore[missing-attribute]
+
+    def arrival(self, key: str) -> Arrival:
+        """Begin to wait for ``key`` in the server, where nobody else is kept waiting.
+
+        Each wait has a client of its own, since it blocks all other calls of that; one whose wait
+        has ended serves the next.
+        """
+        client = self._free.pop() if self._free else _own_client(self._given)
+        arrival = self.clock.arrival(client, key, lambda: self._free.append(client))
+        self._arrivals = [each for each in self._arrivals if not each.has_come]
+        self._arrivals.append(arrival)
+        return arrival
+
+    def nudge(self) -> None:
+        """Tell those who wait for a key that there is something else to look at."""
+        for arrival in self._arrivals:
+            arrival.nudge()
 
     def compare_set(self, key: str, expected: str, value: str) -> str:
         """Leave ``value`` unless something else than ``expected`` stands there; what stands now."""

@@ -66,9 +66,17 @@ class Worker(Protocol):
 class Arrival(Protocol):
     """A key of a store that is waited for in the server: one request, however long it takes."""
 
-    def wait(self, seconds: float) -> bool:
-        """Wait at most ``seconds`` for the key; tells whether it is there."""
+    @property
+    def has_come(self) -> bool:
+        """True when the key is there."""
         ...
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the key, a `nudge`, or ``seconds``; tells whether the key is there."""
+        ...
+
+    def nudge(self) -> None:
+        """End a wait of the thread that waits, or the next one: there is something to look at."""
 
 
 class Clock:
@@ -143,18 +151,26 @@ class _Arrival:
         self._store = store
         self._key = key
         self._done = done
-        self._has_come = threading.Event()
+        self.has_come = False
+        self._bell = threading.Event()
         threading.Thread(target=self._main, name="meshwright-arrival", daemon=True).start()
 
     def wait(self, seconds: float) -> bool:
-        return self._has_come.wait(seconds)
+        if not self.has_come:
+            self._bell.wait(seconds)
+            self._bell.clear()
+        return self.has_come
+
+    def nudge(self) -> None:
+        self._bell.set()
 
     def _main(self) -> None:
         # A store that cannot be reached any more is for the board to find: it keeps asking.
         with contextlib.suppress(RuntimeError):
             self._store.wait([self._key], _NEVER)
-            self._has_come.set()
             self._done()
+            self.has_come = True
+            self._bell.set()
 
 
 def _carry_out(work: Callable[[], T], order: Future[T]) -> None:

@@ -174,7 +174,7 @@ class FailureMonitor:
 
     def sign_in(self, entry: Mapping[str, Any]) -> None:
         """Tell the others that this rank has come, and ``entry``; follow the board from now on."""
-        self.ranks.sign_in(entry, is_hosting=self._is_hosting)
+        self.ranks.roll.sign(entry, is_hosting=self._is_hosting)
         self.board.begin_looking(self.read)
 
     def leave(self) -> None:
@@ -382,6 +382,7 @@ class FailureMonitor:
             if not self.ranks.has_ended(self.board.host) and self.failure is None:
                 self._standing[0] = failure
                 self._final.add(0)
+                self.board.nudge()
 
     def _post_first(self, failure: Failure, *, is_difference: bool) -> bool:
         """Post ``failure`` unless one stands; two ranks that raise together post one.
@@ -433,8 +434,7 @@ class FailureMonitor:
             self._raised.add(slot)
 
     def _read(self) -> None:
-        if len(self.ranks.roll) < self.world_size:
-            self.ranks.meet()
+        self.ranks.roll.read()
         while (text := self.board.get(f"slot/{self._seen + 1}")) is not None:
             self._seen += 1
             self._attend(self._seen, text)
@@ -483,6 +483,7 @@ class FailureMonitor:
         elif failure.attempt < self._attempt and self._left == failure.what:
             self._past.add(slot)
         self._standing[slot] = failure
+        self.board.nudge()
         self.board.set(f"heard/{self.rank}", str(slot))
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import threading
+from _thread import start_new_thread
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from meshwright.comm.failures.clock import Arrival, Clock, Worker
 
 T = TypeVar("T")
+
+Turn = threading.Lock
+"""A lock that a thread waits for until it is its turn."""
 
 _STACK = 512 * 1024
 """Bytes of the stack of a rank's thread: there are thousands."""
@@ -24,18 +29,18 @@ class SimulatedClock(Clock):
 
     def __init__(self) -> None:
         self._now = 0.0
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._due: list[tuple[float, int, Callable[[], Turn | None]]] = []
         self._numbers = itertools.count()
-        self._turn = threading.Lock()
-        self._turn.acquire()
-        self._gates: dict[int, threading.Lock] = {}
+        self._turns: dict[int, Turn] = {}
+        """The turn of each thread."""
+        self._error: BaseException | None = None
 
     def now(self) -> float:
         """Return the simulated seconds since the beginning."""
         return self._now
 
-    def at(self, when: float, act: Callable[[], None]) -> None:
-        """Call ``act`` at the time ``when``, between the turns of the ranks."""
+    def at(self, when: float, act: Callable[[], Turn | None]) -> None:
+        """Call ``act`` at the time ``when``; it may say whose turn it is then."""
         heapq.heappush(self._due, (max(when, self._now), next(self._numbers), act))
 
     def sleep(self, seconds: float) -> None:
@@ -56,51 +61,66 @@ class SimulatedClock(Clock):
     def run(self, bodies: Sequence[Callable[[], T]]) -> list[T]:
         """Run each of ``bodies`` in a thread of its own; returns what they return."""
         values: dict[int, T] = {}
+        end = _turn()
         before = threading.stack_size(_STACK)
 
-        def main(number: int, gate: threading.Lock) -> None:
-            gate.acquire()
-            self._gates[threading.get_ident()] = gate
+        def main(number: int, turn: Turn) -> None:
+            turn.acquire()
+            self._turns[threading.get_ident()] = turn
             try:
                 values[number] = bodies[number]()
-            finally:
-                self._turn.release()
+            except BaseException as error:
+                self._error = error
+            (end if self._error or len(values) == len(bodies) else self._next()).release()
 
         for number in range(len(bodies)):
-            gate = threading.Lock()
-            gate.acquire()
-            self.at(0.0, self._turn_of(gate))
-            threading.Thread(target=main, args=(number, gate), daemon=True).start()
+            turn = _turn()
+            self.at(0.0, functools.partial(_itself, turn))
+            start_new_thread(main, (number, turn))
         threading.stack_size(before)
-        while len(values) < len(bodies):
-            self._now, _, act = heapq.heappop(self._due)
-            act()
+        self._next().release()
+        end.acquire()
+        if self._error is not None:
+            raise self._error
         return [values[number] for number in range(len(bodies))]
 
     # ------------------------------------------------------------------------ turns
 
-    def _turn_of(self, gate: threading.Lock) -> Callable[[], None]:
-        def act() -> None:
-            gate.release()
-            self._turn.acquire()
-
-        return act
+    def _next(self) -> Turn:
+        """Go on in time to the next turn of a rank, by way of what comes before."""
+        while True:
+            self._now, _, act = heapq.heappop(self._due)
+            turn = act()
+            if turn is not None:
+                return turn
 
     def _pause(self, until: float, bell: _Awaited | None = None) -> None:
         """Give the turn away, to have it again at ``until`` or when ``bell`` rings."""
-        gate, is_due = self._gates[threading.get_ident()], True
+        mine, is_due = self._turns[threading.get_ident()], True
 
-        def wake() -> None:
+        def wake() -> Turn | None:
             nonlocal is_due
-            if is_due:
-                is_due = False
-                self._turn_of(gate)()
+            was_due, is_due = is_due, False
+            return mine if was_due else None
 
         self.at(until, wake)
         if bell is not None:
             bell.wakes(lambda: self.at(self._now, wake))
-        self._turn.release()
-        gate.acquire()
+        turn = self._next()
+        if turn is not mine:
+            turn.release()
+            mine.acquire()
+
+
+def _turn() -> Turn:
+    """Make a turn that nobody has yet."""
+    turn = threading.Lock()
+    turn.acquire()
+    return turn
+
+
+def _itself(turn: Turn) -> Turn:
+    return turn
 
 
 class _Inline:
@@ -133,19 +153,26 @@ class _Awaited:
 
     def __init__(self, clock: SimulatedClock) -> None:
         self._clock = clock
-        self._is_there = False
+        self.has_come = False
+        """True when the key is there."""
+        self._is_nudged = False
         self._wake: Callable[[], None] = lambda: None
 
     def ring(self) -> None:
         """Take in that the key is there."""
-        self._is_there = True
+        self.has_come = True
+        self._wake()
+
+    def nudge(self) -> None:
+        self._is_nudged = True
         self._wake()
 
     def wakes(self, wake: Callable[[], None]) -> None:
-        """Have ``wake`` called when the key is there."""
+        """Have ``wake`` called when there is something to look at."""
         self._wake = wake
 
     def wait(self, seconds: float) -> bool:
-        if not self._is_there:
+        if not self.has_come and not self._is_nudged:
             self._clock._pause(self._clock.now() + seconds, self)
-        return self._is_there
+        self._is_nudged = False
+        return self.has_come
