@@ -385,7 +385,7 @@ def _join(
         board, rank, world_size, hang_after=hang_after, limit=timeout, host=host
     )
     try:
-        if not monitor.ranks.claim():
+        if not monitor.ranks.roll.claim():
             membership.resign()
             raise CommunicationError(
                 f"rank {rank} has joined this run already: two processes have the same RANK"

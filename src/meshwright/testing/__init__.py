@@ -15,6 +15,7 @@ Bottom-up:
     models        models that have broken a layout
     training      parity with one process, also bit by bit
     faults        faults at a chosen place and step
+    control_plane  thousands of ranks on a store that counts, in simulated time
 
 ::
 

@@ -440,7 +440,7 @@ def test_what_a_stranger_writes_on_the_board_ends_nothing(
         FailureMonitor(store, rank, 2, hang_after=1.0, interval=0.01) for rank in range(2)
     )
     try:
-        store.set("roll/1", "[1, 2]")  # in place of what rank 1 says when it comes
+        store.append("roll/1/0/0", "[1, 2]\n")  # beside what rank 1 says when it comes
         monitor.sign_in({})
         for number, text in enumerate(STRANGERS, 1):
             store.set(f"slot/{number}", text.encode("latin-1"))

@@ -3,10 +3,12 @@
 Bottom-up:
 
     notices      short texts that ranks leave for each other in the store
+    clock        time, pauses, threads, and waits in the server
     board        the run's store, in a thread of its own
     processes    processes as ``/proc`` shows them
+    roll         who has come, and the processes of this host
     whereabouts  the answer of a rank when others ask where it is
-    attendance   the roll, roll calls, and looks at processes that do not answer
+    attendance   roll calls, and looks at processes that do not answer
     operations   operations that were issued, as reports name them
     failure      the first failure, and what a rank says of itself
     waiting      the one rule of all waits

@@ -1,7 +1,8 @@
-"""Attendance in a run: the roll, roll calls, and looks at processes that do not answer.
+"""Attendance in a run: roll calls, and looks at processes that do not answer.
 
-A rank signs in with its process. From then on its board's thread answers roll calls, also while the
-main thread computes or waits; who cannot answer is looked at by the ranks of its host.
+A rank signs in to the roll with its process. From then on its board's thread answers roll calls,
+also while the main thread computes or waits; who cannot answer is looked at by the ranks of its
+host.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import json
 import os
 import signal
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, MutableMapping
@@ -19,7 +19,8 @@ from typing import Any, Protocol
 
 from meshwright.comm.failures.board import Board
 from meshwright.comm.failures.processes import Look, Process
-from meshwright.comm.failures.whereabouts import answer_of, object_of, own_state
+from meshwright.comm.failures.roll import Roll
+from meshwright.comm.failures.whereabouts import answer_of, own_state
 
 PATIENCE = 2.0
 """Seconds in which a rank that can answer a roll call has done so, on a machine with room."""
@@ -29,8 +30,6 @@ KEPT = 4
 
 Answers = Mapping[int, Mapping[str, Any]]
 """The answers of ranks, by rank; those that have not answered are missing."""
-
-_ENTRY: Mapping[str, type] = {"process": dict, "hosts": bool, "more": dict}
 
 
 class Describer(Protocol):
@@ -52,13 +51,11 @@ class Waiting:
 class Attendance:
     """The ranks of the run as this one, ``rank``, knows them."""
 
-    def __init__(self, board: Board, rank: int, world_size: int) -> None:
+    def __init__(self, board: Board, rank: int, world_size: int, process: Process) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.roll: dict[int, Mapping[str, Any]] = {}
-        """The words of ranks about themselves when they came, by rank."""
-        self.processes: dict[int, Process] = {}
-        """The processes of the ranks that have come."""
+        self.roll = Roll(board, rank, world_size, process)
+        """The ranks that have come."""
         self.left: dict[int, float] = {}
         """The times, on the monotonic clock, at which ranks have said that they are done."""
         self.is_leaving = False
@@ -73,37 +70,9 @@ class Attendance:
         self._board = board
         self._answered: deque[str] = deque()
 
-    # ---------------------------------------------------------------- coming
-
-    def claim(self) -> bool:
-        """Take this rank's place in the run; False when another process has it."""
-        return self._board.add(f"roll/count/{self.rank}", 1) == 1
-
-    def sign_in(self, entry: Mapping[str, Any], *, is_hosting: bool) -> None:
-        """Tell the others that this rank has come, whether it hosts the store, and ``entry``."""
-        own = {"process": Process.own().values(), "hosts": is_hosting, "more": dict(entry)}
-        self._board.set(f"roll/{self.rank}", json.dumps(own))
-
     def begin_leaving(self) -> None:
         """Say to whoever asks that this rank is done."""
         self.is_leaving = True
-
-    def absent(self) -> list[int]:
-        """List the ranks that have not come yet."""
-        return [rank for rank in range(self.world_size) if rank not in self.roll]
-
-    def meet(self) -> None:
-        """Take in who has come since the last look."""
-        for rank in self.absent():
-            entry = object_of(self._board.get(f"roll/{rank}"), _ENTRY)
-            if entry is None:
-                continue
-            self.roll[rank] = entry["more"]
-            process = Process.of(entry["process"])
-            if process is not None:
-                self.processes[rank] = process
-            if entry["hosts"]:
-                self._board.learn_host(rank)
 
     # ---------------------------------------------------------------- roll calls
 
@@ -111,15 +80,15 @@ class Attendance:
         """Wait at most ``patience`` seconds for the answers to the call that has ``slot``."""
         answers: dict[int, Mapping[str, Any]] = {self.rank: self._own_answer(about)}
         missing = set(range(self.world_size)) - {self.rank}
-        until, pause = time.monotonic() + patience + self._board.every, 0.01
-        while missing and time.monotonic() < until:
+        until, pause = self._board.clock.now() + patience + self._board.every, 0.01
+        while missing and self._board.clock.now() < until:
             for rank in sorted(missing):
                 answer = answer_of(self._board.get(f"answer/{slot}/{rank}"))
                 if answer is not None:
                     answers[rank] = answer
             missing -= set(answers)
             if missing:
-                time.sleep(pause)
+                self._board.clock.sleep(pause)
                 pause = min(2 * pause, 0.1)
         return answers
 
@@ -174,17 +143,17 @@ class Attendance:
 
     def look_at(self, rank: int) -> Look | None:
         """Look at the process of ``rank``; None where this process cannot."""
-        process = self.processes.get(rank)
+        process = self.roll.processes.get(rank)
         return process.look() if process is not None and process.is_visible else None
 
     def has_ended(self, rank: int) -> bool:
         """Tell whether ``rank`` is known to have been a process of this host that is gone."""
-        process = self.processes.get(rank)
+        process = self.roll.processes.get(rank)
         return process is not None and process.has_ended
 
     def kill_stopped(self, rank: int) -> bool:
         """Kill ``rank`` if it is a stopped process of this host; tells whether it was."""
-        process, look = self.processes.get(rank), self.look_at(rank)
+        process, look = self.roll.processes.get(rank), self.look_at(rank)
         if process is None or look is None or not look.is_stopped:
             return False
         os.kill(process.pid, signal.SIGKILL)

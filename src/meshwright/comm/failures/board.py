@@ -11,25 +11,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import queue
 import re
-import threading
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
 from typing import TypeVar
 
 import torch.distributed as dist
 
+from meshwright.comm.failures.clock import Arrival, Clock, Store
 from meshwright.errors import RankFailedError
 
 T = TypeVar("T")
 
 STORE = -1
 """Stands for the host of the store in place of a rank, where that is none of the ranks."""
-
-_SLICE = 0.2
-"""Seconds of one wait for the thread; after each, whether the host is lost is looked at."""
 
 _NOTHING = "\x01nothing"
 """The answer of the store for a key that is not there, when asked whether this stands there."""
@@ -44,21 +38,24 @@ class Board:
     ``every`` seconds the thread calls ``look``, when one is set.
     """
 
-    def __init__(self, store: dist.Store, *, host: int, every: float = 0.25) -> None:
+    def __init__(
+        self, store: Store, *, host: int, every: float = 0.25, clock: Clock | None = None
+    ) -> None:
         """Begin the thread. ``host`` is the rank in whose process the store lives, or `STORE`."""
         self.host = host
         self.every = every
+        self.clock = clock or Clock()
         self.look: Callable[[], None] | None = None
         """Called in the thread now and then."""
         self._given = store  # with it goes the server, where this process is the host
         self._store = _own_client(store)
+        self._free: list[Store] = []
+        """Clients that wait for nothing now."""
+        self._arrivals: list[Arrival] = []
         self.lost: RankFailedError | None = None
         """The error of every request from now on; None while the store answers."""
         self._busy_since: float | None = None
-        self._has_stopped = False
-        self._orders: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="meshwright-board", daemon=True)
-        self._thread.start()
+        self._worker = self.clock.worker(self._look, every)
 
     @property
     def host_process(self) -> str:
@@ -72,7 +69,7 @@ class Board:
     def silence(self) -> float:
         """Seconds since which the store has not answered a request."""
         since = self._busy_since
-        return 0.0 if since is None else time.monotonic() - since
+        return 0.0 if since is None else self.clock.now() - since
 
     def give_up(self, reason: str) -> RankFailedError:
         """Take the host for lost: who waits for an answer raises. Returns the error."""
@@ -80,22 +77,16 @@ class Board:
             is_rank = self.host != STORE
             host = f"rank {self.host}, which hosts the store," if is_rank else "the run's store"
             self.lost = RankFailedError(f"{host} failed first: {reason}", self.host)
+            self.nudge()
         return self.lost
 
     def run(self, work: Callable[[], T]) -> T:
         """Have the thread call ``work``, in which nobody else comes between two requests."""
-        if self._has_stopped or threading.current_thread() is self._thread:
-            return work()
-        order: Future[T] = Future()
-        self._orders.put(lambda: _carry_out(work, order))
-        while not wait([order], timeout=_SLICE).done:
-            if self.lost is not None:
-                raise self._again()
-        return order.result()
+        return self._worker.run(work, self._refuse)
 
     def later(self, work: Callable[[], object]) -> None:
         """Have the thread call ``work`` when it comes to it; nobody waits."""
-        self._orders.put(lambda: _carry_out(work, Future()))
+        self._worker.later(work)
 
     def learn_host(self, rank: int) -> None:
         """Learn that the store lives in the process of ``rank``."""
@@ -112,10 +103,7 @@ class Board:
     def stop(self) -> None:
         """End the thread after what it has been given, unless the store is silent."""
         self.end_looking()
-        self._orders.put(None)
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout=0.1 if self.lost is not None else 5.0)
-        self._has_stopped = not self._thread.is_alive()
+        self._worker.stop(0.1 if self.lost is not None else 5.0)
 
     # ---------------------------------------------------------------- requests
 
@@ -134,6 +122,27 @@ class Board:
     def add(self, key: str, amount: int) -> int:
         """Add to the number under ``key``; returns the sum."""
         return self._request(lambda: self._store.add(key, amount))
+
+    def append(self, key: str, value: str) -> None:
+        """Put ``value`` behind what stands under ``key``."""
+        self._request(lambda: self._store.append(key, value))  # pyrefly: ignore[missing-attribute]
+
+    def arrival(self, key: str) -> Arrival:
+        """Begin to wait for ``key`` in the server, where nobody else is kept waiting.
+
+        Each wait has a client of its own, since it blocks all other calls of that; one whose wait
+        has ended serves the next.
+        """
+        client = self._free.pop() if self._free else _own_client(self._given)
+        arrival = self.clock.arrival(client, key, lambda: self._free.append(client))
+        self._arrivals = [each for each in self._arrivals if not each.has_come]
+        self._arrivals.append(arrival)
+        return arrival
+
+    def nudge(self) -> None:
+        """Tell those who wait for a key that there is something else to look at."""
+        for arrival in self._arrivals:
+            arrival.nudge()
 
     def compare_set(self, key: str, expected: str, value: str) -> str:
         """Leave ``value`` unless something else than ``expected`` stands there; what stands now."""
@@ -155,9 +164,8 @@ class Board:
 
     def _ask(self, request: Callable[[], T]) -> T:
         """Make one request of the store; in the thread."""
-        if self.lost is not None:
-            raise self._again()
-        self._busy_since = time.monotonic()
+        self._refuse()
+        self._busy_since = self.clock.now()
         try:
             return request()
         except RuntimeError as error:
@@ -172,31 +180,17 @@ class Board:
         lost = self.give_up("it is closed")
         return RankFailedError(str(lost), lost.rank)
 
-    def _run(self) -> None:
-        next_look = time.monotonic() + self.every
-        while True:
-            try:
-                order = self._orders.get(timeout=max(0.0, next_look - time.monotonic()))
-                if order is None:
-                    return
-                order()
-            except queue.Empty:
-                pass
-            if time.monotonic() >= next_look:
-                if self.look is not None and self.lost is None:
-                    with contextlib.suppress(RankFailedError):  # it is kept in `lost`
-                        self.look()
-                next_look = time.monotonic() + self.every
+    def _refuse(self) -> None:
+        if self.lost is not None:
+            raise self._again()
+
+    def _look(self) -> None:
+        if self.look is not None and self.lost is None:
+            with contextlib.suppress(RankFailedError):  # it is kept in `lost`
+                self.look()
 
 
-def _carry_out(work: Callable[[], T], order: Future[T]) -> None:
-    try:
-        order.set_result(work())
-    except BaseException as error:  # whoever waits gets it
-        order.set_exception(error)
-
-
-def hosts(store: dist.Store) -> bool:
+def hosts(store: Store) -> bool:
     """Tell whether the server of ``store`` lives in this process."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -207,10 +201,11 @@ def _text(value: bytes | str) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
-def _own_client(store: dist.Store) -> dist.Store:
+def _own_client(store: Store) -> Store:
     """Make a client of ``store`` for one thread: a client serves one request at a time."""
     try:
-        return store.clone()  # pyrefly: ignore[missing-attribute]
+        client: Store = store.clone()  # pyrefly: ignore[missing-attribute]
+        return client
     except RuntimeError as error:
         # A store that is written in Python has no `clone`; it is shared, and has its own locks.
         if "pure virtual function" not in str(error):

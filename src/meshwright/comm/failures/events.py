@@ -16,7 +16,6 @@ that differs is an error on the rank that asks, and the others read it while the
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -328,7 +327,7 @@ def _wait(
     limit, pause = awaited.communicator.timeout, 0.0002
     with Watch(monitor, awaited, limit, first=FIRST_ROLL_CALL, every=NEXT_ROLL_CALL) as watch:
         while not is_over():
-            time.sleep(pause)
+            monitor.clock.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
             answers = watch.look()
             if answers is not None and have_come(answers):

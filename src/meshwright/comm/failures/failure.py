@@ -33,10 +33,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-
 from meshwright.comm.failures.attendance import PATIENCE, Answers, Attendance
 from meshwright.comm.failures.board import STORE, Board, hosts
+from meshwright.comm.failures.clock import Clock, Store
+from meshwright.comm.failures.processes import Process
 from meshwright.comm.failures.whereabouts import (
     last_operation,
     object_of,
@@ -105,7 +105,7 @@ class FailureMonitor:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Store,
         rank: int,
         world_size: int,
         *,
@@ -113,19 +113,25 @@ class FailureMonitor:
         limit: float | None = None,
         host: int = STORE,
         interval: float = 0.25,
+        clock: Clock | None = None,
+        process: Process | None = None,
     ) -> None:
-        """``host`` is the rank in whose process the store lives; `STORE` for none or unknown."""
+        """``host`` is the rank in whose process the store lives; `STORE` for none or unknown.
+
+        ``process`` is this rank's; the one that runs when None.
+        """
         self.rank = rank
         self.world_size = world_size
-        self.others = [other for other in range(world_size) if other != rank]
-        """The ranks but this one."""
         self.hang_after = hang_after
         """Seconds after which a wait is reported as a hang."""
         self.limit = limit
         """Seconds after which a wait ends whatever the others do; None without such a limit."""
-        self.board = Board(store, host=host, every=max(interval, world_size / 2000))
+        self.clock = clock or Clock()
+        """The time that all waits go by."""
+        every = max(interval, world_size / 2000)
+        self.board = Board(store, host=host, every=every, clock=self.clock)
         """The store on which the notices stand."""
-        self.ranks = Attendance(self.board, rank, world_size)
+        self.ranks = Attendance(self.board, rank, world_size, process or Process.own())
         """The ranks, and their processes."""
         self.pid = os.getpid()
         self.has_raised = False
@@ -159,11 +165,16 @@ class FailureMonitor:
         difference then and publish it a second time.
         """
 
+    @property
+    def others(self) -> list[int]:
+        """The ranks but this one."""
+        return [other for other in range(self.world_size) if other != self.rank]
+
     # ---------------------------------------------------------------- coming and going
 
     def sign_in(self, entry: Mapping[str, Any]) -> None:
         """Tell the others that this rank has come, and ``entry``; follow the board from now on."""
-        self.ranks.sign_in(entry, is_hosting=self._is_hosting)
+        self.ranks.roll.sign(entry, is_hosting=self._is_hosting)
         self.board.begin_looking(self.read)
 
     def leave(self) -> None:
@@ -316,7 +327,7 @@ class FailureMonitor:
         has just made serves this one too, unless it is about somebody.
         """
         slot, when = self._called
-        if about or time.monotonic() - when > SHARED_FOR:
+        if about or self.clock.now() - when > SHARED_FOR:
             slot = self._post({"kind": "call", "about": sorted(about)})
         return self.ranks.collect(slot, patience, about)
 
@@ -371,6 +382,7 @@ class FailureMonitor:
             if not self.ranks.has_ended(self.board.host) and self.failure is None:
                 self._standing[0] = failure
                 self._final.add(0)
+                self.board.nudge()
 
     def _post_first(self, failure: Failure, *, is_difference: bool) -> bool:
         """Post ``failure`` unless one stands; two ranks that raise together post one.
@@ -422,8 +434,7 @@ class FailureMonitor:
             self._raised.add(slot)
 
     def _read(self) -> None:
-        if len(self.ranks.roll) < self.world_size:
-            self.ranks.meet()
+        self.ranks.roll.read()
         while (text := self.board.get(f"slot/{self._seen + 1}")) is not None:
             self._seen += 1
             self._attend(self._seen, text)
@@ -452,9 +463,9 @@ class FailureMonitor:
         elif kind == "ended":
             self._final |= {at for at, f in self._standing.items() if f.rank == notice["rank"]}
         elif kind == "leaving":
-            self.ranks.left.setdefault(notice["rank"], time.monotonic())
+            self.ranks.left.setdefault(notice["rank"], self.clock.now())
         elif kind == "call":
-            self._called = slot, time.monotonic()
+            self._called = slot, self.clock.now()
             self.ranks.answer(slot, [rank for rank in notice["about"] if isinstance(rank, int)])
         elif kind == "deviation":
             self.deviations[notice["rank"]] = notice["text"]
@@ -472,6 +483,7 @@ class FailureMonitor:
         elif failure.attempt < self._attempt and self._left == failure.what:
             self._past.add(slot)
         self._standing[slot] = failure
+        self.board.nudge()
         self.board.set(f"heard/{self.rank}", str(slot))
 
 

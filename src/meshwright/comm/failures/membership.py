@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -122,34 +121,36 @@ def _leave_together(monitor: FailureMonitor) -> bool:
 
     Who does not host the store waits `LEAVE_TIMEOUT` seconds at most. Returns whether all came.
     """
-    ranks, rank, now = monitor.ranks, monitor.rank, time.monotonic()
+    ranks, rank, now = monitor.ranks, monitor.rank, monitor.clock.now()
     for other, when in sorted(ranks.left.items()):
         if now - when > LEAVE_TIMEOUT:
             _log.warning("rank %d left the run %.0f s before rank %d", other, now - when, rank)
     monitor.leave()
-    begun, pause = time.monotonic(), 0.001
+    begun, pause = monitor.clock.now(), 0.001
     is_host = monitor.board.host == rank
     with Watch(monitor, _End(monitor), None) as watch:
         while len(ranks.left) < monitor.world_size:
             if monitor.ending is not None:
                 return False
-            if not is_host and time.monotonic() - begun > LEAVE_TIMEOUT:
+            if not is_host and monitor.clock.now() - begun > LEAVE_TIMEOUT:
                 missing = [r for r in range(monitor.world_size) if r not in ranks.left]
                 _log.info("rank %d leaves the run before ranks %s", rank, missing)
                 return False
-            time.sleep(pause)
+            monitor.clock.sleep(pause)
             pause = min(pause * 1.5, 0.05)
             monitor.read()
             watch.look()
     with contextlib.suppress(RankFailedError):  # who hosts the store may have gone before
         monitor.board.add("left", 1)
         if is_host or rank == 0:
-            _wait_for(lambda: monitor.board.add("left", 0) == monitor.world_size, LEAVE_TIMEOUT)
+            _wait_for(
+                monitor, lambda: monitor.board.add("left", 0) == monitor.world_size, LEAVE_TIMEOUT
+            )
         if rank == 0:
             monitor.board.end_looking()
             monitor.erase()
         else:
-            _wait_for(lambda: monitor.board.get("slot/1") is None, 1.0)
+            _wait_for(monitor, lambda: monitor.board.get("slot/1") is None, 1.0)
     return True
 
 
@@ -162,13 +163,13 @@ def _linger(monitor: FailureMonitor) -> None:
         is_gone = rank in monitor.ranks.left or monitor.ranks.has_ended(rank)
         return is_gone or monitor.board.get(f"heard/{rank}") is not None
 
-    _wait_for(lambda: all(map(has_heard, monitor.others)), LINGER)
+    _wait_for(monitor, lambda: all(map(has_heard, monitor.others)), LINGER)
 
 
-def _wait_for(condition: Callable[[], bool], seconds: float) -> None:
-    until, pause = time.monotonic() + seconds, 0.001
-    while not condition() and time.monotonic() < until:
-        time.sleep(pause)
+def _wait_for(monitor: FailureMonitor, condition: Callable[[], bool], seconds: float) -> None:
+    until, pause = monitor.clock.now() + seconds, 0.001
+    while not condition() and monitor.clock.now() < until:
+        monitor.clock.sleep(pause)
         pause = min(pause * 1.5, 0.05)
 
 

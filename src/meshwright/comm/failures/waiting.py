@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol, Self
 
@@ -114,7 +113,7 @@ class Watch:
         self._limit = limit
         self._give_up = float("inf") if limit is None else limit
         self._every = every
-        self._looked = time.monotonic()
+        self._looked = monitor.clock.now()
         self._begun = self._looked if since is None else since
         self._waited = self._looked - self._begun
         """Seconds of this wait in which the process was awake."""
@@ -143,7 +142,7 @@ class Watch:
     def look(self) -> Answers | None:
         """Raise when the wait must end. Returns what ranks say, where they were asked now."""
         self._check()
-        now = time.monotonic()
+        now = self._monitor.clock.now()
         self._waited += min(now - self._looked, _AWAKE)
         self._looked = now
         if self._waited >= self._give_up:
@@ -337,7 +336,7 @@ class Watch:
         reason = "; ".join(parts) or nobody
         return (
             f"{self._awaited.describe()} has not ended after "
-            f"{time.monotonic() - self._begun:.0f} s: {reason}; waiting: rank {waiting}"
+            f"{monitor.clock.now() - self._begun:.0f} s: {reason}; waiting: rank {waiting}"
         )
 
     def _describe_silent(self, rank: int) -> str:
@@ -410,13 +409,13 @@ def explain(
 
     ``what`` says what this rank did, ``ranks`` who may be behind it; None: any.
     """
-    until = time.monotonic() + GRACE
-    while time.monotonic() < until:
+    until = monitor.clock.now() + GRACE
+    while monitor.clock.now() < until:
         try:
             monitor.look()
         except RankFailedError as failed:
             raise RankFailedError(f"{failed}; {what}", failed.rank) from error
-        time.sleep(0.05)
+        monitor.clock.sleep(0.05)
     if isinstance(error, RankFailedError):
         if monitor.ranks.has_ended(error.rank):
             monitor.post_failure(Failure(rank=error.rank, by=monitor.rank, error=str(error)))

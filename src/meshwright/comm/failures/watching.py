@@ -200,7 +200,7 @@ class _Neighbours:
 
     def ended(self, monitor: FailureMonitor) -> list[int]:
         """List those that have ended and have not said why."""
-        for rank, process in list(monitor.ranks.processes.items()):
+        for rank, process in list(monitor.ranks.roll.processes.items()):
             if rank in self._known or rank == monitor.rank:
                 continue
             self._known.add(rank)

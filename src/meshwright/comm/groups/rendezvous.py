@@ -90,22 +90,23 @@ def sign_in(
     """
     ranks, rank, world_size = monitor.ranks, monitor.rank, monitor.world_size
     monitor.sign_in(entry)
-    begun = time.monotonic()
-    limit, line_at, pause = UNSEEN if timeout is None else timeout, LINE_EVERY, 0.001
-    while True:
-        monitor.read()
-        absent = ranks.absent()
-        if not absent:
-            return [ranks.roll[each] for each in range(world_size)]
+    clock, roll = monitor.clock, ranks.roll
+    begun, lines = clock.now(), 0
+    limit = UNSEEN if timeout is None else timeout
+    while not roll.entries:
+        until = min(limit, LINE_EVERY * (lines + 1))
+        roll.wait(max(0.0, begun + until - clock.now()))
         monitor.check()
-        waited = time.monotonic() - begun
-        names = f"rank {', '.join(map(str, absent))}"
-        if waited > limit:
+        waited = clock.now() - begun
+        if roll.entries or waited < until:
+            continue
+        lines += 1
+        if waited < limit and monitor.board.add(f"reports/roll/{lines}", 1) > 1:
+            continue
+        names = f"rank {', '.join(map(str, roll.absent()))}"
+        if waited >= limit:
             raise CommunicationError(
                 f"rank {rank} waited {limit:g} s for {world_size} ranks: {names} did not come"
             )
-        if waited > line_at and rank == min(ranks.roll, default=rank):
-            line_at += LINE_EVERY
-            _log.warning("%s has not come after %.0f s: the others wait", names, waited)
-        time.sleep(pause)
-        pause = min(pause * 1.5, 0.1)
+        _log.warning("%s has not come after %.0f s: the others wait", names, waited)
+    return list(roll.entries)

@@ -1,0 +1,190 @@
+"""The roll of a run: who has come, what each says of itself, and the processes of this host.
+
+Words go up a tree of keys; whoever comes last to a key merges what stands there and carries it on.
+Nobody waits on the way, and each rank then waits for one key and reads it::
+
+    rank 0 ─┐
+    rank 1 ─┼─> 0/0 ──merged──┐                     a key holds one line for each of its FAN
+     ...   ─┘   0/1 ──merged──┼─> 1/0 ──> ... all   children; equal words of many ranks are one
+    rank W ───> ...           ┘
+
+Processes matter to the ranks of their own host alone, which have a list of theirs.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import json
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from meshwright.comm.failures.board import Board
+from meshwright.comm.failures.clock import Arrival
+from meshwright.comm.failures.processes import Process
+
+FAN = 16
+"""Children of one key of the tree."""
+
+_LONGEST = 1 << 26
+"""Bytes that a line may have when it is unpacked: it may be a stranger's."""
+
+Entry = Mapping[str, Any]
+"""The words of a rank about itself."""
+
+_Words = dict[str, list[int]]
+"""Ranks by what they say, as JSON."""
+
+
+class Roll:
+    """The roll as ``rank`` of ``world_size``, in ``process``, writes and reads it."""
+
+    def __init__(self, board: Board, rank: int, world_size: int, process: Process) -> None:
+        self.entries: Sequence[Entry] = ()
+        """The words of all ranks, in rank order; empty until all have come."""
+        self.processes: dict[int, Process] = {rank: process}
+        """The processes of this host that have come."""
+        self._board, self._rank, self._world_size = board, rank, world_size
+        self._process = process
+        self._meeting = 0
+        self._arrival: Arrival | None = None
+
+    def claim(self) -> bool:
+        """Take this rank's place in the run; False when it has been taken before."""
+        self._meeting = self._board.add(f"roll/count/{self._rank}", 1)
+        return self._meeting == 1
+
+    def sign(self, entry: Entry, *, is_hosting: bool) -> None:
+        """Tell the others that this rank has come, whether it hosts the store, and ``entry``."""
+        if not self._meeting:
+            self.claim()
+        process = self._process
+        self._board.append(
+            self._at_host(), f"{self._rank} {process.pid} {process.started} {is_hosting:d}\n"
+        )
+        words = json.dumps({"hosts": is_hosting, "more": dict(entry)}, sort_keys=True)
+        level, index, count, text = 0, self._rank, self._world_size, _packed({words: [self._rank]})
+        while count > 1 or not level:
+            key, children = self._key(level, index // FAN), min(FAN, count - index // FAN * FAN)
+            self._board.append(key, f"{text}\n")
+            if self._board.add(f"{key}/count", 1) < children:
+                self._arrival = self._board.arrival(self._all())
+                return
+            text = _packed(_merged((self._board.get(key) or "").splitlines()))
+            level, index, count = level + 1, index // FAN, -(-count // FAN)
+        self._board.set(self._all(), text)
+        self._read_host()
+        self._take(text)
+
+    def wait(self, seconds: float) -> None:
+        """Wait at most so long for the others; nothing is asked of the store until all are here."""
+        if self._arrival is not None and not self.entries and self._arrival.wait(seconds):
+            self._board.run(self.read)
+
+    def read(self) -> None:
+        """Take in who has come, as far as two requests of the store tell."""
+        if self.entries or self._arrival is None:
+            return
+        is_complete = self._arrival.has_come  # so is the list of this host then
+        self._read_host()
+        if is_complete:
+            self._take(self._board.get(self._all()) or "")
+
+    def absent(self) -> list[int]:
+        """List the ranks that have not come; many requests, so ask only to name them."""
+        if self.entries:
+            return []
+        lines: list[str] = []
+        for group in range(-(-self._world_size // FAN)):
+            lines.extend((self._board.get(self._key(0, group)) or "").splitlines())
+        come = {rank for ranks in _merged(lines).values() for rank in ranks}
+        return [rank for rank in range(self._world_size) if rank not in come]
+
+    # ---------------------------------------------------------------- private
+
+    def _read_host(self) -> None:
+        for line in (self._board.get(self._at_host()) or "").splitlines():
+            rank, *values = (int(word) if word.isdecimal() else -1 for word in line.split())
+            if len(values) == 3 and 0 <= rank < self._world_size:
+                pid, started, is_hosting = values
+                process = Process(place=self._process.place, pid=pid, started=started)
+                self.processes.setdefault(rank, process)
+                if is_hosting == 1:
+                    self._board.learn_host(rank)
+
+    def _take(self, text: str) -> None:
+        entries, host = _told(text)
+        if len(entries) == self._world_size:
+            self.entries = entries
+        if host is not None:
+            self._board.learn_host(host)
+
+    def _key(self, level: int, group: int) -> str:
+        return f"roll/{self._meeting}/{level}/{group}"
+
+    def _all(self) -> str:
+        return f"roll/{self._meeting}/all"
+
+    def _at_host(self) -> str:
+        place = hashlib.blake2b(self._process.place.encode(), digest_size=8).hexdigest()
+        return f"roll/{self._meeting}/at/{place}"
+
+
+@functools.lru_cache(maxsize=1)  # simulated ranks, thousands in a process, read the same
+def _told(text: str) -> tuple[tuple[Entry, ...], int | None]:
+    """Read the words of all ranks, as far as they are there from the first on, and who hosts."""
+    entries: dict[int, Entry] = {}
+    host = None
+    for words, ranks in _merged([text]).items():
+        entry = json.loads(words)
+        entries.update(dict.fromkeys(ranks, entry["more"]))
+        if entry["hosts"]:
+            host = ranks[0]
+    return tuple(entries[rank] for rank in range(len(entries)) if rank in entries), host
+
+
+def _packed(words: _Words) -> str:
+    """Pack ``words`` into one line; ranks as pairs of a first and a last one."""
+    rows = [[text, _pairs(ranks)] for text, ranks in sorted(words.items())]
+    return base64.b85encode(zlib.compress(json.dumps(rows).encode(), 9)).decode()
+
+
+def _merged(lines: Iterable[str]) -> _Words:
+    """Unpack ``lines``, and put together who says the same. What is no such line is left out."""
+    found: dict[str, set[int]] = {}
+    for line in lines:
+        for text, ranks in _unpacked(line).items():
+            found.setdefault(text, set()).update(ranks)
+    return {text: sorted(ranks) for text, ranks in found.items()}
+
+
+def _unpacked(line: str) -> _Words:
+    try:
+        data = zlib.decompressobj().decompress(base64.b85decode(line), _LONGEST)
+        rows = json.loads(data)
+        words: _Words = {}
+        for text, (*pairs,) in rows:
+            entry = json.loads(text)
+            if not isinstance(entry["hosts"], bool) or not isinstance(entry["more"], dict):
+                return {}
+            firsts, lasts = pairs[::2], pairs[1::2]
+            words[text] = [
+                rank
+                for first, last in zip(firsts, lasts, strict=True)
+                for rank in range(first, last + 1)
+            ]
+    except (ValueError, TypeError, KeyError, RecursionError, zlib.error):
+        return {}
+    return words
+
+
+def _pairs(ranks: Iterable[int]) -> list[int]:
+    pairs: list[int] = []
+    for rank in ranks:
+        if pairs and pairs[-1] == rank - 1:
+            pairs[-1] = rank
+        else:
+            pairs += [rank, rank]
+    return pairs

@@ -1,0 +1,84 @@
+"""The ranks of a simulated run: the code of real ones, on clients of a counting store.
+
+A rank has a `FailureMonitor` of its own. The looks of its board come when they are due::
+
+    rank 0   ──sign in──┐ waits for a key ┄┄┄┄┄┄┄┄┄┄┄┌──on──
+    rank 1              └──sign in──┐ pauses ┄┄┄┄┌───┘
+    boards        │ looks           │         │ looks            every so many simulated seconds
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from meshwright.comm.failures.failure import FailureMonitor
+from meshwright.comm.failures.processes import Process
+from meshwright.testing.control_plane.store import CountingStore, Server
+from meshwright.testing.control_plane.time import SimulatedClock
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Used:
+    """The requests of one rank."""
+
+    operations: int
+    bytes_read: int
+
+    def __sub__(self, before: Used) -> Used:
+        return Used(
+            operations=self.operations - before.operations,
+            bytes_read=self.bytes_read - before.bytes_read,
+        )
+
+
+class SimulatedRank:
+    """One rank of a simulated run."""
+
+    def __init__(
+        self, server: Server, clock: SimulatedClock, rank: int, size: int, per_host: int
+    ) -> None:
+        self.store = CountingStore(server)
+        self.clock = clock
+        self.host = f"node-{rank // per_host:04d}"
+        self.rank = rank
+        self.monitor = FailureMonitor(
+            self.store,
+            rank,
+            size,
+            hang_after=10.0,
+            clock=clock,
+            process=Process(
+                place=f"{self.host}/0a5f3c1e-77d2-4c0b-9b3e-{rank // per_host:012d}/4026531836",
+                pid=100_000 + 7 * rank,
+                started=1_000_000 + 3 * rank,
+            ),
+        )
+
+    @property
+    def used(self) -> Used:
+        """The requests so far."""
+        count = self.store.operations.total()
+        return Used(operations=count, bytes_read=self.store.bytes_read)
+
+
+def simulate(
+    size: int, body: Callable[[SimulatedRank], T], *, per_host: int = 8
+) -> list[T | BaseException]:
+    """Run ``body`` on ``size`` ranks; returns what it returned or raised, in rank order."""
+    server, clock = Server(), SimulatedClock()
+    ranks = [SimulatedRank(server, clock, rank, size, per_host) for rank in range(size)]
+
+    def main(rank: SimulatedRank) -> T | BaseException:
+        try:
+            return body(rank)
+        except Exception as error:
+            return error
+        finally:
+            rank.monitor.stop()
+
+    return clock.run([functools.partial(main, rank) for rank in ranks])
