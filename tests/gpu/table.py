@@ -52,6 +52,8 @@ def rows_alone(site: Site) -> Iterator[Row]:
     yield Row(name="not finite", site=site, body=values.names_of_what_is_not_finite)
     for name in WAYS:
         yield Row(name=f"values: {name}", site=site, body=values.trains, args=(name,))
+    for axis in ("replicate", "shard"):
+        yield Row(name=f"plan: {axis}", site=site, body=values.plan, args=(axis,))
     for name in SCHEDULE_NAMES:
         yield Row(name=f"pipeline: {name}", site=site, body=values.pipeline, args=(name,))
     yield from rows_of_streams(site)
@@ -66,8 +68,11 @@ def rows_of_streams(site: Site) -> Iterator[Row]:
             body=values.trains_with_slow_collectives,
             args=(name,),
         )
-    for name in values.WAYS_OF_STREAMS:
+    for name in values.WAYS_WITHOUT_STOPS:
         yield Row(name=f"no host stop: {name}", site=site, body=values.steady, args=(name,))
+    for name in SCHEDULE_NAMES:
+        row = f"no host stop in a pipeline: {name}"
+        yield Row(name=row, site=site, body=values.steady_pipeline, args=(name,))
 
 
 def rows_sanitized(site: Site) -> Iterator[Row]:
@@ -83,6 +88,8 @@ def rows_together(site: Site) -> Iterator[Row]:
     yield Row(name="transfers", site=site, body=values.transfers)
     for name in WAYS:
         yield Row(name=f"values: {name}", site=site, body=values.trains, args=(name,))
+    for axis in ("replicate", "shard"):
+        yield Row(name=f"plan: {axis}", site=site, body=values.plan, args=(axis,))
     for name in SCHEDULE_NAMES:
         yield Row(name=f"pipeline: {name}", site=site, body=values.pipeline, args=(name,))
     for kind in FAULTS:

@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from gpu.places import Place, slow_collectives
-from gpu.ways import STEPS, WAYS, both
+from gpu.ways import DIM, STEPS, WAYS, both, net
 from meshwright.comm import Clock, Communicator, Transfer
+from meshwright.composition import parallelize
 from meshwright.gradients import NonFiniteValues
 from meshwright.pipelining import PipelineScheduleMulti, PipelineStage, get_schedule_class
+from meshwright.plan import Plan
 from meshwright.schedule.builders import stage_ranks
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8)
@@ -120,42 +122,107 @@ def steady(place: Place, world: Communicator, name: str) -> str:
     return "0 host stops"
 
 
+class Piped:
+    """A schedule on this rank, and the same stages one after the other."""
+
+    def __init__(self, place: Place, world: Communicator, name: str) -> None:
+        kind = get_schedule_class(name)
+        is_multi = issubclass(kind, PipelineScheduleMulti)
+        self.count = world.size * (2 if is_multi else 1)
+        ones = [_layer(seed).to(place.device) for seed in range(self.count)]
+        self.one, self.layers = nn.Sequential(*ones), copy.deepcopy(ones)
+        owners = stage_ranks(world.size, self.count, "v" if "V" in name else "loop")
+        self.listed = [stage for stage, owner in enumerate(owners) if owner == world.rank]
+        stages: Any = [
+            PipelineStage(self.layers[stage], stage, self.count, place.device)
+            for stage in self.listed
+        ]
+        self.microbatches = 4 * world.size
+        self.schedule = kind(
+            stages if is_multi else stages[0], self.microbatches, loss_fn=nn.MSELoss()
+        )
+        draw = torch.Generator().manual_seed(3)
+        drawn = torch.empty(2, 2 * self.microbatches, 8, dtype=torch.float64, device="cpu")
+        self.x, self.target = drawn.normal_(generator=draw).to(place.device)
+
+    @property
+    def is_last(self) -> bool:
+        return self.count - 1 in self.listed
+
+    def step(self, losses: list[torch.Tensor]) -> None:
+        args = (self.x,) if 0 in self.listed else ()
+        more = {"target": self.target} if self.is_last else {}
+        self.schedule.step(*args, losses=losses, **more)
+
+    def update(self) -> None:
+        """Go against the gradients, of all stages, and drop them."""
+        for module in (*(self.layers[stage] for stage in self.listed), self.one):
+            for parameter in module.parameters():
+                if parameter.grad is not None:
+                    parameter.data.sub_(parameter.grad, alpha=0.1)
+            module.zero_grad()
+
+
 def pipeline(place: Place, world: Communicator, name: str) -> str:
     """A schedule trains as its stages do one after the other; all of one rank where alone."""
-    kind = get_schedule_class(name)
-    is_multi = issubclass(kind, PipelineScheduleMulti)
-    count = world.size * (2 if is_multi else 1)
-    ones = [_layer(seed).to(place.device) for seed in range(count)]
-    layers = copy.deepcopy(ones)
-    owners = stage_ranks(world.size, count, "v" if "V" in name else "loop")
-    listed = [s for s, owner in enumerate(owners) if owner == world.rank]
-    stages: Any = [PipelineStage(layers[s], s, count, place.device) for s in listed]
-    microbatches = 4 * world.size
-    schedule = kind(stages if is_multi else stages[0], microbatches, loss_fn=nn.MSELoss())
-    draw = torch.Generator().manual_seed(3)
-    drawn = torch.empty(2, 2 * microbatches, 8, dtype=torch.float64, device="cpu")
-    x, target = drawn.normal_(generator=draw).to(place.device)
-    full, losses = nn.Sequential(*ones), list[torch.Tensor]()
+    piped, worst = Piped(place, world, name), 0.0
     for _ in range(2):
-        expected = nn.functional.mse_loss(full(x), target)
+        expected = nn.functional.mse_loss(piped.one(piped.x), piped.target)
         expected.backward()
-        args = (x,) if 0 in listed else ()
-        more = {"target": target} if count - 1 in listed else {}
-        schedule.step(*args, losses=losses, **more)
-        if count - 1 in listed:
-            _difference(torch.stack(losses).mean(), expected, 1e-12, "loss")
-        for s in listed:
-            pairs = zip(layers[s].parameters(), ones[s].parameters(), strict=True)
+        losses: list[torch.Tensor] = []
+        piped.step(losses)
+        if piped.is_last:
+            worst = max(worst, _difference(torch.stack(losses).mean(), expected, 1e-12, "loss"))
+        for stage in piped.listed:
+            pairs = zip(
+                piped.layers[stage].parameters(), piped.one[stage].parameters(), strict=True
+            )
             for mine, one in pairs:
-                _difference(mine.grad, one.grad, 1e-12, f"a gradient of stage {s}")
-                with torch.no_grad():
-                    mine.sub_(mine.grad, alpha=0.1)
-        for parameter in full.parameters():
-            with torch.no_grad():
-                parameter.sub_(parameter.grad, alpha=0.1)
-        for module in (*layers, full):
-            module.zero_grad()
-    return f"{count} stages, {microbatches} microbatches"
+                what = f"a gradient of stage {stage}"
+                worst = max(worst, _difference(mine.grad, one.grad, 1e-12, what))
+        piped.update()
+    return f"{piped.count} stages, {piped.microbatches} microbatches, difference {worst:.1e}"
+
+
+def steady_pipeline(place: Place, world: Communicator, name: str) -> str:
+    """A step of a schedule after some warm ones lets the host wait nowhere."""
+    piped = Piped(place, world, name)
+    for _ in range(3):
+        piped.step([])
+        piped.update()
+    world.barrier()
+    with place.stops() as found:
+        piped.step([])
+        piped.update()
+    assert not found, f"the host waits {len(found)} times: {', '.join(found)}"
+    return "0 host stops"
+
+
+def plan(place: Place, world: Communicator, axis: str) -> str:
+    """A plan of one axis trains as the plain model, from weights of the host."""
+    sample = net()
+    one = copy.deepcopy(sample).to(place.device)
+    trainable = parallelize(
+        sample,
+        Plan.from_toml(f"[axes]\n{axis} = {world.size}\n"),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        loss=nn.functional.mse_loss,
+    )
+    optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+    draw, worst = torch.Generator().manual_seed(5), 0.0
+    share = slice(8 * world.rank, 8 * world.rank + 8)
+    for number in range(STEPS):
+        drawn = torch.empty(2, 8 * world.size, DIM, dtype=torch.float64, device="cpu")
+        x, y = drawn.normal_(generator=draw).to(place.device)
+        expected = nn.functional.mse_loss(one(x), y[:, :3])
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        loss = trainable.step(x[share], y[share, :3]).loss
+        what = f"loss of step {number}"
+        found = torch.tensor(float(loss), dtype=torch.float64, device="cpu")
+        worst = max(worst, _difference(found, expected.detach().cpu(), 1e-12, what))
+    return f"{STEPS} steps, largest difference {worst:.1e}"
 
 
 def _layer(seed: int) -> nn.Module:
@@ -197,3 +264,4 @@ def marks(place: Place, world: Communicator) -> str:
 
 
 WAYS_OF_STREAMS = [name for name, way in WAYS.items() if not way.is_compiled]
+WAYS_WITHOUT_STOPS = [name for name in WAYS_OF_STREAMS if not WAYS[name].steps_on_host]

@@ -68,6 +68,8 @@ class Way:
     """Whether each rank reads rows of its own."""
     tolerance: float = 1e-12
     is_compiled: bool = False
+    steps_on_host: bool = False
+    """Whether the optimizer runs on the host, which then has to wait for gradients."""
 
 
 def _sharded(model: nn.Module, **options: Any) -> nn.Module:
@@ -116,7 +118,8 @@ WAYS: dict[str, Way] = {
         wrap=lambda model, _: _sharded(model, mp_policy=MixedPrecisionPolicy(**_LOW)), **_BF16
     ),
     "fully_shard, offload": Way(
-        wrap=lambda model, _: _sharded(model, offload_policy=CPUOffloadPolicy())
+        wrap=lambda model, _: _sharded(model, offload_policy=CPUOffloadPolicy()),
+        steps_on_host=True,
     ),
     "hybrid": Way(wrap=_hybrid),
     "class": Way(wrap=lambda model, place: _wrapped(model, place, use_orig_params=True), clip=1.0),
@@ -126,7 +129,8 @@ WAYS: dict[str, Way] = {
         **_BF16,
     ),
     "class, offload": Way(
-        wrap=lambda model, place: _wrapped(model, place, cpu_offload=CPUOffload(True))
+        wrap=lambda model, place: _wrapped(model, place, cpu_offload=CPUOffload(True)),
+        steps_on_host=True,
     ),
     "class, accumulation": Way(
         wrap=lambda model, place: _wrapped(model, place, use_orig_params=True), parts=2
