@@ -43,6 +43,7 @@ from meshwright.torch_internals.distributed import (
 )
 
 __all__ = [
+    "apart",
     "check_peers",
     "communicator",
     "connect",
@@ -296,13 +297,26 @@ def peers(parent: Communicator, ranks: Sequence[int], axis: str) -> Communicator
     for known in list(PROCESS.communicators.values()):
         if known.is_open and known.ranks == wanted and known.axis == axis:
             return known
+    return _made(parent, wanted, axis, axis)
+
+
+def apart(parent: Communicator, ranks: Sequence[int], name: str) -> Communicator:
+    """Make a group of ``ranks`` (of the world) of its own, beside those that they have already.
+
+    Only they call it, with a ``name`` that no other group has. It serves the axis of ``parent``.
+    """
+    return _made(parent, ranks, name, parent.axis)
+
+
+def _made(parent: Communicator, ranks: Sequence[int], name: str, axis: str) -> Communicator:
     group = dist.new_group(
-        list(wanted),
+        list(ranks),
         timeout=_transport_timeout(parent.timeout),
         use_local_synchronization=True,
+        group_desc=name,
     )
     if not isinstance(group, dist.ProcessGroup):
-        raise LayoutError(f"axis {axis}: c10d made no group of the ranks {list(wanted)}")
+        raise LayoutError(f"axis {axis}: c10d made no group of the ranks {list(ranks)}")
     return communicator(group, axis, timeout=parent.timeout)
 
 

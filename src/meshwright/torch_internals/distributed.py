@@ -36,6 +36,7 @@ __all__ = [
     "all_gather_single_of",
     "asks_for_size_alone",
     "backend_of",
+    "coalesced",
     "concatenate_meshes",
     "default_group",
     "default_store",
@@ -132,6 +133,19 @@ def add_backend(group: Any, device: torch.device, kind: Any, backend: Any) -> No
     """Make ``backend`` the one of ``group`` for ``device``, and its default."""
     group._set_default_backend(kind)
     group._register_backend(device, kind, backend)
+
+
+@contextlib.contextmanager
+def coalesced(group: Any, device: torch.device) -> Iterator[list[Work]]:  # noqa: ANN401
+    """Launch the operations of the block at once; the list has their one work when it has ended."""
+    works: list[Work] = []
+    group._start_coalescing(device)
+    try:
+        yield works
+    finally:
+        work = group._end_coalescing(device)
+        if work is not None:
+            works.append(work)
 
 
 def number_operations(backend: Any) -> None:  # noqa: ANN401

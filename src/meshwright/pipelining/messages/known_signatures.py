@@ -10,9 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
-from meshwright.comm import Pending
 from meshwright.pipelining.messages.metadata import Signature, digest
 
 KEPT = 256
@@ -23,9 +20,6 @@ class Agreed:
     """The knowledge of this rank of its own stages, and of those whose outputs it reads."""
 
     def __init__(self) -> None:
-        self.headers: dict[int, tuple[Pending, torch.Tensor]] = {}
-        """By stage of another rank, receives that are posted. One that a refused step leaves is the
-        next step's: nobody can take it back."""
         self._stages: dict[int, _Stage] = {}
         self._learned: list[tuple[_Stage, int]] = []
 
@@ -81,6 +75,17 @@ class _Stage:
             found = self._digests[ids] = digest(list(ids))
             self.lists[found] = ids
         return found
+
+    def is_news(self, told: dict[int, set[int]], number: int, rank: int) -> bool:
+        """Note in ``told``, a table of this object, that ``rank`` knows ``number`` from now on.
+
+        Tells whether it did not know it.
+        """
+        ranks = told.setdefault(number, set())
+        if rank in ranks:
+            return False
+        ranks.add(rank)
+        return True
 
     def use(self, ids: tuple[int, ...]) -> None:
         """They were used last: forget what was not used for longest."""
