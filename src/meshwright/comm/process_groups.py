@@ -38,6 +38,7 @@ from meshwright.torch_internals.distributed import (
     default_group,
     default_store,
     device_types_of,
+    make_group,
     set_timeout,
     timeout_of,
 )
@@ -297,7 +298,14 @@ def peers(parent: Communicator, ranks: Sequence[int], axis: str) -> Communicator
     for known in list(PROCESS.communicators.values()):
         if known.is_open and known.ranks == wanted and known.axis == axis:
             return known
-    return _made(parent, wanted, axis, axis)
+    group = dist.new_group(
+        list(wanted),
+        timeout=_transport_timeout(parent.timeout),
+        use_local_synchronization=True,
+    )
+    if not isinstance(group, dist.ProcessGroup):
+        raise LayoutError(f"axis {axis}: c10d made no group of the ranks {list(wanted)}")
+    return communicator(group, axis, timeout=parent.timeout)
 
 
 def apart(parent: Communicator, ranks: Sequence[int], name: str) -> Communicator:
@@ -305,19 +313,8 @@ def apart(parent: Communicator, ranks: Sequence[int], name: str) -> Communicator
 
     Only they call it, with a ``name`` that no other group has. It serves the axis of ``parent``.
     """
-    return _made(parent, ranks, name, parent.axis)
-
-
-def _made(parent: Communicator, ranks: Sequence[int], name: str, axis: str) -> Communicator:
-    group = dist.new_group(
-        list(ranks),
-        timeout=_transport_timeout(parent.timeout),
-        use_local_synchronization=True,
-        group_desc=name,
-    )
-    if not isinstance(group, dist.ProcessGroup):
-        raise LayoutError(f"axis {axis}: c10d made no group of the ranks {list(ranks)}")
-    return communicator(group, axis, timeout=parent.timeout)
+    group = make_group(name, sorted(ranks), _transport_timeout(parent.timeout))
+    return communicator(group, parent.axis, timeout=parent.timeout)
 
 
 def union(axes: Sequence[Communicator]) -> Communicator:

@@ -56,8 +56,6 @@ class Lanes:
     def send(self, tensors: Sequence[torch.Tensor], peer: int, label: str) -> list[Pending]:
         """Send to rank ``peer``, as one operation where the transport can."""
         lane, number = self._sends[peer]
-        if len(tensors) == 1:
-            return [lane.send(tensors[0], number, tag=self._tag, label=label)]
         return lane.batch(
             [
                 Transfer(direction="send", tensor=tensor, peer=number, tag=self._tag, label=label)
@@ -68,8 +66,6 @@ class Lanes:
     def recv(self, tensors: Sequence[torch.Tensor], peer: int, label: str) -> list[Pending]:
         """Receive from rank ``peer`` into ``tensors`` what it sends with one `send`."""
         lane, number = self._receives[peer]
-        if len(tensors) == 1:
-            return [lane.recv(tensors[0], number, tag=self._tag, label=label)]
         return lane.batch(
             [
                 Transfer(direction="recv", tensor=tensor, peer=number, tag=self._tag, label=label)

@@ -4,10 +4,9 @@ Between two ranks messages go in one order, which follows from the schedule: sen
 receives are posted, in the order of the sender's row. So no message says which it is. What a
 receiver must know before it can post goes ahead, in a letter. With the first outputs of a stage
 that a rank reads in a step: what the sender takes the schedule to be, the step's number, and an id
-of the shapes of each microbatch (as one digest of the list, which follows where it is new). With
-the first of an id: its signature, or which of its gradients are none. With all that have any:
-constants. Both sides know from the steps before which messages have a letter; in a step like those
-before that is one for each stage and rank that reads it.
+of the shapes of each microbatch. With the first of an id: its signature, or which of its gradients
+are none. With all that have any: constants. Both sides know from the steps before which messages
+have a letter; in a step like those before that is one for each stage and rank that reads it.
 
 A receive never blocks when it is posted: what it needs to know may not be there yet, and then it,
 and what comes behind it from the same rank, is posted by whoever waits for it.
@@ -22,6 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -141,11 +141,9 @@ class Transfers:
         letter: Contents = {}
         if (stage, rank) not in self._announced:
             self._announced.add((stage, rank))
-            combined = known.digest_of(ids)
-            letter["step"] = [self._plan, self._step, combined]
-            if known.is_news(known.listed, combined, rank):
-                letter["ids"] = ids
-        if known.is_news(known.told, ids[k], rank):
+            runs = [[identity, len(list(run))] for identity, run in groupby(ids)]
+            letter["step"] = [self._plan, self._step, runs]
+        if known.is_news(ids[k], rank):
             letter["signature"] = signature.to_json()
         if signature.has_constants:
             letter["constants"] = written(values.constants())
@@ -321,7 +319,7 @@ class Transfers:
 
     def _learn_ids(self, stage: int, rank: int, told: Contents) -> tuple[int, ...]:
         """Learn the ids of all microbatches of ``stage``, where its rank is in the same step."""
-        plan, step, combined = told["step"]
+        plan, step, runs = told["step"]
         if step != self._step:
             self._refuse_step(stage, rank, step)
         self.has_begun = True
@@ -332,11 +330,7 @@ class Transfers:
                 f"rank {rank} is in {_MODES[plan % 2]} and rank {self._carrier.rank} in "
                 f"{_MODES[self._plan % 2]}: {_ALIKE}"
             )
-        known = self._known[stage]
-        ids = known.lists.get(combined)
-        if ids is None:
-            ids = tuple(told["ids"])
-            known.digest_of(ids)
+        ids = tuple(identity for identity, count in runs for _ in range(count))
         self._ids.told(stage, ids)
         return ids
 
