@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import CheckpointFunction
 
 import meshwright
+from meshwright.testing import Ranks
 from meshwright.torch_internals import autograd, distributed, modules, tensors, tracing, trees
 from meshwright.torch_internals.required import required
 
@@ -241,6 +243,28 @@ def test_operations_of_a_group_are_launched_at_once() -> None:
     ):
         raise ValueError("planted")
     assert calls == ["start on cpu", "operations", "end on cpu", "start on cuda:0", "end on cuda:0"]
+
+
+def body_groups() -> None:
+    """Ranks with other numbers of groups, in a world that is bound to a device."""
+    default, rank = distributed.default_group(), dist.get_rank()
+    if rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    default.bound_device_id = torch.device("cuda", 0)
+    if rank != 1:
+        with pytest.raises(RuntimeError):  # torch would split the backend of that device
+            dist.new_group([0, 2], use_local_synchronization=True)
+        made = distributed.make_group("the two", [0, 2], timedelta(seconds=30))
+        assert dist.get_process_group_ranks(made) == [0, 2]
+        total = torch.ones(1)
+        dist.all_reduce(total, group=made)
+        assert total == 2
+    assert default.bound_device_id == torch.device("cuda", 0)
+    default.bound_device_id = None
+
+
+def test_a_group_is_made_by_its_own_ranks(ranks: Ranks) -> None:
+    ranks(3, body_groups)
 
 
 def test_schemas_of_operators_are_read() -> None:
