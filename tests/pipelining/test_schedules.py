@@ -378,7 +378,7 @@ class Pair(NamedTuple):
 def test_classes_of_the_user_do_not_cross_stages() -> None:
     values = Values.of((Pair(torch.ones(2), torch.ones(3)),))
     with pytest.raises(PipeliningShapeError, match="cannot go to another rank: expected tuples"):
-        signature_of(values, "outputs").to_bytes()
+        signature_of(values, "outputs").to_json()
 
 
 def body_alone() -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import CheckpointFunction
 
 import meshwright
-from meshwright.torch_internals import autograd, modules, tensors, tracing, trees
+from meshwright.testing import Ranks
+from meshwright.torch_internals import autograd, distributed, modules, tensors, tracing, trees
 from meshwright.torch_internals.required import required
 
 ROOM = Path(meshwright.__file__).parent / "torch_internals"
@@ -220,6 +224,47 @@ def test_operators_on_lists_do_what_they_say() -> None:
     torch.testing.assert_close(chunks, torch.tensor([[0.0, 1.0, 0.0], [2.0, 3.0, 1.0]]))
     with pytest.raises(RuntimeError):
         tensors.assert_soon(torch.tensor(False))
+
+
+def test_operations_of_a_group_are_launched_at_once() -> None:
+    calls: list[str] = []
+    group = SimpleNamespace(
+        _start_coalescing=lambda device: calls.append(f"start on {device}"),
+        _end_coalescing=lambda device: calls.append(f"end on {device}") or "the work",
+    )
+    assert all(hasattr(dist.ProcessGroup, name) for name in vars(group))
+    with distributed.coalesced(group, torch.device("cpu")) as works:
+        calls.append("operations")
+        assert works == []
+    assert works == ["the work"]
+    with (
+        pytest.raises(ValueError, match="planted"),
+        distributed.coalesced(group, torch.device("cuda:0")),
+    ):
+        raise ValueError("planted")
+    assert calls == ["start on cpu", "operations", "end on cpu", "start on cuda:0", "end on cuda:0"]
+
+
+def body_groups() -> None:
+    """Ranks with other numbers of groups, in a world that is bound to a device."""
+    default, rank = distributed.default_group(), dist.get_rank()
+    if rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    default.bound_device_id = torch.device("cuda", 0)
+    if rank != 1:
+        with pytest.raises(RuntimeError):  # torch would split the backend of that device
+            dist.new_group([0, 2], use_local_synchronization=True)
+        made = distributed.make_group("the two", [0, 2], timedelta(seconds=30))
+        assert dist.get_process_group_ranks(made) == [0, 2]
+        total = torch.ones(1)
+        dist.all_reduce(total, group=made)
+        assert total == 2
+    assert default.bound_device_id == torch.device("cuda", 0)
+    default.bound_device_id = None
+
+
+def test_a_group_is_made_by_its_own_ranks(ranks: Ranks) -> None:
+    ranks(3, body_groups)
 
 
 def test_schemas_of_operators_are_read() -> None:

@@ -26,6 +26,7 @@ from meshwright.comm.groups.registry import hears_actions, observe, phase, tell_
 from meshwright.comm.observing.observers import Observer, Recorder, Timer, gather_timeline
 from meshwright.comm.pending import Pending, start_together
 from meshwright.comm.process_groups import (
+    apart,
     check_peers,
     communicator,
     connect,
@@ -49,6 +50,7 @@ __all__ = [
     "Recorder",
     "Timer",
     "Transfer",
+    "apart",
     "check_peers",
     "communicator",
     "connect",

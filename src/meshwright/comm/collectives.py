@@ -33,7 +33,7 @@ from meshwright.comm.streams import Clock, is_host
 from meshwright.errors import CommunicationError
 from meshwright.timeline import Collective
 from meshwright.torch_internals.autograd import is_profiled
-from meshwright.torch_internals.distributed import device_types_of, living_groups
+from meshwright.torch_internals.distributed import coalesced, device_types_of, living_groups
 
 CONTROL_TAGS = 1 << 30
 """The first tag of control data, which on CPUs shares its group with payloads."""
@@ -369,7 +369,10 @@ class Communicator:
     # ------------------------------------------------------------------ point to point
 
     def send(self, tensor: torch.Tensor, peer: int, *, tag: int = 0, label: str = "") -> Pending:
-        """Send ``tensor`` to rank ``peer``. It must not change before the wait has returned."""
+        """Send ``tensor`` to rank ``peer``. It must not change before the wait has returned.
+
+        Transports of a device know no tags: the k-th send to a rank is met by its k-th receive.
+        """
         return self._transfer(
             Transfer(direction="send", tensor=tensor, peer=peer, tag=tag, label=label)
         )
@@ -382,27 +385,13 @@ class Communicator:
 
     def batch(self, transfers: Sequence[Transfer]) -> list[Pending]:
         """Issue several transfers as one, so that no order among them can block the ranks."""
-        if self.is_on_host:
+        if self.is_on_host or len(transfers) == 1:
             return [self._transfer(transfer) for transfer in transfers]
-        works = lookup.current("batch")(
-            [
-                dist.P2POp(
-                    dist.isend if t.direction == "send" else dist.irecv,
-                    t.tensor if t.tensor.dtype in gloo.MOVED else gloo.as_bytes(t.tensor),
-                    self._global(t.peer),
-                    group=self.group,
-                    tag=t.tag,
-                )
-                for t in transfers
-            ]
-        )
+        with coalesced(self.group, self.device) as works:
+            return [self._transfer(transfer, works) for transfer in transfers]
 
-        def launch(group: dist.ProcessGroup) -> Launched:
-            return works, None
-
-        return [self._issue(t.direction, t.tensor, t.label, launch, peer=t.peer) for t in transfers]
-
-    def _transfer(self, transfer: Transfer) -> Pending:
+    def _transfer(self, transfer: Transfer, batched: Sequence[Work] | None = None) -> Pending:
+        """Issue one transfer; ``batched`` has the one work of its batch when that has ended."""
         self._check(transfer.tensor)
         peer = self._global(transfer.peer)
         sent = transfer
@@ -413,6 +402,8 @@ class Communicator:
 
         def launch(group: dist.ProcessGroup) -> Launched:
             work = lookup.transfer(sent, peer, group)
+            if batched is not None:
+                return batched, None
             if self.backend == "gloo":
                 return [TransferWaiter(work, PROCESS.idle_waiters)], None
             return [work], None

@@ -40,11 +40,13 @@ from meshwright.torch_internals.distributed import (
     backend_of,
     default_group,
     default_store,
+    make_group,
     set_timeout,
     timeout_of,
 )
 
 __all__ = [
+    "apart",
     "check_peers",
     "communicator",
     "connect",
@@ -328,6 +330,15 @@ def peers(parent: Communicator, ranks: Sequence[int], axis: str) -> Communicator
     if not isinstance(group, dist.ProcessGroup):
         raise LayoutError(f"axis {axis}: c10d made no group of the ranks {list(wanted)}")
     return communicator(group, axis, timeout=parent.timeout)
+
+
+def apart(parent: Communicator, ranks: Sequence[int], name: str) -> Communicator:
+    """Make a group of ``ranks`` (of the world) of its own, beside those that they have already.
+
+    Only they call it, with a ``name`` that no other group has. It serves the axis of ``parent``.
+    """
+    group = make_group(name, sorted(ranks), _transport_timeout(parent.timeout))
+    return communicator(group, parent.axis, timeout=parent.timeout)
 
 
 def union(axes: Sequence[Communicator]) -> Communicator:

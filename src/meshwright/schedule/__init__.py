@@ -6,6 +6,7 @@ Bottom-up:
     builders  schedules as functions of ranks, microbatches and chunks
     messages  what a SEND sends and a RECV receives
     checks    checks of a schedule before it runs
+    ordered   proof that a lowered schedule ends on a transport that goes by order alone
     lowering  from compute actions to all that a rank does
     simulate  simulated duration and memory
     measured  order, costs and bubble of a measured timeline

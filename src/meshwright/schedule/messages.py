@@ -77,29 +77,38 @@ def sent(action: Action, schedule: Schedule) -> tuple[Message, ...]:
     )
 
 
-def received(schedule: Schedule, rank: int) -> dict[Action, tuple[Message, ...]]:
-    """List for each RECV in the row of ``rank`` the messages whose receives are posted with it.
-
-    Those are the messages that its stage reads and, before them, whatever the same sender sends
-    earlier: between two ranks receives are posted in the order of the sends, tags or not.
-    """
-    incoming: dict[int, deque[Message]] = {}
+def lanes(schedule: Schedule) -> dict[tuple[int, int], tuple[Message, ...]]:
+    """List, by the ranks that send and receive, the messages between them in the order of both."""
+    found: dict[tuple[int, int], list[Message]] = {}
     for sender in range(schedule.ranks):
         for action in schedule.actions(sender):
             if action.operation is SEND_F or action.operation is SEND_B:
                 for message in sent(action, schedule):
-                    if message.target_rank == rank:
-                        incoming.setdefault(sender, deque()).append(message)
+                    found.setdefault((sender, message.target_rank), []).append(message)
+    return {pair: tuple(messages) for pair, messages in found.items()}
+
+
+def received(schedule: Schedule, rank: int) -> dict[Action, tuple[Message, ...]]:
+    """List for each RECV in the row of ``rank`` the messages whose receives are posted with it.
+
+    Those are the messages that its stage reads and, before them, whatever the same sender sends
+    earlier: between two ranks receives are posted in the order of the sends.
+    """
+    coming = {
+        source: deque(messages)
+        for (source, target), messages in lanes(schedule).items()
+        if target == rank
+    }
     seen: set[Message] = set()
     found: dict[Action, tuple[Message, ...]] = {}
     for action in schedule.actions(rank):
         if action.operation is RECV_F or action.operation is RECV_B:
             posted: list[Message] = []
             for message in read(action, schedule):
-                coming = incoming.get(message.source_rank, deque())
-                while message not in seen and coming:
-                    seen.add(coming[0])
-                    posted.append(coming.popleft())
+                lane = coming.get(message.source_rank, deque())
+                while message not in seen and lane:
+                    seen.add(lane[0])
+                    posted.append(lane.popleft())
             found[action] = tuple(posted)
     return found
 

@@ -94,7 +94,7 @@ class FakeCommunicator(Communicator):
         )
         return self._meet("all_to_all", tensor, output, label, splits=splits)
 
-    def _transfer(self, transfer: Transfer) -> Pending:
+    def _transfer(self, transfer: Transfer, batched: object = None) -> Pending:
         self._check(transfer.tensor)
         self._global(transfer.peer)
         return self._meet(

@@ -36,6 +36,7 @@ __all__ = [
     "all_gather_single_of",
     "asks_for_size_alone",
     "backend_of",
+    "coalesced",
     "concatenate_meshes",
     "default_group",
     "default_store",
@@ -46,6 +47,7 @@ __all__ = [
     "graph_operators",
     "known_backends",
     "living_groups",
+    "make_group",
     "mesh_resources",
     "named_group",
     "number_operations",
@@ -60,6 +62,7 @@ __all__ = [
 _C10D = "torch.distributed.distributed_c10d"
 default_store = required(f"{_C10D}._get_default_store", "reports failures on the store of a run")
 default_group = required(f"{_C10D}._get_default_group", "finds the group of all ranks")
+_make_group = required(f"{_C10D}._new_process_group_helper", "makes groups by their own ranks")
 graph_operators = required("torch.ops._c10d_functional", "communicates inside of graphs")
 """c10d's operators that graphs may hold."""
 mesh_resources = _mesh_resources
@@ -79,6 +82,41 @@ timeout_of = attrgetter("_timeout")
 def living_groups() -> Container[Any]:
     """Look up c10d's groups that were not destroyed; what is found stays up to date."""
     return required(f"{_C10D}._world", "sees groups that were destroyed").pg_map
+
+
+def make_group(name: str, ranks: Sequence[int], timeout: timedelta) -> Any:  # noqa: ANN401
+    """Make a process group of ``ranks`` (of the world, ascending), which alone call it.
+
+    They call it by the same ``name``. Torch would name such a group by the number of groups that
+    the process has, and that differs between ranks; and it would split a default group that is
+    bound to a device, which all ranks of that have to enter.
+    """
+    known, default = required(f"{_C10D}._world", "notes the ranks of a group"), default_group()
+    backend, store = known.pg_map[default]
+    with _unbound(default):
+        group, _ = _make_group(
+            len(ranks),
+            ranks.index(default.rank()),
+            list(ranks),
+            backend,
+            store,
+            name,
+            timeout=timeout,
+            group_desc=name,
+        )
+    known.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
+    return group
+
+
+@contextlib.contextmanager
+def _unbound(group: Any) -> Iterator[None]:  # noqa: ANN401
+    """Hide within the block that ``group`` is bound to a device."""
+    bound = group.bound_device_id
+    group.bound_device_id = None
+    try:
+        yield
+    finally:
+        group.bound_device_id = bound
 
 
 def set_spec(tensor: DTensor, spec: DTensorSpec) -> None:
@@ -132,6 +170,19 @@ def add_backend(group: Any, device: torch.device, kind: Any, backend: Any) -> No
     """Make ``backend`` the one of ``group`` for ``device``, and its default."""
     group._set_default_backend(kind)
     group._register_backend(device, kind, backend)
+
+
+@contextlib.contextmanager
+def coalesced(group: Any, device: torch.device) -> Iterator[list[Work]]:  # noqa: ANN401
+    """Launch the operations of the block at once; the list has their one work when it has ended."""
+    works: list[Work] = []
+    group._start_coalescing(device)
+    try:
+        yield works
+    finally:
+        work = group._end_coalescing(device)
+        if work is not None:
+            works.append(work)
 
 
 def number_operations(backend: Any) -> None:  # noqa: ANN401

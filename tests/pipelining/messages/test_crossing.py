@@ -93,11 +93,13 @@ def body_constants(name: str) -> None:
                 *((x,) if 0 in mine else ()), losses=losses, return_outputs=False, **kwargs
             )
         if step and 0 in mine:
-            # What was told before is not told again; constants are one message a microbatch.
+            # What was told before is not told again: each message has a letter with constants,
+            # and the first of a stage says in it which step it is of.
             labels = [label for kind, label in recorder.kinds() if kind == "send"]
-            assert labels.count("constants of stage 0") == 2 * count
-            assert not any("signature" in label for label in labels)
-            assert sum(label.startswith("header") for label in labels) == len({*mine} - {count - 1})
+            assert labels.count("step and constants of stage 0") == 1
+            assert labels.count("constants of stage 0") == 2 * count - 1
+            assert not any("signature" in label or "ids" in label for label in labels)
+            assert sum("step" in label for label in labels) == len({*mine} - {count - 1})
         for s in mine:
             for a, b in zip(layers[s].parameters(), ones[s].parameters(), strict=True):
                 torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12)
@@ -218,12 +220,12 @@ def body_bounded() -> None:
         for s in mine:
             for a, b in zip(layers[s].parameters(), ones[s].parameters(), strict=True):
                 torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12)
-    known = schedule._runtime._agreed._stages
+    known = schedule._runtime._carrier.known._stages
     assert sorted(known) == ([0, 1, 2] if 0 not in mine else [0, 2, 3])
     for stage in known.values():
-        for kept in (stage.outputs, stage.told, stage.masks, stage.listed, stage.lists):
+        assert len(stage._order) == 3
+        for kept in (stage.outputs, stage.told, stage.masks):
             assert len(kept) <= 3
-        assert len(stage.lists) == 3
 
 
 @pytest.mark.backends("shm", "gloo")

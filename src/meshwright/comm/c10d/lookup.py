@@ -36,7 +36,6 @@ SPELLINGS = MappingProxyType(
         "all_to_all": ("all_to_all_single",),
         "send": ("isend",),
         "recv": ("irecv",),
-        "batch": ("batch_isend_irecv",),
         "barrier": ("barrier",),
     }
 )

@@ -201,19 +201,20 @@ def output_of(source: int, output: object, axis: Communicator) -> Any:  # noqa: 
     """
     is_here = axis.rank == source
     values = Values.of((output,)) if is_here else None
-    said, failure = b"", None
+    said: object = None
+    failure: PipeliningShapeError | None = None
     if values is not None:
         try:
-            said = signature_of(values, "the model's output").to_bytes()
+            said = signature_of(values, "the model's output").to_json()
         except PipeliningShapeError as error:  # raised below, when the other ranks know
-            failure, said = error, str(error).encode()
-    found = axis.gather_bytes(said, label="output of a pipeline")[source]
+            failure, said = error, str(error)
+    found = axis.gather_values(said, label="output of a pipeline")[source]
     if failure is not None:
         raise failure
-    if not found.startswith(b"{"):  # not JSON
+    if isinstance(found, str):
         rank = axis.ranks[source]
-        raise PipelinePeerError(f"evaluation failed on rank {rank}: {found.decode()}")
-    signature = Signature.from_bytes(found)
+        raise PipelinePeerError(f"evaluation failed on rank {rank}: {found}")
+    signature = Signature.from_json(found)
     leaves: list[object] = []
     for number, meta in enumerate(signature.leaves):
         if not isinstance(meta, TensorMeta):

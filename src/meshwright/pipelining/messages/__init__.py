@@ -6,6 +6,8 @@ Bottom-up:
     batch             the arguments of a step, and the ids of the values made of them
     inbox             values that a stage has received
     known_signatures  what sender and receiver both know already
+    lanes             one-way transfers between two ranks, which meet by their order alone
+    letters           what goes ahead of payloads, on the control channel
     transfers         the messages of one step
 """
 

@@ -21,8 +21,6 @@ from meshwright.schedule.actions import Action, Schedule
 
 Known = dict[object, tuple[int, ...]]
 """By what a stage is given, its ids."""
-Incoming = Callable[..., tuple[int, ...] | None]
-"""Gives the ids of a stage of another rank; None when it does not know them and may not wait."""
 _KEPT = 256
 """How many kinds of batches are kept in mind."""
 _OF_EACH: Mapping[str, type] = {"arg_mbs": tuple, "kwarg_mbs": Mapping}
@@ -142,23 +140,29 @@ class Identities:
         self._batch = batch
         self._known = known
         self._training = training
-        self.made: dict[int, tuple[int, ...]] = {}
-        """What has been asked for, by stage."""
+        self.known: dict[int, tuple[int, ...]] = {}
+        """By stage: of other ranks what they have told, of this rank what has been asked for."""
 
-    def __call__(self, stage: int, incoming: Incoming, *, wait: bool) -> tuple[int, ...] | None:
-        """List the ids of what ``stage`` of this rank makes, by microbatch.
+    @property
+    def microbatches(self) -> int:
+        """The number of microbatches."""
+        return self._schedule.microbatches
 
-        ``incoming`` is asked for those of stages of other ranks.
+    def told(self, stage: int, ids: tuple[int, ...]) -> None:
+        """Take the ids of a stage of another rank."""
+        self.known[stage] = ids
+
+    def of(self, stage: int) -> tuple[int, ...] | None:
+        """List the ids of what ``stage`` makes, by microbatch.
+
+        None where they depend on what another rank has not told yet.
         """
-        found = self.made.get(stage)
-        if found is not None:
+        found = self.known.get(stage)
+        if found is not None or stage not in self._stages:
             return found
         before: list[tuple[int, ...]] = []
         for source in self._schedule.sources[stage]:
-            if source in self._stages:
-                theirs = self(source, incoming, wait=wait)
-            else:
-                theirs = incoming(source, wait=wait)
+            theirs = self.of(source)
             if theirs is None:
                 return None
             before.append(theirs)
@@ -176,7 +180,7 @@ class Identities:
             if len(self._known) >= _KEPT:
                 self._known.clear()
             self._known[key] = found
-        self.made[stage] = found
+        self.known[stage] = found
         return found
 
     def _given(self, stage: int) -> Any:  # noqa: ANN401 - anything that can be a key

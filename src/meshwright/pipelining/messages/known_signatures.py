@@ -10,22 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
-from meshwright.comm import Pending
-from meshwright.pipelining.messages.metadata import Signature, digest
+from meshwright.pipelining.messages.metadata import Signature
 
 KEPT = 256
-"""How many ids, and how many lists of them, are kept of each stage."""
+"""How many ids are kept of each stage."""
 
 
 class Agreed:
     """The knowledge of this rank of its own stages, and of those whose outputs it reads."""
 
     def __init__(self) -> None:
-        self.headers: dict[int, tuple[Pending, torch.Tensor]] = {}
-        """By stage of another rank, receives that are posted. One that a refused step leaves is the
-        next step's: nobody can take it back."""
         self._stages: dict[int, _Stage] = {}
         self._learned: list[tuple[_Stage, int]] = []
 
@@ -64,35 +58,23 @@ class _Stage:
         """By id, the ranks that its signature has been sent to."""
         self.masks: dict[int, dict[int, tuple[bool, ...]]] = {}
         """By id and reading stage, for each tensor whether it gets a gradient."""
-        self.listed: dict[int, set[int]] = {}
-        """By digest of a list, the ranks that it has been sent to."""
-        self.lists: dict[int, tuple[int, ...]] = {}
-        """By digest, the ids of all microbatches."""
-        self._digests: dict[tuple[int, ...], int] = {}
-        """The reverse. The list used last stands last."""
         self._order: dict[int, None] = {}
         """Ids. The one used last stands last."""
         self._last: tuple[int, ...] = ()
 
-    def digest_of(self, ids: tuple[int, ...]) -> int:
-        """Compute a number for the list ``ids``."""
-        found = self._digests.get(ids)
-        if found is None:
-            found = self._digests[ids] = digest(list(ids))
-            self.lists[found] = ids
-        return found
+    def is_news(self, identity: int, rank: int) -> bool:
+        """Note that ``rank`` is told a signature, and tell whether it did not know it."""
+        ranks = self.told.setdefault(identity, set())
+        if rank in ranks:
+            return False
+        ranks.add(rank)
+        return True
 
     def use(self, ids: tuple[int, ...]) -> None:
         """They were used last: forget what was not used for longest."""
         if ids == self._last:
             return
         self._last = ids
-        self.digest_of(ids)
-        self._digests[ids] = self._digests.pop(ids)
-        while len(self._digests) > KEPT:
-            combined = self._digests.pop(next(iter(self._digests)))
-            self.lists.pop(combined)
-            self.listed.pop(combined, None)
         for identity in dict.fromkeys(ids):
             self._order.pop(identity, None)
             self._order[identity] = None

@@ -3,15 +3,14 @@
 A signature describes all outputs of a stage for one microbatch. Ranks send it as JSON, at most once
 for each signature, and know it by its id from then on.
 
-Constants, which are no tensors, may differ from microbatch to microbatch, so they travel with each,
-as JSON in a message of a fixed size that both sides know; what does not fit follows in another.
+Constants, which are no tensors, may differ from microbatch to microbatch, so they travel with each.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,8 +123,6 @@ class Signature:
     leaves: tuple[TensorMeta | None, ...]
     """None for a constant."""
     spec: TreeSpec | None = None
-    room: int = field(default=0, compare=False)
-    """Bytes of the message that carries the constants; 0 without any."""
     tensors: tuple[TensorMeta, ...] = field(init=False, compare=False, repr=False)
     """The leaves that are tensors."""
     wanted: tuple[int, ...] = field(init=False, compare=False, repr=False)
@@ -145,8 +142,13 @@ class Signature:
         strided = (n for n, meta in enumerate(tensors) if not meta.is_plain)
         object.__setattr__(self, "strided", tuple(strided))
 
-    def to_bytes(self) -> bytes:
-        """Write this as JSON; equal signatures give equal bytes.
+    @property
+    def has_constants(self) -> bool:
+        """True when some leaves are no tensors."""
+        return len(self.tensors) < len(self.leaves)
+
+    def to_json(self) -> list[Any]:
+        """Write this as JSON carries it.
 
         Raises `PipeliningShapeError` for values that are nested in a class of their own.
         """
@@ -161,23 +163,13 @@ class Signature:
                 "and dicts with keys that JSON has, or classes registered with "
                 "torch.utils._pytree under a serialized name"
             ) from cause
-        document = {
-            "spec": json.loads(text) if text else None,
-            "leaves": [_to_json(leaf) for leaf in self.leaves],
-            "room": self.room,
-        }
-        return json.dumps(document, sort_keys=True).encode()
+        return [[_to_json(leaf) for leaf in self.leaves], text]
 
     @classmethod
-    def from_bytes(cls, payload: bytes) -> Signature:
-        """Find the signature that `to_bytes` wrote."""
-        document = json.loads(payload)
-        spec = document["spec"]
-        return cls(
-            tuple(_from_json(leaf) for leaf in document["leaves"]),
-            None if spec is None else treespec_loads(json.dumps(spec)),
-            document["room"],
-        )
+    def from_json(cls, written: list[Any]) -> Signature:
+        """Find the signature that `to_json` wrote."""
+        leaves, text = written
+        return cls(tuple(map(_from_json, leaves)), treespec_loads(text) if text else None)
 
     def describes(self, values: Values) -> bool:
         """Check that ``values`` are as described, whatever the values of constants."""
@@ -223,8 +215,7 @@ def signature_of(values: Values, where: str) -> Signature:
             leaves.append(None)
         else:
             raise PipeliningShapeError(refusal(leaf, f"{where}, value {number},"))
-    constants = values.constants()
-    return Signature(tuple(leaves), values.spec, room_for(constants) if constants else 0)
+    return Signature(tuple(leaves), values.spec)
 
 
 def declared(values: object, stage: int, name: str) -> Signature | None:
@@ -345,10 +336,6 @@ def trained(module: nn.Module) -> tuple[bool, ...]:
 CONSTANTS = frozenset({bool, int, float, str, torch.dtype, type(None)})
 """The very types that travel: a subclass would arrive as something else."""
 
-_COUNT = 8
-"""Bytes that say how many follow."""
-_LEAST_ROOM = 64
-
 
 def refusal(leaf: object, where: str) -> str:
     """Explain that ``leaf`` cannot go to another stage, and what can."""
@@ -364,33 +351,11 @@ def named(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def room_for(constants: Sequence[object]) -> int:
-    """Count the bytes of a message for ``constants`` and others like them, perhaps longer."""
-    needed = 2 * (_COUNT + len(_encoded(constants)))
-    return max(_LEAST_ROOM, 1 << needed.bit_length())
+def written(constants: Sequence[object]) -> list[object]:
+    """Write ``constants`` as JSON carries them."""
+    return [{"dtype": named(c)} if isinstance(c, torch.dtype) else c for c in constants]
 
 
-def packed(constants: Sequence[object], room: int) -> list[torch.Tensor]:
-    """Make a message of ``room`` bytes, and a second one with what has not fitted."""
-    text = _encoded(constants)
-    whole = len(text).to_bytes(_COUNT, "little") + text
-    parts = [whole[:room].ljust(room), whole[room:]]
-    return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts if part]
-
-
-def unpacked(message: torch.Tensor, receive: Callable[[torch.Tensor], None]) -> list[object]:
-    """List the constants of a message; ``receive`` fills a buffer with what did not fit."""
-    first = bytes(message.numpy())
-    count = int.from_bytes(first[:_COUNT], "little")
-    text = first[_COUNT : _COUNT + count]
-    if len(text) < count:
-        rest = torch.empty(count - len(text), dtype=torch.uint8)
-        receive(rest)
-        text += bytes(rest.numpy())
-    found = json.loads(text)
-    return [getattr(torch, c["dtype"]) if isinstance(c, dict) else c for c in found]
-
-
-def _encoded(constants: Sequence[object]) -> bytes:
-    listed = [{"dtype": named(c)} if isinstance(c, torch.dtype) else c for c in constants]
-    return json.dumps(listed).encode()
+def read(constants: Sequence[object]) -> list[object]:
+    """Find the constants that `written` wrote."""
+    return [getattr(torch, c["dtype"]) if isinstance(c, dict) else c for c in constants]

@@ -336,8 +336,10 @@ def _moved(module: nn.Module, device: torch.device) -> nn.Module:
     for graph_module in [m for m in module.modules() if isinstance(m, fx.GraphModule)]:
         nodes = _devices(graph_module, device)
         for node in nodes:
-            node.args = fx.node.map_aggregate(node.args, lambda a: _on(a, device))
-            node.kwargs = fx.node.map_aggregate(node.kwargs, lambda a: _on(a, device))
+            for number, given in enumerate(node.args):
+                node.update_arg(number, fx.node.map_aggregate(given, lambda a: _on(a, device)))
+            for name, given in list(node.kwargs.items()):
+                node.update_kwarg(name, fx.node.map_aggregate(given, lambda a: _on(a, device)))
         if nodes:
             graph_module.recompile()
     return module

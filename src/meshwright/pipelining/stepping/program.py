@@ -30,10 +30,6 @@ from meshwright.schedule.actions import (
 )
 from meshwright.schedule.messages import Message, parts_of, read, received, sent
 
-PAYLOAD = 7
-"""The kind of message that carries tensors; kinds below it go ahead."""
-
-
 CustomFunction = Callable[[Action, Any], object]
 """Runs in place of an action; also given a `PipelineContext`."""
 
@@ -43,8 +39,6 @@ class Leg:
     """One message on its way from or to this rank, with its names."""
 
     message: Message
-    tag: int
-    """Of the payload, but for the parity of the step."""
     label: str
     peer: int
     """The other rank."""
@@ -195,7 +189,6 @@ class _Compiler:
         if found is None:
             operation, stage, target, k, source, reader = message
             is_back = operation is SEND_B
-            tag = tag_of(self._schedule, PAYLOAD, stage, target, k, backward=is_back)
             arrives = reader == self._rank
             readers = (target,) if is_back else self._schedule.targets[stage]
             at = readers[0] if arrives else stage
@@ -204,14 +197,5 @@ class _Compiler:
             here = self._here(readers) if arrives else ()
             if arrives and here and not is_back:
                 label = f"{here[0].stage_index}{verb}{k}"
-            found = self._legs[message] = Leg(message, tag, label, peer, here)
+            found = self._legs[message] = Leg(message, label, peer, here)
         return found
-
-
-def tag_of(
-    schedule: Schedule, kind: int, stage: int, target: int, microbatch: int, *, backward: bool
-) -> int:
-    """Find the tag of a message, without the parity of its step."""
-    stages = max(schedule.stages, schedule.ranks)
-    tag = (kind * 2 + backward) * stages + stage
-    return 2 * ((tag * stages + target) * schedule.microbatches + microbatch)

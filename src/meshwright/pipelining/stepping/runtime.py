@@ -10,19 +10,18 @@ from typing import Any, NamedTuple
 from meshwright.comm import Communicator
 from meshwright.comm.failures.notices import Notices
 from meshwright.comm.failures.whereabouts import object_of
-from meshwright.errors import CommunicationError, PipelinePeerError
+from meshwright.errors import CommunicationError, InternalError, PipelinePeerError
 from meshwright.pipelining.failures import Failures, Turns
 from meshwright.pipelining.messages.batch import Identities, Known, Microbatches
-from meshwright.pipelining.messages.known_signatures import Agreed
 from meshwright.pipelining.messages.metadata import detached, digest, signature_of
-from meshwright.pipelining.messages.transfers import Transfers, UnansweredTransfers, first_tag
+from meshwright.pipelining.messages.transfers import Carrier, Transfers, UnansweredTransfers
 from meshwright.pipelining.stage import PipelineStage, StepOfStage
 from meshwright.pipelining.stepping.custom import call
 from meshwright.pipelining.stepping.listener import Listener
 from meshwright.pipelining.stepping.losses import Losses
-from meshwright.pipelining.stepping.program import CustomFunction, Entry, Leg, program
+from meshwright.pipelining.stepping.program import CustomFunction, Entry, program
 from meshwright.pipelining.stepping.residency import Several
-from meshwright.pipelining.stepping.ties import Tie, TiedParameters
+from meshwright.pipelining.stepping.ties import Tie, TiedParameters, tied_pairs
 from meshwright.schedule.actions import (
     RECV_B,
     RECV_F,
@@ -66,8 +65,6 @@ class Runtime:
         self._rank = communicator.rank
         self._custom: dict[Operation, CustomFunction] = {}
         self._compile()
-        self._agreed = Agreed()
-        self._first_tag = first_tag(training, number)
         self._ids: Known = {}
         self._notices = Notices(communicator, f"schedule {number}")
         has_replicas = any(residencies.values())
@@ -75,6 +72,7 @@ class Runtime:
         ties = next(iter(stages.values())).ties
         modules = {index: stage.submod for index, stage in stages.items()}
         self._tied = TiedParameters(modules, ties, training.stage_ranks, residencies)
+        self._carrier = Carrier(communicator, self.schedules.values(), tied_pairs(ties), number)
         split = getattr(next(iter(stages.values())), "split", 0)
         self._own = json.dumps({**_facts(training, loss_fn is not None, ties), "split": split})
         self.plan = digest(self._own)
@@ -114,6 +112,7 @@ class Runtime:
                 self._has_refused = False
             for residency in residencies:
                 residency.begin(what, training=training)
+            step.transfers.open()
             self._tied.send_values(step.transfers)
             if training:
                 self._tied.begin()
@@ -131,8 +130,7 @@ class Runtime:
         finally:
             for stage in self.stages.values():
                 stage.end_step()
-        self._agreed.keep(step.transfers.came)
-        self._agreed.keep(step.ids.made)
+        self._carrier.known.keep(step.ids.known)
         self._turns.end(self.steps)
         self.steps += 1
 
@@ -151,7 +149,7 @@ class Runtime:
         entry = step.entry
         may_go_on = self._failures.has_seen_refusal or not isinstance(error, CommunicationError)
         if may_go_on and not step.transfers.has_begun:
-            self._agreed.drop()
+            self._carrier.known.drop()
             self._refuse(error, entry.index, entry.where)
             return
         self.broken = error
@@ -203,7 +201,6 @@ class _Step:
         self.schedule = runtime.schedules[training]
         self.entry = runtime._programs[training][0]
         """The action that runs, or has failed."""
-        self._unposted: list[Leg] = []
         self._listener: Listener | None = None
         self.ids = Identities(runtime.stages, self.schedule, batch, runtime._ids, training=training)
         self._reduced: set[int] = set()
@@ -211,17 +208,7 @@ class _Step:
         """What is reduced when the row has been run."""
         is_fake = runtime._communicator.backend == "fake"
         kind = functools.partial(UnansweredTransfers, runtime.stages) if is_fake else Transfers
-        self.transfers = kind(
-            runtime._communicator,
-            self.schedule,
-            runtime.steps,
-            runtime._agreed,
-            self.ids,
-            runtime.look,
-            2 * runtime.plan + training,
-            runtime.disagreement,
-            runtime._first_tag,
-        )
+        self.transfers = kind(runtime._carrier, self.ids, runtime, training=training)
         count = self.schedule.microbatches
         told = StepOfStage(training, batch.is_scaled, self.reduce_stage, count)
         for stage in runtime.stages.values():
@@ -238,8 +225,8 @@ class _Step:
             if entry.waits:
                 self.wait_for(entry)
             self.execute(entry)
-            if self._unposted:
-                self._unposted = self.transfers.post_rest(self._unposted)
+            if self.transfers.unposted:
+                self.transfers.post_rest()
 
     def _run_heard(self, entries: Sequence[Entry], listener: Listener) -> None:
         """Go through the row and tell of each action, without what it waits for."""
@@ -250,8 +237,8 @@ class _Step:
                 listener.waited(entry)
             with listener.action(entry):
                 self.execute(entry)
-            if self._unposted:
-                self._unposted = self.transfers.post_rest(self._unposted)
+            if self.transfers.unposted:
+                self.transfers.post_rest()
             self.transfers.let_go()
 
     def execute(self, entry: Entry) -> None:
@@ -293,10 +280,16 @@ class _Step:
     def _expect(self, entry: Entry) -> None:
         """Tell the stage what its outputs must be, where that is known."""
         k = entry.microbatch
-        ids = self.ids(entry.index, self.transfers.incoming, wait=True) or ()
-        known = self.runtime._agreed[entry.index].outputs.get(ids[k])
+        known = self.runtime._carrier.known[entry.index].outputs.get(self._id_of(entry))
         if known is not None:
             entry.stage.expected[k] = known
+
+    def _id_of(self, entry: Entry) -> int:
+        """Find the id of what a forward makes: what that follows from has come with its inputs."""
+        ids = self.ids.of(entry.index)
+        if ids is None:
+            raise InternalError(f"{entry.where} runs before what it reads has come")
+        return ids[entry.microbatch]
 
     def run_forward(self, entry: Entry) -> None:
         """Run the forward itself."""
@@ -313,8 +306,8 @@ class _Step:
         values = stage.take_outputs(k)
         if known is None and not stage.is_last:
             where = f"{stage.name} output of microbatch {k}"
-            ids = self.ids(entry.index, self.transfers.incoming, wait=True) or ()
-            self.runtime._agreed.learn(entry.index, ids[k], signature_of(values, where))
+            identity, signature = self._id_of(entry), signature_of(values, where)
+            self.runtime._carrier.known.learn(entry.index, identity, signature)
         elif known is not None:
             known.check_gradients(values, f"{stage.name} output of microbatch {k}")
         for target in entry.targets:
@@ -387,7 +380,7 @@ class _Step:
 
     def post(self, entry: Entry) -> None:
         """RECV_F and RECV_B: post now, or as soon as the sizes are known."""
-        self._unposted += self.transfers.post(entry.posts)
+        self.transfers.post(entry.posts)
 
     def unshard(self, entry: Entry) -> None:
         """UNSHARD."""

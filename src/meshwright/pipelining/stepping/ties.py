@@ -75,16 +75,33 @@ def own_copies(tensors: Iterable[torch.Tensor]) -> dict[int, Any]:
 
 
 class Wire(Protocol):
-    """The carrier of tensors between stages of different ranks."""
+    """The carrier of tensors between stages of different ranks, in the order in which they go."""
 
-    def send_tied(self, tensor: torch.Tensor, stage: int, target: int, number: int) -> None:
-        """Send message ``number`` of ``stage`` to stage ``target``."""
+    def tell(self, facts: Sequence[int], stage: int, target: int) -> None:
+        """Tell stage ``target`` a list of numbers."""
 
-    def recv_tied(self, tensor: torch.Tensor, stage: int, target: int, number: int) -> None:
-        """Wait for message ``number`` of ``stage`` to ``target``, which is on this rank."""
+    def hear(self, count: int, stage: int) -> list[int]:
+        """Wait for the ``count`` numbers that ``stage`` tells a stage of this rank."""
+
+    def send_tied(self, tensor: torch.Tensor, stage: int, target: int) -> None:
+        """Send a tensor of ``stage`` to stage ``target``."""
+
+    def recv_tied(self, tensor: torch.Tensor, stage: int) -> None:
+        """Wait for a tensor of ``stage`` to a stage of this rank."""
 
     def finish(self) -> None:
         """Wait until all that was sent has left."""
+
+
+def tied_pairs(ties: Iterable[Tie]) -> set[tuple[int, int]]:
+    """List the stages that hold a parameter together, either way round."""
+    return {
+        (one, other)
+        for tie in ties
+        for one, _ in tie.names
+        for other, _ in tie.names
+        if one != other
+    }
 
 
 @dataclass(slots=True, eq=False)
@@ -123,8 +140,6 @@ class TiedParameters:
         self._residencies = residencies
         self._ranks = tuple(stage_ranks)
         self._held: list[_Held] = []
-        # Messages of gradients are numbered after those of values, alike on all ranks.
-        self._first_gradient = 1 + len(ties)
         self._is_open = False
         self._has_values = False
         for tie in ties:
@@ -146,10 +161,8 @@ class TiedParameters:
         """(stage of this rank, stage of another) that hold a parameter together."""
         found = {
             (mine, other)
-            for held in self._held
-            for mine in held.parameters
-            for other, _ in held.tie.names
-            if other not in self._mine
+            for mine, other in tied_pairs(held.tie for held in self._held)
+            if mine in self._mine and other not in self._mine
         }
         return sorted(found, key=lambda pair: (min(pair), max(pair)))
 
@@ -211,13 +224,9 @@ class TiedParameters:
             taken = [held for held in shared if held.tie.owner == other]
             if given:
                 _send(
-                    wire,
-                    mine,
-                    other,
-                    [local_of(held.parameters[mine]).detach() for held in given],
-                    0,
+                    wire, mine, other, [local_of(held.parameters[mine]).detach() for held in given]
                 )
-            for held, value in zip(taken, _receive(wire, other, mine, taken, 0), strict=True):
+            for held, value in zip(taken, _receive(wire, other, mine, taken), strict=True):
                 if isinstance(value, torch.Tensor):
                     for parameter in held.parameters.values():
                         local_of(parameter).detach().copy_(value)
@@ -230,8 +239,7 @@ class TiedParameters:
     def add_up(self, wire: Wire) -> None:
         """Sum the gradients of this step over all holders, and add them to those of earlier ones.
 
-        Of two holders the lower stage sends first, as backends without tags need it. The owner says
-        whether the parameter is frozen.
+        The owner says whether the parameter is frozen.
 
         Raises `PipeliningShapeError` when a parameter differs among its holders, `LayoutError` when
         another holder has frozen what its owner trains.
@@ -246,18 +254,14 @@ class TiedParameters:
             {stage for stage, p in held.parameters.items() if not p.requires_grad}
             for held in self._held
         ]
-        start = self._first_gradient
         for mine, other in self._peers:
             shared = self._shared(mine, other)
             places = [self._held.index(held) for held in shared]
             given = [
                 _FROZEN if mine in frozen[place] else parts[place].get(mine) for place in places
             ]
-            if mine < other:
-                _send(wire, mine, other, given, start)
-            found = _receive(wire, other, mine, shared, start)
-            if mine > other:
-                _send(wire, mine, other, given, start)
+            _send(wire, mine, other, given)
+            found = _receive(wire, other, mine, shared)
             for place, gradient in zip(places, found, strict=True):
                 if isinstance(gradient, torch.Tensor):
                     parts[place][other] = gradient
@@ -306,25 +310,23 @@ def _frozen_in_part(tie: Tie, frozen: Iterable[int]) -> LayoutError:
 
 
 def _send(
-    wire: Wire, stage: int, target: int, tensors: Sequence[torch.Tensor | int | None], start: int
+    wire: Wire, stage: int, target: int, tensors: Sequence[torch.Tensor | int | None]
 ) -> None:
-    """Send what there is, after one message that says what that is."""
+    """Send what there is, after word of what that is."""
     facts = [_facts(each) if isinstance(each, torch.Tensor) else each or 0 for each in tensors]
-    wire.send_tied(torch.tensor(facts), stage, target, start)
-    for number, tensor in enumerate(tensors, start + 1):
+    wire.tell(facts, stage, target)
+    for tensor in tensors:
         if isinstance(tensor, torch.Tensor):
-            wire.send_tied(tensor, stage, target, number)
+            wire.send_tied(tensor, stage, target)
 
 
 def _receive(
-    wire: Wire, stage: int, target: int, shared: Sequence[_Held], start: int
+    wire: Wire, stage: int, target: int, shared: Sequence[_Held]
 ) -> list[torch.Tensor | int | None]:
     if not shared:
         return []
-    facts = torch.zeros(len(shared), dtype=torch.int64)
-    wire.recv_tied(facts, stage, target, start)
     found: list[torch.Tensor | int | None] = []
-    for number, (held, fact) in enumerate(zip(shared, facts.tolist(), strict=True), start + 1):
+    for held, fact in zip(shared, wire.hear(len(shared), stage), strict=True):
         if fact in (0, _FROZEN):
             found.append(fact or None)
             continue
@@ -337,7 +339,7 @@ def _receive(
                 f"{list(buffer.shape)} and {buffer.dtype}, and {names[stage]!r} of stage {stage} "
                 "another shape or dtype: holders of a tie must be copies of one parameter"
             )
-        wire.recv_tied(buffer, stage, target, number)
+        wire.recv_tied(buffer, stage)
         found.append(buffer)
     return found
 

@@ -1,0 +1,189 @@
+"""Proof that a schedule ends on a transport that goes by order alone, as that of a device.
+
+There each communicator is a queue on either side. A transfer begins when it is at the head of its
+queue and all that its rank had given to the device before it is done; the heads of both sides are
+taken for one message, whatever they are. Compute actions run in the order of the row, after the
+receives that they read. Nothing here depends on time: what can end does, in whatever order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from meshwright.errors import ScheduleError
+from meshwright.schedule.actions import (
+    BACKWARD,
+    COMPUTE,
+    RECV_B,
+    RECV_F,
+    SEND_B,
+    SEND_F,
+    Action,
+    F,
+    Schedule,
+    W,
+)
+from meshwright.schedule.messages import Message, parts_of, read, received, sent
+
+Lane = Callable[[Message], Hashable]
+"""Finds the communicator that carries a message."""
+
+
+def one_way(message: Message) -> Hashable:
+    """Find a communicator of its own for each pair of ranks and direction."""
+    return message.source_rank, message.target_rank
+
+
+class Transfer(NamedTuple):
+    """One side of a message, as a rank gives it to its device."""
+
+    message: Message
+    is_send: bool
+
+
+def issued(schedule: Schedule, rank: int, *, late: bool = False) -> list[Action | Transfer]:
+    """List all that ``rank`` gives to its device, in that order.
+
+    Receives of ``late`` ranks are not posted before an action needs them, in the order of the
+    sender: so it is where what they must know comes last.
+    """
+    posts = received(schedule, rank)
+    unposted: deque[Message] = deque()
+    found: list[Action | Transfer] = []
+    for action in schedule.actions(rank):
+        if action.operation is RECV_F or action.operation is RECV_B:
+            unposted.extend(posts[action])
+            if not late:
+                found += _posted(unposted, set(unposted))
+        elif action.operation is SEND_F or action.operation is SEND_B:
+            found += [Transfer(message, is_send=True) for message in sent(action, schedule)]
+        elif action.operation in COMPUTE:
+            found += _posted(unposted, set(needed(action, schedule)))
+            found.append(action)
+    return found
+
+
+def _posted(unposted: deque[Message], wanted: set[Message]) -> list[Transfer]:
+    """Take ``wanted`` receives from those that are not posted, and what stands before them."""
+    last = {m.source_rank: n for n, m in enumerate(unposted) if m in wanted}
+    taken = [m for n, m in enumerate(unposted) if n <= last.get(m.source_rank, -1)]
+    for message in taken:
+        unposted.remove(message)
+    return [Transfer(message, is_send=False) for message in taken]
+
+
+def needed(action: Action, schedule: Schedule) -> list[Message]:
+    """List the messages that a compute action reads."""
+    found: list[Message] = []
+    for part in parts_of(action):
+        if part.operation is F:
+            found += read(part._replace(operation=RECV_F), schedule)
+        elif part.operation in BACKWARD and part.operation is not W:
+            found += read(part._replace(operation=RECV_B), schedule)
+    return found
+
+
+def check_ordered(schedule: Schedule, *, lane: Lane = one_way) -> None:
+    """Raise `ScheduleError` unless a lowered ``schedule`` ends, with each message where it belongs.
+
+    Receives may be posted where the rows say, or as late as can be. ``lane`` says which messages
+    share a communicator.
+    """
+    for late in (False, True):
+        rows = [issued(schedule, rank, late=late) for rank in range(schedule.ranks)]
+        check_rows(schedule, rows, lane=lane)
+
+
+def check_rows(
+    schedule: Schedule, rows: list[list[Action | Transfer]], *, lane: Lane = one_way
+) -> None:
+    """Raise as `check_ordered` does for what ranks give to their devices, as ``rows`` say."""
+    devices = [_Device(schedule, row, lane) for row in rows]
+    while any([device.compute() for device in devices] + [_move(devices)]):
+        pass
+    stuck = [
+        f"rank {rank} waits with {device.actions[0]}, and its queues with {device.heads()}"
+        for rank, device in enumerate(devices)
+        if device.actions or any(device.queues.values())
+    ]
+    if stuck:
+        raise ScheduleError(f"{schedule.name} never ends: " + "; ".join(stuck))
+
+
+@dataclass(slots=True)
+class _Device:
+    """The device of one rank."""
+
+    schedule: Schedule
+    row: list[Action | Transfer]
+    lane: Lane
+    actions: deque[Action] = field(default_factory=deque)
+    queues: dict[Hashable, deque[tuple[int, Transfer]]] = field(default_factory=dict)
+    """By communicator: transfers, with the number of actions that run before."""
+    done: int = 0
+    here: set[Message] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        for each in self.row:
+            if isinstance(each, Action):
+                self.actions.append(each)
+            else:
+                queue = self.queues.setdefault(self.lane(each.message), deque())
+                queue.append((len(self.actions), each))
+
+    def compute(self) -> bool:
+        """Run what can run; tells whether there was any."""
+        before = self.done
+        while self.actions and self.here.issuperset(needed(self.actions[0], self.schedule)):
+            self.actions.popleft()
+            self.done += 1
+        return self.done > before
+
+    def head(self, communicator: Hashable) -> Transfer | None:
+        """Find the transfer that may begin."""
+        queue = self.queues.get(communicator)
+        return queue[0][1] if queue and queue[0][0] <= self.done else None
+
+    def heads(self) -> str:
+        """Describe the first transfers of all queues."""
+        first = [queue[0][1] for queue in self.queues.values() if queue]
+        words = [f"{'send' if each.is_send else 'receive'} {_text(each.message)}" for each in first]
+        return ", ".join(words) or "nothing"
+
+    def end(self, communicator: Hashable, transfer: Transfer) -> None:
+        """End the transfer at the head of a queue."""
+        self.queues[communicator].popleft()
+        if not transfer.is_send:
+            self.here.add(transfer.message)
+
+
+def _move(devices: list[_Device]) -> bool:
+    """Do the transfers whose both sides may begin; tells whether there were any."""
+    has_moved = False
+    for device in devices:
+        for communicator in device.queues:
+            mine = device.head(communicator)
+            if mine is None or not mine.is_send:
+                continue
+            other = devices[mine.message.target_rank]
+            theirs = other.head(communicator)
+            if theirs is None or theirs.is_send:
+                continue
+            if theirs.message != mine.message:
+                raise ScheduleError(
+                    f"rank {mine.message.source_rank} sends {_text(mine.message)} where rank "
+                    f"{mine.message.target_rank} takes it for {_text(theirs.message)}"
+                )
+            device.end(communicator, mine)
+            other.end(communicator, theirs)
+            has_moved = True
+    return has_moved
+
+
+def _text(message: Message) -> str:
+    operation, stage, target, microbatch, _, _ = message
+    kind = "outputs" if operation is SEND_F else f"gradients for stage {target}"
+    return f"{kind} of stage {stage}, microbatch {microbatch}"
