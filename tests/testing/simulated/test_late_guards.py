@@ -9,8 +9,7 @@ from torch import nn
 from meshwright.comm import communicator, settle
 from meshwright.data_parallel import fully_shard
 from meshwright.errors import CollectiveMismatchError
-from meshwright.testing import Ranks
-from simulated.world import on_devices
+from meshwright.testing import Ranks, on_devices
 
 LEFT_OUT = (
     "Optimizer steps differ across ranks: before forward 4 ranks .* have changed their weights"
