@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import importlib
 import os
 import time
 from collections.abc import Iterator
@@ -43,12 +42,7 @@ def places(file: IO[str], wanted: int, there: int) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def ranks(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Share ``RANK_PLACES`` ranks among the workers of one run of pytest-xdist.
-
-    With ``SIMULATED=1`` the ranks have simulated devices.
-    """
-    if os.environ.get("SIMULATED") == "1":  # torch is loaded for them alone
-        ranks = importlib.import_module("simulated.world").on_devices(ranks)
+    """Share ``RANK_PLACES`` ranks among the workers of one run of pytest-xdist."""
     there = os.environ.get("RANK_PLACES")
     if there is None or "PYTEST_XDIST_WORKER" not in os.environ:
         yield ranks

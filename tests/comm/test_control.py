@@ -6,10 +6,9 @@ import torch
 
 from meshwright.comm import Transfer, communicator
 from meshwright.comm.failures.whereabouts import own_state
-from meshwright.testing import Ranks, run_fake
+from meshwright.testing import Ranks, on_devices, run_fake
 from meshwright.testing.fake import FakeCommunicator
-from simulated.device import DEVICE
-from simulated.world import on_devices
+from meshwright.testing.simulated import DEVICE
 
 
 def body() -> None:

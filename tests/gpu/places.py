@@ -15,8 +15,8 @@ from gpu.traces import REGION, counted, spans_of
 from meshwright import comm
 from meshwright.comm import Communicator
 from meshwright.comm.pending import Launched
-from simulated.backend import BACKEND, register
-from simulated.device import DEVICE, simulated
+from meshwright.testing.simulated import DEVICE, simulated
+from meshwright.testing.simulated.backend import BACKEND, register
 
 SLEEP_CYCLES = 20_000_000
 """Some ten milliseconds of a GPU's clock."""

@@ -18,9 +18,8 @@ from meshwright.pipelining.messages.transfers import Transfers
 from meshwright.pipelining.schedules import SCHEDULE_NAMES
 from meshwright.schedule.actions import RECV_F, SEND_F, Operation
 from meshwright.schedule.builders import stage_ranks
-from meshwright.testing import Ranks, RanksFailed
-from simulated import transport
-from simulated.world import on_devices
+from meshwright.testing import Ranks, RanksFailed, on_devices
+from meshwright.testing.simulated import transport
 
 STEPS = 5
 

@@ -99,6 +99,43 @@ def test_the_backend_of_the_command_line(outside: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(["*nonsense*"])
 
 
+@pytest.mark.slow
+def test_devices_of_markers_and_of_the_command_line(outside: pytest.Pytester) -> None:
+    outside.makepyfile(
+        """
+        import pytest
+        from meshwright.comm import communicator
+
+        def backend():
+            return communicator().backend
+
+        def test_pure():
+            pass
+
+        @pytest.mark.devices("host", "simulated")
+        def test_both(ranks, request):
+            name = request.node.callspec.params["ranks"]
+            (found,) = set(ranks(2, backend, backend="gloo"))
+            assert found == {"host": "gloo", "simulated": "simulated"}[name]
+
+        @pytest.mark.devices("host", reason="it is about Gloo")
+        def test_host(ranks):
+            assert ranks(2, backend, backend="gloo") == ["gloo"] * 2
+
+        @pytest.mark.devices("simulated")
+        def test_simulated(ranks):
+            assert ranks(2, backend) == ["simulated"] * 2
+
+        @pytest.mark.backends("shm", "gloo")
+        def test_backends(ranks):
+            ranks(2, backend)
+        """
+    )
+    outside.runpytest_subprocess().assert_outcomes(passed=7)
+    chosen = outside.runpytest_subprocess("--ranks-devices=simulated")
+    chosen.assert_outcomes(passed=3, deselected=2)
+
+
 def test_the_library_does_not_load_the_harness() -> None:
     assert "meshwright.testing" in sys.modules  # by the plugin
     for file in (ROOT / "src" / "meshwright").rglob("*.py"):

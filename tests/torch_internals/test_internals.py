@@ -18,7 +18,15 @@ from torch.utils.checkpoint import CheckpointFunction
 
 import meshwright
 from meshwright.testing import Ranks
-from meshwright.torch_internals import autograd, distributed, modules, tensors, tracing, trees
+from meshwright.torch_internals import (
+    autograd,
+    distributed,
+    modules,
+    simulation,
+    tensors,
+    tracing,
+    trees,
+)
 from meshwright.torch_internals.required import required
 
 ROOM = Path(meshwright.__file__).parent / "torch_internals"
@@ -364,3 +372,74 @@ def test_functions_are_kept_out_of_graphs() -> None:
     torch.testing.assert_close(compiled(torch.ones(2)), torch.full((2,), 4.0))
     assert seen == [False]
     torch.testing.assert_close(never(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_functions_are_stood_in_for_within_a_block() -> None:
+    seen: list[str] = []
+
+    def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        seen.append(original.__name__)
+        return original(*args, **kwargs)
+
+    class Own(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, *_: Any) -> Any:
+            raise AssertionError("asked")
+
+    x = torch.ones(2, requires_grad=True)
+    with (
+        simulation.running_backward_by(run),
+        simulation.wrapping_by(run),
+        simulation.replaced(torch.UntypedStorage, "resize_", run),
+    ):
+        (x * 2).sum().backward()
+        torch.autograd.grad((x * 2).sum(), x)
+        torch.Tensor._make_wrapper_subclass(Own, (2,))
+        torch.ones(2).untyped_storage().resize_(0)
+    expected = ["_engine_run_backward"] * 2 + ["_make_wrapper_subclass", "resize_"]
+    assert seen == expected
+    (x * 2).sum().backward()
+    torch.Tensor._make_wrapper_subclass(Own, (2,))
+    assert seen == expected
+
+
+def test_operators_run_unseen() -> None:
+    seen = []
+
+    class Functions(torch.overrides.TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append("function")
+            return func(*args, **(kwargs or {}))
+
+    class Operators(tensors.TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append("operator")
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2)
+    with Functions(), Operators():
+        with simulation.without_functions(), simulation.without_modes():
+            x.add_(1)
+        assert not seen
+        x.add_(1)
+    assert seen == ["function", "operator"]
+
+
+def test_layers_are_computed_again_whatever_their_device_says() -> None:
+    def compared() -> set[str]:
+        checks: Any = torch.utils.checkpoint._allowed_determinism_checks_to_fns
+        return set(checks["default"](torch.ones(2)))
+
+    assert compared() == {"shape", "dtype", "device"}
+    with simulation.recomputing_on_any_device():
+        assert compared() == {"shape", "dtype"}
+    assert compared() == {"shape", "dtype", "device"}
+
+
+def test_parts_of_a_sparse_tensor_are_found() -> None:
+    indices, values = simulation.parts_of_sparse(torch.tensor([0.0, 2.0]).to_sparse())
+    assert (indices.tolist(), values.tolist()) == ([[1]], [2.0])

@@ -5,6 +5,7 @@ Bottom-up:
     wire          messages and their bytes
     modules       test modules in ranks
     outcome       the ends of ranks
+    simulated     simulated devices, and ranks that have them
     rank_process  the life of one rank
     supervisor    one call: its ranks, watched
     server        the clean process that ranks are forked from
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from meshwright.testing.faults import Fault, InjectedError, arm
     from meshwright.testing.models import MODELS, Sample, TinyTransformer
     from meshwright.testing.outcome import Ending, Outcome, RanksFailed
-    from meshwright.testing.pool import Pool, Ranks, ranks, shared_pool
+    from meshwright.testing.pool import Pool, Ranks, on_devices, ranks, shared_pool
     from meshwright.testing.training import (
         LaidOut,
         Training,
@@ -65,6 +66,7 @@ __all__ = [
     "arm",
     "assert_same_training",
     "masked_microbatches",
+    "on_devices",
     "ranks",
     "run_fake",
     "shared_pool",
@@ -77,7 +79,7 @@ _NAMES = {
     "faults": ("Fault", "InjectedError", "arm"),
     "models": ("MODELS", "Sample", "TinyTransformer"),
     "outcome": ("Ending", "Outcome", "RanksFailed"),
-    "pool": ("Pool", "Ranks", "ranks", "shared_pool"),
+    "pool": ("Pool", "Ranks", "on_devices", "ranks", "shared_pool"),
     "training": (
         *("LaidOut", "Training", "assert_same_training"),
         *("masked_microbatches", "unmasked", "wrapped"),

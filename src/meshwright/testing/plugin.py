@@ -1,38 +1,75 @@
-"""The pytest plugin: the fixture ``ranks``, its backends, and the option ``--ranks-backend``."""
+"""The pytest plugin: the fixture ``ranks``, its backends and devices, and options for both."""
 
 from __future__ import annotations
 
 import functools
+import os
 from typing import cast
 
 import pytest
 
-from meshwright.testing.pool import Ranks, shared_pool
+from meshwright.testing.pool import SIMULATED, Ranks, on_devices, shared_pool
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the backend that the ranks connect with where a test does not say."""
-    parser.getgroup("meshwright").addoption(
+    """Add the backend that the ranks connect with where a test does not say, and their devices."""
+    group = parser.getgroup("meshwright")
+    group.addoption(
         "--ranks-backend",
         default=None,
         metavar="NAME",
         help="communication backend of the ranks of a test that names none (default: comm's own)",
     )
+    group.addoption(
+        "--ranks-devices",
+        default=SIMULATED if os.environ.get("SIMULATED") == "1" else "host",
+        choices=["host", SIMULATED],
+        help="simulated: run the tests that use `ranks`, and no others on devices (SIMULATED=1)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known."""
+    """Make the markers known."""
     config.addinivalue_line(
         "markers",
         'backends("shm", "gloo", ...): run a test that uses `ranks` once for each of them',
     )
+    config.addinivalue_line(
+        "markers",
+        'devices("host", "simulated"): run a test that uses `ranks` once for each of them; with '
+        'one alone it runs there only, reason="..." says why',
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give a test one parameter for each backend that its marker names."""
-    marker = metafunc.definition.get_closest_marker("backends")
-    if marker is not None and "ranks" in metafunc.fixturenames:
-        metafunc.parametrize("ranks", marker.args, indirect=True)
+    """Give a test one parameter for each backend and each device that its markers name."""
+    if "ranks" not in metafunc.fixturenames:
+        return
+    backends = metafunc.definition.get_closest_marker("backends")
+    devices = metafunc.definition.get_closest_marker("devices")
+    named = devices.args if devices is not None else ("host",)
+    if metafunc.config.getoption("--ranks-devices") == SIMULATED:
+        backends, named = None, (SIMULATED,)
+    wanted = list(backends.args if backends is not None else ["host"]) if "host" in named else []
+    if SIMULATED in named:
+        wanted.append(SIMULATED)
+    if wanted != ["host"]:
+        metafunc.parametrize("ranks", wanted, indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what has no ranks, or does not run on devices, where all ranks have devices."""
+    if config.getoption("--ranks-devices") != SIMULATED:
+        return
+    kept: list[pytest.Item] = []
+    left: list[pytest.Item] = []
+    for item in items:
+        devices = item.get_closest_marker("devices")
+        has_ranks = "ranks" in getattr(item, "fixturenames", ())
+        is_for_host = devices is not None and SIMULATED not in devices.args
+        (kept if has_ranks and not is_for_host else left).append(item)
+    config.hook.pytest_deselected(items=left)
+    items[:] = kept
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -44,4 +81,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def ranks(request: pytest.FixtureRequest) -> Ranks:
     """Make `meshwright.testing.ranks` with the backend of the marker or the command line."""
     backend = getattr(request, "param", None) or request.config.getoption("--ranks-backend")
+    if backend == SIMULATED:
+        return on_devices(shared_pool().run)
+    backend = None if backend == "host" else backend
     return cast("Ranks", functools.partial(shared_pool().run, backend=backend))

@@ -40,6 +40,12 @@ _SERVER_VARIABLES = {
 _NOT_FOR_SERVER = ("TORCH_DISTRIBUTED_DEBUG", "TORCH_LOGS", "TORCH_SHOW_CPP_STACKTRACES")
 
 
+SIMULATED = "simulated"
+"""The backend of ranks that have simulated devices."""
+SLOWER = 4
+"""How many times longer than on the host a body may take on one."""
+
+
 class Ranks(Protocol):
     """The type of the fixture ``ranks``: that of `ranks`."""
 
@@ -203,7 +209,8 @@ def ranks(
     ``timeout`` is the deadline in seconds; ranks that are still running then have their Python
     stacks shown and are killed. After the first failure the others have ``grace`` seconds to end.
     ``backend`` goes to ``comm.connect``; with ``connected=False`` the body connects by itself, from
-    torchrun's variables, and ``MESHWRIGHT_CPU_BACKEND`` where ``backend`` is gloo or shm.
+    torchrun's variables, and ``MESHWRIGHT_CPU_BACKEND`` where ``backend`` is gloo or shm. Backend
+    ``simulated`` gives each rank a device (`meshwright.testing.simulated`), whose faults fail it.
 
     Raises `RanksFailed` when any rank raised, died, hung or did not end well; skips the test when a
     body called ``pytest.skip``.
@@ -228,6 +235,31 @@ def ranks(
         connected=connected,
         **kwargs,
     )
+
+
+def on_devices(ranks: Ranks) -> Ranks:
+    """Give the ranks of ``ranks`` that are connected for their body a simulated device each.
+
+    Faults of a device fail its rank. Deadlines are longer.
+    """
+
+    @functools.wraps(ranks)
+    def run(
+        n: int,
+        body: Callable[..., T],
+        *args: object,
+        timeout: float = 60.0,
+        backend: str | None = None,
+        connected: bool = True,
+        **kwargs: object,
+    ) -> list[T]:
+        __tracebackhide__ = True
+        if connected:
+            timeout, backend = SLOWER * timeout, SIMULATED
+        given = {"timeout": timeout, "backend": backend, "connected": connected}
+        return cast("Callable[..., list[T]]", ranks)(n, body, *args, **given, **kwargs)
+
+    return cast("Ranks", run)
 
 
 def shared_pool() -> Pool:

@@ -28,6 +28,7 @@ from meshwright import comm
 from meshwright.environment import LOCAL_NETWORK, torchrun_variables
 from meshwright.errors import RankFailedError
 from meshwright.testing import modules, wire
+from meshwright.testing.simulated.backend import BACKEND, connected_device
 
 DUMP_SIGNAL = signal.SIGRTMIN + 7
 """Makes a rank write its stacks; a real-time signal, so that bodies keep SIGUSR1 and SIGUSR2."""
@@ -130,10 +131,13 @@ def _body_value(request: wire.Request, post: Post) -> object:
         "tuple[Callable[..., object], tuple[object, ...], dict[str, object]]",
         wire.unpack(request.work),
     )
-    if request.connected:
-        comm.connect(request.backend)
-    _seed()
-    return body(*args, **kwargs)
+    with contextlib.ExitStack() as stack:
+        if request.connected and request.backend == BACKEND:
+            stack.enter_context(connected_device())
+        elif request.connected:
+            comm.connect(request.backend)
+        _seed()
+        return body(*args, **kwargs)
 
 
 def _seed() -> None:

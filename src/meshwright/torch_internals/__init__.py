@@ -2,7 +2,8 @@
 
 It imports torch alone, so that every room which uses torch may use it. Whatever a torch lacks is
 named when the file that needs it is loaded. `distributed` is for `comm` alone, as
-`torch.distributed` is; `compile` loads the compiler, for `compiler` and the splitting of models.
+`torch.distributed` is, and for simulated devices, as `simulation` is; `compile` loads the compiler,
+for `compiler` and the splitting of models.
 
 Bottom-up:
 
@@ -12,6 +13,7 @@ Bottom-up:
     autograd     the backward pass under way, hooks of tensors, what nodes have saved
     modules      hooks and buffers of modules, and of optimizers
     tracing      functions that compilers leave alone, and the compiler where it is loaded
+    simulation   places at which a simulated device stands in for torch
     distributed  process groups, backends, meshes and DTensors
     compile      the parts of the compiler: loading it loads dynamo and inductor
 """

@@ -7,8 +7,7 @@ import torch.distributed as dist
 
 from meshwright.comm import communicator
 from meshwright.pipelining.messages.lanes import Lanes
-from meshwright.testing import Ranks
-from simulated.world import on_devices
+from meshwright.testing import Ranks, on_devices
 
 PAIRS = [(0, 1), (1, 0), (1, 2), (2, 1), (2, 0)]
 

@@ -183,7 +183,7 @@ def _uses_under(
 def one_door(tree: Tree) -> Found:
     """Only comm/ and mesh.py touch torch.distributed, by import or by attribute."""
     for source, line, prefix in _uses_under(
-        tree, table.C10D, lambda source: source.room in table.C10D_ROOMS
+        tree, table.C10D, lambda source: any(is_under(source.module, r) for r in table.C10D_ROOMS)
     ):
         yield source.path, line, f"{prefix} outside comm/: go through a Communicator"
 

@@ -112,14 +112,20 @@ WAYS_ROUND = frozenset({("data_parallel/replicas/traced.py", "meshwright.compile
 # The pure row and what stands on it alone start without torch, so that `plan` and `simulate` do.
 TORCH_FREE = _PURE | {"planner", "report"}
 
-# Where communication may be touched: every other room goes through a Communicator.
+# Where communication may be touched: every other room goes through a Communicator. A simulated
+# device is a backend of c10d.
 C10D = (
     "torch.distributed",
     "torch._C._distributed_c10d",
     "torch.ops.c10d",
     "torch.ops._c10d_functional",
 )
-C10D_ROOMS = frozenset({"comm", "mesh", "torch_internals"})
+C10D_ROOMS = (
+    "meshwright.comm",
+    "meshwright.mesh",
+    "meshwright.testing.simulated",
+    "meshwright.torch_internals",
+)
 
 # What Meshwright replaces. These appear in benchmarks and in parity tests, never in src.
 PEERS = (
@@ -185,9 +191,11 @@ PRIVATE_ATTRIBUTES = frozenset(
         "_version",
     }
 )
-# Files of that room for these rooms alone: one is torch.distributed, one loads the compiler.
+# Files of that room for these rooms alone: one is torch.distributed, one stands in for parts of
+# torch, one loads the compiler.
 PRIVATE_DOORS: dict[str, tuple[str, ...]] = {
-    "meshwright.torch_internals.distributed": ("meshwright.comm",),
+    "meshwright.torch_internals.distributed": ("meshwright.comm", "meshwright.testing.simulated"),
+    "meshwright.torch_internals.simulation": ("meshwright.testing.simulated",),
     "meshwright.torch_internals.compile": (
         "meshwright.compiler",
         "meshwright.pipelining.splitting",

@@ -10,14 +10,16 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
-from simulated.operators import tensors_in
-from simulated.streams import Stamp, WorkLine
+from meshwright.testing.simulated.operators import tensors_in
+from meshwright.testing.simulated.streams import Stamp, WorkLine
+from meshwright.torch_internals.tensors import storage_id
 
+_SKIPPED = ("/torch/", "contextlib.py", "meshwright/testing/simulated/")
 MOST_RUNS = 4096
 """Stretches of a strided tensor that are compared; of more, the bytes from first to last are."""
 
@@ -64,7 +66,7 @@ class Extent:
         """Find what ``tensor`` covers."""
         size = tensor.element_size()
         shape, strides = tuple(tensor.shape), tuple(n * size for n in tensor.stride())
-        start = tensor.storage_offset() * size
+        start = int(tensor.storage_offset()) * size
         if 0 in shape:
             return cls(start, start, shape, strides, size)
         reach = sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
@@ -100,7 +102,8 @@ class Extent:
     def _runs(self) -> Iterator[tuple[int, int]]:
         """List the stretches without a gap, in their order."""
         dims = sorted((s, n) for n, s in zip(self.shape, self.strides, strict=True) if n > 1 and s)
-        run, outer = self.itemsize, []
+        run = self.itemsize
+        outer: list[tuple[int, int]] = []
         for step, count in dims:
             if step <= run and not outer:
                 run = max(run, step * (count - 1) + run)
@@ -129,13 +132,41 @@ class _Access:
 class _Block:
     """One storage."""
 
-    def __init__(self, home: WorkLine, is_host: bool) -> None:
+    def __init__(
+        self,
+        storage: torch.UntypedStorage,
+        home: WorkLine,
+        is_host: bool,
+        dropped: Callable[[int], None],
+    ) -> None:
+        key = storage_id(storage)
         self.home = home
         """The stream that it was allocated on, and goes back to."""
         self.is_host = is_host
         self.is_pinned = False
-        self.has_memory = True
+        self.nbytes = storage.nbytes()
+        """0 where its memory was given back."""
         self.accesses: list[_Access] = []
+        self._end = weakref.ref(storage, lambda _: dropped(key))
+
+    def pin(self) -> None:
+        """Say that the device reaches it by itself."""
+        self.is_pinned = True
+
+    def give_back(self) -> int:
+        """Have no memory any more; return how much there was."""
+        nbytes, self.nbytes = self.nbytes, 0
+        return nbytes
+
+    def renew(self, home: WorkLine, nbytes: int) -> None:
+        """Have memory that nobody has used, from ``home``."""
+        self.home, self.nbytes = home, nbytes
+        self.accesses.clear()
+
+    def add(self, access: _Access, is_past: Callable[[_Access], bool]) -> None:
+        """Keep an access, and forget those that later ones need not be compared with."""
+        self.accesses = [earlier for earlier in self.accesses if not is_past(earlier)]
+        self.accesses.append(access)
 
 
 class Memory:
@@ -153,7 +184,7 @@ class Memory:
     def block(self, tensor: torch.Tensor, home: WorkLine) -> _Block:
         """Find the block of ``tensor``; what was there before the simulation is on the device."""
         storage = tensor.untyped_storage()
-        found = self._blocks.get(storage._cdata)
+        found = self._blocks.get(storage_id(storage))
         if found is None:
             found = self.allocate(storage, home, is_host=False)
         return found
@@ -166,80 +197,75 @@ class Memory:
         is_host: bool,
     ) -> _Block:
         """Take in a storage that is new."""
-        key, nbytes = storage._cdata, storage.nbytes()
-        found = self._blocks[key] = _Block(home, is_host)
-        found.has_memory = nbytes > 0
-        ending = weakref.finalize(storage, self._drop, key, nbytes)
-        ending.atexit = False  # pyrefly: ignore[missing-attribute]
+        found = _Block(storage, home, is_host, self._drop)
+        self._blocks[storage_id(storage)] = found
         if not is_host:
-            self._count(nbytes)
+            self._count(found.nbytes)
         return found
 
     def is_known(self, tensor: torch.Tensor) -> bool:
         """Check that the storage of ``tensor`` was taken in."""
-        return tensor.untyped_storage()._cdata in self._blocks
+        return storage_id(tensor.untyped_storage()) in self._blocks
 
     def is_host(self, tensor: torch.Tensor) -> bool:
         """Check that ``tensor`` lies in memory of the host."""
         part = next(tensors_in(tensor), None)
-        found = None if part is None else self._blocks.get(part.untyped_storage()._cdata)
+        found = None if part is None else self._blocks.get(storage_id(part.untyped_storage()))
         return found is not None and found.is_host
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Check that the device reaches ``tensor`` by itself: its own memory, or pinned."""
-        found = self._blocks.get(tensor.untyped_storage()._cdata)
+        found = self._blocks.get(storage_id(tensor.untyped_storage()))
         return found is None or found.is_pinned or not found.is_host
 
     def pin(self, tensor: torch.Tensor) -> None:
-        """Let the device reach ``tensor``, of the host, by itself."""
-        self._blocks[tensor.untyped_storage()._cdata].is_pinned = True
+        """Allow the device to reach ``tensor``, of the host, by itself."""
+        self._blocks[storage_id(tensor.untyped_storage())].pin()
 
     def access(
         self, tensor: torch.Tensor, line: WorkLine, stamp: Stamp, place: Place, *, writes: bool
     ) -> None:
-        """Let the work at ``stamp`` of ``line`` read ``tensor``, or write it."""
+        """Note that the work at ``stamp`` of ``line`` reads ``tensor``, or writes it."""
         block, extent = self.block(tensor, line), Extent.of(tensor)
         if extent.start == extent.end:
             return
-        if not block.has_memory:
+        if not block.nbytes:
             self._report(Fault("no memory", f"{place} uses memory that was given back"))
             return
-        kept: list[_Access] = []
-        for earlier in block.accesses:
+
+        def is_past(earlier: _Access) -> bool:
             is_before = line.comes_after(earlier.stamp)
             if not is_before and (writes or earlier.writes) and extent.overlaps(earlier.extent):
                 verbs = [("reads", "writes")[flag] for flag in (writes, earlier.writes)]
                 text = f"{place} {verbs[0]} what {earlier.place} {verbs[1]}, and waits for nothing"
                 self._report(Fault("unordered", text))
-            is_past = is_before and (writes or not earlier.writes) and extent.covers(earlier.extent)
-            if not is_past:
-                kept.append(earlier)
-        kept.append(_Access(stamp, place, extent, writes))
-        block.accesses = kept
+            return is_before and (writes or not earlier.writes) and extent.covers(earlier.extent)
+
+        block.add(_Access(stamp, place, extent, writes), is_past)
 
     def free(self, storage: torch.UntypedStorage, where: str) -> None:
         """Give the memory of ``storage`` back, while its tensors stay."""
-        block = self._blocks.get(storage._cdata)
-        if block is not None and block.has_memory:
-            self._release(block, storage.nbytes(), where)
+        block = self._blocks.get(storage_id(storage))
+        if block is not None:
+            self._release(block, where)
 
     def restore(self, storage: torch.UntypedStorage, nbytes: int, home: WorkLine) -> None:
         """Give ``storage`` new memory of stream ``home``."""
-        block = self._blocks.get(storage._cdata)
+        block = self._blocks.get(storage_id(storage))
         if block is None:
             return
-        block.home, block.has_memory, block.accesses = home, nbytes > 0, []
         if not block.is_host:
-            self._count(nbytes)
+            self._count(nbytes - block.nbytes)
+        block.renew(home, nbytes)
 
-    def _drop(self, key: int, nbytes: int) -> None:
+    def _drop(self, key: int) -> None:
         block = self._blocks.pop(key, None)
-        if block is not None and block.has_memory:
-            self._release(block, nbytes, "the end of its last tensor")
+        if block is not None:
+            self._release(block, "the end of its last tensor")
 
-    def _release(self, block: _Block, nbytes: int, where: str) -> None:
-        block.has_memory = False
-        if block.is_host:
+    def _release(self, block: _Block, where: str) -> None:
+        nbytes = block.give_back()
+        if block.is_host or not nbytes:
             return
         self._count(-nbytes)
         # What is queued next there comes after all that this thread knows of, too.
@@ -254,9 +280,9 @@ class Memory:
         self.peak = max(self.peak, self.allocated)
 
 
-def caller(skipped: Sequence[str]) -> str:
-    """Find file and line of the nearest frame whose path contains none of ``skipped``."""
+def caller() -> str:
+    """Find file and line of the nearest frame that is neither torch's nor the simulation's."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and any(part in frame.f_code.co_filename for part in skipped):
+    while frame.f_back is not None and any(part in frame.f_code.co_filename for part in _SKIPPED):
         frame = frame.f_back
     return f"{'/'.join(frame.f_code.co_filename.rsplit('/', 2)[-2:])}:{frame.f_lineno}"

@@ -18,8 +18,8 @@ from meshwright.fsdp.wrap import ModuleWrapPolicy
 from meshwright.mesh import init_device_mesh
 from meshwright.plan import Plan
 from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from meshwright.testing import Ranks, RanksFailed
-from simulated.world import on_devices
+from meshwright.testing import Ranks, RanksFailed, on_devices
+from meshwright.testing.simulated import device_of
 
 WARM, STEADY = 3, 6
 """Steps before the host may not wait any more, and those in which it may not: number 4 and 8 of a
@@ -147,8 +147,7 @@ def steady(kind: str) -> None:
     step = KINDS[kind]()
     for _ in range(WARM):
         step()
-    device: Any = communicator().group
-    with device._device.forbid_stops():
+    with device_of(communicator()).forbid_stops():
         for _ in range(STEADY):
             step()
 
@@ -167,7 +166,7 @@ def test_a_stop_that_was_asked_for_is_one_a_step(ranks: Ranks, kind: str) -> Non
 def stopping() -> None:
     model = replicated()
     step = training(model)
-    with communicator().group._device.forbid_stops():
+    with device_of(communicator()).forbid_stops():
         step()
         next(model.parameters()).sum().item()
 

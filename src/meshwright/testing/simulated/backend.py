@@ -7,22 +7,28 @@ tensor follows from the memory that it lies in.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import _disable_current_modes
 
+from meshwright import comm
 from meshwright.comm.groups.python_group import CpuTransport, GroupOptions, PythonGroup
+from meshwright.testing.pool import SIMULATED as BACKEND
+from meshwright.testing.simulated.device import DEVICE, SimulatedDevice
+from meshwright.testing.simulated.seen import simulated
+from meshwright.testing.simulated.transport import CommunicationStream, Gloo, Message
 from meshwright.torch_internals.distributed import Work, known_backends, living_groups
-from simulated.device import DEVICE, SimulatedDevice
-from simulated.transport import CommunicationStream, Message
+from meshwright.torch_internals.simulation import without_modes
+from meshwright.torch_internals.tensors import storage_id
 
-BACKEND = "simulated"
 Tensors = Sequence[torch.Tensor]
 Options = Any
 """c10d's, one class for each kind of call."""
+Handle = Any
+"""A handle of c10d's, or one of ours that can be waited for."""
 
 
 class _Batch(threading.local):
@@ -30,6 +36,18 @@ class _Batch(threading.local):
 
     messages: list[Message] | None = None
     collectives: list[Work] | None = None
+
+    def begin(self) -> None:
+        """Keep what comes next."""
+        messages: list[Message] = []
+        works: list[Work] = []
+        self.messages, self.collectives = messages, works
+
+    def end(self) -> tuple[list[Message], list[Work]]:
+        """Take what was kept."""
+        kept = self.messages or [], self.collectives or []
+        self.messages = self.collectives = None
+        return kept
 
 
 class _Transport(CpuTransport):
@@ -48,7 +66,7 @@ class SimulatedGroup(PythonGroup):
     def __init__(self, options: GroupOptions, device: SimulatedDevice) -> None:
         super().__init__(options, BACKEND)
         rank, size = options.group_rank, options.group_size
-        halves = [
+        halves: list[Gloo] = [
             dist.ProcessGroupGloo(
                 dist.PrefixStore(name, options.store), rank, size, timeout=options.timeout
             )
@@ -64,15 +82,15 @@ class SimulatedGroup(PythonGroup):
         kind: str,
         reads: Tensors,
         writes: Tensors,
-        call: Callable[[dist.ProcessGroupGloo], Any],
-    ) -> Any:
+        call: Callable[[Gloo], Handle],
+    ) -> Handle:
         """Run ``call`` on the half that the tensors lie in."""
         tensors, memory = [*reads, *writes], self._device.memory
         if any(map(memory.is_host, tensors)):
             # What c10d has made for a result lies where the tensors do that were given to it.
             self._device.take_host([t for t in tensors if not memory.is_known(t)], is_pinned=False)
         if all(map(self._device.memory.is_host, tensors)):
-            with _disable_current_modes():  # what Gloo runs within is no business of the device
+            with without_modes():  # what Gloo runs within is no business of the device
                 return call(self._host)
         if any(map(self._device.memory.is_host, tensors)):
             raise ValueError(f"{kind} of group {self.group_name!r} has tensors of host and device")
@@ -84,34 +102,36 @@ class SimulatedGroup(PythonGroup):
 
     # ---------------------------------------------------------------------- collectives
 
-    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Options = None) -> Any:
+    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Options = None) -> Handle:
         """Reduce tensors over all ranks, in place."""
         listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         given = opts or dist.AllreduceOptions()
         return self._run("all_reduce", [], listed, lambda gloo: gloo.allreduce(listed, given))
 
-    def reduce(self, tensors: Tensors, opts: Options) -> Any:
+    def reduce(self, tensors: Tensors, opts: Options) -> Handle:
         """Reduce a tensor over all ranks into the root's."""
         return self._run("reduce", [], tensors, lambda gloo: gloo.reduce(list(tensors), opts))
 
-    def broadcast(self, tensors: Tensors | torch.Tensor, opts: Options) -> Any:
+    def broadcast(self, tensors: Tensors | torch.Tensor, opts: Options) -> Handle:
         """Give every rank the root's tensor, in place."""
         listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         return self._run("broadcast", [], listed, lambda gloo: gloo.broadcast(listed, opts))
 
     def all_gather_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Options = None
-    ) -> Any:
+    ) -> Handle:
         """Gather every rank's tensor into one, rank-major."""
         rows = list(output.detach().view(self.size(), *tensor.shape).unbind(0))
         reads = [] if _lies_in(tensor, output) else [tensor]
 
-        def call(gloo: dist.ProcessGroupGloo) -> Any:
+        def call(gloo: Gloo) -> Handle:
             return gloo.allgather([rows], [tensor.detach().clone()])
 
         return self._run("all_gather", reads, [output], call)
 
-    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Options = None) -> Any:
+    def allgather(
+        self, outputs: Sequence[Tensors], inputs: Tensors, opts: Options = None
+    ) -> Handle:
         """Gather every rank's tensor into a list."""
         rows = [list(row) for row in outputs]
         flat = [tensor for row in rows for tensor in row]
@@ -121,20 +141,19 @@ class SimulatedGroup(PythonGroup):
 
     def reduce_scatter_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Options = None
-    ) -> Any:
+    ) -> Handle:
         """Reduce a tensor that holds a share for each rank, and keep this rank's."""
-        given = dist.AllreduceOptions()
-        given.reduceOp = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
+        reduction = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
 
-        def call(gloo: dist.ProcessGroupGloo) -> _Shared:
-            return _Shared(gloo, tensor, output, given)
+        def call(gloo: Gloo) -> _Shared:
+            return _Shared(gloo, tensor, output, reduction)
 
         reads = [] if _lies_in(output, tensor) else [tensor]
         return self._run("reduce_scatter", reads, [output], call)
 
     def reduce_scatter(
         self, outputs: Tensors, inputs: Sequence[Tensors], opts: Options = None
-    ) -> Any:
+    ) -> Handle:
         """Reduce a list of tensors, one for each rank, and keep this rank's."""
         (output,), (parts,) = outputs, inputs
         joined = torch.cat([part.reshape(-1) for part in parts])
@@ -142,35 +161,32 @@ class SimulatedGroup(PythonGroup):
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Options = None
-    ) -> Any:
+    ) -> Handle:
         """Do `all_gather_single` of each pair."""
         return self._in_turn(self.all_gather_single, outputs, inputs, opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Options = None
-    ) -> Any:
+    ) -> Handle:
         """Do `reduce_scatter_single` of each pair."""
         return self._in_turn(self.reduce_scatter_single, outputs, inputs, opts)
 
     def _in_turn(
-        self, call: Callable[..., Any], outputs: Tensors, inputs: Tensors, opts: Options
-    ) -> Any:
+        self, call: Callable[..., Handle], outputs: Tensors, inputs: Tensors, opts: Options
+    ) -> Handle:
         """Run ``call`` on each pair. The last to end is that of the last pair."""
-        for output, tensor in zip(outputs, inputs, strict=True):
-            work = call(output, tensor, opts)
-        return work
+        pairs = zip(outputs, inputs, strict=True)
+        return [call(output, tensor, opts) for output, tensor in pairs][-1]
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Options = None) -> Any:
+    def allreduce_coalesced(self, tensors: Tensors, opts: Options = None) -> Handle:
         """Reduce each tensor over all ranks, in place."""
-        for tensor in tensors:
-            work = self.allreduce([tensor], opts)
-        return work
+        return [self.allreduce([tensor], opts) for tensor in tensors][-1]
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Options = None) -> Any:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Options = None) -> Handle:
         """Send a tensor to each rank."""
         sizes = [t.numel() for t in outputs], [t.numel() for t in inputs]
 
-        def call(gloo: dist.ProcessGroupGloo) -> _Parted:
+        def call(gloo: Gloo) -> _Parted:
             return _Parted(gloo, outputs, inputs, sizes)
 
         return self._run("all_to_all", inputs, outputs, call)
@@ -182,7 +198,7 @@ class SimulatedGroup(PythonGroup):
         output_sizes: Sequence[int],
         input_sizes: Sequence[int],
         opts: Options = None,
-    ) -> Any:
+    ) -> Handle:
         """Send a part of a tensor to each rank, along dim 0."""
         given = opts or dist.AllToAllOptions()
         sizes = list(output_sizes), list(input_sizes)
@@ -193,33 +209,33 @@ class SimulatedGroup(PythonGroup):
             lambda gloo: gloo.alltoall_base(output, tensor, *sizes, given),
         )
 
-    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Options) -> Any:
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Options) -> Handle:
         """Gather every rank's tensor into a list of the root."""
         rows = [list(row) for row in outputs]
         flat = [tensor for row in rows for tensor in row]
         return self._run("gather", inputs, flat, lambda g: g.gather(rows, list(inputs), opts))
 
-    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Options) -> Any:
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Options) -> Handle:
         """Send a tensor of the root's list to each rank."""
         rows = [list(row) for row in inputs]
         flat = [tensor for row in rows for tensor in row]
         return self._run("scatter", flat, outputs, lambda g: g.scatter(list(outputs), rows, opts))
 
-    def barrier(self, opts: Options = None) -> Any:
+    def barrier(self, opts: Options = None) -> Handle:
         """Wait until every rank has called it."""
         return self._host.barrier(opts or dist.BarrierOptions())
 
     # ------------------------------------------------------------------- point to point
 
-    def send(self, tensors: Tensors, peer: int, tag: int = 0) -> Any:
+    def send(self, tensors: Tensors, peer: int, tag: int = 0) -> Handle:
         """Send a tensor to a rank of the group."""
         return self._transfer(tensors[0], peer, tag, is_send=True)
 
-    def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> Any:
+    def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> Handle:
         """Receive a tensor from a rank of the group."""
         return self._transfer(tensors[0], peer, tag, is_send=False)
 
-    def _transfer(self, tensor: torch.Tensor, peer: int, tag: int, *, is_send: bool) -> Any:
+    def _transfer(self, tensor: torch.Tensor, peer: int, tag: int, *, is_send: bool) -> Handle:
         if self._device.memory.is_host(tensor):
             post = self._host.send if is_send else self._host.recv
             return post([tensor], peer, tag)
@@ -238,14 +254,18 @@ class SimulatedGroup(PythonGroup):
         return self._stream.issue(text, run, reads, writes)
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._batch.messages, self._batch.collectives = [], []
+        self._batch.begin()
 
     def _end_coalescing(self, device: torch.device) -> Work:
-        messages, works = self._batch.messages or [], self._batch.collectives or []
-        self._batch.messages = self._batch.collectives = None
+        messages, works = self._batch.end()
         return self._issue(messages) if messages else works[-1]
 
     # -------------------------------------------------------------------- what c10d asks
+
+    @property
+    def device(self) -> SimulatedDevice:
+        """The device of this rank."""
+        return self._device
 
     @property
     def host_backend(self) -> str:
@@ -276,7 +296,7 @@ class _Parted:
 
     def __init__(
         self,
-        gloo: dist.ProcessGroupGloo,
+        gloo: Gloo,
         outputs: Tensors,
         inputs: Tensors,
         sizes: tuple[list[int], list[int]],
@@ -297,12 +317,12 @@ class _Shared:
     """A reduction to shares: a sum of all of it on each rank, of which one share is kept."""
 
     def __init__(
-        self, gloo: dist.ProcessGroupGloo, tensor: torch.Tensor, output: torch.Tensor, opts: Options
+        self, gloo: Gloo, tensor: torch.Tensor, output: torch.Tensor, reduction: object
     ) -> None:
         self._line = tensor.detach().reshape(-1).clone()
         self._output = output.detach()
         self._rank = gloo.rank()
-        self._work = gloo.allreduce([self._line], opts)
+        self._work = gloo.allreduce([self._line], reduction)
 
     def wait(self) -> None:
         """Wait, and keep the share."""
@@ -313,15 +333,40 @@ class _Shared:
 
 
 def _lies_in(part: torch.Tensor, whole: torch.Tensor) -> bool:
-    return part.untyped_storage()._cdata == whole.untyped_storage()._cdata
+    return storage_id(part.untyped_storage()) == storage_id(whole.untyped_storage())
 
 
 def register(device: SimulatedDevice) -> None:
     """Make the backend known to `torch.distributed`, for groups on ``device``."""
+
+    def make(options: GroupOptions, _: object) -> SimulatedGroup:
+        return SimulatedGroup(options, device)
+
     if BACKEND.upper() not in known_backends():
         dist.Backend.register_backend(
             BACKEND,
-            lambda options, _: SimulatedGroup(options, device),
+            make,
             extended_api=True,
             devices=["cpu"],
         )
+
+
+@contextmanager
+def connected_device() -> Iterator[None]:
+    """Connect this rank, whose tensors lie on a simulated device within the block."""
+    with simulated(is_written_for_a_cpu=True) as device:
+        register(device)
+        comm.connect(BACKEND)
+        yield
+        comm.disconnect()
+
+
+def device_of(communicator: comm.Communicator) -> SimulatedDevice:
+    """Find the simulated device of this rank. Raises TypeError where there is none."""
+    group = communicator.group
+    if not isinstance(group, SimulatedGroup):
+        raise TypeError(
+            f"the ranks of axis {communicator.axis} communicate by {communicator.backend}, not on "
+            f"simulated devices: give ranks() backend={BACKEND!r}"
+        )
+    return group.device

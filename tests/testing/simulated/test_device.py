@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from simulated.device import DEVICE, SimulatedDevice, SimulationError, simulated
-from simulated.memory import Extent
-from simulated.streams import WorkLine
+from meshwright.testing.simulated import DEVICE, SimulatedDevice, SimulationError, simulated
+from meshwright.testing.simulated.memory import Extent
+from meshwright.testing.simulated.streams import WorkLine
 
 
 def kinds(device: SimulatedDevice) -> list[str]:

@@ -20,13 +20,14 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from meshwright.testing.simulated.device import SimulatedDevice, SimulationError
+from meshwright.testing.simulated.operators import tensors_in
+from meshwright.testing.simulated.streams import Event, WorkLine
 from meshwright.torch_internals.distributed import Work
-from simulated.device import SimulatedDevice, SimulationError
-from simulated.operators import tensors_in
-from simulated.streams import Event, WorkLine
 
+Gloo = Any
+"""c10d's class of Gloo, of whose methods the stubs lack some."""
 LATEST = 0.001
 """Seconds at most for which an operation that could run waits, at random."""
 PATIENCE = 20.0
@@ -47,15 +48,22 @@ class Job:
     """An operation in a queue: a collective, or the transfers of one batch."""
 
     text: str
-    run: Callable[[dist.ProcessGroupGloo], None]
+    run: Callable[[Gloo], None]
     ended: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
+
+    def run_on(self, gloo: Gloo) -> None:
+        """Run it. Whoever waits for it gets what it raises."""
+        try:
+            self.run(gloo)
+        except BaseException as error:
+            self.error = error
 
 
 class OrderedQueue:
     """The operations of one communicator on this rank, and the thread that runs them."""
 
-    def __init__(self, gloo: dist.ProcessGroupGloo, name: str) -> None:
+    def __init__(self, gloo: Gloo, name: str) -> None:
         self._gloo = gloo
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._counts: Counter[tuple[bool, int]] = Counter()
@@ -77,7 +85,7 @@ class OrderedQueue:
         """List what has not ended, in its order."""
         return ", then ".join(job.text for job in list(self._open))
 
-    def transfers(self, messages: Sequence[Message]) -> Callable[[dist.ProcessGroupGloo], None]:
+    def transfers(self, messages: Sequence[Message]) -> Callable[[Gloo], None]:
         """Make what runs ``messages`` at once. Called in the order of the program."""
         numbered = []
         for message in messages:
@@ -85,7 +93,7 @@ class OrderedQueue:
             numbered.append((message, 2 * self._counts[key]))
             self._counts[key] += 1
 
-        def run(gloo: dist.ProcessGroupGloo) -> None:
+        def run(gloo: Gloo) -> None:
             # A send ends when its receiver says that it was there.
             works: list[Any] = []
             came: list[tuple[Any, int, int]] = []
@@ -111,10 +119,7 @@ class OrderedQueue:
     def _run_all(self) -> None:
         while (job := self._jobs.get()) is not None:
             time.sleep(self._random.random() * LATEST)
-            try:
-                job.run(self._gloo)
-            except BaseException as error:  # whoever waits for the operation gets it
-                job.error = error
+            job.run_on(self._gloo)
             self._open.remove(job)
             job.ended.set()
 
@@ -141,7 +146,7 @@ class SimulatedWork(Work):
         self._outputs = list(outputs)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Let the current stream wait for the operation.
+        """Make the current stream wait for the operation.
 
         The numbers must be there, since operators run at once: the thread waits for them, and knows
         no more of the device than before.
@@ -157,7 +162,7 @@ class SimulatedWork(Work):
         return True
 
     def synchronize(self) -> None:
-        """Let the current stream wait for the operation."""
+        """Make the current stream wait for the operation."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -190,7 +195,7 @@ class SimulatedWork(Work):
 class CommunicationStream:
     """The stream of one communicator, in which its operations run in the order of their calls."""
 
-    def __init__(self, device: SimulatedDevice, gloo: dist.ProcessGroupGloo, name: str) -> None:
+    def __init__(self, device: SimulatedDevice, gloo: Gloo, name: str) -> None:
         self.line = WorkLine(f"the stream of group {name}")
         self.queue = OrderedQueue(gloo, name)
         self._device = device
@@ -201,7 +206,7 @@ class CommunicationStream:
     def issue(
         self,
         text: str,
-        run: Callable[[dist.ProcessGroupGloo], None],
+        run: Callable[[Gloo], None],
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
     ) -> SimulatedWork:

@@ -20,8 +20,7 @@ from meshwright.errors import CollectiveMismatchError, LayoutError, NonFiniteErr
 from meshwright.mesh import init_device_mesh
 from meshwright.plan import Plan
 from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from meshwright.testing import Ranks, RanksFailed
-from simulated.world import on_devices
+from meshwright.testing import Ranks, RanksFailed, on_devices
 
 LATE = "One step of an optimizer may have used"
 

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 
 from meshwright.testing import Ranks
-from simulated import transport
-from simulated.device import SimulatedDevice, SimulationError, simulated
-from simulated.transport import CommunicationStream, Message, SimulatedWork
+from meshwright.testing.simulated import SimulatedDevice, SimulationError, simulated, transport
+from meshwright.testing.simulated.transport import CommunicationStream, Message, SimulatedWork
 
 
 def stream_of(device: SimulatedDevice, name: str) -> CommunicationStream:

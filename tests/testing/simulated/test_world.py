@@ -16,9 +16,8 @@ from meshwright.comm import Pending, communicator
 from meshwright.data_parallel import fully_shard, replicate
 from meshwright.fsdp import FullyShardedDataParallel
 from meshwright.fsdp.wrap import ModuleWrapPolicy
-from meshwright.testing import Ranks, RanksFailed
-from simulated.device import DEVICE
-from simulated.world import on_devices
+from meshwright.testing import Ranks, RanksFailed, on_devices
+from meshwright.testing.simulated import DEVICE
 
 
 class Block(nn.Module):

@@ -46,13 +46,13 @@ class WorkLine:
         return dict(self._clock)
 
     def wait_until(self, clock: dict[int, int]) -> None:
-        """Let what comes next here begin after all that ``clock`` knows of."""
+        """Begin what comes next here after all that ``clock`` knows of."""
         for line, count in clock.items():
             if count > self._clock.get(line, 0):
                 self._clock[line] = count
 
     def wait_for(self, other: WorkLine) -> None:
-        """Let what comes next here begin after all that ``other`` has been given by now."""
+        """Begin what comes next here after all that ``other`` has been given by now."""
         self.wait_until(other._clock)
 
 
@@ -75,7 +75,7 @@ class DeviceTime:
         self._lag = lag
 
     def go_on(self) -> None:
-        """Let one thing happen."""
+        """Count one more thing that happens."""
         self.now += 1
 
     def arrival(self) -> int:

@@ -1,4 +1,4 @@
-"""What an operator reads, writes, makes, and whether the host waits for it: from its schema."""
+"""The uses of tensors by an operator, and waits of the host for it, from its schema."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from meshwright.torch_internals.simulation import parts_of_sparse
+from meshwright.torch_internals.tensors import OpOverload, schema_of, storage_id
 
 _ALLOCATES = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
 _TOUCHES_NOTHING = frozenset(
@@ -33,7 +36,7 @@ _INDEXING = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "
 
 @dataclass(frozen=True, slots=True)
 class Uses:
-    """What one call of an operator does."""
+    """The tensors that one call of an operator uses."""
 
     reads: list[torch.Tensor] = field(default_factory=list)
     writes: list[torch.Tensor] = field(default_factory=list)
@@ -43,7 +46,7 @@ class Uses:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What all calls of an overload have in common."""
+    """The facts that all calls of an overload have in common."""
 
     written: tuple[bool, ...]
     """For each argument of the schema."""
@@ -55,14 +58,14 @@ class _Kind:
     indexes: bool
 
 
-def calls_a_group(func: torch._ops.OpOverload) -> bool:
+def calls_a_group(func: OpOverload) -> bool:
     """Check that ``func`` runs a collective, which says itself what it reads and writes."""
-    return func._schema.name.startswith(_OF_GROUPS)
+    return schema_of(func).name.startswith(_OF_GROUPS)
 
 
 @cache
-def _kind_of(func: torch._ops.OpOverload) -> _Kind:
-    schema = func._schema
+def _kind_of(func: OpOverload) -> _Kind:
+    schema = schema_of(func)
     name = schema.name.split("::")[-1]
     written = tuple(bool(a.alias_info and a.alias_info.is_write) for a in schema.arguments)
     aliased = [r.alias_info for r in schema.returns]
@@ -79,7 +82,7 @@ def _kind_of(func: torch._ops.OpOverload) -> _Kind:
 
 
 def uses_of(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: object
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: object
 ) -> Uses:
     """Find what the call has done that gave ``result``."""
     kind = _kind_of(func)
@@ -90,10 +93,10 @@ def uses_of(
     known: set[int] = set()
     for value, is_written in zip(given, kind.written, strict=False):
         for tensor in tensors_in(value):
-            known.add(tensor.untyped_storage()._cdata)
+            known.add(storage_id(tensor.untyped_storage()))
             (uses.writes if is_written else uses.reads).append(tensor)
     for tensor in tensors_in(result):
-        if tensor.untyped_storage()._cdata not in known:
+        if storage_id(tensor.untyped_storage()) not in known:
             uses.makes.append(tensor)
     if kind.allocates:
         return Uses(makes=uses.makes)
@@ -104,14 +107,19 @@ def uses_of(
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
     """List the plain tensors of an argument, of lists of them, and of their parts."""
-    if isinstance(value, UninitializedTensorMixin):
+    if is_uninitialized(value):
         return
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided:
             if value.device.type != "meta":
                 yield value
         elif value.layout is torch.sparse_coo:
-            yield from (value._indices(), value._values())
+            yield from parts_of_sparse(value)
     elif isinstance(value, (list, tuple)):
         for each in value:
             yield from tensors_in(each)
+
+
+def is_uninitialized(value: object) -> bool:
+    """Check for a parameter or buffer of a lazy module whose shape is not known yet."""
+    return isinstance(value, UninitializedParameter | UninitializedBuffer)

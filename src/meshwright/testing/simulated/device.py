@@ -1,0 +1,241 @@
+"""A simulated device: tensors of the CPU that must be used as those of a GPU are.
+
+Memory of the device is all that is made without a device, or with one that has an index
+(``torch.device("cpu", 0)``, which is what such tensors say of themselves); ``"cpu"`` alone is the
+host. Operators run at once, in the order of the program, and give the numbers of a CPU. What a GPU
+would make of the program is followed beside them: on which stream each runs, what that comes after,
+and where the host has to wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from meshwright.testing.simulated.memory import Fault, Memory, Place, caller
+from meshwright.testing.simulated.operators import calls_a_group, tensors_in, uses_of
+from meshwright.testing.simulated.streams import DeviceTime, Event, Stamp, WorkLine
+from meshwright.torch_internals.tensors import OpOverload, schema_of
+
+HOST = torch.device("cpu")
+DEVICE = torch.device("cpu", 0)
+"""The device as tensors name it."""
+_COPIES = frozenset({"copy_", "_to_copy", "clone", "_copy_from", "_foreach_copy_"})
+
+
+class SimulationError(AssertionError):
+    """The faults of a program under the simulated device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """A call in which the host has waited for the device."""
+
+    what: str
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.what} at {self.where}"
+
+
+class _Thread(threading.local):
+    """The state of one thread of the host."""
+
+    def __init__(self) -> None:
+        self.host = WorkLine(f"thread {threading.current_thread().name}")
+        self.stream: WorkLine | None = None
+        self.makes_host: bool | None = None
+        """Where the results of operators lie, if it was said."""
+        self.is_late = False
+        """True where a copy between host and device need not have ended when the call has."""
+
+    @contextmanager
+    def on(self, stream: WorkLine) -> Iterator[None]:
+        """Queue on ``stream`` within the block."""
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
+
+    @contextmanager
+    def making(self, makes_host: bool, is_late: bool) -> Iterator[None]:
+        """Make results there within the block."""
+        before = self.makes_host, self.is_late
+        self.makes_host, self.is_late = makes_host, is_late
+        try:
+            yield
+        finally:
+            self.makes_host, self.is_late = before
+
+
+class SimulatedDevice:
+    """One device, its streams, its memory, and the host beside it."""
+
+    def __init__(self, *, lag: int = 8) -> None:
+        """``lag``: how many things the host does until the device has done what is queued."""
+        self.faults: list[Fault] = []
+        self.stops: list[Stop] = []
+        self.memory = Memory(self.faults.append, lambda: self.host)
+        self._time = DeviceTime(lag)
+        self._first = WorkLine("the first stream")
+        self._thread = _Thread()
+
+    # ------------------------------------------------------------------------ streams
+
+    @property
+    def current(self) -> WorkLine:
+        """The stream on which this thread's work runs."""
+        return self._thread.stream or self._first
+
+    @property
+    def host(self) -> WorkLine:
+        """The work of this thread itself."""
+        return self._thread.host
+
+    def use(self, stream: WorkLine) -> contextlib.AbstractContextManager[None]:
+        """Run work that is issued within the block on ``stream``."""
+        return self._thread.on(stream)
+
+    def record(self, name: str, stream: WorkLine | None = None) -> Event:
+        """Mark what is queued on ``stream`` by now."""
+        stream = stream or self.current
+        stream.wait_for(self.host)
+        return Event(name, stream.snapshot(), self._time.arrival())
+
+    def is_passed(self, event: Event) -> bool:
+        """Ask, without waiting, whether the device has passed ``event``."""
+        self._time.go_on()
+        if self._time.now < event.passes_at:
+            return False
+        self.host.wait_until(event.clock)
+        return True
+
+    def synchronize(self, event: Event | None = None) -> None:
+        """Make the host wait for ``event``, or for all that its stream was given."""
+        where = caller()
+        name = self.current.name if event is None else event.name
+        self.stops.append(Stop(f"wait for {name}", where))
+        self.host.wait_until(self.current.snapshot() if event is None else event.clock)
+
+    # ----------------------------------------------------------------------- launches
+
+    def launch(
+        self,
+        what: str,
+        reads: Sequence[torch.Tensor] = (),
+        writes: Sequence[torch.Tensor] = (),
+        line: WorkLine | None = None,
+    ) -> tuple[Stamp, Place]:
+        """Queue work on ``line``, the current stream when None, behind what this thread knows."""
+        line = line or self.current
+        line.wait_for(self.host)
+        place = Place(what, line, caller())
+        stamp = line.advance()
+        for tensors, is_write in ((reads, False), (writes, True)):
+            for tensor in tensors:
+                for part in tensors_in(tensor):
+                    if not self.memory.is_known(part):
+                        self.memory.allocate(part.untyped_storage(), self.current, is_host=False)
+                    self.memory.access(part, line, stamp, place, writes=is_write)
+        self._time.go_on()
+        return stamp, place
+
+    def ran(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: object,
+    ) -> None:
+        """Take in a call of an operator, which has given ``result``."""
+        uses = uses_of(func, args, kwargs, result)
+        used = [*uses.reads, *uses.writes]
+        if not used and not uses.makes:
+            return
+        name = str(func)
+        where = {self.memory.is_host(tensor) for tensor in used}
+        makes_host = self._thread.makes_host
+        if makes_host is None:
+            makes_host = where == {True}
+        for tensor in uses.makes:
+            if not self.memory.is_known(tensor):
+                self.memory.allocate(tensor.untyped_storage(), self.current, is_host=makes_host)
+        if calls_a_group(func):
+            return
+        if uses.makes:
+            where.add(makes_host)
+        line = self.host if where == {True} else self.current
+        _, place = self.launch(name, uses.reads, [*uses.writes, *uses.makes], line)
+        if where == {True}:
+            return
+        is_copy = schema_of(func).name.split("::")[-1] in _COPIES
+        if len(where) == 2 and not is_copy and any(self._is_stray(tensor) for tensor in used):
+            self.faults.append(Fault("mixed devices", f"{place} has tensors of host and device"))
+        is_late = (
+            self._thread.is_late
+            or bool(kwargs.get("non_blocking"))
+            or any(a is True for a in args[2:3])
+        )
+        if uses.stops or (is_copy and len(where) == 2 and not (is_late and self._is_pinned(used))):
+            self.stop(place)
+
+    def stop(self, place: Place) -> None:
+        """Make the host wait for what it has just launched."""
+        self.stops.append(Stop(place.what, place.where))
+        self.host.wait_for(place.line)
+
+    def _is_stray(self, tensor: torch.Tensor) -> bool:
+        return tensor.dim() > 0 and self.memory.is_host(tensor)
+
+    def _is_pinned(self, tensors: Sequence[torch.Tensor]) -> bool:
+        return all(self.memory.is_pinned(tensor) for tensor in tensors)
+
+    # ------------------------------------------------------------- what tensors are asked
+
+    def making(
+        self, *, host: bool, is_late: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        """Put what operators make within the block on the host, or on the device."""
+        return self._thread.making(host, is_late)
+
+    def take_host(self, value: object, *, is_pinned: bool) -> None:
+        """Know tensors that were made for the host."""
+        for tensor in tensors_in(value):
+            if not self.memory.is_known(tensor):
+                storage = tensor.untyped_storage()
+                self.memory.allocate(storage, self.current, is_host=True)
+            if is_pinned:
+                self.memory.pin(tensor)
+
+    def moved(self, tensor: torch.Tensor, *, to_host: bool, is_late: bool) -> torch.Tensor:
+        """Copy ``tensor`` to the other memory; its gradient goes the other way."""
+        with self.making(host=to_host, is_late=is_late):
+            found = tensor.clone()
+        if found.requires_grad:
+            found.register_hook(partial(self.moved, to_host=not to_host, is_late=False))
+        return found
+
+    def forbid_stops(self) -> contextlib.AbstractContextManager[None]:
+        """Raise `SimulationError` at the end of the block where the host has waited in it."""
+        return self._without_stops()
+
+    @contextmanager
+    def _without_stops(self) -> Iterator[None]:
+        first = len(self.stops)
+        yield
+        if stops := self.stops[first:]:
+            raise SimulationError(f"{len(stops)} host stops: " + "; ".join(map(str, stops)))
+
+    def check(self) -> None:
+        """Raise `SimulationError` where there was a fault."""
+        if self.faults:
+            shown = "\n".join(map(str, self.faults[:20]))
+            raise SimulationError(f"{len(self.faults)} faults under the simulated device:\n{shown}")

@@ -1,0 +1,315 @@
+"""The places at which a simulated device sees a program, and stands for a part of torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+import meshwright
+from meshwright.comm.dtensors import shard_view
+from meshwright.comm.dtensors.shard_view import ShardView
+from meshwright.testing.simulated.device import DEVICE, HOST, SimulatedDevice
+from meshwright.testing.simulated.memory import caller
+from meshwright.testing.simulated.operators import is_uninitialized
+from meshwright.testing.simulated.streams import Event, WorkLine
+from meshwright.torch_internals.simulation import (
+    recomputing_on_any_device,
+    replaced,
+    running_backward_by,
+    without_functions,
+    wrapping_by,
+)
+from meshwright.torch_internals.tensors import (
+    FakeTensor,
+    OpOverload,
+    TorchDispatchMode,
+    function_modes,
+)
+
+Call = Callable[..., Any]
+"""A function of torch, or an operator."""
+_LIBRARY = f"{Path(meshwright.__file__).parent}/"
+_HARNESS = f"{_LIBRARY}testing/"
+_OF_THE_HOST = ("from_numpy", "frombuffer")
+"""Functions of torch whose tensors lie where their bytes are; modes are not told of them."""
+_MAKERS = frozenset(
+    {
+        *(torch.tensor, torch.as_tensor, torch.zeros, torch.ones, torch.empty, torch.full),
+        *(torch.arange, torch.linspace, torch.eye, torch.rand, torch.randn, torch.randint),
+        *(torch.randperm, torch.empty_strided, torch.scalar_tensor),
+    }
+)
+"""Functions that make tensors of the default device. In the library that is the host."""
+
+
+def _is_of_library(frame: FrameType | None) -> bool:
+    """Check that `torch.distributed` calls from ``frame``, or ours, its harness aside."""
+    if frame is not None and "/torch/nn/modules/" in frame.f_code.co_filename:
+        return False  # somebody moves a module
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if "/torch/distributed/" in name:
+            return True
+        if "/torch/" not in name:
+            return name.startswith(_LIBRARY) and not name.startswith(_HARNESS)
+        frame = frame.f_back
+    return False
+
+
+def inner_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Find the first of the tensors that ``tensor``, of a class of its own, is made of."""
+    wrapper: Any = tensor
+    names, _ = wrapper.__tensor_flatten__()
+    found: torch.Tensor = getattr(tensor, names[0])
+    return found
+
+
+def _is_plain(kind: type) -> bool:
+    """Check that tensors of ``kind`` have memory of their own."""
+    return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+class _Operators(TorchDispatchMode):
+    """Sees each operator that runs on plain tensors."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        if FakeTensor in types:
+            return func(*args, **(kwargs or {}))  # there is nothing behind it
+        if not all(map(_is_plain, types)):
+            return NotImplemented  # its own operators come here one by one
+        with without_functions():
+            result = func(*args, **(kwargs or {}))
+        self._device.ran(func, args, kwargs or {}, result)
+        return result
+
+
+class _Functions(TorchFunctionMode):
+    """Sees what is said of devices, before torch takes all that is here for one CPU."""
+
+    def __init__(self, device: SimulatedDevice, *, is_written_for_a_cpu: bool) -> None:
+        super().__init__()
+        self._device = device
+        self._is_written_for_a_cpu = is_written_for_a_cpu
+        self._handlers: dict[Any, Any] = {
+            torch.Tensor.device.__get__: self._where,
+            torch.Tensor.cpu: self._cpu,
+            torch.Tensor.to: self._to,
+            torch.Tensor.tolist: self._read,
+            torch.Tensor.numpy: self._read,
+            torch.Tensor.pin_memory: self._pin,
+            torch.Tensor.is_pinned: self._is_pinned,
+        }
+
+    def __torch_function__(
+        self,
+        func: Call,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        kwargs = dict(kwargs or {})
+        handler = self._handlers.get(func)
+        if handler is not None and (_is_plain(type(args[0])) or handler == self._where):
+            return handler(func, args, kwargs)
+        if isinstance(func, OpOverload):
+            return func(*args, **kwargs)  # its device is what torch takes for one CPU
+        asked = kwargs.get("device")
+        if asked is None and func in _MAKERS and _is_of_library(sys._getframe(1)):
+            asked = HOST
+        if asked is None or torch.device(asked).type != "cpu":
+            return func(*args, **kwargs)
+        is_host = torch.device(asked).index is None
+        if is_host and self._is_written_for_a_cpu:
+            is_host = _is_of_library(sys._getframe(1))
+        kwargs["device"] = HOST
+        with self._device.making(host=is_host):
+            result = func(*args, **kwargs)
+        if is_host:
+            # Some are filled by no operator.
+            self._device.take_host(result, is_pinned=bool(kwargs.get("pin_memory")))
+        return result
+
+    def _where(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+        """Name the device of a tensor."""
+        tensor = args[0]
+        found: torch.device = func(tensor)
+        if found.type != "cpu":
+            return found
+        if is_uninitialized(tensor):
+            return found
+        while not _is_plain(type(tensor)):
+            tensor = tensor.local if isinstance(tensor, ShardView) else inner_of(tensor)
+        return found if self._device.memory.is_host(tensor) else DEVICE
+
+    def _cpu(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        """Move a tensor to the host."""
+        tensor = args[0]
+        if self._device.memory.is_host(tensor) or tensor.device.type != "cpu":
+            return func(*args, **kwargs)
+        return self._device.moved(tensor, to_host=True, is_late=False)
+
+    def _to(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        """Move a tensor to the device, or to the host, and give it another dtype."""
+        tensor, *rest = args
+        given, named = list(rest), dict(kwargs)
+        if isinstance(named.get("other"), torch.Tensor):
+            given, other = [named.pop("other"), *given], None
+        if given and isinstance(given[0], torch.Tensor):
+            other = given.pop(0)
+            target = self._where(torch.Tensor.device.__get__, (other,), {})
+            given.insert(0, other.dtype)
+        elif given and isinstance(given[0], (str, torch.device)):
+            target = torch.device(given.pop(0))
+        elif named.get("device") is not None:
+            target = torch.device(named.pop("device"))
+        else:
+            return func(*args, **kwargs)
+        if target.type != "cpu" or tensor.device.type != "cpu":
+            return func(*args, **kwargs)
+        is_late = bool(named.pop("non_blocking", False)) or True in given[1:2]
+        is_host, to_host = self._device.memory.is_host(tensor), target.index is None
+        dtype = given[0] if given else named.get("dtype")
+        copies = bool(named.get("copy")) or True in given[2:3]
+        found = tensor if dtype is None or dtype is tensor.dtype else func(tensor, dtype)
+        if is_host != to_host:
+            return self._device.moved(found, to_host=to_host, is_late=is_late)
+        return found.clone() if copies and found is tensor else found
+
+    def _read(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        """Read a tensor on the host."""
+        device, tensor = self._device, args[0].detach()
+        if device.memory.is_host(tensor):
+            device.launch(func.__name__, [tensor], line=device.host)
+        elif tensor.device.type == "cpu":
+            _, place = device.launch(func.__name__, [tensor])
+            device.stop(place)
+        return func(*args, **kwargs)
+
+    def _pin(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        """Copy a tensor of the host to memory that the device reaches by itself."""
+        with self._device.making(host=True):
+            found = args[0].clone()
+        self._device.memory.pin(found)
+        return found
+
+    def _is_pinned(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        """Tell whether the device reaches a tensor of the host by itself."""
+        return self._device.memory.is_host(args[0]) and self._device.memory.is_pinned(args[0])
+
+
+@contextmanager
+def simulated(*, lag: int = 8, is_written_for_a_cpu: bool = False) -> Iterator[SimulatedDevice]:
+    """Run the block on a simulated device. Raises `SimulationError` at its end, after a fault.
+
+    ``lag`` is the number of things that the host does until the device has done what is queued.
+    Where the block ``is_written_for_a_cpu``, what it makes on ``"cpu"`` is the device's, too.
+    """
+    device = SimulatedDevice(lag=lag)
+    functions = _Functions(device, is_written_for_a_cpu=is_written_for_a_cpu)
+    with ExitStack() as stack:
+        for seen in (_seen_storages(device), _seen_events(device), _seen_backward(functions)):
+            stack.enter_context(seen)
+        stack.enter_context(functions)
+        stack.enter_context(_Operators(device))
+        yield device
+    device.check()
+
+
+@contextmanager
+def _seen_backward(functions: _Functions) -> Iterator[None]:
+    """See what hooks call in a backward pass: a mode that has handled a call is not told more."""
+
+    def seen(run: Callable[..., object], *args: object, **kwargs: object) -> object:
+        if functions in function_modes():
+            return run(*args, **kwargs)
+        with functions:
+            return run(*args, **kwargs)
+
+    with running_backward_by(seen), recomputing_on_any_device():
+        yield
+
+
+@contextmanager
+def _seen_storages(device: SimulatedDevice) -> Iterator[None]:
+    """See what no mode is told of: memory that comes and goes, and tensors of bytes."""
+
+    def resized(
+        resize: Callable[..., object], storage: torch.UntypedStorage, nbytes: int
+    ) -> object:
+        before = storage.nbytes()
+        if nbytes < before:
+            device.memory.free(storage, caller())
+        result = resize(storage, nbytes)
+        if nbytes != before:
+            device.memory.restore(storage, nbytes, device.current)
+        return result
+
+    def made(maker: Callable[..., torch.Tensor], *args: object, **kwargs: object) -> torch.Tensor:
+        found = maker(*args, **kwargs)
+        device.take_host(found, is_pinned=False)
+        return found
+
+    def wrapper(wrap: Callable[..., torch.Tensor], *args: object, **kwargs: Any) -> torch.Tensor:
+        asked = kwargs.pop("device", None)
+        is_ours = asked is not None and torch.device(asked) == DEVICE
+        return wrap(*args, device=HOST if is_ours else asked, **kwargs)
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(torch.UntypedStorage, "resize_", resized))
+        stack.enter_context(wrapping_by(wrapper))
+        stack.enter_context(replaced(shard_view, "make_wrapper_subclass", wrapper))
+        for name in _OF_THE_HOST:
+            stack.enter_context(replaced(torch, name, made))
+        yield
+
+
+@contextmanager
+def _seen_events(device: SimulatedDevice) -> Iterator[None]:
+    """Give a program that asks for events and streams of its device these of ``device``."""
+
+    def event(_: object) -> _MarkedPoint:
+        return _MarkedPoint(device)
+
+    def stream(_: object, __: object = None) -> WorkLine:
+        return device.current
+
+    with replaced(torch.cpu, "Event", event), replaced(torch.cpu, "current_stream", stream):
+        yield
+
+
+class _MarkedPoint:
+    """The event of a program, as `torch.cpu.Event` is one."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self._device = device
+        self._event: Event | None = None
+
+    def record(self, stream: WorkLine) -> None:
+        """Mark what ``stream`` was given by now."""
+        self._event = self._device.record("an event", stream)
+
+    def query(self) -> bool:
+        """Ask, without waiting, whether the device has passed it."""
+        return self._event is None or self._device.is_passed(self._event)
+
+    def synchronize(self) -> None:
+        """Make the host wait until the device has passed it."""
+        if self._event is not None:
+            self._device.synchronize(self._event)

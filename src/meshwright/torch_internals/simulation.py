@@ -1,0 +1,86 @@
+"""The seams of torch at which a simulated device stands: backward passes, memory, wrappers.
+
+Each is a block in which a function of ours is called in the place of torch's, which it is given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from meshwright.torch_internals.required import required
+
+__all__ = [
+    "parts_of_sparse",
+    "recomputing_on_any_device",
+    "replaced",
+    "running_backward_by",
+    "without_functions",
+    "without_modes",
+    "wrapping_by",
+]
+
+Call = Callable[..., Any]
+without_modes = required(
+    "torch.utils._python_dispatch._disable_current_modes", "moves data unseen by dispatch modes"
+)
+"""A block without dispatch modes."""
+without_functions = required("torch._C.DisableTorchFunction", "runs operators unseen")
+"""A block in which neither function modes nor ``__torch_function__`` are asked."""
+required("torch.autograd._engine_run_backward", "sees backward passes of a simulated device")
+required("torch.Tensor._make_wrapper_subclass", "makes wrappers on a simulated device")
+_CHECKS = required(
+    "torch.utils.checkpoint._allowed_determinism_checks_to_fns",
+    "lets layers be computed again on a simulated device",
+)
+
+
+@contextlib.contextmanager
+def replaced(owner: object, name: str, function: Call, kind: Call | None = None) -> Iterator[None]:
+    """Call ``function`` in the place of what ``owner`` has as ``name``, with that first.
+
+    ``kind`` is `staticmethod` where it is one of a class.
+    """
+    original = getattr(owner, name)
+
+    def stand_in(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the original
+        return function(original, *args, **kwargs)
+
+    setattr(owner, name, kind(stand_in) if kind else stand_in)
+    try:
+        yield
+    finally:
+        setattr(owner, name, kind(original) if kind else original)
+
+
+def running_backward_by(run: Call) -> contextlib.AbstractContextManager[None]:
+    """Have ``run`` run backward passes: it is given torch's engine, and its arguments."""
+    return replaced(torch.autograd, "_engine_run_backward", run)
+
+
+def wrapping_by(make: Call) -> contextlib.AbstractContextManager[None]:
+    """Have ``make`` make tensors without memory: it gets torch's function, and its arguments."""
+    return replaced(torch.Tensor, "_make_wrapper_subclass", make, staticmethod)
+
+
+@contextlib.contextmanager
+def recomputing_on_any_device() -> Iterator[None]:
+    """Keep `torch.utils.checkpoint` from comparing devices, which not every hook sees."""
+    look = _CHECKS["default"]
+
+    def looked(tensor: torch.Tensor) -> dict[str, Any]:
+        return {name: value for name, value in look(tensor).items() if name != "device"}
+
+    _CHECKS["default"] = looked
+    try:
+        yield
+    finally:
+        _CHECKS["default"] = look
+
+
+def parts_of_sparse(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """List indices and values of a sparse tensor, in the order in which they lie there."""
+    return tensor._indices(), tensor._values()
