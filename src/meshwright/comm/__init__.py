@@ -21,8 +21,8 @@ from __future__ import annotations
 from meshwright.comm.c10d.lookup import Transfer
 from meshwright.comm.collectives import Communicator
 from meshwright.comm.dtensors.gather_dtensor import held_boxes
-from meshwright.comm.failures.late import LateNumbers, settle
 from meshwright.comm.groups.registry import hears_actions, observe, phase, tell_ran
+from meshwright.comm.observing.late import LateNumbers, settle
 from meshwright.comm.observing.observers import Observer, Recorder, Timer, gather_timeline
 from meshwright.comm.pending import Pending, start_together
 from meshwright.comm.process_groups import (

@@ -29,11 +29,11 @@ from meshwright.comm.collectives import Communicator
 from meshwright.comm.failures import membership
 from meshwright.comm.failures.board import STORE
 from meshwright.comm.failures.failure import FailureMonitor
-from meshwright.comm.failures.late import settle
 from meshwright.comm.failures.waiting import explain
 from meshwright.comm.failures.whereabouts import one_line
 from meshwright.comm.groups import device_choice, rendezvous
 from meshwright.comm.groups.registry import PROCESS
+from meshwright.comm.observing.late import settle
 from meshwright.comm.streams import is_host
 from meshwright.errors import CommunicationError, LayoutError, RankFailedError
 from meshwright.torch_internals.distributed import (

@@ -15,7 +15,6 @@ Bottom-up:
     stuck_calls  calls of c10d that a thread does not come out of
     watching     the thread that watches this process and its neighbours
     membership   the time of a rank in a run, from its first word to its last
-    late         numbers of a device, looked at when the device has come to them
     events       comparisons of what ranks are about to do
 """
 

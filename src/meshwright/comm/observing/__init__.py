@@ -1,9 +1,10 @@
-"""Observation of collectives, for programs, profilers and people.
+"""Observation of collectives and of numbers on a device, for programs, profilers and people.
 
 Bottom-up:
 
     observers  the protocol, a recorder, and a timer
     shown      collectives as torch's profiler and ``CommDebugMode`` see them
+    late       numbers of a device, looked at when the device has come to them
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ from meshwright.comm import Communicator, Pending
 from meshwright.comm.failures.attendance import Answers
 from meshwright.comm.failures.events import Coming, register, wait_for_all
 from meshwright.comm.failures.failure import FailureMonitor
-from meshwright.comm.failures.late import note
 from meshwright.comm.groups.registry import PROCESS
+from meshwright.comm.observing.late import note
 from meshwright.data_parallel.checks.order_record import (
     ACCUMULATES,
     END,
