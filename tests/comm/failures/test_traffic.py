@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 
-from meshwright.comm.groups import rendezvous
 from meshwright.testing.control_plane import SimulatedRank, Used, simulate
 
 FEW, MANY = 512, 4096
@@ -20,7 +19,7 @@ def spread(rank: int, seconds: float) -> float:
 
 def sign_in(me: SimulatedRank) -> Used:
     me.clock.sleep(spread(me.rank, 1.0))
-    entry = rendezvous.sign_in(me.monitor, None)[me.rank]
+    entry = me.sign_in()[me.rank]
     assert entry["host"] and len(me.monitor.ranks.roll.processes) == 8
     return me.used
 

@@ -30,7 +30,7 @@ def body() -> None:
                 pendings += lanes.send(sent[:1], target, "one")
                 several = lanes.send(sent, target, "several")
                 pendings += several
-                assert [pending.label for pending in several] == ["several"] * 3
+                assert [pending.issued.label for pending in several] == ["several"] * 3
                 works = [pending.works for pending in several]
                 is_one = len({id(work) for each in works for work in each}) == 1
                 assert is_one != world.is_on_host

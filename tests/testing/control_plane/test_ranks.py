@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from meshwright.comm.failures.clock import Arrival
-from meshwright.comm.groups import rendezvous
 from meshwright.testing.control_plane import SimulatedRank, Used, simulate
 from meshwright.testing.control_plane.store import CountingStore, Server
 
@@ -53,7 +52,7 @@ def test_the_ranks_of_a_run_meet_and_an_error_of_one_is_its_outcome() -> None:
         if me.rank == 3:
             raise ValueError("no such token")
         me.clock.sleep(0.1 * me.rank)
-        return len(rendezvous.sign_in(me.monitor, 60.0 if me.rank else 30.0))
+        return len(me.sign_in(60.0 if me.rank else 30.0))
 
     outcomes = simulate(4, body)
     assert [type(outcome) for outcome in outcomes].count(ValueError) == 1
@@ -62,7 +61,7 @@ def test_the_ranks_of_a_run_meet_and_an_error_of_one_is_its_outcome() -> None:
 
 def test_board_looks_take_their_time() -> None:
     def body(me: SimulatedRank) -> int:
-        rendezvous.sign_in(me.monitor, None)
+        me.sign_in()
         me.clock.sleep(1.0)
         before = me.used
         me.clock.sleep(10.0)

@@ -5,8 +5,8 @@ Nobody waits on the way, and each rank then waits for one key and reads it::
 
     rank 0 ─┐
     rank 1 ─┼─> 0/0 ──merged──┐                     a key holds one line for each of its FAN
-     ...   ─┘   0/1 ──merged──┼─> 1/0 ──> ... all   children; equal words of many ranks are one
-    rank W ───> ...           ┘
+     ...   ─┘   0/1 ──merged──┼─> 1/0 ──> ... all   children: a table with a column for each field,
+    rank W ───> ...           ┘                     which packs well, as neighbours say the same
 
 Processes matter to the ranks of their own host alone, which have a list of theirs.
 """
@@ -31,11 +31,14 @@ FAN = 16
 _LONGEST = 1 << 26
 """Bytes that a line may have when it is unpacked: it may be a stranger's."""
 
+_MOST = 1 << 20
+"""Ranks of a table, for the same reason."""
+
 Entry = Mapping[str, Any]
 """The words of a rank about itself."""
 
-_Words = dict[str, list[int]]
-"""Ranks by what they say, as JSON."""
+_Words = dict[int, tuple[bool, Entry]]
+"""By rank, whether it hosts the store, and what it says."""
 
 
 class Roll:
@@ -64,8 +67,8 @@ class Roll:
         self._board.append(
             self._at_host(), f"{self._rank} {process.pid} {process.started} {is_hosting:d}\n"
         )
-        words = json.dumps({"hosts": is_hosting, "more": dict(entry)}, sort_keys=True)
-        level, index, count, text = 0, self._rank, self._world_size, _packed({words: [self._rank]})
+        text = _packed({self._rank: (is_hosting, entry)})
+        level, index, count = 0, self._rank, self._world_size
         while count > 1 or not level:
             key, children = self._key(level, index // FAN), min(FAN, count - index // FAN * FAN)
             self._board.append(key, f"{text}\n")
@@ -99,7 +102,7 @@ class Roll:
         lines: list[str] = []
         for group in range(-(-self._world_size // FAN)):
             lines.extend((self._board.get(self._key(0, group)) or "").splitlines())
-        come = {rank for ranks in _merged(lines).values() for rank in ranks}
+        come = _merged(lines).keys()
         return [rank for rank in range(self._world_size) if rank not in come]
 
     # ---------------------------------------------------------------- private
@@ -135,52 +138,55 @@ class Roll:
 @functools.lru_cache(maxsize=1)  # simulated ranks, thousands in a process, read the same
 def _told(text: str) -> tuple[tuple[Entry, ...], int | None]:
     """Read the words of all ranks, as far as they are there from the first on, and who hosts."""
-    entries: dict[int, Entry] = {}
-    host = None
-    for words, ranks in _merged([text]).items():
-        entry = json.loads(words)
-        entries.update(dict.fromkeys(ranks, entry["more"]))
-        if entry["hosts"]:
-            host = ranks[0]
-    return tuple(entries[rank] for rank in range(len(entries)) if rank in entries), host
+    words = _unpacked(text)
+    host = next((rank for rank, (is_hosting, _) in words.items() if is_hosting), None)
+    return tuple(words[rank][1] for rank in range(len(words)) if rank in words), host
 
 
 def _packed(words: _Words) -> str:
-    """Pack ``words`` into one line; ranks as pairs of a first and a last one."""
-    rows = [[text, _pairs(ranks)] for text, ranks in sorted(words.items())]
-    return base64.b85encode(zlib.compress(json.dumps(rows).encode(), 9)).decode()
+    """Pack ``words`` into one line: a table for the ranks that have the same fields."""
+    by_fields: dict[tuple[str, ...], list[int]] = {}
+    for rank in sorted(words):
+        by_fields.setdefault(tuple(sorted(words[rank][1])), []).append(rank)
+    tables = [
+        [
+            _pairs(ranks),
+            [rank for rank in ranks if words[rank][0]],
+            {name: [words[rank][1][name] for rank in ranks] for name in fields},
+        ]
+        for fields, ranks in by_fields.items()
+    ]
+    return base64.b85encode(zlib.compress(json.dumps(tables).encode(), 9)).decode()
 
 
 def _merged(lines: Iterable[str]) -> _Words:
-    """Unpack ``lines``, and put together who says the same. What is no such line is left out."""
-    found: dict[str, set[int]] = {}
+    """Unpack ``lines``, and put them together. What is no such line is left out."""
+    found: _Words = {}
     for line in lines:
-        for text, ranks in _unpacked(line).items():
-            found.setdefault(text, set()).update(ranks)
-    return {text: sorted(ranks) for text, ranks in found.items()}
+        found.update(_unpacked(line))
+    return found
 
 
 def _unpacked(line: str) -> _Words:
     try:
         data = zlib.decompressobj().decompress(base64.b85decode(line), _LONGEST)
-        rows = json.loads(data)
         words: _Words = {}
-        for text, (*pairs,) in rows:
-            entry = json.loads(text)
-            if not isinstance(entry["hosts"], bool) or not isinstance(entry["more"], dict):
+        for (*pairs,), (*hosting,), columns in json.loads(data):
+            runs = [range(a, b + 1) for a, b in zip(pairs[::2], pairs[1::2], strict=True)]
+            if sum(map(len, runs)) > _MOST:
                 return {}
-            firsts, lasts = pairs[::2], pairs[1::2]
-            words[text] = [
-                rank
-                for first, last in zip(firsts, lasts, strict=True)
-                for rank in range(first, last + 1)
-            ]
-    except (ValueError, TypeError, KeyError, RecursionError, zlib.error):
+            ranks = [rank for run in runs for rank in run]
+            fields, values = list(columns), list(columns.values())
+            rows = zip(*values, strict=True) if fields else ((),) * len(ranks)
+            for rank, row in zip(ranks, rows, strict=True):
+                words[rank] = rank in hosting, dict(zip(fields, row, strict=True))
+    except (ValueError, TypeError, AttributeError, RecursionError, zlib.error):
         return {}
     return words
 
 
 def _pairs(ranks: Iterable[int]) -> list[int]:
+    """List the first and the last of each run of ``ranks``."""
     pairs: list[int] = []
     for rank in ranks:
         if pairs and pairs[-1] == rank - 1:

@@ -19,6 +19,7 @@ has, or the only one that its launcher shows it.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import socket
@@ -68,14 +69,19 @@ def own_entry(asked: str | None, *, chosen: int | None = None) -> dict[str, Any]
     devices = _visible(is_named=asked not in ON_CPUS)
     if chosen is None and devices and torch.cuda.is_initialized():
         chosen = torch.cuda.current_device() or None
-    local = os.environ.get("LOCAL_RANK", "")
+    text = os.environ.get("LOCAL_RANK", "")
+    local = int(text) if text else None
+    if devices and (chosen is not None or local is not None):
+        # Every rank reads the words of all: no more is said than the choice will ask for.
+        own = _own(chosen, local, len(devices))
+        devices = [name if index == own else "" for index, name in enumerate(devices)]
     return {
         "host": socket.gethostname(),
-        "place": "" if unsupported else shared_memory.host_identity(),
+        "place": "" if unsupported else _digest(shared_memory.host_identity()),
         "unsupported": unsupported,
         "asked": asked or "",
         "variable": os.environ.get(VARIABLE, ""),
-        "local": int(local) if local else None,
+        "local": local,
         "devices": devices,
         "chosen": chosen,
         "nccl": dist.is_nccl_available(),
@@ -83,14 +89,21 @@ def own_entry(asked: str | None, *, chosen: int | None = None) -> dict[str, Any]
 
 
 def _visible(*, is_named: bool) -> list[str]:
-    """List the unique ids of the GPUs that this process sees; empty texts unless ``is_named``.
+    """List digests of the GPUs' unique ids, short as every rank reads those of all.
 
-    To count them does not begin the driver, which ranks of CPUs that are forked have no use for.
+    Empty texts unless ``is_named``: to count them does not begin the driver, which ranks of CPUs
+    that are forked have no use for.
     """
     if not is_named:
         return [""] * torch.cuda.device_count()
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
+    ids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
+    return list(map(_digest, ids))
+
+
+def _digest(text: str) -> str:
+    """Stand for ``text`` among those of some thousand ranks."""
+    return hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
 
 
 def choose(roll: Roll) -> Choice:
@@ -203,11 +216,13 @@ def _devices(roll: Roll) -> tuple[int | None, ...]:
         local, count = entry["local"], len(entry["devices"])
         if local is None:
             local = hosts[:rank].count(hosts[rank])
-        if count and entry["chosen"] is not None:
-            found.append(entry["chosen"])
-        else:
-            found.append(local % count if count else None)
+        found.append(_own(entry["chosen"], local, count) if count else None)
     return tuple(found)
+
+
+def _own(chosen: int | None, local: int | None, count: int) -> int:
+    """Find the GPU of a rank among the ``count`` that it sees."""
+    return (local or 0) % count if chosen is None else chosen
 
 
 def _shared(roll: Roll, devices: Sequence[int | None]) -> str:

@@ -10,12 +10,15 @@ A rank has a `FailureMonitor` of its own. The looks of its board come when they 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from meshwright.comm.failures.failure import FailureMonitor
 from meshwright.comm.failures.processes import Process
+from meshwright.comm.failures.roll import Entry
+from meshwright.comm.groups import device_choice, rendezvous
 from meshwright.testing.control_plane.store import CountingStore, Server
 from meshwright.testing.control_plane.time import SimulatedClock
 
@@ -44,6 +47,7 @@ class SimulatedRank:
     ) -> None:
         self.store = CountingStore(server)
         self.clock = clock
+        self._per_host = per_host
         self.host = f"node-{rank // per_host:04d}"
         self.rank = rank
         self.monitor = FailureMonitor(
@@ -59,11 +63,28 @@ class SimulatedRank:
             ),
         )
 
+    def sign_in(self, timeout: float | None = None) -> Sequence[Entry]:
+        """Come to the roll of the run, with the words of a rank that sees the GPUs of its host."""
+        local = self.rank % self._per_host
+        devices = [""] * self._per_host
+        devices[local] = _digest(f"GPU {self.rank}")
+        entry = device_choice.own_entry("gloo") | {
+            "host": self.host,
+            "place": _digest(self.host),
+            "local": local,
+            "devices": devices,
+        }
+        return rendezvous.sign_in(self.monitor, entry, timeout)
+
     @property
     def used(self) -> Used:
         """The requests so far."""
         count = self.store.operations.total()
         return Used(operations=count, bytes_read=self.store.bytes_read)
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
 
 
 def simulate(
