@@ -49,7 +49,7 @@ class Communicator:
     """
 
     _is_labelled = False
-    """True where the group's backend compares the labels of all ranks before data moves."""
+    """True where the group's backend is told labels, for errors, or to compare them."""
     _is_functional = False
     """True while `functional` is entered."""
     _first_tag = 0
@@ -75,7 +75,7 @@ class Communicator:
         self.name: str = group.group_name
         """The name by which c10d and traced graphs know the group."""
         self.clock = Clock(device)
-        self._is_labelled = isinstance(group, shared_memory.SharedMemoryGroup)
+        self._is_labelled = isinstance(group, PythonGroup)
         self._begin()
 
     def _begin(self) -> None:
