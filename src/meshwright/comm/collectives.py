@@ -26,6 +26,7 @@ from meshwright.comm.c10d import gloo, lookup, shares
 from meshwright.comm.c10d.lookup import Transfer
 from meshwright.comm.c10d.shares import works_of
 from meshwright.comm.failures.operations import REMEMBERED, Issued
+from meshwright.comm.groups.python_group import PythonGroup
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.comm.observing import shown
 from meshwright.comm.observing.shown import in_ranges
@@ -50,7 +51,7 @@ class Communicator:
     """
 
     is_labelled = False
-    """True where the group's backend compares the labels of all ranks before data moves."""
+    """True where the group's backend is told labels, for errors, or to compare them."""
     _is_functional = False
     """True while `functional` is entered."""
     _first_tag = 0
@@ -76,7 +77,7 @@ class Communicator:
         self.name: str = group.group_name
         """The name by which c10d and traced graphs know the group."""
         self.clock = Clock(device)
-        self.is_labelled = isinstance(group, shared_memory.SharedMemoryGroup)
+        self.is_labelled = isinstance(group, PythonGroup)
         self._begin()
 
     def _begin(self) -> None:

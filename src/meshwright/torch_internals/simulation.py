@@ -6,7 +6,7 @@ Each is a block in which a function of ours is called in the place of torch's, w
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ import torch
 from meshwright.torch_internals.required import required
 
 __all__ = [
+    "having_modes",
+    "operator_modes",
     "parts_of_sparse",
     "recomputing_on_any_device",
     "replaced",
@@ -30,6 +32,14 @@ without_modes = required(
 """A block without dispatch modes."""
 without_functions = required("torch._C.DisableTorchFunction", "runs operators unseen")
 """A block in which neither function modes nor ``__torch_function__`` are asked."""
+operator_modes = required(
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack", "sees dispatch modes"
+)
+"""Lists the dispatch modes of this thread, the outermost first."""
+_push_operators = required("torch.utils._python_dispatch._push_mode", "gives modes to a thread")
+_pop_operators = required("torch.utils._python_dispatch._pop_mode", "takes modes from a thread")
+_push_functions = required("torch._C._push_on_torch_function_stack", "gives modes to a thread")
+_pop_functions = required("torch._C._pop_torch_function_stack", "takes modes from a thread")
 required("torch.autograd._engine_run_backward", "sees backward passes of a simulated device")
 required("torch.Tensor._make_wrapper_subclass", "makes wrappers on a simulated device")
 _CHECKS = required(
@@ -59,6 +69,22 @@ def replaced(owner: object, name: str, function: Call, kind: Call | None = None)
 def running_backward_by(run: Call) -> contextlib.AbstractContextManager[None]:
     """Have ``run`` run backward passes: it is given torch's engine, and its arguments."""
     return replaced(torch.autograd, "_engine_run_backward", run)
+
+
+@contextlib.contextmanager
+def having_modes(operators: Sequence[object], functions: Sequence[object]) -> Iterator[None]:
+    """Have modes in this thread that were entered in another, which has them still."""
+    for mode in operators:
+        _push_operators(mode)
+    for mode in functions:
+        _push_functions(mode)
+    try:
+        yield
+    finally:
+        for _ in functions:
+            _pop_functions()
+        for _ in operators:
+            _pop_operators()
 
 
 def wrapping_by(make: Call) -> contextlib.AbstractContextManager[None]:

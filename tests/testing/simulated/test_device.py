@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -213,3 +216,35 @@ def test_extents_overlap_where_a_byte_is_in_both(data: st.DataObject) -> None:
     assert Extent.of(one).overlaps(Extent.of(other)) == bool((marked[0] & marked[1]).any())
     if Extent.of(one).covers(Extent.of(other)):
         assert bool((marked[0] | ~marked[1]).all())
+
+
+def test_a_backward_runs_in_a_second_thread_on_the_stream_that_is_current() -> None:
+    threads, lines = [], []
+
+    class Hooked(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            threads.append(threading.current_thread())
+            lines.append((device.current, device.host))
+            return gradient * 2
+
+    with simulated() as device:
+        x, side = torch.ones(4, requires_grad=True), WorkLine("side")
+        side.wait_for(device.current)
+        with device.use(side):
+            Hooked.apply(x).sum().backward()
+        device.current.wait_for(side)
+        assert x.grad is not None
+        assert x.grad.tolist() == [2.0] * 4
+        (thread,), ((line, host),) = threads, lines
+        assert thread is not threading.current_thread()
+        assert line is side
+        assert host is not device.host
+        x.register_hook(lambda _: 1 / 0)
+        loss = (x * 2).sum()
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()

@@ -7,6 +7,7 @@ tensor follows from the memory that it lies in.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,10 +18,17 @@ import torch.distributed as dist
 from meshwright import comm
 from meshwright.comm.groups.python_group import CpuTransport, GroupOptions, PythonGroup
 from meshwright.testing.pool import SIMULATED as BACKEND
-from meshwright.testing.simulated.device import DEVICE, SimulatedDevice
+from meshwright.testing.simulated import transport
+from meshwright.testing.simulated.device import DEVICE, SimulatedDevice, SimulationError
+from meshwright.testing.simulated.memory import caller
 from meshwright.testing.simulated.seen import simulated
 from meshwright.testing.simulated.transport import CommunicationStream, Gloo, Message
-from meshwright.torch_internals.distributed import Work, known_backends, living_groups
+from meshwright.torch_internals.distributed import (
+    Work,
+    default_group,
+    known_backends,
+    living_groups,
+)
 from meshwright.torch_internals.simulation import without_modes
 from meshwright.torch_internals.tensors import storage_id
 
@@ -31,11 +39,21 @@ Handle = Any
 """A handle of c10d's, or one of ours that can be waited for."""
 
 
-class _Batch(threading.local):
-    """The transfers of this thread that are to run at once."""
+class _Issuing(threading.local):
+    """The notes of one thread on what it issues on a group."""
 
+    label = ""
     messages: list[Message] | None = None
+    """Transfers that are to run at once."""
     collectives: list[Work] | None = None
+
+    def label_next(self, label: str) -> None:
+        """Give the next operation ``label``; "" takes it back."""
+        self.label = label
+
+    def named(self, what: str) -> str:
+        """Put the label behind ``what`` is issued."""
+        return f"{what} ({self.label})" if self.label else what
 
     def begin(self) -> None:
         """Keep what comes next."""
@@ -51,9 +69,22 @@ class _Batch(threading.local):
 
 
 class _Transport(CpuTransport):
-    """The part of c10d's ``Backend`` that is asked for by name."""
+    """The part of c10d's ``Backend`` that is asked for by name.
+
+    c10d makes groups of a world that is bound to a device by a split of its communicator, as NCCL's
+    are: those who are in the group and those who are not have to enter it.
+    """
 
     supports_coalescing = True
+    supports_splitting = True
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Make a group that this rank is in."""
+        enter_split()
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Take part where others make a group that this rank is not in."""
+        enter_split()
 
     @property
     def __class__(self) -> type:
@@ -75,7 +106,13 @@ class SimulatedGroup(PythonGroup):
         self._device = device
         self._host, moved = halves
         self._stream = CommunicationStream(device, moved, str(options.group_id))
-        self._batch = _Batch()
+        self._store, self._splits = options.store, 0
+        self._issuing = _Issuing()
+        self.label_next: Callable[[str], None] = self._issuing.label_next
+        """Gives the next operation that this thread issues a label, for faults."""
+
+    def forgo_labels(self) -> None:
+        """Compare no labels, which it never does."""
 
     def _run(
         self,
@@ -94,10 +131,10 @@ class SimulatedGroup(PythonGroup):
                 return call(self._host)
         if any(map(self._device.memory.is_host, tensors)):
             raise ValueError(f"{kind} of group {self.group_name!r} has tensors of host and device")
-        text = f"{kind} of group {self.group_name}"
+        text = f"{self._issuing.named(kind)} of group {self.group_name}"
         work = self._stream.issue(text, lambda gloo: call(gloo).wait(), reads, writes)
-        if self._batch.collectives is not None:
-            self._batch.collectives.append(work)
+        if self._issuing.collectives is not None:
+            self._issuing.collectives.append(work)
         return work
 
     # ---------------------------------------------------------------------- collectives
@@ -239,25 +276,24 @@ class SimulatedGroup(PythonGroup):
         if self._device.memory.is_host(tensor):
             post = self._host.send if is_send else self._host.recv
             return post([tensor], peer, tag)
-        message = Message(is_send, tensor, peer)
-        if self._batch.messages is not None:
-            self._batch.messages.append(message)
+        message = Message(is_send, tensor, peer, tag, self._issuing.label, caller())
+        if self._issuing.messages is not None:
+            self._issuing.messages.append(message)
             return None
         return self._issue([message])
 
     def _issue(self, messages: Sequence[Message]) -> Work:
-        words = [f"{'send to' if m.is_send else 'recv from'} rank {m.peer}" for m in messages]
         reads = [message.tensor for message in messages if message.is_send]
         writes = [message.tensor for message in messages if not message.is_send]
         run = self._stream.queue.transfers(messages)
-        text = f"{' and '.join(words)} of group {self.group_name}"
+        text = f"{' and '.join(map(str, messages))} of group {self.group_name}"
         return self._stream.issue(text, run, reads, writes)
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._batch.begin()
+        self._issuing.begin()
 
     def _end_coalescing(self, device: torch.device) -> Work:
-        messages, works = self._batch.end()
+        messages, works = self._issuing.end()
         return self._issue(messages) if messages else works[-1]
 
     # -------------------------------------------------------------------- what c10d asks
@@ -271,6 +307,24 @@ class SimulatedGroup(PythonGroup):
     def host_backend(self) -> str:
         """The backend of the host's half."""
         return "gloo"
+
+    def bind(self) -> None:
+        """Be bound to a device: c10d takes none that is no accelerator, and asks for no more."""
+        self.bound_device_id = torch.device("cuda", 0)
+
+    def split(self) -> None:
+        """Wait until all ranks have come to split this communicator. Raises `SimulationError`."""
+        self._splits += 1
+        keys = [f"split {self._splits} of rank {rank}" for rank in range(self.size())]
+        self._store.set(keys[self.rank()], "")
+        until = time.monotonic() + transport.PATIENCE
+        while missing := [rank for rank, key in enumerate(keys) if not self._store.check([key])]:
+            if time.monotonic() > until:
+                raise SimulationError(
+                    f"deadlock: group {self.group_name} is bound to a device and is split for a "
+                    f"group, at {caller()}, which its ranks {missing} do not enter"
+                )
+            time.sleep(0.005)
 
     def shutdown(self) -> None:
         """Leave the group."""
@@ -336,6 +390,11 @@ def _lies_in(part: torch.Tensor, whole: torch.Tensor) -> bool:
     return storage_id(part.untyped_storage()) == storage_id(whole.untyped_storage())
 
 
+def enter_split() -> None:
+    """Enter a split of the communicator of all ranks."""
+    default_group().split()
+
+
 def register(device: SimulatedDevice) -> None:
     """Make the backend known to `torch.distributed`, for groups on ``device``."""
 
@@ -357,6 +416,7 @@ def connected_device() -> Iterator[None]:
     with simulated(is_written_for_a_cpu=True) as device:
         register(device)
         comm.connect(BACKEND)
+        default_group().bind()
         yield
         comm.disconnect()
 

@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from meshwright.testing.simulated.memory import Fault, Memory, Place, caller
-from meshwright.testing.simulated.operators import calls_a_group, tensors_in, uses_of
+from meshwright.testing.simulated.operators import calls_a_group, lacks_memory, tensors_in, uses_of
 from meshwright.testing.simulated.streams import DeviceTime, Event, Stamp, WorkLine
 from meshwright.torch_internals.tensors import OpOverload, schema_of
 
+T = TypeVar("T")
 HOST = torch.device("cpu")
 DEVICE = torch.device("cpu", 0)
 """The device as tensors name it."""
@@ -53,8 +54,15 @@ class _Thread(threading.local):
         self.stream: WorkLine | None = None
         self.makes_host: bool | None = None
         """Where the results of operators lie, if it was said."""
+        self.is_second = False
+        """True in a thread of a backward pass."""
         self.is_late = False
         """True where a copy between host and device need not have ended when the call has."""
+
+    def follow(self, host: WorkLine, stream: WorkLine | None) -> None:
+        """Go on where another thread of the host waits for this one."""
+        self.stream, self.is_second = stream, True
+        self.host.wait_for(host)
 
     @contextmanager
     def on(self, stream: WorkLine) -> Iterator[None]:
@@ -104,6 +112,34 @@ class SimulatedDevice:
         """Run work that is issued within the block on ``stream``."""
         return self._thread.on(stream)
 
+    def in_second_thread(self, call: Callable[[], T]) -> T:
+        """Run ``call`` in another thread of the host, while this one waits for it.
+
+        It runs on the current stream, or in this thread where that is one already.
+        """
+        first = self._thread
+        if first.is_second:
+            return call()
+        host, stream = first.host, first.stream
+        found: list[T] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            mine = self._thread
+            mine.follow(host, stream)
+            try:
+                found.append(call())
+            except BaseException as error:
+                errors.append(error)
+            host.wait_for(mine.host)
+
+        thread = threading.Thread(target=run, name="backward", daemon=True)
+        thread.start()
+        thread.join()
+        if errors:
+            raise errors.pop()
+        return found.pop()
+
     def record(self, name: str, stream: WorkLine | None = None) -> Event:
         """Mark what is queued on ``stream`` by now."""
         stream = stream or self.current
@@ -147,6 +183,24 @@ class SimulatedDevice:
                     self.memory.access(part, line, stamp, place, writes=is_write)
         self._time.go_on()
         return stamp, place
+
+    def begins(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        is_view: bool = False,
+    ) -> None:
+        """Raise `SimulationError` for the use of memory that is gone: it would end the process.
+
+        Some views of such memory are right, of others torch raises itself.
+        """
+        if lacks_memory(func, args, kwargs, is_view=is_view):
+            place = Place(str(func), self.current, caller())
+            fault = Fault("no memory", f"{place} uses memory that was given back")
+            self.faults.append(fault)
+            raise SimulationError(str(fault))
 
     def ran(
         self,

@@ -19,7 +19,11 @@ from meshwright.testing.simulated.operators import tensors_in
 from meshwright.testing.simulated.streams import Stamp, WorkLine
 from meshwright.torch_internals.tensors import storage_id
 
-_SKIPPED = ("/torch/", "contextlib.py", "meshwright/testing/simulated/")
+_SKIPPED = (
+    "meshwright/torch_internals/simulation.py",
+    *("/torch/", "contextlib.py", "meshwright/testing/simulated/"),
+    *("meshwright/comm/c10d/", "meshwright/comm/collectives.py"),
+)
 MOST_RUNS = 4096
 """Stretches of a strided tensor that are compared; of more, the bytes from first to last are."""
 
@@ -43,7 +47,7 @@ class Fault:
     """A misuse of the device's memory, or of its order."""
 
     kind: str
-    """``unordered``, ``early free``, ``no memory``."""
+    """``unordered``, ``early free``, ``no memory``, ``mixed devices``, ``mixed up``."""
     text: str
 
     def __str__(self) -> str:
@@ -281,7 +285,7 @@ class Memory:
 
 
 def caller() -> str:
-    """Find file and line of the nearest frame that is neither torch's nor the simulation's."""
+    """Find file and line of the nearest frame outside of torch, the simulation and the door."""
     frame = sys._getframe(1)
     while frame.f_back is not None and any(part in frame.f_code.co_filename for part in _SKIPPED):
         frame = frame.f_back

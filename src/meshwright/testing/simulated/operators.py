@@ -23,6 +23,7 @@ _TOUCHES_NOTHING = frozenset(
     }
 )
 _OF_GROUPS = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::")
+_ON_LISTS = "aten::_foreach_"
 _STOPS = frozenset(
     {
         *("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "nonzero_numpy"),
@@ -103,6 +104,27 @@ def uses_of(
     if kind.indexes and any(t.dtype in (torch.bool, torch.uint8) for t in tensors_in(given[1])):
         return Uses(uses.reads, uses.writes, uses.makes, stops=True)
     return uses
+
+
+def is_unversioned(func: OpOverload) -> bool:
+    """Check for an operator on lists, by whose writes no version grows under a dispatch mode."""
+    kind = _kind_of(func)
+    return any(kind.written) and schema_of(func).name.startswith(_ON_LISTS)
+
+
+def lacks_memory(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_view: bool
+) -> bool:
+    """Check that the call is to use a tensor whose memory was given back, if ``is_view`` by one."""
+    kind = _kind_of(func)
+    if kind.is_view is not is_view or kind.is_silent or kind.allocates:
+        return False
+    given = (*args, *kwargs.values())
+    return any(
+        tensor.numel() and not tensor.untyped_storage().nbytes()
+        for value in given
+        for tensor in tensors_in(value)
+    )
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:

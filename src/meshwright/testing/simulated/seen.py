@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.overrides import TorchFunctionMode
 
 import meshwright
@@ -17,9 +18,11 @@ from meshwright.comm.dtensors import shard_view
 from meshwright.comm.dtensors.shard_view import ShardView
 from meshwright.testing.simulated.device import DEVICE, HOST, SimulatedDevice
 from meshwright.testing.simulated.memory import caller
-from meshwright.testing.simulated.operators import is_uninitialized
+from meshwright.testing.simulated.operators import is_uninitialized, is_unversioned
 from meshwright.testing.simulated.streams import Event, WorkLine
 from meshwright.torch_internals.simulation import (
+    having_modes,
+    operator_modes,
     recomputing_on_any_device,
     replaced,
     running_backward_by,
@@ -94,8 +97,15 @@ class _Operators(TorchDispatchMode):
             return func(*args, **(kwargs or {}))  # there is nothing behind it
         if not all(map(_is_plain, types)):
             return NotImplemented  # its own operators come here one by one
-        with without_functions():
-            result = func(*args, **(kwargs or {}))
+        self._device.begins(func, args, kwargs or {})
+        try:
+            with without_functions():
+                result = func(*args, **(kwargs or {}))
+        except RuntimeError:
+            self._device.begins(func, args, kwargs or {}, is_view=True)
+            raise
+        if is_unversioned(func):
+            increment_version(args[0])
         self._device.ran(func, args, kwargs or {}, result)
         return result
 
@@ -113,6 +123,7 @@ class _Functions(TorchFunctionMode):
             torch.Tensor.to: self._to,
             torch.Tensor.tolist: self._read,
             torch.Tensor.numpy: self._read,
+            torch.Tensor.__repr__: self._read,
             torch.Tensor.pin_memory: self._pin,
             torch.Tensor.is_pinned: self._is_pinned,
         }
@@ -224,7 +235,11 @@ def simulated(*, lag: int = 8, is_written_for_a_cpu: bool = False) -> Iterator[S
     device = SimulatedDevice(lag=lag)
     functions = _Functions(device, is_written_for_a_cpu=is_written_for_a_cpu)
     with ExitStack() as stack:
-        for seen in (_seen_storages(device), _seen_events(device), _seen_backward(functions)):
+        for seen in (
+            _seen_storages(device),
+            _seen_events(device),
+            _seen_backward(functions, device),
+        ):
             stack.enter_context(seen)
         stack.enter_context(functions)
         stack.enter_context(_Operators(device))
@@ -233,14 +248,24 @@ def simulated(*, lag: int = 8, is_written_for_a_cpu: bool = False) -> Iterator[S
 
 
 @contextmanager
-def _seen_backward(functions: _Functions) -> Iterator[None]:
-    """See what hooks call in a backward pass: a mode that has handled a call is not told more."""
+def _seen_backward(functions: _Functions, device: SimulatedDevice) -> Iterator[None]:
+    """Run backward passes in a second thread, as autograd does those of a GPU, and see them.
 
-    def seen(run: Callable[..., object], *args: object, **kwargs: object) -> object:
-        if functions in function_modes():
-            return run(*args, **kwargs)
-        with functions:
-            return run(*args, **kwargs)
+    That thread has the modes of the first; of functions ours, too: a mode that has handled a call
+    is not told more.
+    """
+
+    def seen(run: Call, roots: Sequence[Any], *args: object, **kwargs: object) -> object:
+        modes = function_modes()
+        if functions not in modes:
+            modes = [*modes, functions]
+
+        def backward() -> object:
+            with having_modes(operators, modes):
+                return run(roots, *args, **kwargs)
+
+        operators = operator_modes()
+        return device.in_second_thread(backward)
 
     with running_backward_by(seen), recomputing_on_any_device():
         yield

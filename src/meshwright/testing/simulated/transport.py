@@ -3,14 +3,17 @@
 Each communicator has one queue, which a thread works off in the order of the calls. So a receive
 that nobody has sent to holds up all that is behind it, and a send is over when its receiver has
 come to it. The k-th send to a rank is met by that rank's k-th receive from here, whatever their
-tags say. What was issued as one batch is posted at once. Bytes move through Gloo, in groups of
-their own.
+tags say; where tags, or numbers at the end of labels, show that these two are not meant for each
+other, that is a fault. What was issued as one batch is posted at once. Bytes move through Gloo, in
+groups of their own.
 """
 
 from __future__ import annotations
 
+import json
 import queue
 import random
+import re
 import threading
 import time
 from collections import Counter
@@ -22,6 +25,7 @@ from typing import Any
 import torch
 
 from meshwright.testing.simulated.device import SimulatedDevice, SimulationError
+from meshwright.testing.simulated.memory import Fault
 from meshwright.testing.simulated.operators import tensors_in
 from meshwright.testing.simulated.streams import Event, WorkLine
 from meshwright.torch_internals.distributed import Work
@@ -30,6 +34,8 @@ Gloo = Any
 """c10d's class of Gloo, of whose methods the stubs lack some."""
 LATEST = 0.001
 """Seconds at most for which an operation that could run waits, at random."""
+HEADER = 512
+"""Bytes that go ahead of a transfer."""
 PATIENCE = 20.0
 """Seconds after which a queue that stands still is told as a deadlock."""
 
@@ -41,6 +47,37 @@ class Message:
     is_send: bool
     tensor: torch.Tensor
     peer: int
+    tag: int = 0
+    label: str = ""
+    where: str = ""
+    """File and line of the caller."""
+
+    def __str__(self) -> str:
+        label = f" ({self.label})" if self.label else ""
+        return f"{'send to' if self.is_send else 'recv from'} rank {self.peer}{label}"
+
+    def written(self) -> torch.Tensor:
+        """Write what goes ahead of a send: how its receiver can tell it from others."""
+        number = re.search(r"(\d+)( on axis .*)?$", self.label)
+        told = {
+            "tag": self.tag,
+            "number": number and int(number[1]),
+            "bytes": self.tensor.nbytes,
+            "text": f"{self} at {self.where}"[:200],
+        }
+        data = json.dumps(told).encode()[:HEADER].ljust(HEADER)
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+    def difference(self, header: torch.Tensor) -> str:
+        """Say how this receive was meant for another send than the one with ``header``."""
+        ours, theirs = (json.loads(bytes(h.tolist())) for h in (self.written(), header))
+        for key in ("tag", "number", "bytes"):
+            if ours[key] != theirs[key] and None not in (ours[key], theirs[key]):
+                return (
+                    f"{ours['text']} is met by {theirs['text']}, whose {key} is {theirs[key]} and "
+                    f"not {ours[key]}: transfers go by their order alone"
+                )
+        return ""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,8 +100,10 @@ class Job:
 class OrderedQueue:
     """The operations of one communicator on this rank, and the thread that runs them."""
 
-    def __init__(self, gloo: Gloo, name: str) -> None:
+    def __init__(self, gloo: Gloo, name: str, report: Callable[[Fault], None]) -> None:
+        """``report`` takes faults."""
         self._gloo = gloo
+        self._report = report
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._counts: Counter[tuple[bool, int]] = Counter()
         self._random = random.Random(name)
@@ -90,23 +129,28 @@ class OrderedQueue:
         numbered = []
         for message in messages:
             key = (message.is_send, message.peer)
-            numbered.append((message, 2 * self._counts[key]))
+            numbered.append((message, 3 * self._counts[key]))
             self._counts[key] += 1
 
         def run(gloo: Gloo) -> None:
             # A send ends when its receiver says that it was there.
             works: list[Any] = []
-            came: list[tuple[Any, int, int]] = []
+            came: list[tuple[Message, int, torch.Tensor, Any]] = []
             for message, tag in numbered:
-                tensors = [message.tensor.detach()]
+                peer = message.peer
                 if message.is_send:
-                    works.append(gloo.send(tensors, message.peer, tag))
-                    works.append(gloo.recv([torch.zeros(1)], message.peer, tag + 1))
+                    works.append(gloo.send([message.written()], peer, tag))
+                    works.append(gloo.send([message.tensor.detach()], peer, tag + 1))
+                    works.append(gloo.recv([torch.zeros(1)], peer, tag + 2))
                 else:
-                    came.append((gloo.recv(tensors, message.peer, tag), message.peer, tag + 1))
-            for work, peer, tag in came:
+                    header = torch.zeros(HEADER, dtype=torch.uint8)
+                    came.append((message, tag, header, gloo.recv([header], peer, tag)))
+            for message, tag, header, work in came:
                 work.wait()
-                works.append(gloo.send([torch.zeros(1)], peer, tag))
+                if difference := message.difference(header):
+                    self._report(Fault("mixed up", difference))
+                gloo.recv([message.tensor.detach()], message.peer, tag + 1).wait()
+                works.append(gloo.send([torch.zeros(1)], message.peer, tag + 2))
             for work in works:
                 work.wait()
 
@@ -197,7 +241,7 @@ class CommunicationStream:
 
     def __init__(self, device: SimulatedDevice, gloo: Gloo, name: str) -> None:
         self.line = WorkLine(f"the stream of group {name}")
-        self.queue = OrderedQueue(gloo, name)
+        self.queue = OrderedQueue(gloo, name, device.faults.append)
         self._device = device
         self._kept: list[tuple[Event, Sequence[torch.Tensor]]] = []
         """The tensors of operations that the device has not passed: c10d holds them until then,

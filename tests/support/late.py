@@ -1,0 +1,20 @@
+"""Errors that a check raises at once on a host, and on a device when it has looked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from meshwright.comm import settle
+
+
+@contextmanager
+def raises_by_now(
+    kind: type[Exception], *, match: str
+) -> Iterator[pytest.ExceptionInfo[Exception]]:
+    """Expect an error of the block, or of what looks late at what the block has done."""
+    with pytest.raises(kind, match=match) as raised:  # noqa: PT012 - what looks late is one of two
+        yield raised
+        settle()
