@@ -50,7 +50,7 @@ class Communicator:
     It does not keep its group from going. After that, every operation raises `CommunicationError`.
     """
 
-    is_labelled = False
+    _is_labelled = False
     """True where the group's backend is told labels, for errors, or to compare them."""
     _is_functional = False
     """True while `functional` is entered."""
@@ -77,7 +77,7 @@ class Communicator:
         self.name: str = group.group_name
         """The name by which c10d and traced graphs know the group."""
         self.clock = Clock(device)
-        self.is_labelled = isinstance(group, PythonGroup)
+        self._is_labelled = isinstance(group, PythonGroup)
         self._begin()
 
     def _begin(self) -> None:
@@ -211,6 +211,8 @@ class Communicator:
         self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], *, label: str = ""
     ) -> Pending:
         """Gather into each of ``outputs`` as `all_gather` does, all in one launch."""
+        if len(outputs) == 1:
+            return self.all_gather(outputs[0], tensors[0], label=label)
         pairs = list(zip(outputs, tensors, strict=True))
         for output, tensor in pairs:
             self._check(output, tensor)
@@ -267,6 +269,8 @@ class Communicator:
         self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], *, label: str = ""
     ) -> Pending:
         """Sum each of ``tensors`` as `reduce_scatter` does, all in one launch."""
+        if len(outputs) == 1:
+            return self.reduce_scatter(outputs[0], tensors[0], label=label)
         pairs = list(zip(outputs, tensors, strict=True))
         for output, tensor in pairs:
             self._check(output, tensor)
@@ -469,7 +473,7 @@ class Communicator:
 
         They are still compared by kind, shape, dtype, reduction and root.
         """
-        if self.is_labelled:
+        if self._is_labelled:
             self.group.forgo_labels()  # pyrefly: ignore[missing-attribute]
 
     # ------------------------------------------------------------------ the door
@@ -479,7 +483,8 @@ class Communicator:
     ) -> Pending:
         """Issue what ``start`` begins for each of ``pairs`` as one operation."""
         calls = [partial(start, self, *pair) for pair in pairs]
-        launch = partial(shares.together, self, calls, label) if len(calls) > 1 else calls[0]
+        text = f"{label} on axis {self.axis}" if self._is_labelled and label else ""
+        launch = partial(shares.together, self, calls, text)
         if kind == "all_gather":
             first, *more = [output for output, _ in pairs]
             return self._issue(kind, first, label, launch, more=more)
@@ -527,7 +532,7 @@ class Communicator:
             launch = shown.in_place_of(kind, launch, functional=self._is_functional)
         if is_profiled():
             launch = in_ranges(launch, f"meshwright::{kind} {label} on axis {self.axis}")
-        if not self.is_labelled:
+        if not self._is_labelled:
             pending.launched(*launch(group))
             return pending
         group.label_next(f"{label} on axis {self.axis}" if label else "")

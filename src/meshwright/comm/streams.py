@@ -7,6 +7,7 @@ clock.
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -46,6 +47,33 @@ def record(device: torch.device) -> Event:
     event = module.Event()
     event.record(module.current_stream(device))
     return event
+
+
+class SideStream:
+    """A stream of a device beside the current ones of its threads."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: Any = torch.get_device_module(device)
+        self._stream = self._module.Stream(device)
+
+    def used(self) -> AbstractContextManager[object]:
+        """Make it the current stream of this thread within the block."""
+        return self._module.stream(self._stream)
+
+    def mark(self) -> Event:
+        """Mark what was given to it by now."""
+        with self.used():
+            return record(self._device)
+
+    def wait_for(self, event: Event) -> None:
+        """Begin what is given to it from now on when the device has passed ``event``."""
+        with self.used():
+            event.wait()
+
+    def follow(self) -> None:
+        """Begin what is given to it from now on behind all that the current stream was given."""
+        self.wait_for(record(self._device))
 
 
 def moved(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -93,9 +93,9 @@ def reduce_scatter(
 
 
 def together(door: Communicator, calls: Sequence[Call], label: str, group: Any) -> Launched:  # noqa: ANN401
-    """Start ``calls``, all of the same ``label``, in one launch of the device of ``door``.
+    """Start ``calls`` in one launch of the device of ``door``; on the host one after another.
 
-    On the host they start one after another.
+    A ``label`` is given to each, by a group that compares them.
     """
     device = door.device
     if not door.is_on_host and backend_of(group, device).supports_coalescing:
@@ -103,11 +103,10 @@ def together(door: Communicator, calls: Sequence[Call], label: str, group: Any) 
             for call in calls:
                 call(group)
         return works, None
-    text = f"{label} on axis {door.axis}" if door.is_labelled and label else ""
     found: list[Work] = []
     for call in calls:
-        if text:
-            group.label_next(text)
+        if label:
+            group.label_next(label)
         works, finish = call(group)
         found += works
         if finish is not None:

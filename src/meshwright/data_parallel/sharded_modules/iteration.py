@@ -34,6 +34,7 @@ from meshwright.data_parallel.shards.buffer import DataAxes
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup, sum_parts
 from meshwright.data_parallel.shards.parameter_hooks import accumulator_of
 from meshwright.data_parallel.shards.unit import Phase, Unit
+from meshwright.data_parallel.shards.unit_streams import UnitStreams
 from meshwright.torch_internals.autograd import at_end_of_backward, is_executed, keeps_graph
 
 if TYPE_CHECKING:
@@ -99,6 +100,12 @@ class Iteration:
         """Whether this rank had gradients when its last backward pass ended."""
         self._raised_in = ""
         """The pass that was given up last, until the next one has begun."""
+        devices = {axis.device for axis in self.axes if not axis.is_on_host}
+        streams = self._streams = UnitStreams(*devices) if len(devices) == 1 else None
+        """None on the host."""
+        if streams is not None:
+            for unit in units:
+                unit.use_streams(streams)
         self._steps = StepWatch(self._exposed, self._given, self._check_reduced)
         # Torch's class only warns where ranks freeze different parameters and run other units.
         strict = options is None or not options.warn_at_once
@@ -177,6 +184,8 @@ class Iteration:
         while self.in_blocks:
             # Their backward has passed or will not come: what is gathered now is what is held now.
             self.in_blocks.pop().forget_block()
+        if self._streams is not None:
+            self._streams.begin()
         return raised_in
 
     def begin_driven(self, what: str, *, training: bool) -> None:
@@ -199,6 +208,7 @@ class Iteration:
         if training and self.drivers[0].is_last_backward:
             self._settle()
         self.is_in_forward = False
+        self._end_streams()
         self.stop()
 
     def record(self, driver: Driver) -> Driver | None:
@@ -215,8 +225,14 @@ class Iteration:
     def end_forward(self) -> None:
         """End the root's forward."""
         self.is_in_forward = False
+        if not torch.is_grad_enabled():
+            self._end_streams()
         if self._check is not None:
             self._check.end_forward()
+
+    def _end_streams(self) -> None:
+        if self._streams is not None:
+            self._streams.end()
 
     def limit_in_flight(self) -> None:
         """Follow what the drivers allow."""
@@ -371,6 +387,7 @@ class Iteration:
             return
         for driver in reversed(self.drivers):
             driver.finish_backward(self)
+        self._end_streams()
         self.showing = [
             unit
             for unit in self._units
@@ -431,6 +448,8 @@ class Iteration:
         units = [unit for unit in present if any(g.mean is not None for g in unit.groups)]
         if not units:
             return
+        if self._streams is not None:
+            self._streams.deliver(to_host=any(g.home for unit in units for g in unit.groups))
         if self.announce is not None:
             self.announce()
         groups = [group for unit in units for group in unit.trainable_groups]

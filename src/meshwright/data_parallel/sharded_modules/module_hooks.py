@@ -263,7 +263,7 @@ class Driver:
         unit = self.unit
         if unit is None:
             return self._cast_inputs(args, kwargs)
-        unit.unshard()
+        unit.unshard(is_late=True)
         self._gather_ahead(unit, following)
         unit.wait_unshard()
         if torch.is_grad_enabled():
@@ -438,7 +438,7 @@ class Driver:
             return
         is_kept = unit.phase is Phase.FULL
         if not is_kept:
-            unit.unshard()
+            unit.unshard(is_late=True)
         ahead: Sequence[Driver] | None = self.backward_ahead
         if ahead is None:
             other = iteration.before(self) if unit.settings.backward_prefetch == "before" else None

@@ -10,6 +10,7 @@ Bottom-up:
     parameter_hooks      hooks of users on parameters
     slot                 one parameter of a unit, with all its uses
     parameter_group      the parameters of a unit that lie in one buffer
+    unit_streams         streams of a device beside the computation, and the order between them
     replaced_parameters  tensors that users put in the place of a parameter
     unit                 parameters that come and go together
     dtensor_exposure     what optimizers, clipping and state dicts see of a unit

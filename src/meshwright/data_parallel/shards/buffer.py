@@ -17,7 +17,7 @@ is gathered then lies rank by rank in a staging line and is copied out to the te
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -116,16 +116,13 @@ class Moves(NamedTuple):
     """For each output, what this rank gives."""
 
     @staticmethod
-    def joined(found: Sequence[Moves | None]) -> list[Moves]:
+    def joined(found: Sequence[Moves]) -> list[Moves]:
         """Join what goes over the same ranks."""
-        if len(found) == 1:
-            return [] if found[0] is None else [found[0]]
         joined: dict[Communicator, Moves] = {}
         for moves in found:
-            if moves is not None:
-                known = joined.setdefault(moves.ranks, Moves(moves.ranks, [], []))
-                known.outputs.extend(moves.outputs)
-                known.tensors.extend(moves.tensors)
+            known = joined.setdefault(moves.ranks, Moves(moves.ranks, [], []))
+            known.outputs.extend(moves.outputs)
+            known.tensors.extend(moves.tensors)
         return list(joined.values())
 
 
@@ -187,6 +184,8 @@ class FlatBuffer:
         """What is copied when the gather under way has ended."""
         self._kept: tuple[Communicator, torch.Tensor] | None = None
         """This rank's part of the whole line among fewer ranks, between two uses; see `keep`."""
+        self._held: object = None
+        """The same while it is read."""
         self._gathered_version = -1
         self._staging.free()
         self.release()
@@ -255,20 +254,22 @@ class FlatBuffer:
         """
         if self._whole is None:
             return None
-        self._whole.restore()
         kept, self._kept = self._kept, None
+        self._held = kept
         if kept is not None and not self.is_stale:
             ranks, mine = kept
             if custom is not None:
                 line = self._gather_by(custom, ranks, mine, label, started)
                 self._after = [self.full], [line]
                 return None
+            self._whole.restore()
             place = self.full.view(ranks.size, -1)[ranks.rank]
             place.copy_(mine)
             return Moves(ranks, [self.full], [place])
         self._gathered_version = version_of(self.shard)
         shard = self.axes.shard
         if shard is None or shard.size == 1:
+            self._whole.restore()
             self.full.copy_(self.shard)
             return None
         if custom is not None:
@@ -281,6 +282,8 @@ class FlatBuffer:
         if self._copies is not None:
             self._staging.restore()
             self._after = self._copies
+        if self._copies is None or len(self._moves) > 1:
+            self._whole.restore()  # else when all that comes is there: not both for long
         given: list[torch.Tensor] = []
         for line, place, mine in self._moves:
             # A shard of another dtype or device goes by way of this rank's own part of the line.
@@ -290,12 +293,19 @@ class FlatBuffer:
             given.append(mine)
         return Moves(shard, self._outputs, given) if given else None
 
-    def finish_gather(self) -> None:
-        """Put what has come where it belongs."""
+    def finish_gather(self, before_freeing: Callable[[], None] | None = None) -> None:
+        """Put what has come where it belongs.
+
+        ``before_freeing`` is called when that has begun, before memory is given back.
+        """
         copies, self._after = self._after, None
-        if copies is not None:
+        if copies is not None and self._whole is not None:
+            self._whole.restore()
             foreach_copy_(*copies)
+            if before_freeing is not None:
+                before_freeing()
             self._staging.free()
+        self._held = None
 
     @torch.no_grad()
     def keep(self, block: Communicator) -> None:

@@ -20,6 +20,7 @@ from meshwright.comm import Communicator, Pending
 from meshwright.comm.dtensors.dtensor import dtensor_at_rest, is_dtensor, local_gradient, local_of
 from meshwright.comm.dtensors.local_leaves import take_over
 from meshwright.comm.dtensors.subclasses import values_of
+from meshwright.comm.streams import is_host
 from meshwright.data_parallel.checks.starting_state import Start, digest_of, has_values_of
 from meshwright.data_parallel.distributed_parameters import PartialSum
 from meshwright.data_parallel.shards.buffer import (
@@ -162,6 +163,9 @@ class ParameterGroup:
         """Memory for the mean."""
         self._nothing: list[torch.Tensor | None] = [None] * len(slots)
         self._reduced: torch.Tensor | None = None
+        self._added: torch.Tensor | None = None
+        self._result: torch.Tensor | None = None
+        """Memory for the mean, from the stream on which users have it, where it is a cast."""
         self._factor: Factor = 1.0
         self.in_hook: torch.Tensor | None = None
         """The whole gradients that a hook is summing now."""
@@ -235,9 +239,9 @@ class ParameterGroup:
             return ExtendedBuffer(self._extensions, *arguments)
         return FlatBuffer(*arguments)
 
-    def finish_gather(self) -> None:
-        """Put whole parameters that have come where they belong."""
-        self.buffer.finish_gather()
+    def finish_gather(self, before_freeing: Callable[[], None] | None = None) -> None:
+        """Put whole parameters that have come where they belong; see `FlatBuffer`."""
+        self.buffer.finish_gather(before_freeing)
         for slot, whole in zip(self.slots, self.buffer.wholes, strict=False):
             if slot.full is not whole:
                 whole.requires_grad_(slot.full.requires_grad)
@@ -259,9 +263,12 @@ class ParameterGroup:
     def _empty_shard(self, layout: LineLayout, home: torch.device | None) -> torch.Tensor | None:
         if home is None:
             return None
-        pins = self.pin_memory and home.type == "cpu" and torch.cuda.is_available()
+        pins = self._pins(home)
         size, dtype = layout.shard_size, self.types.master
         return torch.zeros(size, dtype=dtype, device=home, pin_memory=pins)
+
+    def _pins(self, home: torch.device) -> bool:
+        return self.pin_memory and home.type == "cpu" and torch.cuda.is_available()
 
     def _show_views(self) -> None:
         self._in_line: list[tuple[Slot, torch.Tensor]] = []
@@ -367,11 +374,13 @@ class ParameterGroup:
                     "the parameter out of the sharded ones, or use replicate"
                 ) from error
 
-    def reduce(self, label: str, settings: UnitSettings, started: list[Pending]) -> Moves | None:
+    def reduce(
+        self, label: str, settings: UnitSettings, started: list[Pending], *, is_late: bool = False
+    ) -> Moves | None:
         """Prepare the sum over the ranks of what the buffer holds (zeros when it holds nothing).
 
         What is returned is left to be launched. What a call of the user's has begun joins
-        ``started``.
+        ``started``. Memory of what users are given is taken here, where `finish_reduce` is late.
         """
         buffer, axes = self.buffer, self.axes
         is_absent = not buffer.has_gradient
@@ -383,6 +392,9 @@ class ParameterGroup:
             self._look_at_gradients()
         self._factor = 1.0 / (settings.divide_factor or axes.size)
         lines = buffer.gradients
+        if is_late and self.types.reduce != self.types.master:
+            size, dtype = buffer.layout.shard_size, self.types.master
+            self._result = torch.empty(size, dtype=dtype, device=buffer.device)
         if self.types.reduce == torch.float16 and settings.reduce_hook is None:
             for line in lines:
                 line.tensor.mul_(self._factor)
@@ -395,7 +407,8 @@ class ParameterGroup:
             self._reduce_by(settings.reduce_hook)
             return None
         if axes.shard is None:
-            self._reduced = lines[0].tensor
+            line = lines[0].tensor
+            self._reduced = self._line_for_sums().copy_(line) if is_late else line
             return None
         if settings.reduce_scatter is not None and axes.parts > 1:
             custom = settings.reduce_scatter
@@ -413,7 +426,8 @@ class ParameterGroup:
 
     def _line_for_sums(self) -> torch.Tensor:
         size, dtype = self.buffer.layout.shard_size, self.types.reduce
-        if dtype == self.types.master:
+        if dtype == self.types.master and is_host(self.buffer.device):
+            # It pays where memory that was given back comes back in pages that have to be zeroed.
             return self.kept.take(size, dtype, self.buffer.device)
         return torch.empty(size, dtype=dtype, device=self.buffer.device)
 
@@ -479,35 +493,58 @@ class ParameterGroup:
             return
         if self.partial is not None:
             reduced += self.partial
-            self.partial = None
+            self._added, self.partial = self.partial, None
         if settings.all_reduce:
             kind = "replicate" if self.axes.shard is not None else "reduce"
             started.append(replicate.all_reduce(reduced, label=f"{kind} {label}"))
         else:
             self.partial = reduced
 
-    def finish_reduce(self, settings: UnitSettings) -> None:
-        """Add this rank's part of the mean to ``mean``, unless it is partial still."""
+    def finish_reduce(
+        self, settings: UnitSettings, *, is_late: bool = False
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Add this rank's part of the mean to ``mean``, unless it is partial still.
+
+        Where that ``is_late``, on another stream than gradients come from, these stay, and so must
+        what is returned, until that stream waits for this one.
+        """
         reduced, self._reduced = self._reduced, None
-        if reduced is not None and self.axes.shard is None and settings.reduce_hook is None:
-            own = self._line_for_sums().copy_(reduced)
-            if self.partial is reduced:
-                self.partial = own
-            reduced = own
-        self.buffer.release_gradients()
+        added, self._added = self._added, None
+        result, self._result = self._result, None
+        if not is_late:
+            if reduced is not None and self.axes.shard is None and settings.reduce_hook is None:
+                own = self._line_for_sums().copy_(reduced)
+                if self.partial is reduced:
+                    self.partial = own
+                reduced = own
+            self.buffer.release_gradients()
         if reduced is None or reduced is self.partial:
-            return
+            return (added,)
         if settings.scale is not None:
             whole = settings.divide_factor or self.axes.size
             self._factor = settings.scale() * (self._factor * whole)
         if settings.shard_hook is not None:
             settings.shard_hook(reduced)
-        reduced = reduced.to(self.buffer.shard.device, self.types.master)
+        mean = reduced.to(self.types.master) if result is None else result.copy_(reduced)
         if isinstance(self._factor, torch.Tensor):
-            multiply_([reduced], self._factor.to(reduced.device))
+            multiply_([mean], self._factor.to(mean.device))
         elif self._factor != 1.0:
-            reduced.mul_(self._factor)
-        self.mean = reduced if self.mean is None else self.mean.add_(reduced)
+            mean.mul_(self._factor)
+        if self.mean is not None:
+            self.mean.add_(mean.to(self.mean.device))
+        else:
+            self.mean = mean if self.home is None else self._at_home(mean)
+        return added, reduced, mean
+
+    def _at_home(self, mean: torch.Tensor) -> torch.Tensor:
+        """Start to copy ``mean`` to where shards are kept."""
+        if mean.device == self.buffer.shard.device:
+            return mean
+        pins = self._pins(self.buffer.shard.device)
+        home = torch.empty(
+            mean.numel(), dtype=mean.dtype, device=self.buffer.shard.device, pin_memory=pins
+        )
+        return home.copy_(mean, non_blocking=True)
 
     def is_unused(self, mean: torch.Tensor) -> bool:
         """Tell whether no rank had a gradient for ``mean``, of which this rank had none.

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -280,8 +280,10 @@ class ExtendedBuffer(FlatBuffer):
         return moves if moves is not None and moves.outputs else None
 
     @torch.no_grad()
-    def finish_gather(self) -> None:
-        """Make the whole parameters of what was gathered."""
+    def finish_gather(self, before_freeing: Callable[[], None] | None = None) -> None:
+        """Make the whole parameters of what was gathered; see `FlatBuffer`."""
+        if before_freeing is not None:
+            before_freeing()
         self._sent.clear()
         metadata = tuple(self._metadata)
         self._metadata.clear()

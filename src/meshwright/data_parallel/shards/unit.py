@@ -26,10 +26,13 @@ import torch
 from torch import nn
 
 from meshwright.comm import Communicator, Pending
+from meshwright.comm.streams import Event as StreamEvent
+from meshwright.comm.streams import SideStream
 from meshwright.data_parallel.shards.buffer import Moves
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup, UnitSettings
 from meshwright.data_parallel.shards.replaced_parameters import written
 from meshwright.data_parallel.shards.slot import Slot
+from meshwright.data_parallel.shards.unit_streams import UnitStreams
 from meshwright.errors import InternalError
 from meshwright.torch_internals.tensors import has_storage
 
@@ -45,6 +48,9 @@ class Phase(StrEnum):
 
 _IS_STALE = attrgetter("buffer.is_stale")
 _IS_TRAINABLE = attrgetter("is_trainable")
+
+HERE = contextlib.nullcontext()
+"""No stream beside the computation."""
 
 LEGAL = MappingProxyType(
     {
@@ -200,6 +206,14 @@ class Unit:
         """False while `torch.func.functional_call` has put other tensors in their place."""
         self._phase = Phase.SHARDED
         self._has_second_sum = False
+        self._streams: UnitStreams | None = None
+        """None on the host."""
+        self._is_there: StreamEvent | None = None
+        """What has come has come where it was sent, and may be waited for."""
+        self._last: SideStream | None = None
+        """The stream on which the sums under way end."""
+        self._is_summed: StreamEvent | None = None
+        """The first sums have been made: nothing reads whole gradients any more."""
         self._gathers: list[Pending] = []
         self._sums: list[Pending] = []
         """What is under way."""
@@ -234,6 +248,10 @@ class Unit:
         """Call ``announce`` before collectives: "unshard", "reduce", "reduce_further"."""
         self.announce = announce
 
+    def use_streams(self, streams: UnitStreams) -> None:
+        """Gather and reduce on ``streams`` from now on."""
+        self._streams = streams
+
     def with_groups(self, groups: Sequence[ParameterGroup]) -> Unit:
         """Make a unit like this one, with other parameters."""
         return Unit(self.name, groups, self.exposure, self.settings)
@@ -251,19 +269,32 @@ class Unit:
 
     # ------------------------------------------------------------------------ parameters
 
-    def unshard(self) -> None:
-        """Start to gather the parameters; nothing when they are there or on their way."""
+    def unshard(self, *, is_late: bool = False) -> None:
+        """Start to gather the parameters; nothing when they are there or on their way.
+
+        On a device a gather that ``is_late`` begins before the computation has come to its end.
+        """
         if self._phase in (Phase.FULL, Phase.GATHERING):
             if self._phase is Phase.GATHERING or not any(map(_IS_STALE, self.groups)):
                 return
             self._become(Phase.SHARDED)
+            if self._streams is not None:  # it is written where it may be read still
+                self._streams.gathers.follow()
         if self.announce is not None:
             self.announce(self, "unshard")
         self._become(Phase.GATHERING)
         label, custom, started = f"unshard {self.name}", self.settings.all_gather, self._gathers
-        found = [group.buffer.gather(label, started, custom) for group in self.groups]
-        for ranks, outputs, tensors in Moves.joined(found):
-            started.append(ranks.all_gather_coalesced(outputs, tensors, label=label))
+        streams = self._streams
+        with HERE if streams is None else streams.gathering(self.groups, is_late=is_late):
+            found: list[Moves] = []
+            for group in self.groups:
+                moves = group.buffer.gather(label, started, custom)
+                if moves is not None:
+                    found.append(moves)
+            for ranks, outputs, tensors in found if len(found) < 2 else Moves.joined(found):
+                started.append(ranks.all_gather_coalesced(outputs, tensors, label=label))
+        if streams is not None:
+            self._is_there = streams.gathers.mark()
 
     def wait_unshard(self) -> None:
         """Wait for the parameters and let the modules hold them."""
@@ -273,12 +304,17 @@ class Unit:
             self.unshard()
         self._finish_gather()
         self.shows_all = self.exposure.show_full(self)
-        self.find_trainable()
+        self.trainable_groups = tuple(filter(_IS_TRAINABLE, self.groups))
 
     def _finish_gather(self) -> None:
-        _wait_for(self._gathers)
+        for pending in self._gathers:
+            pending.wait()
+        self._gathers.clear()
+        if self._is_there is not None:
+            self._is_there.wait()
+        before_freeing = None if self._streams is None else self._streams.gathers.follow
         for group in self.groups:
-            group.finish_gather()
+            group.finish_gather(before_freeing)
         self._become(Phase.FULL)
 
     def reshard_for_backward(self) -> bool:
@@ -332,8 +368,11 @@ class Unit:
     def _put_away(self) -> None:
         self.exposure.show_sharded(self)
         lost = self.take_written()
-        for group in self.groups:
-            group.buffer.release()
+        if self._streams is None:
+            for group in self.groups:
+                group.buffer.release()
+        else:
+            self._streams.leave(self.groups)
         self._become(Phase.REDUCING if self.is_reducing else Phase.SHARDED)
         if lost:
             raise written(lost, self.communicators)
@@ -377,10 +416,18 @@ class Unit:
             self.announce(self, "reduce")
         self.is_reducing = True
         name, settings, started = self.name, self.settings, self._sums
-        found = [group.reduce(name, settings, started) for group in self.trainable_groups]
-        for ranks, outputs, tensors in Moves.joined(found):
-            label = f"reduce {name}"
-            started.append(ranks.reduce_scatter_coalesced(outputs, tensors, label=label))
+        found: list[Moves] = []
+        for group in self.trainable_groups:
+            moves = group.reduce(name, settings, started, is_late=self._streams is not None)
+            if moves is not None:
+                found.append(moves)
+        streams = self._streams
+        if streams is not None:
+            streams.sums.follow()
+        with HERE if streams is None else streams.sums.used():
+            for ranks, outputs, tensors in found if len(found) < 2 else Moves.joined(found):
+                label = f"reduce {name}"
+                started.append(ranks.reduce_scatter_coalesced(outputs, tensors, label=label))
         self._has_second_sum = False
 
     def reduce_further(self) -> None:
@@ -389,21 +436,49 @@ class Unit:
             self._has_second_sum = True
             if self.announce is not None and self._sums_twice:
                 self.announce(self, "reduce_further")
-            _wait_for(self._sums)
-            for group in self.trainable_groups:
-                group.reduce_further(self.name, self.settings, self._sums)
+            streams, last = self._streams, None
+            if streams is not None:
+                last = self._last = streams.further if self._sums_twice else streams.sums
+                last.wait_for(streams.sums.mark())
+            with HERE if last is None else last.used():
+                for pending in self._sums:
+                    pending.wait()
+                self._sums.clear()
+                if last is not None and all(g.axes.shard for g in self.trainable_groups):
+                    self._is_summed = last.mark()
+                for group in self.trainable_groups:
+                    group.reduce_further(self.name, self.settings, self._sums)
 
     def finish_reduce(self) -> None:
         """Wait for the sums; the means are kept until `deliver`."""
         if not self.is_reducing:
             return
         self.reduce_further()
-        _wait_for(self._sums)
-        for group in self.trainable_groups:
-            group.finish_reduce(self.settings)
+        if self._last is None:
+            for pending in self._sums:
+                pending.wait()
+            self._sums.clear()
+            for group in self.trainable_groups:
+                group.finish_reduce(self.settings)
+        else:
+            self._finish_on(self._last)
         self.is_reducing = False
         if self._phase is Phase.REDUCING:
             self._become(Phase.SHARDED)
+
+    def _finish_on(self, stream: SideStream) -> None:
+        """Make the means on ``stream``. The computation waits for what has read the gradients."""
+        with stream.used():
+            _wait_for(self._sums)
+            groups = self.trainable_groups
+            held = [(g.finish_reduce(self.settings, is_late=True), g) for g in groups]
+        spent = any(
+            each is not group.mean for used, group in held for each in used if each is not None
+        )
+        is_summed, self._is_summed = self._is_summed, None
+        (stream.mark() if spent or is_summed is None else is_summed).wait()
+        for group in self.trainable_groups:
+            group.buffer.release_gradients()
 
     def deliver(self, used: Mapping[ParameterGroup, Sequence[bool]]) -> None:
         """Set ``.grad``; ``used`` tells for each trainable group what any rank had gradients of."""
@@ -423,6 +498,8 @@ class Unit:
         if self._phase is Phase.GATHERING:
             self._finish_gather()
         _wait_for(self._sums)
+        if self._streams is not None:
+            self._streams.stop()
         for group in self.groups:
             group.drop()
         self.is_reducing = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -315,7 +315,20 @@ def _seen_events(device: SimulatedDevice) -> Iterator[None]:
     def stream(_: object, __: object = None) -> WorkLine:
         return device.current
 
-    with replaced(torch.cpu, "Event", event), replaced(torch.cpu, "current_stream", stream):
+    def side(_: object, __: object = None) -> WorkLine:
+        return WorkLine("a side stream")
+
+    def used(_: object, line: WorkLine) -> AbstractContextManager[None]:
+        return device.use(line)
+
+    with ExitStack() as stack:
+        for name, ours in (
+            ("Event", event),
+            ("current_stream", stream),
+            ("Stream", side),
+            ("stream", used),
+        ):
+            stack.enter_context(replaced(torch.cpu, name, ours))
         yield
 
 
@@ -329,6 +342,11 @@ class _MarkedPoint:
     def record(self, stream: WorkLine) -> None:
         """Mark what ``stream`` was given by now."""
         self._event = self._device.record("an event", stream)
+
+    def wait(self) -> None:
+        """Make the current stream wait until the device has passed it."""
+        if self._event is not None:
+            self._device.current.wait_until(self._event.clock)
 
     def query(self) -> bool:
         """Ask, without waiting, whether the device has passed it."""

@@ -1,0 +1,94 @@
+"""The streams of a device on which the units of one root are gathered and reduced.
+
+::
+
+    compute   unit 1 ─────────┐unit 2 ─────────┐unit 3             waits for what it is to read
+    gathers   gather of 2     │gather of 3     │gather of 4        wait for the unit whose memory
+              (beside unit 1) └> gives back 1  └> gives back 2     they take, by events
+    sums      gradients of 5    gradients of 4                     means are made here, too
+    further   second sum of 6   second sum of 5                    of hybrid sharding
+
+Memory is given back to the stream that it came from, once that stream waits for all who use it.
+The host may be steps ahead: what bounds the memory of whole units is the order of the device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from meshwright.comm.streams import Event, SideStream, record
+from meshwright.data_parallel.shards.parameter_group import ParameterGroup
+
+
+class UnitStreams:
+    """The streams beside the computation, and the order between them and it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.gathers = SideStream(device)
+        self.sums = SideStream(device)
+        self.further = SideStream(device)
+        """For sums over ``replicate`` that follow those over ``shard``."""
+        self._left: deque[tuple[Event, Sequence[ParameterGroup]]] = deque()
+        """Whole units that nobody needs any more behind these events; their memory is there."""
+        self._is_running = False
+        """True where shards are as they were when `begin` was called."""
+
+    def begin(self) -> None:
+        """Begin a pass: gathers read what has been written to the shards by now, and not later."""
+        self._give_back(0)
+        self.gathers.follow()
+        self._is_running = True
+
+    def end(self) -> None:
+        """End the passes whose gathers read the same shards; all memory is given back."""
+        self._give_back(0)
+        self._is_running = False
+
+    @contextmanager
+    def gathering(self, groups: Sequence[ParameterGroup], *, is_late: bool) -> Iterator[None]:
+        """Gather ``groups`` in the block, in the memory of units that were given up before.
+
+        One that ``is_late`` begins beside the computation of the unit before, which keeps its.
+        """
+        if not self._is_running:
+            self.gathers.follow()
+        for event, mine in [left for left in self._left if left[1] is groups]:
+            self._left.remove((event, mine))
+            self.gathers.wait_for(event)
+        self._give_back(1 if is_late else 0)
+        with self.gathers.used():
+            yield
+
+    def leave(self, groups: Sequence[ParameterGroup]) -> None:
+        """Give the whole of ``groups`` up behind what the computation was given by now."""
+        self._left.append((record(self._device), groups))
+        if not self._is_running:
+            self._give_back(0)
+
+    def stop(self) -> None:
+        """Put all streams behind each other: what comes next may use anything."""
+        for stream in (self.gathers, self.sums, self.further):
+            stream.mark().wait()
+        for stream in (self.gathers, self.sums, self.further):
+            stream.follow()
+        self.end()
+
+    def deliver(self, *, to_host: bool) -> None:
+        """Have the computation wait for all sums; the host too, where means lie there."""
+        for stream in (self.sums, self.further):
+            event = stream.mark()
+            event.wait()
+            if to_host:
+                event.synchronize()
+
+    def _give_back(self, keeps: int) -> None:
+        while len(self._left) > keeps:
+            event, groups = self._left.popleft()
+            self.gathers.wait_for(event)
+            for group in groups:
+                group.buffer.release()
