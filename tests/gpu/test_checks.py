@@ -31,10 +31,7 @@ ELSEWHERE = {
 }
 """Rows that no simulated device can run."""
 
-AWAITED = (
-    *("pipeline: ", "no host stop in a pipeline: ", "failure: ", "transfers"),
-    "no host stop: tensor parallel",
-)
+AWAITED = ("failure: ",)
 """Rows that the library does not pass on devices of several ranks yet."""
 
 QUICK = ("collectives", "values: fully_shard", "values: replicate", "no host stop: replicate")

@@ -334,6 +334,19 @@ def test_hooks_of_steps_are_forgotten() -> None:
     handle.remove()
 
 
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_fused_optimizers_write_nothing_by_a_flag(is_fused: bool) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=is_fused)
+    assert modules.steps_by_flag(optimizer) == is_fused
+    parameter.grad = torch.ones(2)
+    if is_fused:
+        modules.step_unless(torch.ones(()), optimizer)
+        assert parameter.tolist() == [1, 1]
+        modules.step_unless(torch.zeros(()), optimizer)
+        assert parameter.tolist() != [1, 1]
+
+
 def test_trees_go_apart_and_together() -> None:
     leaves, spec = trees.tree_flatten({"a": [1, (2, 3)]})
     assert leaves == trees.tree_leaves({"a": [1, (2, 3)]}) == [1, 2, 3]

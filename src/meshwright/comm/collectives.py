@@ -448,17 +448,31 @@ class Communicator:
 
     def gather_numbers(self, numbers: Sequence[float], *, label: str) -> list[tuple[float, ...]]:
         """List every rank's ``numbers`` (equally many on each), in rank order, in float64."""
+        return self.start_numbers(numbers, label=label)()
+
+    def start_numbers(
+        self, numbers: Sequence[float], *, label: str
+    ) -> Callable[[], list[tuple[float, ...]]]:
+        """Start `gather_numbers`. Returns a function that waits for the others' and lists all."""
         form = f"<{len(numbers)}d"
-        rows = self._gather_equal(struct.pack(form, *numbers), label)
-        return [struct.unpack(form, row) for row in rows]
+        started = self._start_equal(struct.pack(form, *numbers), label)
+        return lambda: [struct.unpack(form, row) for row in started()]
 
     def _gather_equal(self, payload: bytes, label: str) -> list[bytes]:
-        """List every rank's ``payload``, equally long on each, over the control channel."""
+        return self._start_equal(payload, label)()
+
+    def _start_equal(self, payload: bytes, label: str) -> Callable[[], list[bytes]]:
+        """Start listing every rank's ``payload``, equally long on each, on the control channel."""
         mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         everyone = torch.empty(self.size * mine.numel(), dtype=torch.uint8)
         with shown.unseen():
-            self.control.all_gather(everyone, mine, label=label).wait()
-        return [row.numpy().tobytes() for row in everyone.view(self.size, -1)]
+            pending = self.control.all_gather(everyone, mine, label=label)
+
+        def read() -> list[bytes]:
+            pending.wait()
+            return [row.numpy().tobytes() for row in everyone.view(self.size, -1)]
+
+        return read
 
     def empty_shared(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Make a 1-D tensor in the memory that this backend moves fastest, uninitialised."""

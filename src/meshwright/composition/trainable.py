@@ -34,6 +34,7 @@ from meshwright.composition.tensor_axis.tensor_check import TensorTraffic, add_t
 from meshwright.errors import LayoutError, NonFiniteError, PlanError
 from meshwright.gradients import (
     UNTOUCHED,
+    UNWRITTEN,
     ZEROED,
     LossScale,
     LossWindow,
@@ -44,7 +45,7 @@ from meshwright.gradients import (
     cut_batch,
     global_norm,
     scale_to_norm,
-    zero_unless,
+    step_if,
 )
 from meshwright.plan import Plan, match_names
 from meshwright.randomness import Draws, RandomOperators
@@ -55,6 +56,7 @@ from meshwright.tensor_parallel.checks.equality import (
     look_at_bits,
     verify_gradients,
 )
+from meshwright.torch_internals.modules import steps_by_flag
 from meshwright.torch_internals.trees import tree_leaves
 
 Loss = Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
@@ -167,7 +169,7 @@ class Trainable:
         keyword arguments, anything else as one argument. Tensors are cut along dim 0 into the
         plan's ``accumulate`` parts. Raises NonFiniteError, on all ranks, when the loss or a
         gradient is not finite. On a device that shows in the next step, or before a state is given
-        out: the gradients of such a step are zeroed there.
+        out: a fused optimizer writes nothing in such a step, another one steps with zeros.
         """
         self.forward_backward(batch, target)
         return self.optimizer_step()
@@ -224,7 +226,7 @@ class Trainable:
                 loss = self._window.mean()
                 spread = self._layout.gradients()
                 norm = global_norm(spread)
-                is_finite = self._look(loss, norm)
+                is_finite = self._look(norm)
                 if is_finite:
                     if is_due(self.steps + 1):
                         self._compare_gradients(loss)
@@ -232,8 +234,9 @@ class Trainable:
                         scale_to_norm(self._every_gradient(spread), norm, self.plan.train.clip_norm)
                     if self._looks_late:
                         is_good = loss.isfinite() & norm.isfinite()
-                        zero_unless(is_good, self._every_gradient(spread))
-                    optimizer.step()
+                        step_if(is_good, optimizer, self._every_gradient(spread))
+                    else:
+                        optimizer.step()
         finally:
             self._start_over()
         self.steps += 1
@@ -261,6 +264,7 @@ class Trainable:
 
         It is called between the two halves, by all ranks together where parameters are sharded.
         """
+        settle()
         return {
             name: whole(parameter.grad)
             for name, parameter in self.named_parameters().items()
@@ -273,6 +277,7 @@ class Trainable:
 
         Ranks call it together where parameters are sharded, and need not where they are not.
         """
+        settle()
         with evaluating(self.module), self._autocast():
             output = call_module(self.module, batch)
             local = apply_loss(self._loss, output, target)
@@ -285,6 +290,7 @@ class Trainable:
 
         All ranks call it together where parameters are sharded.
         """
+        settle()
         return {name: whole(value) for name, value in self.module.state_dict().items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -292,7 +298,6 @@ class Trainable:
 
         All ranks call it together where parameters are sharded.
         """
-        settle()
         state: dict[str, Any] = {"model": self.weights(), "steps": self.steps}
         if self.optimizer is not None:
             state["optimizer"] = self._optimizer_state(self.optimizer)
@@ -386,33 +391,33 @@ class Trainable:
         """List what is clipped, of which ``spread`` counts in the norm."""
         return [each for group in spread for each in group.gradients]
 
-    def _look(self, loss: torch.Tensor, norm: torch.Tensor) -> bool:
+    def _look(self, norm: torch.Tensor) -> bool:
         """Tell whether the optimizer may step; on a device it may, and the next step looks."""
         window, step = self._window, self.steps
+        numbers = torch.cat([norm.reshape(1).to(torch.float64), window.sums()])
         if self._looks_late:
-            numbers = torch.cat([norm.reshape(1).to(torch.float64), window.sums()])
-            self._late.look(numbers, partial(self._judge_late, window, step))
+            self._late.look(numbers, partial(self._judge, window, step))
             return True
-        window.check_sizes()
-        found = loss.item(), norm.item()
-        is_finite = math.isfinite(found[0]) and math.isfinite(found[1])
-        may_skip = self.loss_scale is not None and self.loss_scale.update(is_finite)
-        if not is_finite and not may_skip:
-            raise self._non_finite(window, step, *found)
-        return is_finite
+        return self._judge(window, step, numbers.tolist())
 
-    def _judge_late(self, window: LossWindow, step: int, numbers: Sequence[float]) -> None:
-        """Raise on all ranks where ``step`` has been no use."""
+    def _judge(self, window: LossWindow, step: int, numbers: Sequence[float]) -> bool:
+        """Tell whether ``step`` is of use; raise on all ranks where it may not be skipped."""
         norm, *sums = numbers
         window.know(sums)
         loss = sums[0] / sums[1]
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise self._non_finite(window, step, loss, norm, harm=ZEROED)
+        is_finite = math.isfinite(loss) and math.isfinite(norm)
+        may_skip = self.loss_scale is not None and self.loss_scale.update(is_finite)
+        if not is_finite and not may_skip:
+            raise self._non_finite(window, step, loss, norm)
+        return is_finite
 
     def _non_finite(
-        self, window: LossWindow, step: int, loss: float, norm: float, harm: str = UNTOUCHED
+        self, window: LossWindow, step: int, loss: float, norm: float
     ) -> NonFiniteError:
         """Make the error of all ranks. Loss and norm are the same on all of them."""
+        harm = UNTOUCHED
+        if self._looks_late:
+            harm = UNWRITTEN if steps_by_flag(self.optimizer) else ZEROED
         found = [f"the gradient of {name!r}" for name in self._layout.found_non_finite]
         if not window.is_finite:
             found.append("the loss")

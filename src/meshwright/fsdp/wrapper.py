@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.comm import communicator
+from meshwright.comm import communicator, settle
 from meshwright.data_parallel.checks.starting_state import starting_buffers
 from meshwright.data_parallel.comm_hooks.shard_hooks import register_bucket_hook
 from meshwright.data_parallel.residency import ShardedResidency, sharded_residency
@@ -353,6 +353,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         wrappers = FullyShardedDataParallel.fsdp_modules(module)
         if not recurse:
             wrappers = [w for w in wrappers if w is module]
+        settle()
         with summon_all(wrappers, options):
             yield
 

@@ -2,7 +2,7 @@
 
 Bottom-up:
 
-    bits        checksums of tensors, and zeros, without a host that waits
+    bits        checksums, zeros and steps that a device decides on, without a host that waits
     loss        a mean, or (sum, count), over microbatches and ranks
     finite      all ranks skip or stop together
     norm        one norm over all axes, and clipping
@@ -11,9 +11,10 @@ Bottom-up:
 
 from __future__ import annotations
 
-from meshwright.gradients.bits import checksum, zero_unless
+from meshwright.gradients.bits import checksum, step_if, zero_unless
 from meshwright.gradients.finite import (
     UNTOUCHED,
+    UNWRITTEN,
     ZEROED,
     LossScale,
     NonFiniteValues,
@@ -51,6 +52,7 @@ from meshwright.gradients.optimizers import (
 
 __all__ = [
     "UNTOUCHED",
+    "UNWRITTEN",
     "ZEROED",
     "Factor",
     "LocalLoss",
@@ -78,6 +80,7 @@ __all__ = [
     "read_loss",
     "require_finite_norm",
     "scale_to_norm",
+    "step_if",
     "times",
     "zero_unless",
 ]

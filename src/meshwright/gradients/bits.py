@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from types import MappingProxyType
 
 import torch
+from torch.optim import Optimizer
 
+from meshwright.torch_internals.modules import step_unless, steps_by_flag
 from meshwright.torch_internals.tensors import foreach_mul_
 
 _WORDS = MappingProxyType({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
@@ -34,6 +36,18 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     mixed.bitwise_xor_(mixed >> 32).mul_(_SECOND)
     mixed.bitwise_xor_(mixed >> 29)
     return torch.stack([mixed.sum(), (words == words[:1]).all().to(torch.int64)])
+
+
+def step_if(is_good: torch.Tensor, optimizer: Optimizer, gradients: Iterable[torch.Tensor]) -> None:
+    """Step with ``gradients`` where that ``is_good``, which a device knows alone.
+
+    Else fused optimizers write nothing, and others step with gradients of zero.
+    """
+    if steps_by_flag(optimizer):
+        step_unless(is_good.logical_not().float(), optimizer)
+    else:
+        zero_unless(is_good, gradients)
+        optimizer.step()
 
 
 @torch.no_grad()

@@ -101,6 +101,7 @@ class NonFiniteValues:
 
 
 UNTOUCHED = "No rank has stepped"
+UNWRITTEN = "Its optimizer has written nothing"
 ZEROED = "Its gradients were set to zero, and each rank may have made one step with that"
 
 

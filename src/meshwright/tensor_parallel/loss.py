@@ -31,6 +31,7 @@ from meshwright.comm.dtensors.dtensor import (
     our_placement,
 )
 from meshwright.comm.dtensors.edges import entered, wrapped
+from meshwright.comm.streams import is_host
 from meshwright.layout import Partial, Placement, Replicate, Shard, chunk
 from meshwright.tensor_parallel.functions import Labels, reduce_from, start_sum
 from meshwright.torch_internals.tensors import assert_soon
@@ -127,9 +128,9 @@ def _columns(found: int, axis: Communicator, classes: int | None) -> tuple[int, 
 
 
 def _check_target(target: torch.Tensor, classes: int, ignore_index: int) -> None:
-    """Raise IndexError for a target that is no class, on the CPU; else the device asserts."""
+    """Raise IndexError for a target that is no class, on the host; else the device asserts."""
     is_right = ((target >= 0) & (target < classes)) | (target == ignore_index)
-    if target.device.type != "cpu":
+    if not is_host(target.device):
         assert_soon(is_right.all())
     elif not is_right.all():
         wrong = target[~is_right][0].item()

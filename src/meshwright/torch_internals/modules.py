@@ -28,6 +28,8 @@ __all__ = [
     "non_persistent_buffers_of",
     "set_compiled_call",
     "step_hooks_of_all",
+    "step_unless",
+    "steps_by_flag",
 ]
 
 forward_pre_hooks_of = attrgetter("_forward_pre_hooks")
@@ -72,6 +74,20 @@ def is_forward_compiled(module: nn.Module) -> bool:
 def check_input_dim(module: Any, x: torch.Tensor) -> None:  # noqa: ANN401
     """Raise as a batch norm does for an input of too many or few dims."""
     module._check_input_dim(x)
+
+
+def steps_by_flag(optimizer: Any) -> bool:  # noqa: ANN401
+    """Check that steps of ``optimizer`` write nothing where its ``found_inf``, a tensor, is one."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def step_unless(is_bad: torch.Tensor, optimizer: Any) -> None:  # noqa: ANN401
+    """Step, but write nothing where ``is_bad`` is one: with an optimizer that `steps_by_flag`."""
+    optimizer.found_inf = is_bad
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf
 
 
 def forget_step_hooks(optimizer: Any) -> None:  # noqa: ANN401

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +15,15 @@ import torch
 from torch import nn
 
 from meshwright import clip_grad_norm_
+from meshwright.checkpoint import save
 from meshwright.comm import LateNumbers, communicator, disconnect, settle
 from meshwright.composition import parallelize
-from meshwright.data_parallel import fully_shard, replicate
+from meshwright.data_parallel import DistributedDataParallel, fully_shard, replicate
 from meshwright.errors import CollectiveMismatchError, LayoutError, NonFiniteError
+from meshwright.fsdp import FullyShardedDataParallel
 from meshwright.mesh import init_device_mesh
 from meshwright.plan import Plan
+from meshwright.recipes.tensors.trace import TensorTrace
 from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from meshwright.testing import Ranks, RanksFailed, on_devices
 
@@ -86,6 +91,93 @@ def test_a_guard_that_is_off_is_seen(ranks: Ranks) -> None:
         on_devices(ranks)(2, body_guard_off)
 
 
+Exits = dict[str, Callable[[], object]]
+"""Calls that give out something of a step."""
+
+
+def trained(model: nn.Module) -> Any:
+    """Make an optimizer that has stepped, of a model."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def exits_of_modules() -> Exits:
+    whole, parts, tensor = replicated(), sharded(), layers()
+    wrapped: Any = DistributedDataParallel(layers())
+    flat: Any = FullyShardedDataParallel(layers())
+    mesh = init_device_mesh("cpu", (2,))
+    parallelize_module(tensor, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    given = {
+        "replicate": whole,
+        "class of replicas": wrapped,
+        "its module": wrapped.module,
+        "fully_shard": parts,
+        "class": flat,
+        "tensor": tensor,
+    }
+    models = (whole, parts, tensor)
+    optimizers = {type(m).__name__: trained(m) for m in models} | {"class": trained(flat)}
+    return {
+        **{f"state of {name}": model.state_dict for name, model in given.items()},
+        **{f"optimizer of {name}": each.state_dict for name, each in optimizers.items()},
+        "state of the class's optimizer": lambda: flat.optim_state_dict(flat, optimizers["class"]),
+        "whole parameters": lambda: flat.summon_full_params(flat).__enter__(),
+    }
+
+
+def exits_of_plans() -> Exits:
+    found: Exits = {}
+    for axes, settings in (
+        ("replicate = 2", ""),
+        ("tensor = 2", TENSOR),
+        ("pipeline = 2", "[pipeline]\nmicrobatches = 2"),
+    ):
+        many, _ = made(axes, settings)
+        x, target = torch.ones(4, 4).double(), torch.ones(4, 2).double()
+        many.forward_backward(x, target)
+        trace = TensorTrace(many, lambda _: None, share=4)
+        for name, call in {
+            "gradients": many.gradients,
+            "weights": many.weights,
+            "state": many.state_dict,
+            "eval": functools.partial(many.eval, x, target),
+            "trace": functools.partial(trace._write_all, "parameter"),
+        }.items():
+            found[f"{name}, {axes}"] = call
+    return found
+
+
+def exits_of_folders(folder: str) -> Exits:
+    values = {"w": torch.ones(2)}
+    return {"save": lambda: save(folder, values, {}, step=1, communicator=communicator())}
+
+
+def refuse(numbers: list[float]) -> None:
+    raise NonFiniteError(f"a guard has found {numbers}")
+
+
+def body_exits(folder: str) -> None:
+    exits = exits_of_modules() | exits_of_plans() | exits_of_folders(folder)
+    settle()
+    open_ones: list[str] = []
+    for name, give_out in exits.items():
+        late = LateNumbers()
+        late.look(torch.ones(1), refuse)
+        with contextlib.suppress(NonFiniteError):
+            give_out()
+        if late.coming:
+            open_ones.append(name)
+            late.coming.clear()
+    assert not open_ones, f"given out before guards were looked at: {open_ones}"
+
+
+@pytest.mark.slow
+def test_nothing_is_given_out_before_guards_were_looked_at(ranks: Ranks, tmp_path: Path) -> None:
+    on_devices(ranks)(2, body_exits, str(tmp_path))
+
+
 class Branches(nn.Module):
     """Three layers of which a batch uses one."""
 
@@ -135,16 +227,24 @@ def test_another_path_of_a_static_graph_shows_in_the_next_pass(ranks: Ranks) -> 
         on_devices(ranks)(2, body_static)
 
 
-def made(axes: str, settings: str = "", loss: Any = nn.functional.mse_loss) -> tuple[Any, Any]:
+TENSOR = '[tensor.rules]\n"0" = "colwise"\n"2" = "rowwise"'
+MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def made(
+    axes: str,
+    settings: str = "",
+    loss: Any = nn.functional.mse_loss,
+    optimizer: Any = MOMENTUM,
+) -> tuple[Any, Any]:
     """Make a Trainable, and one of the same model in one process, which is given all batches."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
     plan = Plan.from_toml(f"[axes]\n{axes}\n{settings}\n")
-    momentum = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     one = copy.deepcopy(model)
     example = (torch.ones(4, 4).double(),)
-    many = parallelize(model, plan, optimizer=momentum, loss=loss, example=example)
-    return many, (one, momentum(one.parameters()))
+    many = parallelize(model, plan, optimizer=optimizer, loss=loss, example=example)
+    return many, (one, optimizer(one.parameters()))
 
 
 def counted(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,7 +276,7 @@ def body_trainable(axes: str, settings: str) -> None:
     [
         ("replicate = 2", "[train]\naccumulate = 2"),
         ("shard = 2", "[train]\naccumulate = 4"),
-        ("tensor = 2", '[tensor.rules]\n"0" = "colwise"\n"2" = "rowwise"'),
+        ("tensor = 2", TENSOR),
     ],
 )
 def test_a_count_that_the_device_alone_knows(ranks: Ranks, axes: str, settings: str) -> None:
@@ -205,6 +305,41 @@ def test_a_step_that_is_not_finite_changes_nothing_for_good(
     ranks: Ranks, axes: str, end: str
 ) -> None:
     on_devices(ranks)(2, body_not_finite, axes, end)
+
+
+FUSED = functools.partial(torch.optim.AdamW, lr=0.1, weight_decay=0.1, fused=True)
+
+
+def body_fused(axes: str, settings: str) -> None:
+    many, _ = made(axes, settings, optimizer=FUSED)
+    x, target = torch.ones(4, 4).double(), torch.ones(4, 2).double()
+    for _ in range(2):
+        many.step(x, target)
+    state = many.state_dict()
+    before = copy.deepcopy((state["model"], state["optimizer"]["state"]))
+    many.step(x * (torch.inf if communicator().rank == 1 or many.data_size == 1 else 1.0), target)
+    with pytest.raises(NonFiniteError, match="Its optimizer has written nothing"):
+        settle()
+    after = many.state_dict()
+    for found, wanted in zip((after["model"], after["optimizer"]["state"]), before, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    many.step(x, target)
+    changed = [not torch.equal(before[0][n], now) for n, now in many.weights().items()]
+    assert any(changed), "a step that is finite counts again"
+
+
+@pytest.mark.parametrize(
+    ("axes", "settings"),
+    [
+        ("replicate = 2", ""),
+        pytest.param("shard = 2", "", marks=pytest.mark.slow),
+        pytest.param("tensor = 2", TENSOR, marks=pytest.mark.slow),
+    ],
+)
+def test_a_fused_optimizer_writes_nothing_in_a_step_that_is_not_finite(
+    ranks: Ranks, axes: str, settings: str
+) -> None:
+    on_devices(ranks)(2, body_fused, axes, settings)
 
 
 def body_clipped(make: Callable[[], nn.Module]) -> None:

@@ -52,22 +52,20 @@ def announce(name: str, model: MarkedModel) -> None:
     PROCESS.marked[name] = model
 
 
-torch.library.define(
-    "meshwright::grad_reduce",
-    "(Tensor gradient, int index, int ranks, str group, str model, str mode, int[] sizes)"
-    " -> Tensor",
-)
-torch.library.define("meshwright::with_kept", "(Tensor gradient, int index, str model) -> Tensor")
-torch.library.define(
-    "meshwright::divided", "(Tensor gradient, int index, int ranks, str model) -> Tensor"
-)
-# Nothing is written to the token: an operator without a result is kept where it seems to write.
-torch.library.define(
-    "meshwright::deliver", "(Tensor(a!) token, Tensor gradient, int index, str model) -> ()"
-)
-torch.library.define(
-    "meshwright::agree", "(Tensor(a!) anchor, int[] indices, str model, str plan) -> ()"
-)
+for _name, _arguments in (
+    (
+        "grad_reduce",
+        "(Tensor gradient, int index, int ranks, str group, str model, str mode, int[] sizes)"
+        " -> Tensor",
+    ),
+    ("with_kept", "(Tensor gradient, int index, str model) -> Tensor"),
+    ("divided", "(Tensor gradient, int index, int ranks, str model) -> Tensor"),
+    # Nothing is written to the first: operators without a result are kept where they seem to write.
+    ("deliver", "(Tensor(a!) token, Tensor gradient, int index, str model) -> ()"),
+    ("agree", "(Tensor(a!) anchor, int[] indices, str model, str plan) -> ()"),
+):
+    # What they do on the host has to happen in each step: a CUDA graph would leave it out.
+    torch.library.define(f"meshwright::{_name}", _arguments, tags=(torch.Tag.cudagraph_unsafe,))
 
 
 @torch.library.impl("meshwright::grad_reduce", "CompositeExplicitAutograd")

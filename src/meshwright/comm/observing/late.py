@@ -12,14 +12,18 @@ leaves this process, as a checkpoint, a state or a digest, before `settle` has l
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from meshwright.comm.groups.registry import PROCESS, Outstanding
 from meshwright.comm.streams import Event, is_host, record
 
-Judge = Callable[[list[float]], None]
+Judge = Callable[[list[float]], object]
 """Raises where the numbers say so."""
+
+Rows = list[tuple[float, ...]]
+"""The numbers of each rank, in rank order."""
 
 
 class LateNumbers:
@@ -28,8 +32,8 @@ class LateNumbers:
     def __init__(self, name: str = "") -> None:
         """Give it a ``name`` by which `known` finds it as long as something is outstanding."""
         self._key = name or str(id(self))
-        self.coming: list[tuple[torch.Tensor, Event, Judge]] = []
-        """What the device may not have come to."""
+        self.coming: list[Callable[[], None]] = []
+        """What the device or the other ranks may not have come to: each waits, and judges."""
 
     @classmethod
     def known(cls, name: str) -> LateNumbers:
@@ -46,7 +50,23 @@ class LateNumbers:
             judge(numbers.tolist())
             return
         here = numbers.detach().to("cpu", non_blocking=True)  # pinned, as torch makes it for this
-        self.coming.append((here, record(numbers.device), judge))
+        self._note(partial(_read, here, record(numbers.device), judge))
+
+    def compare(
+        self,
+        started: Callable[[], Rows],
+        judge: Callable[[Rows], None],
+        *,
+        is_late: bool,
+    ) -> None:
+        """Have the rows judged that a ``started`` gather brings, with the next `settle` if late."""
+        if is_late:
+            self._note(lambda: judge(started()))
+        else:
+            judge(started())
+
+    def _note(self, judged: Callable[[], None]) -> None:
+        self.coming.append(judged)
         note(self, self._key)
 
     def settle(self) -> None:
@@ -54,10 +74,14 @@ class LateNumbers:
         PROCESS.outstanding.pop(self._key, None)
         coming = self.coming.copy()
         self.coming.clear()
-        for here, event, judge in coming:
-            if not event.query():
-                event.synchronize()
-            judge(here.tolist())
+        for judge in coming:
+            judge()
+
+
+def _read(here: torch.Tensor, event: Event, judge: Judge) -> None:
+    if not event.query():
+        event.synchronize()
+    judge(here.tolist())
 
 
 def note(check: Outstanding, key: str) -> None:
@@ -65,10 +89,10 @@ def note(check: Outstanding, key: str) -> None:
     PROCESS.outstanding.setdefault(key, check)
 
 
-def settle() -> None:
+def settle(*_: object) -> None:
     """Look at all that was noted in this process. Raises the first error.
 
-    It sends nothing where all is well.
+    It sends nothing where all is well. It can be a hook of whatever gives out a state.
     """
     while PROCESS.outstanding:
         PROCESS.outstanding.pop(next(iter(PROCESS.outstanding))).settle()

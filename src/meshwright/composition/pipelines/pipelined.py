@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.comm import phase
+from meshwright.comm import phase, settle
 from meshwright.composition.description import Description
 from meshwright.composition.example_run import evaluating
 from meshwright.composition.pipelines.loss_sources import LossSources
@@ -179,6 +179,7 @@ class PipelinedTrainable(Trainable):
         args, kwargs = _call(batch)
         rows = min((t.shape[0] for t in tensors_in(batch) if t.dim()), default=1)
         is_whole = rows < self.plan.pipeline.microbatches
+        settle()
         schedule = self._undivided if is_whole else self.schedule
         with evaluating(self.module), self._tied.inside(), self._autocast():
             found = schedule.eval(*args, **kwargs)

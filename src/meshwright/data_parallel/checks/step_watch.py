@@ -105,14 +105,9 @@ class StepWatch:
                     "sharded module, before its first forward or after a backward"
                 )
             if known[1] and optimizer not in self._known:
-                optimizer.register_state_dict_pre_hook(_settle)
+                optimizer.register_state_dict_pre_hook(settle)
             self._known[optimizer] = known
         return known[1]
-
-
-def _settle(_: torch.optim.Optimizer) -> None:
-    """Give out no state before the steps that it comes from have been looked at."""
-    settle()
 
 
 class _Hook:

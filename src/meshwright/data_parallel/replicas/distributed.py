@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from meshwright.comm import communicator
+from meshwright.comm import communicator, settle
 from meshwright.comm.graphs.untraced import constant, inlined, untraced
 from meshwright.data_parallel.modules.checkpoint_names import SteppedOver, place_of, rename
 from meshwright.data_parallel.replicas.gradient_bucket import check_hook
@@ -83,6 +83,7 @@ class DistributedDataParallel(SteppedOver):
         self._set_up()
         if options.mixed_precision is not None:
             compute_in(module, options.mixed_precision, (), options.ignored_names)
+        module.register_state_dict_pre_hook(settle)
         self.register_load_state_dict_post_hook(_clean_reported_names)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the module's own

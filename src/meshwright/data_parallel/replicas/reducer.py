@@ -137,7 +137,7 @@ class GradientReducer:
         """How gradients are marked while a backward pass is traced."""
         self._next = 0
         self._factor: Factor | None = None
-        self._late = LateNumbers()
+        self.late = LateNumbers()
         """The notes of the pass before, until the device has summed them."""
         self._uses = UseCounts()
         self._tells = self._lacks = self._has_told = False
@@ -278,8 +278,8 @@ class GradientReducer:
         at_end_of_backward(self.finish)
 
     def _open(self) -> None:
-        if self._late.coming:
-            self._late.settle()  # before any of this pass is sent
+        if self.late.coming:
+            self.late.settle()  # before any of this pass is sent
         self.phase = ReductionPhase.BACKWARD
         marking = self.marking
         if marking is not None and marking.has_begun and marking.took_forward():
@@ -323,7 +323,7 @@ class GradientReducer:
     @torch.no_grad()
     def shadow(self) -> None:
         """Take part in the reductions of a backward pass that this rank does not have."""
-        self._late.settle()
+        self.late.settle()
         for bucket in self.buckets:
             bucket.stand_in(is_void=False)
             self._launch()
@@ -550,7 +550,7 @@ class GradientReducer:
         static = self._static
         differences = static.differences() if static is not None and static.deviates() else {}
         sums = notes.real if notes.is_complex() else notes
-        self._late.look(sums, partial(self._refuse, self._notes, place, differences))
+        self.late.look(sums, partial(self._refuse, self._notes, place, differences))
         return self._notes.refuse_non_finite(notes, self.communicator, is_local=is_local)
 
     def _refuse(

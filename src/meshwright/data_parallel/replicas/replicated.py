@@ -315,7 +315,7 @@ class Replicate:
             )
         module.register_forward_pre_hook(state.before_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(state.after_forward)
-        module.register_state_dict_pre_hook(_settle)
+        module.register_state_dict_pre_hook(settle)
         state.watch_children(module)
         check_names("replicate", before, _names(module))
         return module
@@ -388,8 +388,3 @@ def _with_managed(module: nn.Module, ignored: Collection[nn.Module]) -> frozense
     """Add to ``ignored`` the submodules that a composable function has been applied to."""
     own = {m for m in module.modules() if m is not module and m.__dict__.get(STATES)}
     return frozenset(ignored) | own
-
-
-def _settle(*_: object) -> None:
-    """Give out no state before the passes that it comes from have been looked at."""
-    settle()

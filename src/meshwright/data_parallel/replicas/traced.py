@@ -34,13 +34,18 @@ from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.comm.graphs.marks import announce, deliver, grad_reduce, with_kept
 from meshwright.comm.graphs.untraced import apart, constant
+from meshwright.comm.groups.registry import PROCESS
+from meshwright.comm.observing.late import Rows
 from meshwright.data_parallel.replicas.alone import KeptMemory
 from meshwright.data_parallel.replicas.gradient_bucket import compressed_dtype
 from meshwright.data_parallel.replicas.reducer import GradientReducer
 from meshwright.errors import CollectiveMismatchError
+from meshwright.gradients import checksum
 from meshwright.torch_internals.autograd import at_end_of_backward, running_backward
 
 _log = logging.getLogger("meshwright")
+
+_SAME_PATH = "take the same path on every rank"
 
 Route = str
 """``"forward"``, ``"hooks"`` or ``"eager"``: plain text, which a trace takes for a constant."""
@@ -102,6 +107,10 @@ class Marking:
         self._sizes = list(settings.listed_bytes) or [settings.first_bytes, settings.cap_bytes]
         self._passes: Counter[str] = Counter()
         """How often this rank has run each plan."""
+        self._plan = ""
+        """The plan that ran last."""
+        self._after: dict[str, str] = {}
+        """The plan that has followed each."""
         self._memory: dict[tuple[int, torch.dtype], KeptMemory] = {}
         """Of large gradients, by index."""
         self._told = ""
@@ -296,38 +305,50 @@ class Marking:
     def agree(self, indices: Sequence[int], plan: str) -> None:
         """Compare with the other ranks what this backward pass is and what it will reduce.
 
-        A rank that still compiles is waited for. Raises CollectiveMismatchError on every rank,
-        RuntimeError when a hook of a parameter has come after the graph.
+        On a device that was asked in the pass before is read in this one, but where this rank does
+        something else than then: it reads the answer before it reduces. So a rank that still
+        compiles is waited for. Raises CollectiveMismatchError on every rank, RuntimeError when a
+        hook of a parameter has come after the graph.
         """
-        self._running = running_backward()
+        late, alignment = self._reducer.late, self._reducer.alignment
+        running = running_backward()
+        if late.coming and running != self._running:
+            late.settle()
+        self._running = running
         self._refuse_hooks()
         self._passes[plan] = count = self._passes[plan] + 1
-        is_verified = count.bit_count() == 1 and not self._reducer.is_synchronising
-        on_device = not self._communicator.is_on_host
-        if on_device and count > 1 and not self.keeps and not is_verified:
-            return  # to ask would stop the host until the device has caught up
-        digest = hashlib.blake2b(plan.encode(), digest_size=6).digest()
-        number = float(int.from_bytes(digest, "little"))
-        alignment = self._reducer.alignment
+        is_as_before = self._after.get(self._plan) == plan
+        self._after[self._plan] = self._plan = plan
+        rest = self._rest(indices)
         alignment.begin_forward()
         alignment.begin_backward()
-        mine = (number, self._rest(indices), *(float(mark) for mark in alignment.marks()))
-        label = "agree on the gradients of a compiled graph"
-        rows = self._communicator.gather_numbers(mine, label=label)
-        if len({row[0] for row in rows}) > 1:
-            self._refuse(indices, plan)
-        if len({row[2:] for row in rows}) > 1:
-            error = alignment.refuse(self._communicator)
+        is_late = not self._communicator.is_on_host and is_as_before and rest is _Rest.NONE
+        digest = hashlib.blake2b(plan.encode(), digest_size=6).digest()
+        mine = (float(int.from_bytes(digest, "little")), float(is_late), rest)
+        started = self._communicator.start_numbers(
+            (*mine, *(float(mark) for mark in alignment.marks())),
+            label="agree on the gradients of a compiled graph",
+        )
+        judge = partial(self._judge, indices, plan, alignment.place)
+        late.compare(started, judge, is_late=is_late)
+        if count.bit_count() == 1 and not self._reducer.is_synchronising:
+            at_end_of_backward(self._verify)
+        _marking().ran(plan)
+
+    def _judge(self, indices: Sequence[int], plan: str, place: tuple[int, int], rows: Rows) -> None:
+        """Raise where ``rows`` of a pass are not alike; reduce what is left of it elsewhere."""
+        most = max(row[2] for row in rows)
+        if len({row[0] for row in rows}) > 1 or (most and any(row[1] for row in rows)):
+            self._refuse(indices, plan, [bool(row[1]) for row in rows])
+        if len({row[3:] for row in rows}) > 1:
+            error = self._reducer.alignment.refuse(self._communicator, place)
             if error is not None:
                 raise error
-        match max(row[1] for row in rows):
+        match most:
             case _Rest.LATER:
                 at_end_of_backward(partial(self._reduce_rest, ()))
             case _Rest.NOW:
                 self._reduce_rest(indices)
-        if is_verified:
-            at_end_of_backward(self._verify)
-        _marking().ran(plan)
 
     def _rest(self, indices: Sequence[int]) -> _Rest:
         """Find when to reduce gradients of passes without a reduction that this graph leaves."""
@@ -371,20 +392,38 @@ class Marking:
             "step once more: it is compiled anew"
         )
 
-    def _refuse(self, indices: Sequence[int], plan: str) -> None:
-        """Name the parameters that some ranks are about to reduce and others are not."""
+    def _refuse(self, indices: Sequence[int], plan: str, is_late: Sequence[bool]) -> None:
+        """Name the parameters that some ranks are about to reduce and others are not.
+
+        Ranks that are ``is_late`` have gone on, so that not all can be asked: then each names its
+        own, and the first that does is who all others name.
+        """
+        communicator = self._communicator
         names = [self._reducer.named[index][0] for index in indices]
-        rows = self._communicator.gather_values([names, plan], label="graphs that differ")
+        if any(is_late):
+            ranks = [r for r, late in zip(communicator.ranks, is_late, strict=True) if not late]
+            me = communicator.ranks[communicator.rank]
+            error = CollectiveMismatchError(
+                f"axis {communicator.axis}: the compiled graphs of ranks {ranks} do not do what "
+                "they did in the pass before, and those of the others do: on rank "
+                f"{me} it reduces {', '.join(names)}, in buckets {plan}. One step of an optimizer "
+                f"may have used such gradients. {_SAME_PATH}, and leave as many passes without a "
+                "reduction"
+            )
+            if me in ranks and PROCESS.monitor is not None:
+                PROCESS.monitor.publish(error, is_cause=True)
+            raise error
+        rows = communicator.gather_values([names, plan], label="graphs that differ")
         everywhere = set.intersection(*(set(row[0]) for row in rows))
         texts: list[str] = []
-        for rank, (found, its_plan) in zip(self._communicator.ranks, rows, strict=True):
+        for rank, (found, its_plan) in zip(communicator.ranks, rows, strict=True):
             more = sorted(set(found) - everywhere)
             what = f"of {', '.join(more)} too" if more else "of no more than the others"
             texts.append(f"rank {rank} has gradients {what}, in buckets {its_plan}")
         raise CollectiveMismatchError(
-            f"axis {self._communicator.axis}: the compiled graphs of the ranks reduce different "
-            f"gradients: {'; '.join(texts)}. A graph holds what its forward pass has used: take "
-            "the same path on every rank, or leave the model uncompiled"
+            f"axis {communicator.axis}: the compiled graphs of the ranks reduce different "
+            f"gradients: {'; '.join(texts)}. A graph holds what its forward pass has used: "
+            f"{_SAME_PATH}, or leave the model uncompiled"
         )
 
     @apart
@@ -396,11 +435,16 @@ class Marking:
 
         Raises CollectiveMismatchError on every rank, naming the first parameter.
         """
-        sums = [_checksum(parameter.grad) for _, parameter in self._reducer.named]
+        gradients = [parameter.grad for _, parameter in self._reducer.named]
+        missing = torch.zeros(2, dtype=torch.int64, device=self._communicator.device)
+        sums = [missing if each is None else checksum(local_of(each)) for each in gradients]
+        self._reducer.late.look(torch.cat(sums), self._compare_sums)
+
+    def _compare_sums(self, sums: list[float]) -> None:
         found = self._communicator.gather_values(sums, label="verify a compiled graph")
         if all(row == found[0] for row in found):
             return
-        place = next(n for n in range(len(sums)) if len({str(row[n]) for row in found}) > 1)
+        place = next(n for n in range(len(sums)) if len({row[n] for row in found}) > 1) // 2
         raise CollectiveMismatchError(
             f"axis {self._communicator.axis}: after the backward pass of a compiled graph "
             f"the gradient of {self._reducer.named[place][0]!r} is not the same on every rank. "
@@ -436,15 +480,15 @@ class _Marked(torch.autograd.Function):
         marking: Marking,
         index: int,
     ) -> torch.Tensor:
-        ctx.marking, ctx.index, ctx.keeps = marking, index, marking.keeps
+        ctx.mark = marking, index, marking.keeps
         return parameter.detach()  # no view, so that a forward may write to it
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # noqa: ANN401  # pyrefly: ignore[bad-override]
-        marking: Marking = ctx.marking
-        if ctx.keeps:
-            gradient = with_kept(gradient, ctx.index, marking.name)
-        return marking.mark(gradient, ctx.index), None, None
+        marking, index, keeps = ctx.mark
+        if keeps:
+            gradient = with_kept(gradient, index, marking.name)
+        return marking.mark(gradient, index), None, None
 
 
 class TracedForward(nn.Module):
@@ -462,13 +506,3 @@ class TracedForward(nn.Module):
 def _marking() -> GradientMarking:
     # The one way round the arrow between the rooms: loaded by the first trace that needs it.
     return cast("GradientMarking", meshwright.compiler.MARKING)
-
-
-def _checksum(gradient: torch.Tensor | None) -> int | None:
-    """Sum the bits of ``gradient`` as integers: equal for equal bits."""
-    if gradient is None:
-        return None
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    flat = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-    words = flat.detach().contiguous().view(whole[flat.element_size()])
-    return int(words.sum(dtype=torch.int64).item())

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.comm import Communicator, communicator
+from meshwright.comm import Communicator, communicator, settle
 from meshwright.comm.dtensors.dtensor import is_dtensor
 from meshwright.comm.dtensors.shard_view import ShardView
 from meshwright.fsdp.exposures.exposure import flat_layout, own_pieces
@@ -65,6 +65,7 @@ def optimizer_state(
 
     LOCAL is as SHARDED: each value is this rank's part. ``group`` says which rank is the first.
     """
+    settle()
     _check_local(model, settings.state_dict_type)
     names = names_by_parameter(model)
     state, groups = _by_parameter(optimizer, given)

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from meshwright.comm import Communicator
+from meshwright.comm import Communicator, settle
 from meshwright.comm.dtensors.gather_dtensor import Holding, held
 from meshwright.comm.graphs.untraced import apart, untraced
 from meshwright.composition import StepResult, Trainable
@@ -155,6 +155,7 @@ class TensorTrace:
     # -------------------------------------------------------------------------------- all tensors
 
     def _write_all(self, kind: str) -> None:
+        settle()
         owned = self._trainable.named_parameters()
         for stage, entry in self._trainable.entries:
             for number, (name, parameter) in enumerate(entry.named_parameters()):

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from meshwright.comm import Communicator, LateNumbers
+from meshwright.comm import Communicator, LateNumbers, settle
 from meshwright.comm.dtensors.dtensor import is_dtensor, known_at_rest, mesh_communicators
 from meshwright.comm.dtensors.sharded_axes import singles_of
 from meshwright.comm.failures.events import Event, EventCheck
@@ -89,6 +89,7 @@ class Passes:
         begin.expect(plain, is_layer=is_layer)
         if not known:
             root.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
+            root.register_state_dict_pre_hook(settle)
             self._roots = [row for row in self._roots if row[0]() is not None]
             self._roots.append((weakref.ref(root), begin))
 
@@ -116,6 +117,8 @@ class Passes:
         """
         if self.axis.size == 1:
             return
+        if optimizer not in self._steps:
+            optimizer.register_state_dict_pre_hook(settle)
         number = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if is_due(number) and (named := list(self._held_whole(optimizer))):
             kind = type(optimizer).__name__

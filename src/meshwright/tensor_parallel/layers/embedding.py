@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 
 from meshwright.comm.dtensors.local_leaves import local_leaf
+from meshwright.comm.streams import is_host
 from meshwright.layout import Partial, Replicate, Shard, chunk
 from meshwright.tensor_parallel.layers.linear import Settings
 from meshwright.tensor_parallel.layouts import Arrival, Site, untraced
@@ -92,7 +93,7 @@ class RowEmbedding(nn.Embedding):
         return site.leave(given, settings.output, is_local=settings.is_local)
 
     def _check_ids(self, ids: torch.Tensor, site: Site) -> None:
-        if ids.device.type != "cpu":
+        if not is_host(ids.device):
             assert_soon(((ids >= 0) & (ids < self.num_embeddings)).all())
             return
         if not ids.numel():

@@ -53,12 +53,12 @@ _MAKERS = frozenset(
 
 
 def _is_of_library(frame: FrameType | None) -> bool:
-    """Check that `torch.distributed` calls from ``frame``, or ours, its harness aside."""
+    """Check that ``frame`` is of `torch.distributed`, `torch.optim`, or ours, its harness aside."""
     if frame is not None and "/torch/nn/modules/" in frame.f_code.co_filename:
         return False  # somebody moves a module
     while frame is not None:
         name = frame.f_code.co_filename
-        if "/torch/distributed/" in name:
+        if "/torch/distributed/" in name or "/torch/optim/" in name:
             return True
         if "/torch/" not in name:
             return name.startswith(_LIBRARY) and not name.startswith(_HARNESS)
