@@ -100,12 +100,8 @@ class Iteration:
         """Whether this rank had gradients when its last backward pass ended."""
         self._raised_in = ""
         """The pass that was given up last, until the next one has begun."""
-        devices = {axis.device for axis in self.axes if not axis.is_on_host}
-        streams = self._streams = UnitStreams(*devices) if len(devices) == 1 else None
+        self._streams = _streams_for(units, self.axes)
         """None on the host."""
-        if streams is not None:
-            for unit in units:
-                unit.use_streams(streams)
         self._steps = StepWatch(self._exposed, self._given, self._check_reduced)
         # Torch's class only warns where ranks freeze different parameters and run other units.
         strict = options is None or not options.warn_at_once
@@ -498,6 +494,17 @@ def _order_check(
 def _sent(group: ParameterGroup) -> int:
     """Count the bytes that this rank gives to the gather of ``group``."""
     return group.buffer.layout.shard_size * group.types.compute.itemsize
+
+
+def _streams_for(units: Sequence[Unit], axes: Sequence[Communicator]) -> UnitStreams | None:
+    """Give ``units`` streams of the one device on which ``axes`` send; None on the host."""
+    devices = {axis.device for axis in axes if not axis.is_on_host}
+    if len(devices) != 1:
+        return None
+    streams = UnitStreams(*devices)
+    for unit in units:
+        unit.use_streams(streams)
+    return streams
 
 
 def _widest(units: Sequence[Unit]) -> Communicator | None:

@@ -263,12 +263,9 @@ class ParameterGroup:
     def _empty_shard(self, layout: LineLayout, home: torch.device | None) -> torch.Tensor | None:
         if home is None:
             return None
-        pins = self._pins(home)
+        pins = self.pin_memory and home.type == "cpu" and torch.cuda.is_available()
         size, dtype = layout.shard_size, self.types.master
         return torch.zeros(size, dtype=dtype, device=home, pin_memory=pins)
-
-    def _pins(self, home: torch.device) -> bool:
-        return self.pin_memory and home.type == "cpu" and torch.cuda.is_available()
 
     def _show_views(self) -> None:
         self._in_line: list[tuple[Slot, torch.Tensor]] = []
@@ -379,8 +376,8 @@ class ParameterGroup:
     ) -> Moves | None:
         """Prepare the sum over the ranks of what the buffer holds (zeros when it holds nothing).
 
-        What is returned is left to be launched. What a call of the user's has begun joins
-        ``started``. Memory of what users are given is taken here, where `finish_reduce` is late.
+        Returned is what is to be launched; what a call of the user's has begun joins ``started``.
+        Memory of what users are given is taken here, where `finish_reduce` is late.
         """
         buffer, axes = self.buffer, self.axes
         is_absent = not buffer.has_gradient
@@ -393,8 +390,7 @@ class ParameterGroup:
         self._factor = 1.0 / (settings.divide_factor or axes.size)
         lines = buffer.gradients
         if is_late and self.types.reduce != self.types.master:
-            size, dtype = buffer.layout.shard_size, self.types.master
-            self._result = torch.empty(size, dtype=dtype, device=buffer.device)
+            self._result = torch.empty_like(buffer.shard, device=buffer.device)
         if self.types.reduce == torch.float16 and settings.reduce_hook is None:
             for line in lines:
                 line.tensor.mul_(self._factor)
@@ -508,9 +504,8 @@ class ParameterGroup:
         Where that ``is_late``, on another stream than gradients come from, these stay, and so must
         what is returned, until that stream waits for this one.
         """
-        reduced, self._reduced = self._reduced, None
-        added, self._added = self._added, None
-        result, self._result = self._result, None
+        reduced, added, result = self._reduced, self._added, self._result
+        self._reduced = self._added = self._result = None
         if not is_late:
             if reduced is not None and self.axes.shard is None and settings.reduce_hook is None:
                 own = self._line_for_sums().copy_(reduced)
@@ -538,13 +533,10 @@ class ParameterGroup:
 
     def _at_home(self, mean: torch.Tensor) -> torch.Tensor:
         """Start to copy ``mean`` to where shards are kept."""
-        if mean.device == self.buffer.shard.device:
+        shard = self.buffer.shard
+        if mean.device == shard.device:
             return mean
-        pins = self._pins(self.buffer.shard.device)
-        home = torch.empty(
-            mean.numel(), dtype=mean.dtype, device=self.buffer.shard.device, pin_memory=pins
-        )
-        return home.copy_(mean, non_blocking=True)
+        return torch.empty_like(shard, pin_memory=shard.is_pinned()).copy_(mean, non_blocking=True)
 
     def is_unused(self, mean: torch.Tensor) -> bool:
         """Tell whether no rank had a gradient for ``mean``, of which this rank had none.
