@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from meshwright.errors import LayoutError
 from meshwright.layout import (
+    ALIGNMENT,
     Box,
     Cut,
     FlatLayout,
@@ -213,26 +214,30 @@ def test_chunks_hold_every_element_once(cases: list[tuple[int, int, int]], parts
     names = [str(number) for number in range(len(cases))]
     dims = [dim for _, _, dim in cases]
     layout = FlatLayout.chunked(names, shapes, "float32", parts, dims=dims)
-    assert layout.padded_size == parts * sum(layout.slots) >= layout.numel
+    assert layout.padded_size == parts * (layout.offsets[-1] + layout.sizes[-1]) >= layout.numel
+    assert not any(offset % ALIGNMENT for offset in layout.offsets)
+    ends = [start + size for start, size in zip(layout.offsets, layout.sizes, strict=True)]
+    gaps = [start - end for end, start in zip(ends, layout.offsets[1:], strict=False)]
+    assert all(0 <= gap < ALIGNMENT for gap in gaps)
     held: list[list[int]] = [[] for _ in cases]
     for part in range(parts):
         for index in range(len(cases)):
             box = layout.box(index, part)
             held[index] += elements(box, shapes[index])
-            assert box.numel <= layout.slots[index]
+            assert box.numel <= layout.sizes[index]
     for shape, found in zip(shapes, held, strict=True):
         assert sorted(found) == list(range(math.prod(shape)))
 
 
 def test_chunks_as_drawn() -> None:
     layout = FlatLayout.chunked(["a", "b"], [(3, 2), (4,)], "float32", 2)
-    assert (layout.offsets, layout.shard_size, layout.slots) == ((0, 4), 6, (4, 2))
+    assert (layout.offsets, layout.shard_size, layout.sizes) == ((0, 16), 18, (4, 2))
     assert [layout.box(index, 1) for index in (0, 1)] == [Box((2, 0), (1, 2)), Box((2,), (2,))]
     assert list(layout.cuts(1)) == [
         Cut(0, 0, (1, 2), (3, 2), (slice(2, 3), slice(0, 2))),
-        Cut(1, 4, (2,), (4,), (slice(2, 4),)),
+        Cut(1, 16, (2,), (4,), (slice(2, 4),)),
     ]
-    assert layout.padding == pytest.approx(0.2)
+    assert layout.padding == pytest.approx(2.6)
 
 
 def test_chunks_refuse_dims_and_parts_that_are_not_there() -> None:

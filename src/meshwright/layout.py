@@ -19,6 +19,10 @@ from dataclasses import dataclass
 from meshwright.errors import LayoutError
 from meshwright.precision import dtype_bytes
 
+ALIGNMENT = 16
+"""Elements at whose multiples chunks begin: 16 bytes or more in every dtype, which loads of vectors
+and matrix units of a device ask for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Box:
@@ -229,6 +233,13 @@ class LineLayout(ABC):
         """First element of tensor ``index`` in the line of whole tensors, with their padding."""
         return self.offsets[index]
 
+    def stretch(self, indices: range) -> tuple[int, int]:
+        """First element in a shard of the tensors ``indices``, one or more, and one past the last.
+
+        There is nothing else between them, but for gaps.
+        """
+        return 0, self.shard_size
+
     def is_even(self, index: int) -> bool:
         """True where all shards have equally many whole rows of tensor ``index``."""
         return False
@@ -312,9 +323,8 @@ class FlatLayout(LineLayout):
         offsets: list[int] = []
         end = 0
         for shape, dim in zip(shapes, dims, strict=True):
-            offsets.append(end)
-            rows = -(-shape[dim] // parts)
-            end += rows * math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
+            offsets.append(_round_up(end, ALIGNMENT))
+            end = offsets[-1] + _largest_chunk(shape, dim, parts)
         return ChunkedLayout(
             names=tuple(names),
             shapes=tuple(tuple(shape) for shape in shapes),
@@ -373,11 +383,12 @@ class ChunkedLayout(LineLayout):
     """Tensors cut along one dim each; a shard is one chunk of every tensor, one after another.
 
     Made by `FlatLayout.chunked`. Each slot of a shard has room for the largest chunk of its tensor,
-    so all shards are equally large, and short chunks leave the end of their slot empty::
+    so all shards are equally large, and short chunks leave the end of their slot empty. Slots begin
+    at multiples of `ALIGNMENT` elements, and so do the whole tensors::
 
-        tensors   a: (3, 2)   b: (4,)        FlatLayout.chunked(..., parts=2)
-        shard 0   |a00 a01 a10 a11|b0 b1|    offsets (0, 4), shard_size 6
-        shard 1   |a20 a21  -   - |b2 b3|
+        tensors   a: (3, 2)   b: (4,)               FlatLayout.chunked(..., parts=2)
+        shard 0   |a00 a01 a10 a11| 12 - |b0 b1|    offsets (0, 16), sizes (4, 2), shard_size 18
+        shard 1   |a20 a21  -   - | 12 - |b2 b3|
     """
 
     dims: tuple[int, ...]
@@ -404,7 +415,7 @@ class ChunkedLayout(LineLayout):
 
     def together(self, least: int) -> int:
         """See `LineLayout`."""
-        count, sizes = len(self.names), self.slots
+        count, sizes = len(self.names), self.sizes
         while count and not self.dims[count - 1] and sizes[count - 1] * self.parts >= least:
             count -= 1
         return count
@@ -439,10 +450,17 @@ class ChunkedLayout(LineLayout):
         return Cut(index, offset, box.shape, self.shapes[index], box.slices())
 
     @property
-    def slots(self) -> tuple[int, ...]:
-        """Elements of each slot."""
-        ends = (*self.offsets[1:], self.shard_size)
-        return tuple(end - start for start, end in zip(self.offsets, ends, strict=True))
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of the largest chunk of each tensor."""
+        return tuple(
+            _largest_chunk(shape, dim, self.parts)
+            for shape, dim in zip(self.shapes, self.dims, strict=True)
+        )
+
+    def stretch(self, indices: range) -> tuple[int, int]:
+        """See `LineLayout`."""
+        last = indices[-1]
+        return self.offsets[indices[0]], self.offsets[last] + self.sizes[last]
 
     def box(self, index: int, part: int) -> Box:
         """Find the box of tensor ``index`` in shard ``part``; empty where chunks run out."""
@@ -452,6 +470,11 @@ class ChunkedLayout(LineLayout):
         start, length = chunk(shape[dim], self.parts, part)
         offset = tuple(start if d == dim else 0 for d in range(len(shape)))
         return Box(offset, tuple(length if d == dim else n for d, n in enumerate(shape)))
+
+
+def _largest_chunk(shape: Sequence[int], dim: int, parts: int) -> int:
+    """Count the elements of the first of ``parts`` chunks along ``dim``."""
+    return chunk(shape[dim], parts, 0)[1] * math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
 
 
 def _check_dims(names: Sequence[str], shapes: Sequence[Sequence[int]], dims: Sequence[int]) -> None:

@@ -15,16 +15,17 @@ from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
 from meshwright.comm import shared_memory
-from meshwright.comm.c10d import gloo, lookup
+from meshwright.comm.c10d import gloo, lookup, shares
 from meshwright.comm.c10d.lookup import Transfer
+from meshwright.comm.c10d.shares import works_of
 from meshwright.comm.failures.operations import REMEMBERED, Issued
-from meshwright.comm.groups.python_group import PythonGroup
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.comm.observing import shown
 from meshwright.comm.observing.shown import in_ranges
@@ -48,7 +49,7 @@ class Communicator:
     It does not keep its group from going. After that, every operation raises `CommunicationError`.
     """
 
-    _is_labelled = False
+    is_labelled = False
     """True where the group's backend is told labels, for errors, or to compare them."""
     _is_functional = False
     """True while `functional` is entered."""
@@ -71,11 +72,11 @@ class Communicator:
         self.size: int = dist.get_world_size(group)
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))
         """The world's number of each rank of this group."""
-        self.backend: str = _backend_for(group, device)
+        self.backend: str = lookup.backend_for(group, device)
         self.name: str = group.group_name
         """The name by which c10d and traced graphs know the group."""
         self.clock = Clock(device)
-        self._is_labelled = isinstance(group, PythonGroup)
+        self.is_labelled = isinstance(group, PythonGroup)
         self._begin()
 
     def _begin(self) -> None:
@@ -128,7 +129,7 @@ class Communicator:
             ranks = list(self.ranks)
             made: Any = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
             self._group, group = weakref.ref(made), made
-        self.backend = _backend_for(group, self.device)
+        self.backend = lookup.backend_for(group, self.device)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -182,13 +183,9 @@ class Communicator:
         async_op: bool = True,
     ) -> Pending:
         """Reduce ``tensor``, dense or sparse, over all ranks, in place."""
-        op = lookup.reduction(reduction)
+        lookup.reduction(reduction)
         self._check(tensor)
-
-        def launch(group: dist.ProcessGroup) -> Launched:
-            call = lookup.current("all_reduce")
-            return _works(call(tensor, op=op, group=group, async_op=async_op)), None
-
+        launch = partial(shares.all_reduce, tensor, reduction=reduction, async_op=async_op)
         return self._issue("all_reduce", tensor, label, launch, reduction=reduction)
 
     def all_gather(
@@ -206,18 +203,18 @@ class Communicator:
         """
         self._check(output, tensor)
         self._check_share(output, tensor, "all_gather")
-
-        def launch(group: dist.ProcessGroup) -> Launched:
-            if self.backend == "gloo" and lookup.replacement("all_gather") is None:
-                works = gloo.all_gather(output, tensor, group, self.ranks)
-                if works is not None:
-                    return works, None
-            line, mine = output.view(-1), tensor.view(-1)
-            if tensor.dtype not in gloo.MOVED:
-                line, mine = gloo.as_bytes(line), gloo.as_bytes(mine)
-            return _works(lookup.all_gather(line, mine, group, async_op=async_op)), None
-
+        launch = partial(shares.all_gather, self, output, tensor, async_op=async_op)
         return self._issue("all_gather", output, label, launch)
+
+    def all_gather_coalesced(
+        self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], *, label: str = ""
+    ) -> Pending:
+        """Gather into each of ``outputs`` as `all_gather` does, all in one launch."""
+        pairs = list(zip(outputs, tensors, strict=True))
+        for output, tensor in pairs:
+            self._check(output, tensor)
+            self._check_share(output, tensor, "all_gather")
+        return self._issue_together("all_gather", pairs, label, shares.all_gather)
 
     def all_gather_list(
         self,
@@ -238,7 +235,7 @@ class Communicator:
 
         def launch(group: dist.ProcessGroup) -> Launched:
             call = lookup.current("all_gather_list")
-            return _works(call(rows, tensor, group=group, async_op=async_op)), None
+            return works_of(call(rows, tensor, group=group, async_op=async_op)), None
 
         with shown.unseen():
             return self._issue("all_gather", output, label, launch)
@@ -256,22 +253,24 @@ class Communicator:
 
         ``tensor`` holds ``size`` equal shares, rank-major, and is left as it was.
         """
-        op = lookup.reduction(reduction)
+        lookup.reduction(reduction)
         self._check(output, tensor)
         self._check_share(tensor, output, "reduce_scatter")
-
-        def launch(group: dist.ProcessGroup) -> Launched:
-            if self.backend == "gloo" and lookup.replacement("reduce_scatter") is None:
-                launched = gloo.reduce_scatter(output, tensor, group, reduction)
-                if launched is not None:
-                    return launched
-            line, mine = output.view(-1), tensor.view(-1)
-            work = lookup.reduce_scatter(line, mine, group, op=op, async_op=async_op)
-            return _works(work), None
-
+        options = {"reduction": reduction, "async_op": async_op}
+        launch = partial(shares.reduce_scatter, self, output, tensor, **options)
         return self._issue(
             "reduce_scatter", tensor, label, launch, reduction=reduction, value=output
         )
+
+    def reduce_scatter_coalesced(
+        self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], *, label: str = ""
+    ) -> Pending:
+        """Sum each of ``tensors`` as `reduce_scatter` does, all in one launch."""
+        pairs = list(zip(outputs, tensors, strict=True))
+        for output, tensor in pairs:
+            self._check(output, tensor)
+            self._check_share(tensor, output, "reduce_scatter")
+        return self._issue_together("reduce_scatter", pairs, label, shares.reduce_scatter)
 
     def custom(
         self,
@@ -294,7 +293,7 @@ class Communicator:
         def launch(group: dist.ProcessGroup) -> Launched:
             line, mine = output.view(-1), tensor.view(-1)
             work = call(output_tensor=line, input_tensor=mine, group=group, **options)
-            return _works(work), None
+            return works_of(work), None
 
         if gathers:
             return self._issue(kind, output, label, launch, is_ours=False)
@@ -312,7 +311,7 @@ class Communicator:
         def launch(group: dist.ProcessGroup) -> Launched:
             call = lookup.current("broadcast")
             moved = tensor if tensor.dtype in gloo.MOVED else gloo.as_bytes(tensor)
-            return _works(call(moved, src=root, group=group, async_op=async_op)), None
+            return works_of(call(moved, src=root, group=group, async_op=async_op)), None
 
         return self._issue("broadcast", tensor, label, launch, peer=source)
 
@@ -341,7 +340,7 @@ class Communicator:
                 group=group,
                 async_op=async_op,
             )
-            return _works(work), None
+            return works_of(work), None
 
         return self._issue("all_to_all", tensor, label, launch, value=output)
 
@@ -356,10 +355,10 @@ class Communicator:
 
         def launch(group: dist.ProcessGroup) -> Launched:
             if not self._first_tag:
-                return _works(lookup.current("barrier")(group=group, async_op=True)), None
+                return works_of(lookup.current("barrier")(group=group, async_op=True)), None
             # c10d's barrier takes the device that the group is bound to. A sum goes where its
             # tensor lies.
-            return _works(lookup.current("all_reduce")(token, group=group, async_op=True)), None
+            return works_of(lookup.current("all_reduce")(token, group=group, async_op=True)), None
 
         pending = self._issue("barrier", token, label, launch)
         if not async_op:
@@ -386,7 +385,7 @@ class Communicator:
     def batch(self, transfers: Sequence[Transfer]) -> list[Pending]:
         """Issue several transfers as one, so that no order among them can block the ranks."""
         if self.is_on_host or len(transfers) == 1:
-            return [self._transfer(transfer) for transfer in transfers]
+            return list(map(self._transfer, transfers))
         with coalesced(self.group, self.device) as works:
             return [self._transfer(transfer, works) for transfer in transfers]
 
@@ -469,10 +468,22 @@ class Communicator:
 
         They are still compared by kind, shape, dtype, reduction and root.
         """
-        if self._is_labelled:
+        if self.is_labelled:
             self.group.forgo_labels()  # pyrefly: ignore[missing-attribute]
 
     # ------------------------------------------------------------------ the door
+
+    def _issue_together(
+        self, kind: str, pairs: Sequence[shares.Pair], label: str, start: Callable[..., Launched]
+    ) -> Pending:
+        """Issue what ``start`` begins for each of ``pairs`` as one operation."""
+        calls = [partial(start, self, *pair) for pair in pairs]
+        launch = partial(shares.together, self, calls, label) if len(calls) > 1 else calls[0]
+        if kind == "all_gather":
+            first, *more = [output for output, _ in pairs]
+            return self._issue(kind, first, label, launch, more=more)
+        first, *more = [tensor for _, tensor in pairs]
+        return self._issue(kind, first, label, launch, reduction="sum", more=more)
 
     def _issue(
         self,
@@ -485,8 +496,12 @@ class Communicator:
         peer: int | None = None,
         value: torch.Tensor | None = None,
         is_ours: bool = True,
+        more: Sequence[torch.Tensor] = (),
     ) -> Pending:
-        """Number the operation, tell the observers, run it: by c10d, or by a call of the user's."""
+        """Number the operation, tell the observers, run it: by c10d, or by a call of the user's.
+
+        ``more`` are the tensors that the same launch moves beside ``tensor``.
+        """
         group: Any = self._group()
         if group not in self._living:
             group = self.group  # raises; where it does not, the property would cost a call more
@@ -494,11 +509,12 @@ class Communicator:
         self.issued.append(issued)
         pending = Pending(self, issued, tensor if value is None else value)
         if PROCESS.observers:
+            shape, dtype = shares.amount_of(tensor, more)
             collective = Collective(
                 kind=kind,
                 axis=self.axis,
-                shape=tuple(tensor.shape),
-                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=shape,
+                dtype=dtype,
                 reduction=reduction,
                 peer=peer,
                 label=label,
@@ -510,7 +526,7 @@ class Communicator:
             launch = shown.in_place_of(kind, launch, functional=self._is_functional)
         if is_profiled():
             launch = in_ranges(launch, f"meshwright::{kind} {label} on axis {self.axis}")
-        if not self._is_labelled:
+        if not self.is_labelled:
             pending.launched(*launch(group))
             return pending
         group.label_next(f"{label} on axis {self.axis}" if label else "")
@@ -563,17 +579,3 @@ class Communicator:
                 f"{kind} on axis {self.axis} (size {self.size}): expected {self.size} x "
                 f"{share.numel()} elements of {share.dtype}, found {whole.numel()} of {whole.dtype}"
             )
-
-
-def _works(work: Work | None) -> Sequence[Work]:
-    return () if work is None else (work,)
-
-
-def _backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
-    if isinstance(group, PythonGroup):
-        return str(group.host_backend if is_host(device) else group.name())
-    names = dict(
-        part.split(":", 1) for part in dist.get_backend_config(group).split(",") if ":" in part
-    )
-    name = names.get(device.type, dist.get_backend(group))
-    return "gloo" if name == shared_memory.BACKEND else name  # its ranks are not of one host

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -13,7 +13,6 @@ from torch import nn
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import is_replicated, known_at_rest
 from meshwright.data_parallel import Replica
-from meshwright.data_parallel.shards.parameter_group import ParameterGroup
 from meshwright.data_parallel.shards.unit import Unit
 from meshwright.gradients import LossWindow
 from meshwright.plan import Plan
@@ -149,7 +148,7 @@ def describe_sharded(
                 for slot, shape in zip(group.slots, layout.shapes, strict=True)
                 for name in slot.names[:1]
             ]
-            collectives += _unit_collectives(unit, group)
+        collectives += _unit_collectives(unit)
     return Description(
         rank=everyone.rank,
         parameters=tuple(rows),
@@ -165,31 +164,50 @@ def describe_sharded(
     )
 
 
-def _unit_collectives(unit: Unit, group: ParameterGroup) -> Iterator[Collective]:
-    """List a gather before the forward, one before the backward unless kept, and reductions."""
-    layout, axes = group.buffer.layout, group.axes
-    compute = group.types.compute
-    kinds = [("all_gather", axes.shard, size, compute, "unshard") for size in group.buffer.gathers]
+def _unit_collectives(unit: Unit) -> Iterator[Collective]:
+    """List a gather before the forward, one before the backward unless kept, and reductions.
+
+    What several groups send over the same ranks is one launch.
+    """
+    trainable = [group for group in unit.groups if group.is_trainable]
+    gathers = [(g.axes.shard, g.buffer.gathered, g.types.compute) for g in unit.groups]
+    sums = [(g.axes.shard, g.buffer.reduced, g.types.reduce) for g in trainable]
+    further = [
+        (axis, g.buffer.layout.shard_size, g.types.reduce, "replicate")
+        for g in trainable
+        if (axis := g.axes.replicate) is not None
+    ]
+    found = [("all_gather", *each, "unshard") for each in _joined(gathers)]
     if not unit.settings.keep_full_after_forward:
-        kinds *= 2
-    if group.is_trainable:
-        reduce = group.types.reduce
-        kinds += [
-            ("reduce_scatter", axes.shard, size, reduce, "reduce")
-            for size in group.buffer.reductions
-        ]
-        kinds.append(("all_reduce", axes.replicate, layout.shard_size, reduce, "replicate"))
-    for kind, axis, numel, dtype, why in kinds:
+        found *= 2
+    found += [("reduce_scatter", *each, "reduce") for each in _joined(sums)]
+    found += [("all_reduce", *each) for each in further]
+    for kind, axis, numel, dtype, why in found:
+        yield Collective(
+            kind=kind,
+            axis=axis.axis,
+            shape=(numel,),
+            dtype=_dtype_name(dtype),
+            reduction=None if kind == "all_gather" else "sum",
+            label=f"{why} {unit.name}",
+            sequence=0,
+        )
+
+
+def _joined(
+    amounts: Iterable[tuple[Communicator | None, int, torch.dtype]],
+) -> Iterator[tuple[Communicator, int, torch.dtype]]:
+    """Add up elements over the same ranks; of several dtypes, bytes."""
+    by_axis: dict[Communicator, list[tuple[int, torch.dtype]]] = {}
+    for axis, numel, dtype in amounts:
         if axis is not None:
-            yield Collective(
-                kind=kind,
-                axis=axis.axis,
-                shape=(numel,),
-                dtype=_dtype_name(dtype),
-                reduction=None if kind == "all_gather" else "sum",
-                label=f"{why} {unit.name}",
-                sequence=0,
-            )
+            by_axis.setdefault(axis, []).append((numel, dtype))
+    for axis, found in by_axis.items():
+        dtypes = {dtype for _, dtype in found}
+        if len(dtypes) == 1:
+            yield axis, sum(numel for numel, _ in found), found[0][1]
+        else:
+            yield axis, sum(numel * dtype.itemsize for numel, dtype in found), torch.uint8
 
 
 def _step_collectives(axis: Communicator, replica: Replica) -> Iterator[Collective]:

@@ -15,6 +15,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import torch
 
 from meshwright.comm import Clock, Communicator, Pending, Transfer
+from meshwright.comm.c10d.shares import Pair, amount_of
 from meshwright.errors import LayoutError
 from meshwright.testing.meeting import Call, FakeWork, World
 from meshwright.testing.outcome import Ending, Outcome, RanksFailed
@@ -71,7 +72,7 @@ class FakeCommunicator(Communicator):
         """Gather every rank's ``tensor`` into ``output``, rank-major."""
         self._check(output, tensor)
         self._check_share(output, tensor, "all_gather")
-        return self._meet("all_gather", tensor, output, label)
+        return self._meet("all_gather", [(tensor, output)], label)
 
     all_gather_list = all_gather
     """The same: among threads there is no other call."""
@@ -92,19 +93,26 @@ class FakeCommunicator(Communicator):
             None if input_splits is None else tuple(input_splits),
             None if output_splits is None else tuple(output_splits),
         )
-        return self._meet("all_to_all", tensor, output, label, splits=splits)
+        return self._meet("all_to_all", [(tensor, output)], label, splits=splits)
 
     def _transfer(self, transfer: Transfer, batched: object = None) -> Pending:
         self._check(transfer.tensor)
         self._global(transfer.peer)
         return self._meet(
             transfer.direction,
-            transfer.tensor,
-            transfer.tensor,
+            [(transfer.tensor, transfer.tensor)],
             transfer.label,
             peer=transfer.peer,
             tag=transfer.tag,
         )
+
+    def _issue_together(
+        self, kind: str, pairs: Sequence[Pair], label: str, start: Callable[..., Any]
+    ) -> Pending:
+        """Bring all that one launch moves to the other threads."""
+        reduction = None if kind == "all_gather" else "sum"
+        given = [(tensor, output) for output, tensor in pairs]
+        return self._meet(kind, given, label, reduction=reduction)
 
     def _issue(
         self,
@@ -120,13 +128,12 @@ class FakeCommunicator(Communicator):
         """Bring what c10d would be given to the other threads; a user's own call is made."""
         if not is_ours:
             return super()._issue(kind, tensor, label, launch, value=value, is_ours=False, **about)
-        return self._meet(kind, tensor, tensor if value is None else value, label, **about)
+        return self._meet(kind, [(tensor, tensor if value is None else value)], label, **about)
 
     def _meet(
         self,
         kind: str,
-        tensor: torch.Tensor,
-        output: torch.Tensor,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
         label: str,
         *,
         reduction: str | None = None,
@@ -134,37 +141,49 @@ class FakeCommunicator(Communicator):
         tag: int = 0,
         splits: tuple[tuple[int, ...] | None, tuple[int, ...] | None] = (None, None),
     ) -> Pending:
-        """Pass the door with a launch that brings this rank's part to the others."""
+        """Pass the door with a launch that brings this rank's part to the others.
+
+        Each pair is what this rank gives, and where what comes of it lies.
+        """
+        given = [tensor for tensor, _ in pairs]
 
         def launch(group: object) -> tuple[list[FakeWork], None]:
+            shape, dtype = amount_of(given[0], given[1:])
             collective = Collective(
                 kind=kind,
                 axis=self.axis,
-                shape=tuple(tensor.shape),
-                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=shape,
+                dtype=dtype,
                 reduction=reduction,
                 peer=peer,
                 label=label,
                 sequence=self.issued[-1].sequence,
             )
             self.collectives.append(collective)
-            call = Call(
-                rank=self.rank,
-                ranks=self.ranks,
-                collective=collective,
-                tensor=tensor.detach().clone(),
-                output=output,
-                tag=tag,
-                input_splits=splits[0],
-                output_splits=splits[1],
-            )
+            calls = [
+                Call(
+                    rank=self.rank,
+                    ranks=self.ranks,
+                    collective=collective,
+                    tensor=tensor.detach().clone(),
+                    output=output,
+                    tag=tag,
+                    input_splits=splits[0],
+                    output_splits=splits[1],
+                )
+                for tensor, output in pairs
+            ]
             if kind in {"send", "recv"}:
-                return [self._world.transfer(self.name, call)], None
-            return [self._world.join((self.name, collective.sequence), call)], None
+                return [self._world.transfer(self.name, call) for call in calls], None
+            place = self.name, collective.sequence
+            return [
+                self._world.join((*place, number), call) for number, call in enumerate(calls)
+            ], None
 
-        shown = output if kind == "all_gather" else tensor  # as the real door shows it
+        first, *more = [output for _, output in pairs] if kind == "all_gather" else given
+        value = pairs[0][1]  # shown is what the real door shows
         return super()._issue(
-            kind, shown, label, launch, reduction=reduction, peer=peer, value=output
+            kind, first, label, launch, reduction=reduction, peer=peer, value=value, more=more
         )
 
 

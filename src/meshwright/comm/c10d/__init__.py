@@ -4,6 +4,7 @@ Bottom-up:
 
     lookup  the functions as they stand on `torch.distributed` at the moment of a call
     gloo    faster algorithms for Gloo, made of Gloo's own operations, chosen by size
+    shares  gathers of equal shares, reductions to them, and several operations in one launch
 """
 
 from __future__ import annotations

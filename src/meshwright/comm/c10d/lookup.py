@@ -24,6 +24,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from meshwright.comm.groups.python_group import PythonGroup
+from meshwright.comm.shared_memory import BACKEND
+from meshwright.comm.streams import is_host
 from meshwright.torch_internals.distributed import all_gather_single_of, reduce_scatter_single_of
 
 SPELLINGS = MappingProxyType(
@@ -64,7 +67,7 @@ _AT_IMPORT = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Transfer:
     """One point-to-point message of a batch. ``peer`` is a rank of the communicator."""
 
@@ -159,3 +162,14 @@ def _waited(work: Any, *, async_op: bool) -> Any:  # noqa: ANN401
 def checks_in_detail() -> bool:
     """Check that c10d's debug level is DETAIL now, which asks for checks that cost collectives."""
     return dist.get_debug_level() == dist.DebugLevel.DETAIL
+
+
+def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Find the name of the backend by which ``group`` moves tensors of ``device``."""
+    if isinstance(group, PythonGroup):
+        return str(group.host_backend if is_host(device) else group.name())
+    names = dict(
+        part.split(":", 1) for part in dist.get_backend_config(group).split(",") if ":" in part
+    )
+    name = names.get(device.type, dist.get_backend(group))
+    return "gloo" if name == BACKEND else name  # its ranks are not of one host

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -105,6 +105,30 @@ SHARED = 2**16
 
 _Move: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """One gather: the line that it fills, this rank's place in it, and what belongs there."""
+
+
+class Moves(NamedTuple):
+    """The moves over the same ranks, which are one launch."""
+
+    ranks: Communicator
+    outputs: list[torch.Tensor]
+    tensors: list[torch.Tensor]
+    """For each output, what this rank gives."""
+
+    @staticmethod
+    def joined(found: Sequence[Moves | None]) -> list[Moves]:
+        """Join what goes over the same ranks."""
+        if len(found) == 1:
+            return [] if found[0] is None else [found[0]]
+        joined: dict[Communicator, Moves] = {}
+        for moves in found:
+            if moves is not None:
+                known = joined.setdefault(moves.ranks, Moves(moves.ranks, [], []))
+                known.outputs.extend(moves.outputs)
+                known.tensors.extend(moves.tensors)
+        return list(joined.values())
+
+
 _Copies: TypeAlias = tuple[list[torch.Tensor], list[torch.Tensor]]
 """Targets, and the sources that are copied to them."""
 
@@ -158,7 +182,7 @@ class FlatBuffer:
             None if self.is_direct else self._copies_from(self._staging.tensor, self._together)
         )
         self._moves = self._plan_moves()
-        self._pending: list[Pending] = []
+        self._outputs = [line for line, _, _ in self._moves]
         self._after: _Copies | None = None
         """What is copied when the gather under way has ended."""
         self._kept: tuple[Communicator, torch.Tensor] | None = None
@@ -196,20 +220,19 @@ class FlatBuffer:
     @property
     def packed(self) -> int:
         """Elements of a shard that are gathered in one piece; those after it one by one."""
-        offsets = self.layout.offsets
-        if self.is_direct or self._together == len(offsets):
+        if self.is_direct:
             return self.layout.shard_size
-        return offsets[self._together]
+        return self.layout.stretch(range(self._together))[1] if self._together else 0
 
     @property
-    def gathers(self) -> list[int]:
-        """Elements of each gather that brings the whole line together."""
-        return [line.numel() for line, _, _ in self._moves]
+    def gathered(self) -> int:
+        """Elements that a gather of the whole line moves."""
+        return sum(line.numel() for line in self._outputs)
 
     @property
-    def reductions(self) -> list[int]:
-        """Elements of each collective that sums the gradients."""
-        return [line.numel for line in self.gradients]
+    def reduced(self) -> int:
+        """Elements that a sum of the gradients over ``shard`` moves."""
+        return sum(line.numel for line in self.gradients)
 
     @property
     def is_stale(self) -> bool:
@@ -223,50 +246,52 @@ class FlatBuffer:
         """
         self._gathered_version = -1
 
-    def gather(self, label: str, custom: CustomCollective | None = None) -> None:
-        """Start to bring the whole line together, by ``custom`` where there is one."""
+    def gather(
+        self, label: str, started: list[Pending], custom: CustomCollective | None = None
+    ) -> Moves | None:
+        """Prepare to bring the whole line together; what is returned is left to be launched.
+
+        ``custom`` gathers at once where there is one, and what it has begun joins ``started``.
+        """
         if self._whole is None:
-            return
+            return None
         self._whole.restore()
         kept, self._kept = self._kept, None
         if kept is not None and not self.is_stale:
             ranks, mine = kept
             if custom is not None:
-                self._after = [self.full], [self._gather_by(custom, ranks, mine, label)]
-            else:
-                place = self.full.view(ranks.size, -1)[ranks.rank]
-                place.copy_(mine)
-                self._pending.append(ranks.all_gather(self.full, place, label=label))
-            return
+                line = self._gather_by(custom, ranks, mine, label, started)
+                self._after = [self.full], [line]
+                return None
+            place = self.full.view(ranks.size, -1)[ranks.rank]
+            place.copy_(mine)
+            return Moves(ranks, [self.full], [place])
         self._gathered_version = version_of(self.shard)
         shard = self.axes.shard
         if shard is None or shard.size == 1:
             self.full.copy_(self.shard)
-            return
+            return None
         if custom is not None:
-            line = self._gather_by(custom, shard, self.shard, label)
+            line = self._gather_by(custom, shard, self.shard, label, started)
             count = len(self.layout.names)
             self._after = (
                 ([self.full], [line]) if self.is_direct else self._copies_from(line, count)
             )
-            return
+            return None
         if self._copies is not None:
             self._staging.restore()
             self._after = self._copies
+        given: list[torch.Tensor] = []
         for line, place, mine in self._moves:
             # A shard of another dtype or device goes by way of this rank's own part of the line.
             if mine.dtype != line.dtype or mine.device != line.device:
                 place.copy_(mine, non_blocking=True)
                 mine = place
-            self._pending.append(shard.all_gather(line, mine, label=label))
+            given.append(mine)
+        return Moves(shard, self._outputs, given) if given else None
 
     def finish_gather(self) -> None:
-        """Wait for the whole line."""
-        if not self._pending:
-            return
-        for pending in self._pending:
-            pending.wait()
-        self._pending.clear()
+        """Put what has come where it belongs."""
         copies, self._after = self._after, None
         if copies is not None:
             foreach_copy_(*copies)
@@ -335,12 +360,12 @@ class FlatBuffer:
         return self.full[start : start + math.prod(shape)].view(shape)
 
     def _rank_major_regions(self) -> list[torch.Tensor]:
-        """List, for each tensor its place in ``full``, seen as (parts, slot)."""
-        parts, slots = self.layout.parts, self.layout.chunked_layout().slots
-        starts = map(self.layout.whole_start, range(len(slots)))
+        """List, for each tensor its place in ``full``, seen as (parts, size)."""
+        parts, sizes = self.layout.parts, self.layout.chunked_layout().sizes
+        starts = map(self.layout.whole_start, range(len(sizes)))
         return [
-            self.full[start : start + slot * parts].view(parts, slot)
-            for start, slot in zip(starts, slots, strict=True)
+            self.full[start : start + size * parts].view(parts, size)
+            for start, size in zip(starts, sizes, strict=True)
         ]
 
     def _gradient_lines(self) -> tuple[GradientLine, ...]:
@@ -370,14 +395,19 @@ class FlatBuffer:
 
     @torch.no_grad()
     def _gather_by(
-        self, custom: CustomCollective, ranks: Communicator, mine: torch.Tensor, label: str
+        self,
+        custom: CustomCollective,
+        ranks: Communicator,
+        mine: torch.Tensor,
+        label: str,
+        started: list[Pending],
     ) -> torch.Tensor:
         """Start to gather all in one piece, in memory and by a call of the user's: that memory."""
         size = mine.numel() * ranks.size
         line = custom.allocate((size,), dtype=self.types.compute, device=self.device)
         place = line.view(ranks.size, -1)[ranks.rank]
         place.copy_(mine)
-        self._pending.append(ranks.custom("all_gather", custom, line, place, label=label))
+        started.append(ranks.custom("all_gather", custom, line, place, label=label))
         return line
 
     def _copies_from(self, line: torch.Tensor, count: int) -> _Copies | None:
@@ -385,14 +415,12 @@ class FlatBuffer:
 
         Targets and sources are contiguous where they can be.
         """
-        if not count:
-            return None
         layout = self.layout.chunked_layout()
         rows = line.view(layout.parts, -1)
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         for index in range(count):
-            start, size = layout.offsets[index], layout.slots[index]
+            start, size = layout.offsets[index], layout.sizes[index]
             for part in range(layout.parts):
                 if not layout.dims[index]:
                     targets.append(self._regions[index][part])
@@ -403,7 +431,7 @@ class FlatBuffer:
                     # A place in `full`: what autograd has saved of `views` must not look changed.
                     targets.append(self._place(index)[box.slices()])
                     sources.append(rows[part, start : start + box.numel].view(box.shape))
-        return targets, sources
+        return (targets, sources) if targets else None
 
 
 def _shard(

@@ -105,10 +105,8 @@ class GradientLine:
     ) -> None:
         self.indices = indices
         """The tensors in it."""
-        count = len(layout.names)
-        self.start = layout.offsets[indices.start] if indices.start else 0
-        """Where in a shard its part begins."""
-        self.stop = layout.offsets[indices.stop] if indices.stop < count else layout.shard_size
+        self.start, self.stop = layout.stretch(indices)
+        """Where in a shard its part begins, and ends."""
         self.numel = (self.stop - self.start) * layout.parts
         self._memory = line_of(self.numel, dtype, device)
         self._line = self._memory.tensor
@@ -118,11 +116,11 @@ class GradientLine:
         # Static lists for a backward pass in which every tensor has a gradient.
         self._targets = [target for slot in self._slots for target, _ in slot]
         self._is_whole = all(place is None for slot in self._slots for _, place in slot)
-        self._is_even = all(
+        self._gaps = self._find_gaps()
+        self._is_even = not self._gaps and all(
             layout.is_even(i) and 0 not in layout.shapes[i]  # torch refuses to join what is empty
             for i in indices
         )
-        self._gaps = self._find_gaps()
         self._memory.free()
 
     @property

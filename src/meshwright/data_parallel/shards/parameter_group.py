@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from operator import attrgetter
 from typing import Literal
 
@@ -26,6 +27,7 @@ from meshwright.data_parallel.shards.buffer import (
     CustomCollective,
     DataAxes,
     FlatBuffer,
+    Moves,
 )
 from meshwright.data_parallel.shards.gradient_lines import GradientLine, KeptLine
 from meshwright.data_parallel.shards.slot import Slot
@@ -160,7 +162,6 @@ class ParameterGroup:
         """Memory for the mean."""
         self._nothing: list[torch.Tensor | None] = [None] * len(slots)
         self._reduced: torch.Tensor | None = None
-        self._pending: list[Pending] = []
         self._factor: Factor = 1.0
         self.in_hook: torch.Tensor | None = None
         """The whole gradients that a hook is summing now."""
@@ -235,7 +236,7 @@ class ParameterGroup:
         return FlatBuffer(*arguments)
 
     def finish_gather(self) -> None:
-        """Wait for the whole parameters."""
+        """Put whole parameters that have come where they belong."""
         self.buffer.finish_gather()
         for slot, whole in zip(self.slots, self.buffer.wholes, strict=False):
             if slot.full is not whole:
@@ -366,8 +367,12 @@ class ParameterGroup:
                     "the parameter out of the sharded ones, or use replicate"
                 ) from error
 
-    def reduce(self, label: str, settings: UnitSettings) -> None:
-        """Start the sum over the ranks of what the buffer holds (zeros when it holds nothing)."""
+    def reduce(self, label: str, settings: UnitSettings, started: list[Pending]) -> Moves | None:
+        """Prepare the sum over the ranks of what the buffer holds (zeros when it holds nothing).
+
+        What is returned is left to be launched. What a call of the user's has begun joins
+        ``started``.
+        """
         buffer, axes = self.buffer, self.axes
         is_absent = not buffer.has_gradient
         if is_absent:
@@ -388,22 +393,23 @@ class ParameterGroup:
             starts.fill_(-0.0) if is_absent else starts.add_(0.0)  # which makes 0.0 of -0.0
         if settings.reduce_hook is not None:
             self._reduce_by(settings.reduce_hook)
-            return
+            return None
         if axes.shard is None:
             self._reduced = lines[0].tensor
-            return
+            return None
         if settings.reduce_scatter is not None and axes.parts > 1:
-            self._reduce_scatter_by(settings.reduce_scatter, axes.shard, label)
-            return
+            custom = settings.reduce_scatter
+            started.append(self._reduce_scatter_by(custom, axes.shard, f"reduce {label}"))
+            return None
         reduced = self._reduced = self._line_for_sums()
-        for line in lines:
-            out = reduced if len(lines) == 1 else reduced[line.start : line.stop]
-            if axes.parts == 1:  # as torch, which issues nothing over one rank
-                out.copy_(line.tensor)
-                continue
-            self._pending.append(
-                axes.shard.reduce_scatter(out, line.tensor, label=f"reduce {label}")
-            )
+        outputs = [reduced]
+        if len(lines) > 1:
+            outputs = [reduced[line.start : line.stop] for line in lines]
+            self._zero_between(reduced.view(1, -1))
+        if axes.parts == 1:  # as torch, which issues nothing over one rank
+            reduced.copy_(lines[0].tensor)
+            return None
+        return Moves(axes.shard, outputs, [line.tensor for line in lines])
 
     def _line_for_sums(self) -> torch.Tensor:
         size, dtype = self.buffer.layout.shard_size, self.types.reduce
@@ -423,16 +429,16 @@ class ParameterGroup:
             hook(whole, self._reduced)
         self.in_hook = None
 
-    def _reduce_scatter_by(self, custom: CustomCollective, shard: Communicator, label: str) -> None:
+    def _reduce_scatter_by(
+        self, custom: CustomCollective, shard: Communicator, label: str
+    ) -> Pending:
         """Sum over ``shard`` in memory and by a call of the user's."""
         layout, types = self.buffer.layout, (self.types.reduce, self.buffer.device)
         sent = custom.allocate((layout.padded_size,), dtype=types[0], device=types[1])
         self._write_whole(sent)
         out = custom.allocate((layout.shard_size,), dtype=types[0], device=types[1])
         self._reduced = out
-        self._pending.append(
-            shard.custom("reduce_scatter", custom, out, sent, label=f"reduce {label}")
-        )
+        return shard.custom("reduce_scatter", custom, out, sent, label=label)
 
     def _whole_line(self) -> torch.Tensor:
         """Compute all gradients in one line, shard by shard: what a hook is given."""
@@ -445,7 +451,14 @@ class ParameterGroup:
         rows = whole.view(self.axes.parts, -1)
         for line in self.buffer.gradients:
             rows[:, line.start : line.stop] = line.tensor.view(self.axes.parts, -1)
+        self._zero_between(rows)
         return whole
+
+    def _zero_between(self, rows: torch.Tensor) -> None:
+        """Zero what lies between the gradient lines, in each of ``rows``, which are shards."""
+        for line, following in pairwise(self.buffer.gradients):
+            if line.stop < following.start:
+                rows[:, line.stop : following.start] = 0
 
     def _look_at_gradients(self) -> None:
         if self.mean is None and self.partial is None:  # those before have been delivered
@@ -459,9 +472,8 @@ class ParameterGroup:
             for part in parts:
                 yield self.slots[index].name, part
 
-    def reduce_further(self, label: str, settings: UnitSettings) -> None:
-        """Start the second sum, over ``replicate``, when the first has ended."""
-        self._wait()
+    def reduce_further(self, label: str, settings: UnitSettings, started: list[Pending]) -> None:
+        """Start the second sum, over ``replicate``, behind the first. It joins ``started``."""
         replicate, reduced = self.axes.replicate, self._reduced
         if reduced is None or replicate is None or settings.reduce_hook is not None:
             return
@@ -470,13 +482,12 @@ class ParameterGroup:
             self.partial = None
         if settings.all_reduce:
             kind = "replicate" if self.axes.shard is not None else "reduce"
-            self._pending.append(replicate.all_reduce(reduced, label=f"{kind} {label}"))
+            started.append(replicate.all_reduce(reduced, label=f"{kind} {label}"))
         else:
             self.partial = reduced
 
     def finish_reduce(self, settings: UnitSettings) -> None:
-        """Wait, and add this rank's part of the mean to ``mean``, unless it is partial still."""
-        self._wait()
+        """Add this rank's part of the mean to ``mean``, unless it is partial still."""
         reduced, self._reduced = self._reduced, None
         if reduced is not None and self.axes.shard is None and settings.reduce_hook is None:
             own = self._line_for_sums().copy_(reduced)
@@ -535,14 +546,8 @@ class ParameterGroup:
             return []
         return [(add, self.buffer.own(index, self.mean)) for index, add in self.partial_sums]
 
-    def _wait(self) -> None:
-        for pending in self._pending:
-            pending.wait()
-        self._pending.clear()
-
     def drop(self) -> None:
         """Forget gradients and sums of an iteration that will not be finished."""
-        self._wait()
         self._reduced = self.partial = self.mean = None
         self.kept.forget()
         self.buffer.release_gradients()

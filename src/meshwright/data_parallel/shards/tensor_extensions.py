@@ -25,7 +25,7 @@ from torch import nn
 from meshwright.comm import Pending
 from meshwright.comm.dtensors.dtensor import is_dtensor
 from meshwright.comm.dtensors.subclasses import PROTOCOL, dispatches, has_protocol, holder_of
-from meshwright.data_parallel.shards.buffer import CustomCollective, FlatBuffer
+from meshwright.data_parallel.shards.buffer import CustomCollective, FlatBuffer, Moves
 from meshwright.mesh import DeviceMesh
 from meshwright.torch_internals.autograd import keeps_versions
 from meshwright.torch_internals.tensors import (
@@ -226,28 +226,31 @@ class ExtendedBuffer(FlatBuffer):
         self._gathered: list[_Gathered] = []
         self._sent: list[torch.Tensor] = []
         self._metadata: list[object] = []
-        self._travels: list[Pending] = []
         super().__init__(*args)
         self.is_copy = True
 
     @property
-    def gathers(self) -> list[int]:
-        """Elements of each gather, as far as they are known."""
-        return [line.numel() for each in self._gathered for line in each.lines] or super().gathers
+    def gathered(self) -> int:
+        """Elements that a gather moves, as far as they are known."""
+        found = sum(line.numel() for each in self._gathered for line in each.lines)
+        return found or super().gathered
 
     def around(self, index: int) -> torch.Tensor:
         """See `FlatBuffer`: of the parameter's class."""
         return self._extensions[index].around(self.local(index), self.axes.parts, self.axes.part)
 
     @torch.no_grad()
-    def gather(self, label: str, custom: CustomCollective | None = None) -> None:
-        """Start to bring together what the parts of all ranks say, one gather each."""
+    def gather(
+        self, label: str, started: list[Pending], custom: CustomCollective | None = None
+    ) -> Moves | None:
+        """Prepare to bring together what the parts of all ranks say; see `FlatBuffer`."""
         layout = self.layout.chunked_layout()
         self._gathered_version = version_of(self.shard)
         self._metadata.clear()
         is_first = not self._gathered
+        moves = None if self.axes.shard is None else Moves(self.axes.shard, [], [])
         for index, extension in enumerate(self._extensions):
-            rows = layout.slots[index] // max(1, math.prod(layout.shapes[index][1:]))
+            rows = layout.sizes[index] // max(1, math.prod(layout.shapes[index][1:]))
             inputs, metadata = extension.inputs(rows, self.device)
             self._metadata.append(metadata)
             if is_first:
@@ -261,29 +264,24 @@ class ExtendedBuffer(FlatBuffer):
                 )
             gathered.restore()
             for line, tensor in zip(gathered.lines, inputs, strict=True):
-                self._send(line, tensor.detach().view(-1), label, custom)
-
-    def _send(
-        self, line: torch.Tensor, mine: torch.Tensor, label: str, custom: CustomCollective | None
-    ) -> None:
-        shard = self.axes.shard
-        if shard is None or shard.size == 1:
-            line.copy_(mine)
-            return
-        # Bytes: c10d does not know all dtypes.
-        whole, part = line.view(torch.uint8), mine.view(torch.uint8)
-        self._sent.append(part)
-        if custom is None:
-            self._travels.append(shard.all_gather(whole, part, label=label))
-        else:
-            self._travels.append(shard.custom("all_gather", custom, whole, part, label=label))
+                mine = tensor.detach().view(-1)
+                if moves is None or moves.ranks.size == 1:
+                    line.copy_(mine)
+                    continue
+                # Bytes: c10d does not know all dtypes.
+                whole, part = line.view(torch.uint8), mine.view(torch.uint8)
+                self._sent.append(part)
+                if custom is not None:
+                    ranks = moves.ranks
+                    started.append(ranks.custom("all_gather", custom, whole, part, label=label))
+                    continue
+                moves.outputs.append(whole)
+                moves.tensors.append(part)
+        return moves if moves is not None and moves.outputs else None
 
     @torch.no_grad()
     def finish_gather(self) -> None:
-        """Wait, and make the whole parameters of what was gathered."""
-        for pending in self._travels:
-            pending.wait()
-        self._travels.clear()
+        """Make the whole parameters of what was gathered."""
         self._sent.clear()
         metadata = tuple(self._metadata)
         self._metadata.clear()

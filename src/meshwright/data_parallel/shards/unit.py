@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.comm import Communicator
+from meshwright.comm import Communicator, Pending
+from meshwright.data_parallel.shards.buffer import Moves
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup, UnitSettings
 from meshwright.data_parallel.shards.replaced_parameters import written
 from meshwright.data_parallel.shards.slot import Slot
@@ -199,6 +200,9 @@ class Unit:
         """False while `torch.func.functional_call` has put other tensors in their place."""
         self._phase = Phase.SHARDED
         self._has_second_sum = False
+        self._gathers: list[Pending] = []
+        self._sums: list[Pending] = []
+        """What is under way."""
         self.trainable_groups: tuple[ParameterGroup, ...] = ()
         """The groups in which a parameter requires grad, as of when they were last whole."""
         self.find_trainable()
@@ -256,8 +260,10 @@ class Unit:
         if self.announce is not None:
             self.announce(self, "unshard")
         self._become(Phase.GATHERING)
-        for group in self.groups:
-            group.buffer.gather(f"unshard {self.name}", self.settings.all_gather)
+        label, custom, started = f"unshard {self.name}", self.settings.all_gather, self._gathers
+        found = [group.buffer.gather(label, started, custom) for group in self.groups]
+        for ranks, outputs, tensors in Moves.joined(found):
+            started.append(ranks.all_gather_coalesced(outputs, tensors, label=label))
 
     def wait_unshard(self) -> None:
         """Wait for the parameters and let the modules hold them."""
@@ -265,11 +271,15 @@ class Unit:
             return
         if self._phase is not Phase.GATHERING:
             self.unshard()
+        self._finish_gather()
+        self.shows_all = self.exposure.show_full(self)
+        self.find_trainable()
+
+    def _finish_gather(self) -> None:
+        _wait_for(self._gathers)
         for group in self.groups:
             group.finish_gather()
         self._become(Phase.FULL)
-        self.shows_all = self.exposure.show_full(self)
-        self.find_trainable()
 
     def reshard_for_backward(self) -> bool:
         """Do as `reshard`, but what the backward gathers stays among fewer ranks if set so.
@@ -366,8 +376,11 @@ class Unit:
         if self.announce is not None:
             self.announce(self, "reduce")
         self.is_reducing = True
-        for group in self.trainable_groups:
-            group.reduce(self.name, self.settings)
+        name, settings, started = self.name, self.settings, self._sums
+        found = [group.reduce(name, settings, started) for group in self.trainable_groups]
+        for ranks, outputs, tensors in Moves.joined(found):
+            label = f"reduce {name}"
+            started.append(ranks.reduce_scatter_coalesced(outputs, tensors, label=label))
         self._has_second_sum = False
 
     def reduce_further(self) -> None:
@@ -376,14 +389,16 @@ class Unit:
             self._has_second_sum = True
             if self.announce is not None and self._sums_twice:
                 self.announce(self, "reduce_further")
+            _wait_for(self._sums)
             for group in self.trainable_groups:
-                group.reduce_further(self.name, self.settings)
+                group.reduce_further(self.name, self.settings, self._sums)
 
     def finish_reduce(self) -> None:
         """Wait for the sums; the means are kept until `deliver`."""
         if not self.is_reducing:
             return
         self.reduce_further()
+        _wait_for(self._sums)
         for group in self.trainable_groups:
             group.finish_reduce(self.settings)
         self.is_reducing = False
@@ -406,9 +421,8 @@ class Unit:
     def drop(self) -> None:
         """Give up an iteration that ended in an exception: nothing travels, all is sharded."""
         if self._phase is Phase.GATHERING:
-            for group in self.groups:
-                group.finish_gather()
-            self._become(Phase.FULL)
+            self._finish_gather()
+        _wait_for(self._sums)
         for group in self.groups:
             group.drop()
         self.is_reducing = False
@@ -431,6 +445,13 @@ class Unit:
                 f"it may become {', '.join(sorted(LEGAL[self._phase]))}"
             )
         self._phase = phase
+
+
+def _wait_for(started: list[Pending]) -> None:
+    """Wait for all of them, and forget them."""
+    for pending in started:
+        pending.wait()
+    started.clear()
 
 
 def zero_kept(units: Iterable[Unit], *, set_to_none: bool) -> None:
