@@ -26,6 +26,7 @@ from meshwright.comm.c10d import gloo, lookup, shares
 from meshwright.comm.c10d.lookup import Transfer
 from meshwright.comm.c10d.shares import works_of
 from meshwright.comm.failures.operations import REMEMBERED, Issued
+from meshwright.comm.groups.python_group import PythonGroup
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.comm.observing import shown
 from meshwright.comm.observing.shown import in_ranges
@@ -70,6 +71,8 @@ class Communicator:
         """Seconds after which a wait gives up in any case; None where the user set no limit."""
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
+        self.is_alone = self.size == 1 and not PROCESS.one_as_many
+        """True where nothing has to be sent or compared, as there is no other rank."""
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))
         """The world's number of each rank of this group."""
         self.backend: str = lookup.backend_for(group, device)
