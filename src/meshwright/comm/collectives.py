@@ -35,7 +35,12 @@ from meshwright.comm.streams import Clock, is_host
 from meshwright.errors import CommunicationError
 from meshwright.timeline import Collective
 from meshwright.torch_internals.autograd import is_profiled
-from meshwright.torch_internals.distributed import coalesced, device_types_of, living_groups
+from meshwright.torch_internals.distributed import (
+    can_abort,
+    coalesced,
+    device_types_of,
+    living_groups,
+)
 
 CONTROL_TAGS = 1 << 30
 """The first tag of control data, which on CPUs shares its group with payloads."""
@@ -67,6 +72,8 @@ class Communicator:
         self.device = device
         self.is_on_host = is_host(device)
         """True where waits are the host's, and not those of a stream of the device."""
+        self.is_followed = can_abort(group, device)
+        """True where a device may stand still in an operation for which no wait of the host is."""
         self.timeout = timeout
         """Seconds after which a wait gives up in any case; None where the user set no limit."""
         self.rank: int = dist.get_rank(group)
@@ -120,7 +127,7 @@ class Communicator:
         return host
 
     def _become_control(self) -> None:
-        self.device, self.is_on_host = torch.device("cpu"), True
+        self.device, self.is_on_host, self.is_followed = torch.device("cpu"), True, False
         self.clock = Clock(self.device)
         self.name = f"{self.name} (control)"
         self._first_tag = CONTROL_TAGS
@@ -505,6 +512,8 @@ class Communicator:
 
         ``more`` are the tensors that the same launch moves beside ``tensor``.
         """
+        if PROCESS.stopped is not None:
+            PROCESS.refuse()
         group: Any = self._group()
         if group not in self._living:
             group = self.group  # raises; where it does not, the property would cost a call more
@@ -527,6 +536,8 @@ class Communicator:
             pending.observed(collective, self.clock.mark())
         if is_ours and shown.is_counted(kind, tensor):
             launch = shown.in_place_of(kind, launch, functional=self._is_functional)
+        if self.is_followed:
+            launch = pending.followed(launch)
         if is_profiled():
             launch = in_ranges(launch, f"meshwright::{kind} {label} on axis {self.axis}")
         if not self.is_labelled:

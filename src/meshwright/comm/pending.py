@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch.distributed import DistBackendError
 
 from meshwright.comm.failures.operations import AwaitedOperation, Issued
 from meshwright.comm.failures.waiting import Watch
+from meshwright.comm.failures.whereabouts import users_line
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.comm.streams import record
 from meshwright.errors import InternalError
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from meshwright.comm.collectives import Communicator
+    from meshwright.comm.groups.in_flight import Flight
     from meshwright.comm.streams import Event, Mark
 
 SLICE = timedelta(seconds=0.5)
@@ -155,6 +160,7 @@ class Pending:
         "_collective",
         "_finish",
         "_finished",
+        "_flight",
         "_start",
         "_value",
         "_works",
@@ -172,6 +178,7 @@ class Pending:
         self._finish: Callable[[], None] | None = None
         self._finished: Event | None = None
         """The point of a device's stream at which its value was there."""
+        self._flight: Flight | None = None
         self._collective: Collective | None = None
         self._start: Mark | None = None
 
@@ -179,6 +186,30 @@ class Pending:
         """Take the works that were started; ``finish`` runs once after the last of them."""
         self._works = works
         self._finish = finish
+
+    def followed(self, launch: Callable[[Any], Launched]) -> Callable[[Any], Launched]:
+        """Have ``launch`` note the operation before the call, until the device has ended it.
+
+        A call that gives a transport's error raises the reason, and names the rank behind it.
+        """
+
+        def noted(group: Any) -> Launched:  # noqa: ANN401 - as launches
+            line = users_line(sys._getframe(2))
+            flight = PROCESS.flights.begin(self.communicator, self.issued, line)
+            try:
+                works, finish = launch(group)
+            except BaseException as error:
+                if flight is not None:
+                    flight.ended()
+                if isinstance(error, DistBackendError):
+                    self._explain(error)
+                raise
+            if flight is not None:
+                flight.launched(works)
+            self._flight = flight
+            return works, finish
+
+        return noted
 
     @property
     def works(self) -> Sequence[Work]:
@@ -205,6 +236,8 @@ class Pending:
         Raises `RankFailedError` when another rank failed first, `CollectiveTimeoutError` at the
         bound, `CollectiveMismatchError` when the peers issued something else, all naming ranks.
         """
+        if PROCESS.stopped is not None:
+            PROCESS.refuse()
         if self.communicator.is_on_host:
             for work in self._works:
                 try:
@@ -224,6 +257,9 @@ class Pending:
                 self._finished = record(self.communicator.device)
         elif self._finished is not None:
             self._finished.wait()
+        if self._flight is not None:
+            self._flight.waited(self._finished or record(self.communicator.device))
+            self._flight = None
         if self._collective is not None:
             self._report()
         return self._value
@@ -238,6 +274,13 @@ class Pending:
         if collective is None or start is None:
             raise InternalError(f"{self.describe()} is observed without a start")
         PROCESS.tell_completed(collective, start, self.communicator.clock.mark())
+
+    def _explain(self, error: RuntimeError) -> None:
+        """Raise why a transport gave ``error``, where this process is a member of a run."""
+        PROCESS.refuse()
+        monitor = PROCESS.monitor
+        if monitor is not None:
+            Watch(monitor, AwaitedOperation(self.communicator, self.issued), None).explain(error)
 
     def _wait_on(self, work: Work, timeout: float | None, watch: Callable[[], None] | None) -> None:
         """Go on after one slice has passed or the work has failed."""

@@ -25,8 +25,9 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm import shared_memory
+from meshwright.comm.c10d import nccl
 from meshwright.comm.collectives import Communicator
-from meshwright.comm.failures import membership
+from meshwright.comm.failures import membership, watching
 from meshwright.comm.failures.board import STORE
 from meshwright.comm.failures.failure import FailureMonitor
 from meshwright.comm.failures.waiting import explain
@@ -37,9 +38,11 @@ from meshwright.comm.observing.late import settle
 from meshwright.comm.streams import is_host
 from meshwright.errors import CommunicationError, LayoutError, RankFailedError
 from meshwright.torch_internals.distributed import (
+    abort_together,
     backend_of,
     default_group,
     default_store,
+    groups_to_abort,
     make_group,
     set_timeout,
     timeout_of,
@@ -65,11 +68,10 @@ HANG_AFTER = 10.0
 """Seconds after which a wait is reported as a hang."""
 
 TRANSPORT_TIMEOUT = timedelta(hours=24)
-"""c10d's own bound where the user gave none. c10d's would close connections for good, and names
-nobody; waits end by the rules of `meshwright.comm.failures.waiting`."""
-
-TRANSPORT_GRACE = 30.0
-"""Seconds by which c10d's own bound is longer than the user's limit, so that ours speaks first."""
+"""The time by which c10d's own limit is longer than the user's. Its would close connections or end
+the process, and names nobody; it knows nothing of ranks that compile or work, which are waited for
+past the user's limit, and cannot be put off once an operation is under way. Waits end by the rules
+of `meshwright.comm.failures.waiting`."""
 
 _WITHOUT_PROCESSES = frozenset({"fake", "threaded"})
 """Backends whose ranks are not processes."""
@@ -196,10 +198,12 @@ def disconnect() -> None:
             is_clean = membership.leave()
     finally:
         if dist.is_initialized():
+            aborted = [] if is_clean else _abort_devices()
             if not is_clean:
-                _abandon(PROCESS.communicators)
+                _abandon([*PROCESS.communicators, *aborted])
             PROCESS.communicators.clear()
-            dist.destroy_process_group()
+            if not aborted:  # to destroy them would wait for c10d's watch over them
+                dist.destroy_process_group()
         PROCESS.release()
         # Works and futures that are in reference cycles own transport threads; they must end before
         # the interpreter does, or the C++ runtime aborts the process.
@@ -210,8 +214,11 @@ def _settle_at_the_end() -> None:
     """Look at what was not looked at yet, unless this rank has failed."""
     monitor = PROCESS.monitor
     try:
-        if monitor is not None and not monitor.has_raised and sys.exc_info()[1] is None:
-            settle()
+        if monitor is not None and sys.exc_info()[1] is None:
+            if not PROCESS.has_refused:
+                PROCESS.refuse()
+            if not monitor.has_raised:
+                settle()
     finally:
         PROCESS.outstanding.clear()
 
@@ -408,6 +415,7 @@ def _make_world(
     device = None if index is None else torch.device("cuda", index)
     if device is not None:
         torch.cuda.set_device(device)
+    nccl.prepare()
     try:
         dist.init_process_group(
             backend,
@@ -427,7 +435,7 @@ def _make_world(
 
 def _transport_timeout(limit: float | None) -> timedelta:
     """Return what c10d is told where the user's limit is ``limit`` seconds."""
-    return TRANSPORT_TIMEOUT if limit is None else timedelta(seconds=limit + TRANSPORT_GRACE)
+    return TRANSPORT_TIMEOUT + timedelta(seconds=limit or 0.0)
 
 
 def _limit_of(group: dist.ProcessGroup, device: torch.device) -> float | None:
@@ -451,6 +459,15 @@ def _limit_of(group: dist.ProcessGroup, device: torch.device) -> float | None:
 
 
 # -------------------------------------------------------------------------- leaving
+
+
+def _abort_devices() -> list[dist.ProcessGroup]:
+    """Abort what this rank's devices may stand still in; list their groups, which are of no use."""
+    groups = groups_to_abort()
+    if groups and PROCESS.stopped is None:
+        PROCESS.stop(CommunicationError("this process has left its run without the other ranks"))
+        abort_together(groups, watching.ABORT_WITHIN)
+    return [group for group, _ in groups]
 
 
 def _abandon(groups: Iterable[dist.ProcessGroup]) -> None:

@@ -42,10 +42,32 @@ class Event(Protocol):
 
 def record(device: torch.device) -> Event:
     """Mark what this thread has given to the current stream of ``device`` by now."""
-    module: Any = torch.get_device_module(device)
-    event = module.Event()
-    event.record(module.current_stream(device))
+    event = torch.get_device_module(device).Event()
+    event.record(current_stream(device))
     return event
+
+
+def current_stream(device: torch.device) -> object:
+    """Find the stream of ``device`` that this thread gives work to."""
+    return torch.get_device_module(device).current_stream(device)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Check that what this thread gives to ``device`` is captured in a graph, and does not run."""
+    ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return ask is not None and bool(ask())
+
+
+def captures(device: torch.device, stream: object) -> bool:
+    """Check from any thread that ``stream``, or the one on which torch captures, does so now."""
+    module: Any = torch.get_device_module(device)
+    usual = getattr(getattr(module, "graph", None), "default_capture_stream", None)
+    for each in (stream, usual):
+        if each is not None:
+            with module.stream(each):
+                if is_capturing(device):
+                    return True
+    return False
 
 
 def moved(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:

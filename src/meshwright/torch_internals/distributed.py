@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import threading
+import time
 from collections.abc import Container, Iterator
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
@@ -32,10 +35,12 @@ __all__ = [
     "TensorMeta",
     "TensorShard",
     "Work",
+    "abort_together",
     "add_backend",
     "all_gather_single_of",
     "asks_for_size_alone",
     "backend_of",
+    "can_abort",
     "coalesced",
     "concatenate_meshes",
     "default_group",
@@ -45,12 +50,14 @@ __all__ = [
     "fake_backend",
     "flatten_mesh",
     "graph_operators",
+    "groups_to_abort",
     "known_backends",
     "living_groups",
     "make_group",
     "mesh_resources",
     "named_group",
     "number_operations",
+    "recorded_operations",
     "reduce_scatter_single_of",
     "root_mesh",
     "set_spec",
@@ -164,6 +171,54 @@ def backend_of(group: Any, device: torch.device) -> Any:  # noqa: ANN401
 def set_timeout(backend: Any, timeout: timedelta) -> None:  # noqa: ANN401
     """Change the timeout of a backend."""
     backend._set_default_timeout(timeout)
+
+
+def can_abort(group: Any, device: torch.device) -> bool:  # noqa: ANN401
+    """Check that what a group does on ``device`` can be aborted together with other groups."""
+    types = {each.type for each in device_types_of(group)} - {"cpu"}
+    return device.type in types and hasattr(backend_of(group, device), "_group_start")
+
+
+def groups_to_abort() -> list[tuple[Any, torch.device]]:
+    """List the groups that were not destroyed and can be aborted, each with its kind of device."""
+    groups = list(required(f"{_C10D}._world", "aborts groups").pg_map)
+    pairs = [(group, device) for group in groups for device in device_types_of(group)]
+    return [(group, device) for group, device in pairs if can_abort(group, device)]
+
+
+def abort_together(groups: Sequence[tuple[Any, torch.device]], seconds: float) -> None:
+    """Abort ``groups`` at once, within ``seconds``: one alone may wait for another's operation."""
+    backends = [backend_of(group, device) for group, device in groups]
+    threads = [
+        threading.Thread(target=backend.abort, name="meshwright-abort", daemon=True)
+        for backend in backends
+    ]
+    backends[0]._group_start()
+    try:
+        for thread in threads:
+            thread.start()
+        until = time.monotonic() + seconds
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+    finally:
+        backends[0]._group_end()
+
+
+def recorded_operations(limit: int) -> list[str]:
+    """List what c10d's flight recorder has of operations under way, at most ``limit`` of them.
+
+    Empty where it is off, or where this torch has none.
+    """
+    dump = getattr(bindings, "_dump_fr_trace_json", None)
+    if dump is None:
+        return []
+    said = json.loads(dump(includeCollectives=True, onlyActive=True))
+    entries = [entry for entry in said.get("entries", ()) if not entry.get("retired")]
+    return [
+        f"{entry['profiling_name']} #{entry['op_id']} of group {'/'.join(entry['process_group'])}: "
+        f"{entry['state']}"
+        for entry in entries[:limit]
+    ]
 
 
 def add_backend(group: Any, device: torch.device, kind: Any, backend: Any) -> None:  # noqa: ANN401

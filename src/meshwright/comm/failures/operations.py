@@ -44,8 +44,9 @@ class AwaitedOperation:
 
     lacks = "has not issued it"
 
-    def __init__(self, communicator: Communicator, issued: Issued) -> None:
-        self._communicator, self._issued = communicator, issued
+    def __init__(self, communicator: Communicator, issued: Issued, line: str = "") -> None:
+        """``line`` is the user's that led to it, where that is not the one that waits."""
+        self._communicator, self._issued, self._line = communicator, issued, line
         self._rank = communicator.ranks[communicator.rank]
         if issued.kind in _TRANSFERS and issued.peer is not None:
             self.ranks: Sequence[int] = [communicator.ranks[issued.peer]]
@@ -58,7 +59,8 @@ class AwaitedOperation:
 
     def describe(self) -> str:
         """Name it in one phrase."""
-        return self._issued.describe(self._communicator.axis)
+        called = f", called at {self._line}," if self._line else ""
+        return f"{self._issued.describe(self._communicator.axis)}{called}"
 
     def has_come(self, rank: int, answer: Mapping[str, Any]) -> bool:
         """Check that ``rank``, which says ``answer``, has issued it."""

@@ -82,6 +82,8 @@ class CallWatch:
         self._is_watched = is_watched
         self._places: dict[int, _Place] = {}
         self._count = 0
+        self.stands_still = False
+        """True where the main thread has not run between the last two looks."""
 
     def look(self) -> StuckCall | None:
         """Return the call that holds the main thread up, if there is one.
@@ -89,7 +91,8 @@ class CallWatch:
         It may be made by another thread, when the main thread waits in C++ for that.
         """
         main = threading.main_thread()
-        if not self._is_still(main):
+        self.stands_still = self._is_still(main)
+        if not self.stands_still:
             self._places = {k: v for k, v in self._places.items() if k == main.ident}
             return None
         others = [t for t in threading.enumerate() if not t.name.startswith("meshwright-")]

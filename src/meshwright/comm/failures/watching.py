@@ -1,13 +1,22 @@
 """The thread that watches this process and its neighbours, and touches neither store nor network.
 
 It sees what others cannot say: a rank of this host whose process has ended; the store's host, when
-that does not answer; a call of `torch.distributed` that the main thread does not come out of. Where
-such a call can never end, since a rank is lost, the thread ends the process and names that rank: no
-exception can be raised in C++ from outside.
+that does not answer; a call of `torch.distributed` that the main thread does not come out of; an
+operation of a device that does not end. Where it can never end, since a rank is lost or a limit has
+passed::
+
+    groups of devices   all of them are aborted; whatever the program communicates next raises; if
+                        it does not come to that, since it stands still, the process ends
+    none                the process ends: no exception can be raised in C++ from outside
+
+Both name the rank. A device's operations have nobody else to end them before c10d's limit, which is
+long. So a process that uses one holds a lease, which this thread renews; where it does not, as in a
+call into a driver that lets no thread of Python run, the lease ends the process, in C.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import select
@@ -17,11 +26,26 @@ from collections.abc import Callable
 
 from meshwright.comm.failures.attendance import Waiting
 from meshwright.comm.failures.board import STORE
-from meshwright.comm.failures.failure import FailureMonitor
+from meshwright.comm.failures.failure import Failure, FailureMonitor
+from meshwright.comm.failures.operations import AwaitedOperation
 from meshwright.comm.failures.processes import Stillness
 from meshwright.comm.failures.stuck_calls import CallWatch, StuckCall
-from meshwright.comm.failures.waiting import STILL, UNSEEN, OutsideCall, Watch
+from meshwright.comm.failures.waiting import (
+    MISMATCH_AFTER,
+    STILL,
+    UNSEEN,
+    Awaited,
+    OutsideCall,
+    Watch,
+)
+from meshwright.comm.groups.in_flight import Flight
+from meshwright.comm.groups.registry import PROCESS
 from meshwright.errors import CommunicationError, RankFailedError
+from meshwright.torch_internals.distributed import (
+    abort_together,
+    groups_to_abort,
+    recorded_operations,
+)
 
 _log = logging.getLogger("meshwright")
 
@@ -38,7 +62,20 @@ END_AFTER = 3.0
 """Seconds for which a call may still come back by itself after a rank was lost."""
 
 RECOVER_AFTER = 30.0
-"""The same after a rank has raised, which may handle that and come."""
+"""The same after a rank has raised, which may handle that and come; and after an abort of groups of
+devices, where the main thread works and has not heard of it."""
+
+ABORT_WITHIN = 10.0
+"""Seconds for which the abort of the groups of devices is waited for."""
+
+RECORDED = 4
+"""Operations of c10d's flight recorder that a report shows."""
+
+LEASE = 3600.0
+"""Seconds without a look of this thread after which a process with a device ends, at most."""
+
+RENEW_EVERY = 15.0
+"""Seconds between two renewals of that lease."""
 
 
 class Watcher:
@@ -54,8 +91,14 @@ class Watcher:
         self._silent_since: float | None = None
         self._known_since: float | None = None
         self._has_told = False
+        self._renewed: float | None = None
+        """When the lease was renewed last."""
+        self._stopped_at: float | None = None
+        """When the groups of devices were aborted."""
+        self._under_way: StuckCall | Flight | None = None
+        """The call or operation that the last look has found, the one that began first."""
         self._inquiry: threading.Thread | None = None
-        self._given_up: tuple[int, float, CommunicationError] | None = None
+        self._given_up: tuple[StuckCall | Flight, float, CommunicationError] | None = None
         """The call that this rank has given up itself, when, and why."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meshwright-watch", daemon=True)
@@ -68,6 +111,18 @@ class Watcher:
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5.0)
         self._neighbours.close()
+        if self._renewed is not None:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _renew(self) -> None:
+        """Renew the lease of a process that uses a device."""
+        now, limit = time.monotonic(), self._monitor.limit
+        if self._renewed is None and not groups_to_abort():
+            return
+        if now - (self._renewed or 0.0) >= RENEW_EVERY:
+            self._renewed = now
+            seconds = LEASE if limit is None else min(LEASE, limit + UNSEEN)
+            faulthandler.dump_traceback_later(seconds, exit=True, file=2)
 
     def _run(self) -> None:
         while True:
@@ -75,6 +130,7 @@ class Watcher:
             if self._stop.is_set():
                 return
             try:
+                self._renew()
                 self._look()
             except Exception:  # without this thread, ranks would hang in silence
                 _log.exception("rank %d: a look at its neighbours failed", self._monitor.rank)
@@ -87,7 +143,12 @@ class Watcher:
         # Negative: the numbers of waits of ours are not.
         stuck = None if call is None else Waiting(what=str(call), number=-call.number)
         self._monitor.ranks.note_stuck(stuck)
-        self._look_at_call(call)
+        if PROCESS.stopped is not None:
+            self._look_at_stop(PROCESS.stopped, call)
+            return
+        found = [each for each in (call, PROCESS.flights.oldest()) if each is not None]
+        self._under_way = min(found, key=lambda each: each.since, default=None)
+        self._look_at_call(self._under_way)
 
     # ---------------------------------------------------------------- the store's host
 
@@ -119,18 +180,18 @@ class Watcher:
 
     # ---------------------------------------------------------------- calls outside of ours
 
-    def _look_at_call(self, call: StuckCall | None) -> None:
+    def _look_at_call(self, call: StuckCall | Flight | None) -> None:
         monitor, now = self._monitor, time.monotonic()
         trouble = monitor.trouble
         if trouble is not None:
             self._look_at_trouble(trouble, call, now)
             return
         self._known_since, self._has_told = None, False
-        if call is None or now - call.since < monitor.hang_after:
+        if call is None or now - call.since < self._ask_after(call):
             return
-        if self._given_up is not None and self._given_up[0] == call.number:
+        if self._given_up is not None and self._given_up[0] == call:
             if now - self._given_up[1] >= END_AFTER:
-                self._end(self._given_up[2])
+                self._give_up(self._given_up[2])
             return
         if self._inquiry is None or not self._inquiry.is_alive():
             self._inquiry = threading.Thread(
@@ -138,10 +199,18 @@ class Watcher:
             )
             self._inquiry.start()
 
+    def _ask_after(self, call: StuckCall | Flight) -> float:
+        """Return the seconds after which ranks are asked: of an operation, as in waits of ours."""
+        if isinstance(call, StuckCall):
+            return self._monitor.hang_after
+        limit = call.communicator.timeout
+        after = min(self._monitor.hang_after, MISMATCH_AFTER)
+        return after if limit is None else min(after, limit)
+
     def _look_at_trouble(
-        self, trouble: RankFailedError, call: StuckCall | None, now: float
+        self, trouble: RankFailedError, call: StuckCall | Flight | None, now: float
     ) -> None:
-        """Name the failure; end the process where ``call`` is stuck for it."""
+        """Name the failure; give up where ``call`` is stuck for it."""
         monitor = self._monitor
         if self._known_since is None:
             self._known_since = now
@@ -149,25 +218,63 @@ class Watcher:
         patience = RECOVER_AFTER if monitor.ending is None else END_AFTER
         if call is not None and min(known, now - call.since) >= patience:
             text = f"{trouble}; rank {monitor.rank} was in {call}"
-            self._end(RankFailedError(text, trouble.rank))
+            if monitor.ending is None and groups_to_abort():
+                why = f"it had failed, and rank {monitor.rank} cannot go on"
+                lost = Failure(rank=trouble.rank, by=monitor.rank, error=why)
+                monitor.board.later(lambda: monitor.post_failure(lost))
+            self._give_up(RankFailedError(text, trouble.rank))
         if known >= TELL_AFTER and not self._has_told and not monitor.has_raised:
             self._has_told = True
             where = "at work" if call is None else f"in {call}"
             _log.error("rank %d is %s: %s", monitor.rank, where, trouble)
 
-    def _inquire(self, call: StuckCall) -> None:
+    def _inquire(self, call: StuckCall | Flight) -> None:
         """Follow ``call`` as a wait of ours; what ends it is put on the board for every rank."""
-        monitor = self._monitor
-        outside = OutsideCall(monitor, f"{call},")
-        watch = Watch(monitor, outside, monitor.limit, first=0.0, since=call.since)
+        monitor, limit = self._monitor, self._monitor.limit
+        awaited: Awaited = OutsideCall(monitor, f"{call},")
+        if isinstance(call, Flight):
+            awaited = AwaitedOperation(call.communicator, call.issued, call.line)
+            limit = call.communicator.timeout
+        watch = Watch(monitor, awaited, limit, first=0.0, since=call.since)
         try:
             while not self._stop.wait(EVERY):
-                stuck = monitor.ranks.stuck
-                if stuck is None or stuck.number != -call.number:
+                if self._under_way != call:
                     return
                 watch.look()
         except CommunicationError as error:  # it stands on the board now
-            self._given_up = call.number, time.monotonic(), error
+            self._given_up = call, time.monotonic(), error
+            if isinstance(call, Flight):
+                self._give_up(error)
+
+    # ---------------------------------------------------------------- the end
+
+    def _give_up(self, error: CommunicationError) -> None:
+        """End what this rank is in: by an abort of its devices' groups; the process without any."""
+        groups = groups_to_abort()
+        if not groups:
+            self._end(error)
+        elif PROCESS.stopped is None:
+            PROCESS.stop(error)  # before: what an abort ends leaves no numbers to go on with
+            self._stopped_at = time.monotonic()
+            recorded = recorded_operations(RECORDED)
+            last = f"; c10d's flight recorder: {', '.join(recorded)}" if recorded else ""
+            rank, count = self._monitor.rank, len(groups)
+            _log.error("rank %d aborts its %d groups of devices: %s%s", rank, count, error, last)
+            threading.Thread(
+                target=abort_together,
+                args=(groups, ABORT_WITHIN),
+                name="meshwright-aborts",
+                daemon=True,
+            ).start()
+
+    def _look_at_stop(self, error: CommunicationError, call: StuckCall | None) -> None:
+        """End the process where the program does not come to hear of ``error``."""
+        if PROCESS.has_refused and call is None:
+            return
+        is_slow = PROCESS.has_refused or not self._calls.stands_still
+        since = self._stopped_at or 0.0
+        if time.monotonic() - since >= (RECOVER_AFTER if is_slow else END_AFTER):
+            self._end(error)
 
 
 class _Neighbours:

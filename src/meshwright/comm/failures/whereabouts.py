@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -122,10 +123,21 @@ def source_line(error: BaseException) -> str:
 
 def line_of(frame: FrameType | None) -> str:
     """Name the user's line that ``frame`` is in, or was called from."""
-    found = next((f for f in _frames(frame) if _is_the_users(f.f_code.co_filename)), frame)
-    if found is None:
-        return ""
-    return f"{found.f_code.co_filename}:{found.f_lineno} in {found.f_code.co_name}"
+    here = "" if frame is None else _place_of(frame)
+    return users_line(frame) or here
+
+
+def users_line(frame: FrameType | None) -> str:
+    """Name the user's line that ``frame`` was called from; "" where there is none."""
+    while frame is not None:
+        if _is_the_users(frame.f_code.co_filename):
+            return _place_of(frame)
+        frame = frame.f_back
+    return ""
+
+
+def _place_of(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def hook_frame(frames: Mapping[int, FrameType]) -> FrameType | None:
@@ -141,6 +153,7 @@ def hook_frame(frames: Mapping[int, FrameType]) -> FrameType | None:
     return next((frame for thread, frame in frames.items() if thread not in ours), None)
 
 
+@functools.lru_cache(maxsize=1024)
 def _is_the_users(file: str) -> bool:
     # Packages may be installed inside of Python's own folder.
     is_pythons = file.startswith(_PYTHON) and "-packages" not in file

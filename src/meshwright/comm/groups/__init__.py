@@ -2,6 +2,7 @@
 
 Bottom-up:
 
+    in_flight      operations of devices between their call and their end
     registry       communicators, observers, phases, the monitor: the state of a process
     rendezvous     the meeting of the ranks: the store, and the roll of all of them
     device_choice  the backend of the world and each rank's device, from what all ranks say

@@ -17,9 +17,11 @@ from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from meshwright.comm.groups.in_flight import Flights
 from meshwright.comm.memory.pages import PagePool
 from meshwright.comm.observing.observers import ActionObserver, Observer, SpanObserver
 from meshwright.comm.streams import Mark
+from meshwright.errors import CommunicationError
 from meshwright.timeline import Collective, Lane
 
 if TYPE_CHECKING:
@@ -71,6 +73,12 @@ class ProcessState:
     """Publishes this rank's failure and answers for it; None before `connect`."""
     watcher: Watcher | None = None
     """Watches this process and its neighbours, as long as there is a monitor."""
+    flights: Flights = field(default_factory=Flights)
+    """Operations of devices that are under way."""
+    stopped: CommunicationError | None = None
+    """The error for which the groups of devices were aborted; `refuse` raises it."""
+    has_refused: bool = False
+    """True when the program was told of that."""
     pages: PagePool = field(default_factory=PagePool)
     """Memory of lines that come and go."""
     marked: MutableMapping[str, MarkedModel] = field(default_factory=weakref.WeakValueDictionary)
@@ -111,6 +119,19 @@ class ProcessState:
         finally:
             self.one_as_many = False
 
+    def stop(self, error: CommunicationError) -> None:
+        """Communicate nothing from now on, for ``error``."""
+        self.stopped = error
+
+    def refuse(self) -> None:
+        """Raise the error for which this process communicates no more, if there is one."""
+        if self.stopped is None:
+            return
+        self.has_refused = True
+        if self.monitor is not None:
+            self.monitor.note_raised()
+        raise self.stopped.with_traceback(None)
+
     def name_group(self, ranks: tuple[int, ...]) -> str:
         """Name a group that ``ranks`` are about to make: alike on all of them, and never again."""
         self.groups_made[ranks] += 1
@@ -124,6 +145,7 @@ class ProcessState:
             for held in self.held.values():
                 held.release()
             self.held.clear()
+        self.flights = Flights()
 
     def tell_issued(self, collective: Collective) -> None:
         """Tell every observer that ``collective`` is about to run."""

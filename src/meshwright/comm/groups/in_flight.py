@@ -1,0 +1,116 @@
+"""Operations of devices between their call and their end, for which no wait of the host's is.
+
+::
+
+    the door ──> Flight ──launched──> its works tell ──the program waits──> an event behind that
+                 (before the call)    of its end                            wait tells
+
+What a work knows of its tensors would keep their memory, so a work is let go of as soon as the
+program has waited for it. One thread asks, now and then; nobody asks while a graph is captured,
+which a question would break off, and what is captured is not noted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from meshwright.comm.streams import Event, captures, current_stream, is_capturing, record
+
+if TYPE_CHECKING:
+    from meshwright.comm.collectives import Communicator
+    from meshwright.comm.failures.operations import Issued
+
+
+class Asked(Protocol):
+    """A work of c10d's, as far as it is asked here."""
+
+    def is_completed(self) -> bool:
+        """Check that it has ended, well or not."""
+
+
+class Flight:
+    """An operation of a device that is under way."""
+
+    __slots__ = ("_end", "_works", "communicator", "is_over", "issued", "line", "since")
+
+    def __init__(self, communicator: Communicator, issued: Issued, line: str) -> None:
+        self.communicator = communicator
+        self.issued = issued
+        self.line = line
+        """The user's line that led to the call; empty where there is none."""
+        self.since = time.monotonic()
+        """When it was called, or those before it on its communicator had ended."""
+        self.is_over = False
+        self._works: Sequence[Asked] = ()
+        self._end: Event | None = None
+
+    def __str__(self) -> str:
+        at = f", called at {self.line}" if self.line else ""
+        return f"{self.issued.describe(self.communicator.axis)}{at}"
+
+    def launched(self, works: Sequence[Asked]) -> None:
+        """Take the works that were started; those of a batch are in the list when it has ended."""
+        self._works = works
+        if isinstance(works, tuple) and not works:  # c10d has made the current stream wait
+            self.waited(record(self.communicator.device))
+
+    def waited(self, end: Event) -> None:
+        """Take the point of the stream that has waited for it."""
+        self._end, self._works = end, ()
+
+    def ended(self) -> None:
+        """Note that it has ended, or was never begun."""
+        self.is_over, self._works, self._end = True, (), None
+
+    def has_ended(self) -> bool:
+        """Ask the device."""
+        if self.is_over or not self.communicator.is_open:
+            return True
+        end = self._end
+        try:
+            if end is not None:
+                return end.query()
+            return bool(self._works) and all(work.is_completed() for work in self._works)
+        except RuntimeError:  # the device is broken: the program is told by its own next call
+            return False
+
+    def comes_first(self, now: float) -> None:
+        """Begin to count its time: what was before it on its communicator has ended."""
+        self.since = max(self.since, now)
+
+
+class Flights:
+    """All operations of this process's devices that are under way, by their groups."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, deque[Flight]] = {}
+        self._captured_on: object = None
+        """The stream on which an operation was captured last."""
+
+    def begin(self, communicator: Communicator, issued: Issued, line: str) -> Flight | None:
+        """Note an operation that is about to be called; None where a graph captures it."""
+        if is_capturing(communicator.device):
+            self._captured_on = current_stream(communicator.device)
+            return None
+        flight = Flight(communicator, issued, line)
+        self._queues.setdefault(communicator.name, deque()).append(flight)
+        return flight
+
+    def oldest(self) -> Flight | None:
+        """Drop what has ended; return what has been under way for longest, if anything.
+
+        For one thread alone; others may call `begin` meanwhile.
+        """
+        heads: list[Flight] = []
+        for queue in list(self._queues.values()):
+            if queue and captures(queue[0].communicator.device, self._captured_on):
+                return None
+            while queue and queue[0].has_ended():
+                queue.popleft().ended()
+                if queue:
+                    queue[0].comes_first(time.monotonic())
+            heads += list(queue)[:1]
+        return min(heads, key=lambda flight: flight.since, default=None)
