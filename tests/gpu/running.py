@@ -7,13 +7,14 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
 from gpu.places import place_of
-from gpu.table import Row
+from gpu.table import Row, Site
 from meshwright import comm
+from meshwright.comm.groups.registry import PROCESS
 from meshwright.errors import InternalError
 from meshwright.testing import Pool, Ranks, RanksFailed, shared_pool
 
@@ -32,10 +33,11 @@ class Result:
 
 
 def run_here(
-    kind: str, body: Callable[..., str], args: tuple[str, ...], limit: float | None
+    site: Site, body: Callable[..., str], args: tuple[str, ...], limit: float | None
 ) -> str:
     """Be one rank of a row."""
-    with place_of(kind) as place:
+    many = PROCESS.size_one_as_many() if site.as_many else nullcontext()
+    with place_of(site.kind) as place, many:
         world = place.connect(timeout=limit)
         found = body(place, world, *args)
         comm.disconnect()
@@ -45,7 +47,7 @@ def run_here(
 def found_by(row: Row, ranks: Ranks) -> str:
     """Run ``row`` and say what was found. Raises where it is not as it should be."""
     started = functools.partial(
-        ranks, row.site.size, run_here, row.site.kind, row.body, row.args, row.limit
+        ranks, row.site.size, run_here, row.site, row.body, row.args, row.limit
     )
     if row.judge is None:
         return started(connected=False, timeout=row.deadline)[0]

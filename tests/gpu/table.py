@@ -21,9 +21,11 @@ class Site:
     kind: str
     size: int
     gpus: int = 1
+    as_many: bool = False
+    """Whether axes of one rank send as larger ones do."""
 
     def __str__(self) -> str:
-        return f"{self.kind} x {self.size}"
+        return f"{self.kind} x {self.size}{' as many' if self.as_many else ''}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,13 @@ def rows_alone(site: Site) -> Iterator[Row]:
         yield Row(name=f"plan: {axis}", site=site, body=values.plan, args=(axis,))
     for name in SCHEDULE_NAMES:
         yield Row(name=f"pipeline: {name}", site=site, body=values.pipeline, args=(name,))
+    yield from rows_of_streams(site)
+
+
+def rows_as_many(site: Site) -> Iterator[Row]:
+    """What one rank shows that sends to itself what it would send to others."""
+    for name in WAYS:
+        yield Row(name=f"values: {name}", site=site, body=values.trains, args=(name,))
     yield from rows_of_streams(site)
 
 
@@ -109,6 +118,7 @@ def rows_for_gpus(count: int) -> list[Row]:
     several = Site(kind="nccl", size=max(2, min(count, 4)), gpus=2)
     return [
         *rows_alone(alone),
+        *rows_as_many(Site(kind="nccl", size=1, as_many=True)),
         *rows_sanitized(alone),
         *rows_together(Site(kind="gloo", size=2)),
         *rows_together(several),

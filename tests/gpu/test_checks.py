@@ -7,21 +7,31 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gpu.failures import judge_loss
 from gpu.places import Place
 from gpu.running import Result, found_by, line_of, perform, summary
-from gpu.table import Row, Site, rows_alone, rows_for_gpus, rows_of_streams, rows_together
+from gpu.table import (
+    Row,
+    Site,
+    rows_alone,
+    rows_as_many,
+    rows_for_gpus,
+    rows_of_streams,
+    rows_together,
+)
 from gpu.traces import REGION, Span, counted
-from gpu.values import collectives
+from gpu.values import collectives, trains
 from gpu_check import refusal
-from meshwright.comm import Communicator
+from meshwright.comm import Communicator, Pending
 from meshwright.errors import RankFailedError
 from meshwright.testing import Ending, Outcome, Ranks, RanksFailed
 
 ALONE, TOGETHER = Site(kind="simulated", size=1), Site(kind="simulated", size=2)
+AS_MANY = Site(kind="simulated", size=1, as_many=True)
 HOST = Site(kind="host", size=2)
 PROGRAM = Path(__file__).parents[1] / "gpu_check.py"
 
@@ -40,7 +50,8 @@ QUICK = ("collectives", "values: fully_shard", "values: replicate", "no host sto
 def cases() -> list[object]:
     """The rows for one rank and for two, most of them slow."""
     pairs = [*rows_together(TOGETHER), *rows_of_streams(TOGETHER)]
-    rows = [*rows_alone(ALONE), *(row for row in pairs if not row.name.startswith(AWAITED))]
+    rows = [*rows_alone(ALONE), *rows_as_many(AS_MANY)]
+    rows += [*(row for row in pairs if not row.name.startswith(AWAITED))]
     return [
         pytest.param(
             row,
@@ -55,6 +66,29 @@ def cases() -> list[object]:
 @pytest.mark.parametrize("row", cases())
 def test_a_row_on_simulated_devices(ranks: Ranks, row: Row) -> None:
     assert found_by(row, ranks)
+
+
+def without_waits(place: Place, world: Communicator, name: str) -> str:
+    """Train where no stream waits for the library's collectives, whose numbers are there."""
+    wait = Pending.wait
+
+    def unwaited(pending: Pending, *args: Any, **kwargs: Any) -> Any:
+        if pending.communicator.is_on_host or not pending.issued.label:
+            return wait(pending, *args, **kwargs)
+        assert all(work._job.ended.wait(20.0) for work in pending.works)
+        return pending._value
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pending, "wait", unwaited)
+        return trains(place, world, name)
+
+
+@pytest.mark.parametrize("name", ["fully_shard", "tensor parallel"])
+def test_one_rank_as_many_shows_a_missing_wait(ranks: Ranks, name: str) -> None:
+    row = Row(name="planted", site=ALONE, body=without_waits, args=(name,))
+    assert found_by(row, ranks), "one rank sends nothing"
+    with pytest.raises(RanksFailed, match=r"unordered: .* of group 0 on the stream"):
+        found_by(replace(row, site=AS_MANY), ranks)
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,8 @@ class Communicator:
         """Seconds after which a wait gives up in any case; None where the user set no limit."""
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
+        self.is_alone = self.size == 1 and not PROCESS.one_as_many
+        """True where nothing has to be sent or compared, as there is no other rank."""
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))
         """The world's number of each rank of this group."""
         self.backend: str = lookup.backend_for(group, device)

@@ -273,6 +273,7 @@ class _StandIn(Communicator):
     def __init__(self, group: Any, world: Communicator) -> None:  # noqa: ANN401 - rank() and size()
         vars(self).update(vars(world))
         self.rank, self.size = group.rank(), group.size()
+        self.is_alone = self.size == 1
         self.ranks, self.name = tuple(range(self.size)), f"{type(group).__name__} {id(group)}"
         self._group, self._living = lambda: group, (group,)
         self._begin()

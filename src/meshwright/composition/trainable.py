@@ -110,7 +110,7 @@ class Trainable:
         self.module = module
         self.plan = plan
         self.optimizer = optimizer
-        over = {"tensor": peers.tensor} if peers.tensor.size > 1 else {}
+        over = {"tensor": peers.tensor} if not peers.tensor.is_alone else {}
         self.communicators: Mapping[str, Communicator] = MappingProxyType(
             {**layout.communicators, **over}
         )
@@ -452,7 +452,7 @@ class Trainable:
     def _compare_batches(self, batch: object, target: object) -> None:
         """Check that the ranks of one model see one batch. Raises ValueError on all of them."""
         alike = self._peers.alike
-        if alike.size == 1:
+        if alike.is_alone:
             return
         held = [("", tensor) for tensor in tensors_in((batch, target))]
         with phase("compare batches", step=self.steps):
@@ -476,7 +476,7 @@ class Trainable:
         Raises LayoutError on all of them.
         """
         tensor = self._peers.tensor
-        if tensor.size == 1:
+        if tensor.is_alone:
             return
         ranks, step = self._peers.alike.ranks, self.steps
 

@@ -156,7 +156,7 @@ def _without_needless_sharding(groups: Groups) -> Groups:
     """Choose ``NO_SHARD`` where one rank holds everything anyway; warns of that and its end."""
     strategy = groups.strategy
     size = groups.shard.size * (1 if groups.replicate is None else groups.replicate.size)
-    if size == 1 and strategy is not ShardingStrategy.NO_SHARD:
+    if size == 1 and groups.shard.is_alone and strategy is not ShardingStrategy.NO_SHARD:
         warnings.warn(
             f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1.",
             UserWarning,

@@ -127,7 +127,7 @@ def own_part(x: torch.Tensor, axis: Communicator, dim: int) -> torch.Tensor:
 
 def gathered(x: torch.Tensor, axis: Communicator, label: str, dim: int, total: int) -> torch.Tensor:
     """Compute all chunks of ``x`` along ``dim``, of ``total`` rows together."""
-    if axis.size == 1:
+    if axis.is_alone:
         return x
     rows = -(-total // axis.size)
     _check_chunk(x, axis, label, dim, total)
@@ -150,7 +150,7 @@ def gathered(x: torch.Tensor, axis: Communicator, label: str, dim: int, total: i
 
 def start_sum(x: torch.Tensor, axis: Communicator, label: str) -> Callable[[], torch.Tensor]:
     """Begin to sum ``x``, contiguous, in place; what is returned waits, and gives the sum."""
-    if axis.size == 1:
+    if axis.is_alone:
         return lambda: x
     if is_traced(x):
         total = traced_all_reduce(x, axis)
@@ -170,7 +170,7 @@ def start_sum_part(
 ) -> Callable[[], torch.Tensor]:
     """Begin to sum ``x``; what is returned waits, and gives this rank's chunk along ``dim``."""
     size, total = axis.size, x.shape[dim]
-    if size == 1:
+    if axis.is_alone:
         return lambda: x
     dim %= x.ndim
     rows = -(-total // size)
@@ -283,4 +283,4 @@ class _Adjoints(torch.autograd.Function):
 def _apply(
     x: torch.Tensor, there: _Operation, back: _Operation, axis: Communicator
 ) -> torch.Tensor:
-    return x if axis.size == 1 else _Adjoints.apply(x, there, back)
+    return x if axis.is_alone else _Adjoints.apply(x, there, back)

@@ -243,7 +243,7 @@ def _largest(x: torch.Tensor, axis: Communicator) -> torch.Tensor:
         found = x.amax(-1).contiguous()
     else:
         found = x.new_full(x.shape[:-1], -torch.inf)
-    if axis.size > 1:
+    if not axis.is_alone:
         with axis.functional():
             axis.all_reduce(found, reduction="max", label="largest logit").wait()
     return found

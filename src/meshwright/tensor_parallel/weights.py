@@ -119,7 +119,7 @@ def _distributed(
     axis, data = site.axis, given.detach()
     if data.device.type != "meta":
         data = data.to(axis.device).contiguous()
-        if source is not None and axis.size > 1:
+        if source is not None and not axis.is_alone:
             axis.broadcast(data, source=source, label=f"{name} from rank {source}").wait()
     strides = torch.empty(given.shape, device="meta").stride()
     if isinstance(placement, Replicate) or axis.size == 1:

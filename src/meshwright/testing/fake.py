@@ -40,6 +40,7 @@ class FakeCommunicator(Communicator):
         self.timeout = 60.0
         self.rank = rank
         self.size = len(ranks)
+        self.is_alone = self.size == 1
         self.ranks = tuple(ranks)
         self.backend = "fake"
         self.name = f"fake {axis} {self.ranks}"

@@ -67,7 +67,7 @@ def spread_over(
     ``is_line`` says that it holds parameters of other shapes in one line.
     """
     # An attribute lives and dies with the tensor, as no table beside it can.
-    axes = tuple(c for c in communicators if c.size > 1)
+    axes = tuple(c for c in communicators if not c.is_alone)
     vars(tensor)[_MARKER] = _Marker(axes, is_line=is_line)
 
 
@@ -127,7 +127,7 @@ def spread_of(tensor: torch.Tensor) -> tuple[Communicator, ...]:
 
 def _spread_of_view(view: ShardView) -> tuple[Communicator, ...]:
     if view.communicator is not None:
-        return (view.communicator,) if view.communicator.size > 1 else ()
+        return (view.communicator,) if not view.communicator.is_alone else ()
     if view.local.numel() == view.numel():
         return ()
     raise LayoutError(

@@ -63,6 +63,8 @@ class ProcessState:
     """One communicator for each c10d process group, which it does not keep."""
     idle_waiters: list[Any] = field(default_factory=list)
     """Threads that have waited for a transfer and may wait for the next; see `pending`."""
+    one_as_many: bool = False
+    """See `size_one_as_many`."""
     observers: list[Observer] = field(default_factory=list)
     """Who hears of every collective; empty means that nothing is paid."""
     phases: list[PhaseRecord] = field(default_factory=list)
@@ -104,6 +106,18 @@ class ProcessState:
         found = self.monitor, self.watcher
         self.monitor = self.watcher = None
         return found
+
+    @contextlib.contextmanager
+    def size_one_as_many(self) -> Iterator[None]:
+        """Gather, sum and compare over axes of one rank, made in the block, as over larger ones.
+
+        So one GPU shows what is sent and waited for.
+        """
+        self.one_as_many = True
+        try:
+            yield
+        finally:
+            self.one_as_many = False
 
     def stop(self, error: CommunicationError) -> None:
         """Communicate nothing from now on, for ``error``."""

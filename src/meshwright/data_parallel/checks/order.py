@@ -253,7 +253,7 @@ class OrderCheck:
 
     @property
     def _is_alone(self) -> bool:
-        return self._communicator.size == 1
+        return self._communicator.is_alone
 
     @property
     def _is_error(self) -> bool:

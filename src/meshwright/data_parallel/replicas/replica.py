@@ -83,7 +83,7 @@ class Replica:
         self._stepped = take_over_steps(tensors)
         may_be_frozen = may_be_frozen or self._held.is_lent
         _check(module, parameters, communicator, self.device_ids, may_be_frozen=may_be_frozen)
-        if communicator.size > 1:
+        if not communicator.is_alone:
             refuse_lookups(module, parameters)
         mark_mean(tensors, [communicator])
         sparse = _sparse_names(module, parameters)

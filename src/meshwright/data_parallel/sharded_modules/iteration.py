@@ -110,7 +110,7 @@ class Iteration:
         communicator = _widest(units)
         self._check: OrderCheck | None = None
         self._events: EventCheck | None = None
-        if communicator is not None and communicator.size > 1:
+        if communicator is not None and not communicator.is_alone:
             compare_units(communicator, self.drivers, with_training=strict)
             self._check = _order_check(communicator, self.drivers, options)
             root = self.drivers[0].name

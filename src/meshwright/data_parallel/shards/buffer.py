@@ -45,6 +45,8 @@ class DataAxes:
     """Into how many shards a line is cut."""
     part: int = field(init=False, repr=False, compare=False)
     """The number of the shard that this rank holds."""
+    is_cut: bool = field(init=False, repr=False, compare=False)
+    """Whether shards have to be brought together, and sums to be taken apart."""
     size: int = field(init=False, repr=False, compare=False)
     """The number of ranks whose gradients are summed."""
     communicators: tuple[Communicator, ...] = field(init=False, repr=False, compare=False)
@@ -53,6 +55,7 @@ class DataAxes:
     def __post_init__(self) -> None:
         there = tuple(axis for axis in (self.shard, self.replicate) if axis is not None)
         object.__setattr__(self, "parts", 1 if self.shard is None else self.shard.size)
+        object.__setattr__(self, "is_cut", self.shard is not None and not self.shard.is_alone)
         object.__setattr__(self, "part", 0 if self.shard is None else self.shard.rank)
         object.__setattr__(self, "size", math.prod(axis.size for axis in there))
         object.__setattr__(self, "communicators", there)
@@ -154,7 +157,7 @@ class FlatBuffer:
         self.shard = shard
         """This rank's part, in the optimizer's dtype; perhaps on another device (offloaded)."""
         is_here = is_host(shard.device) == is_host(device)
-        self.is_copy = axes.parts > 1 or types.master != types.compute or not is_here
+        self.is_copy = axes.is_cut or types.master != types.compute or not is_here
         """Whether whole tensors have memory of their own, and not that of the shard."""
         self.is_direct = layout.is_gathered_whole
         """Whether what is gathered lies as the tensors do."""
@@ -268,7 +271,7 @@ class FlatBuffer:
             return Moves(ranks, [self.full], [place])
         self._gathered_version = version_of(self.shard)
         shard = self.axes.shard
-        if shard is None or shard.size == 1:
+        if shard is None or not self.axes.is_cut:
             self._whole.restore()
             self.full.copy_(self.shard)
             return None

@@ -406,7 +406,7 @@ class ParameterGroup:
             line = lines[0].tensor
             self._reduced = self._line_for_sums().copy_(line) if is_late else line
             return None
-        if settings.reduce_scatter is not None and axes.parts > 1:
+        if settings.reduce_scatter is not None and axes.is_cut:
             custom = settings.reduce_scatter
             started.append(self._reduce_scatter_by(custom, axes.shard, f"reduce {label}"))
             return None
@@ -415,7 +415,7 @@ class ParameterGroup:
         if len(lines) > 1:
             outputs = [reduced[line.start : line.stop] for line in lines]
             self._zero_between(reduced.view(1, -1))
-        if axes.parts == 1:  # as torch, which issues nothing over one rank
+        if not axes.is_cut:  # as torch, which issues nothing over one rank
             reduced.copy_(lines[0].tensor)
             return None
         return Moves(axes.shard, outputs, [line.tensor for line in lines])

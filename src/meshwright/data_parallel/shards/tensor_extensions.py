@@ -265,7 +265,7 @@ class ExtendedBuffer(FlatBuffer):
             gathered.restore()
             for line, tensor in zip(gathered.lines, inputs, strict=True):
                 mine = tensor.detach().view(-1)
-                if moves is None or moves.ranks.size == 1:
+                if moves is None or moves.ranks.is_alone:
                     line.copy_(mine)
                     continue
                 # Bytes: c10d does not know all dtypes.

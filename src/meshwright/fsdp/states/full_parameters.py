@@ -44,7 +44,7 @@ class SummonOptions:
 def gather_line(group: ParameterGroup, line: torch.Tensor, label: str) -> torch.Tensor:
     """Compute all shards of a line with the layout of ``group``; ``line`` is this rank's."""
     shard = group.axes.shard
-    if shard is None or shard.size == 1:
+    if shard is None or shard.is_alone:
         return line.clone()
     line = line.to(shard.device).contiguous()
     whole = line.new_empty(shard.size * line.numel())

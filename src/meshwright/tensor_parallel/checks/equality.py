@@ -63,7 +63,7 @@ def verify_replicated(module: nn.Module, communicator: Communicator | None = Non
     by_axis: dict[Communicator, list[tuple[str, torch.Tensor]]] = {}
     for name, parameter in module.named_parameters():
         for axis, local in _replicated(parameter, communicator):
-            if axis.size > 1 and local.device.type != "meta":
+            if not axis.is_alone and local.device.type != "meta":
                 by_axis.setdefault(axis, []).append((name, local))
     for axis, named in by_axis.items():
         hint = "Seed all ranks alike, or parallelise with src_data_rank=0"

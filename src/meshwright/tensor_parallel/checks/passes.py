@@ -82,7 +82,7 @@ class Passes:
         out. Inputs are not compared of what ``is_layer``, which may be given parts. Passes that a
         compiler traces are not compared.
         """
-        if self.axis.size == 1:
+        if self.axis.is_alone:
             return
         known = [hook for hook in forward_pre_hooks_of(root).values() if isinstance(hook, _Begin)]
         begin = known[0] if known else _Begin(self, root)
@@ -115,7 +115,7 @@ class Passes:
 
         Raises `LayoutError`, on all ranks, where those of one parameter differ.
         """
-        if self.axis.size == 1:
+        if self.axis.is_alone:
             return
         if optimizer not in self._steps:
             optimizer.register_state_dict_pre_hook(settle)
