@@ -31,7 +31,8 @@ from meshwright.data_parallel.modules.batch_norm import LocalStatistics
 from meshwright.data_parallel.sharded_modules.agreement import UnitStates, compare_units
 from meshwright.data_parallel.sharded_modules.module_tree import ModuleTree
 from meshwright.data_parallel.shards.buffer import DataAxes
-from meshwright.data_parallel.shards.parameter_group import ParameterGroup, sum_parts
+from meshwright.data_parallel.shards.gradient_lines import sum_parts
+from meshwright.data_parallel.shards.parameter_group import ParameterGroup
 from meshwright.data_parallel.shards.parameter_hooks import accumulator_of
 from meshwright.data_parallel.shards.unit import Phase, Unit
 from meshwright.data_parallel.shards.unit_streams import UnitStreams
@@ -100,8 +101,7 @@ class Iteration:
         """Whether this rank had gradients when its last backward pass ended."""
         self._raised_in = ""
         """The pass that was given up last, until the next one has begun."""
-        self._streams = _streams_for(units, self.axes)
-        """None on the host."""
+        self._streams = _streams_of(units, self.axes)
         self._steps = StepWatch(self._exposed, self._given, self._check_reduced)
         # Torch's class only warns where ranks freeze different parameters and run other units.
         strict = options is None or not options.warn_at_once
@@ -491,20 +491,19 @@ def _order_check(
     return OrderCheck(communicator, ordered, options, axes=list(axes))
 
 
+def _streams_of(units: Sequence[Unit], axes: Sequence[Communicator]) -> UnitStreams | None:
+    """Make the streams that ``units`` use from now on; None on the host."""
+    devices = {axis.device for axis in axes if not axis.is_on_host}
+    streams = UnitStreams(*devices) if len(devices) == 1 else None
+    if streams is not None:
+        for unit in units:
+            unit.use_streams(streams)
+    return streams
+
+
 def _sent(group: ParameterGroup) -> int:
     """Count the bytes that this rank gives to the gather of ``group``."""
     return group.buffer.layout.shard_size * group.types.compute.itemsize
-
-
-def _streams_for(units: Sequence[Unit], axes: Sequence[Communicator]) -> UnitStreams | None:
-    """Give ``units`` streams of the one device on which ``axes`` send; None on the host."""
-    devices = {axis.device for axis in axes if not axis.is_on_host}
-    if len(devices) != 1:
-        return None
-    streams = UnitStreams(*devices)
-    for unit in units:
-        unit.use_streams(streams)
-    return streams
 
 
 def _widest(units: Sequence[Unit]) -> Communicator | None:

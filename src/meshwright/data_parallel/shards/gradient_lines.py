@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import torch
 
+from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.comm.memory.reusable_storage import line_of
+from meshwright.data_parallel.distributed_parameters import PartialSum
 from meshwright.layout import LineLayout
 from meshwright.torch_internals.tensors import (
     foreach_add_,
@@ -256,3 +258,30 @@ class GradientLine:
                 gaps.append(self._line[at:first])
             at = max(at, last)
         return gaps
+
+
+Summand = tuple[PartialSum, torch.Tensor]
+"""A gradient, or a part of one, and over what it is to be summed."""
+
+
+def summands_of(sums: Sequence[tuple[int, PartialSum]], line: GradientLine) -> list[Summand]:
+    """List the whole gradients in ``line`` of the tensors that ``sums`` name by their index."""
+    parts = line.parts()
+    return [(add, part) for index, add in sums for part in parts[index]]
+
+
+@torch.no_grad()
+def sum_parts(summands: Iterable[Summand]) -> None:
+    """Sum in place: one all-reduce for each axis, dtype and device."""
+    together: dict[tuple[Communicator, torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for add, part in summands:
+        if part.numel():
+            key = (add.communicator, part.dtype, part.device)
+            together.setdefault(key, []).append(part)
+    for (axis, _, _), parts in together.items():
+        line = torch.cat([part.reshape(-1) for part in parts]).to(axis.device)
+        axis.all_reduce(line, label="partial gradients").wait()
+        sums = line.split([part.numel() for part in parts])
+        foreach_copy_(
+            parts, [each.view(part.shape) for each, part in zip(sums, parts, strict=True)]
+        )

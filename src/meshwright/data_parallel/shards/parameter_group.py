@@ -22,7 +22,6 @@ from meshwright.comm.dtensors.local_leaves import take_over
 from meshwright.comm.dtensors.subclasses import values_of
 from meshwright.comm.streams import is_host
 from meshwright.data_parallel.checks.starting_state import Start, digest_of, has_values_of
-from meshwright.data_parallel.distributed_parameters import PartialSum
 from meshwright.data_parallel.shards.buffer import (
     BufferTypes,
     CustomCollective,
@@ -30,40 +29,19 @@ from meshwright.data_parallel.shards.buffer import (
     FlatBuffer,
     Moves,
 )
-from meshwright.data_parallel.shards.gradient_lines import GradientLine, KeptLine
+from meshwright.data_parallel.shards.gradient_lines import (
+    GradientLine,
+    KeptLine,
+    Summand,
+    sum_parts,
+    summands_of,
+)
 from meshwright.data_parallel.shards.slot import Slot
 from meshwright.data_parallel.shards.tensor_extensions import ExtendedBuffer, whole_parameter
 from meshwright.errors import InternalError
 from meshwright.gradients import Factor, NonFiniteValues, multiply_
 from meshwright.layout import LineLayout
-from meshwright.torch_internals.tensors import foreach_copy_, version_of
-
-Summand = tuple[PartialSum, torch.Tensor]
-"""A gradient, or a part of one, and over what it is to be summed."""
-
-
-def summands_of(sums: Sequence[tuple[int, PartialSum]], line: GradientLine) -> list[Summand]:
-    """List the whole gradients in ``line`` of the tensors that ``sums`` name by their index."""
-    parts = line.parts()
-    return [(add, part) for index, add in sums for part in parts[index]]
-
-
-@torch.no_grad()
-def sum_parts(summands: Iterable[Summand]) -> None:
-    """Sum in place: one all-reduce for each axis, dtype and device."""
-    together: dict[tuple[Communicator, torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for add, part in summands:
-        if part.numel():
-            key = (add.communicator, part.dtype, part.device)
-            together.setdefault(key, []).append(part)
-    for (axis, _, _), parts in together.items():
-        line = torch.cat([part.reshape(-1) for part in parts]).to(axis.device)
-        axis.all_reduce(line, label="partial gradients").wait()
-        sums = line.split([part.numel() for part in parts])
-        foreach_copy_(
-            parts, [each.view(part.shape) for each, part in zip(sums, parts, strict=True)]
-        )
-
+from meshwright.torch_internals.tensors import version_of
 
 _REQUIRES_GRAD = attrgetter("full.requires_grad")
 _LEAF = attrgetter("leaf")
