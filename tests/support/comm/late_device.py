@@ -92,6 +92,7 @@ class _Transport(CpuTransport):
     def __init__(self, group: LateGroup) -> None:
         super().__init__(NAME, group.set_timeout)
         self._group = group
+        self.options = types.SimpleNamespace(_timeout=group.limit)
 
     @property
     def __class__(self) -> type:
