@@ -175,7 +175,11 @@ def is_connected() -> bool:
 
 
 def check_peers() -> None:
-    """Raise `RankFailedError` when another rank has failed; for long work between collectives."""
+    """Raise `RankFailedError` when another rank has failed; for long work between collectives.
+
+    And the error for which the groups of this rank's devices were aborted, if they were.
+    """
+    PROCESS.refuse()
     if PROCESS.monitor is not None:
         PROCESS.monitor.check()
 
