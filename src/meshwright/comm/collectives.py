@@ -555,7 +555,7 @@ class Communicator:
             pending.observed(collective, self.clock.mark())
         if is_ours and shown.is_counted(kind, tensor):
             launch = shown.in_place_of(kind, launch, functional=self._is_functional)
-        if self.is_followed:
+        if self.is_followed and PROCESS.watcher is not None:
             launch = pending.followed(launch)
         if is_profiled():
             launch = in_ranges(launch, f"meshwright::{kind} {label} on axis {self.axis}")

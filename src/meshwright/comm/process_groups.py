@@ -40,6 +40,7 @@ from meshwright.errors import CommunicationError, LayoutError, RankFailedError
 from meshwright.torch_internals.distributed import (
     abort_together,
     backend_of,
+    can_abort,
     default_group,
     default_store,
     groups_to_abort,
@@ -136,6 +137,7 @@ def _watch_world(world: Communicator, hang_after: float) -> None:
         monitor = membership.enter(
             board, world.rank, world.size, hang_after=hang_after, limit=limit
         )
+        _limit_of(world.group, world.device)  # c10d's own comes later, now that we watch
         if world.device.type == "cuda" and world.backend == "nccl":
             entry = device_choice.own_entry(None, chosen=world.device.index)
             device_choice.require_own_devices(rendezvous.sign_in(monitor, entry, limit))
@@ -173,7 +175,11 @@ def is_connected() -> bool:
 
 
 def check_peers() -> None:
-    """Raise `RankFailedError` when another rank has failed; for long work between collectives."""
+    """Raise `RankFailedError` when another rank has failed; for long work between collectives.
+
+    And the error for which the groups of this rank's devices were aborted, if they were.
+    """
+    PROCESS.refuse()
     if PROCESS.monitor is not None:
         PROCESS.monitor.check()
 
@@ -445,13 +451,15 @@ def _limit_of(group: dist.ProcessGroup, device: torch.device) -> float | None:
     """
     if isinstance(group, shared_memory.SharedMemoryGroup):
         given, change = timedelta(seconds=group.timeout), group.set_timeout
-    elif is_host(device) and isinstance(
-        transport := backend_of(group, device), dist.ProcessGroupGloo
+    elif can_abort(group, device) or (
+        is_host(device) and isinstance(backend_of(group, device), dist.ProcessGroupGloo)
     ):
+        transport = backend_of(group, device)
         given, change = timeout_of(transport.options), partial(set_timeout, transport)
     else:
         return None
-    defaults = (dist.distributed_c10d.default_pg_timeout, TRANSPORT_TIMEOUT)
+    of_torch = dist.distributed_c10d
+    defaults = (of_torch.default_pg_timeout, of_torch.default_pg_nccl_timeout, TRANSPORT_TIMEOUT)
     limit = None if given in defaults else given.total_seconds()
     if PROCESS.monitor is not None:
         change(_transport_timeout(limit))

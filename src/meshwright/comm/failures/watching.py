@@ -243,7 +243,8 @@ class Watcher:
                 watch.look()
         except CommunicationError as error:  # it stands on the board now
             self._given_up = call, time.monotonic(), error
-            if isinstance(call, Flight):
+            # A rank that has raised may handle that and come: then nothing need be aborted.
+            if isinstance(call, Flight) and not isinstance(error, RankFailedError):
                 self._give_up(error)
 
     # ---------------------------------------------------------------- the end
