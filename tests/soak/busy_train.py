@@ -2,8 +2,9 @@
 
 Run it as ``python tests/soak/busy_train.py [--steps 300] [--loops 4]``.
 What `make train` runs, examples/train.toml on four processes, whole or with fewer steps, while
-other programs want every core. Exits with status 1 when the run fails, writes to its standard error
-or prints a line that a run without trouble does not print.
+other programs want every core. Other words are options of ``meshwright train``, as ``--loops 0
+--axes.replicate 32`` for 32 processes that are a crowd by themselves. Exits with status 1 when the
+run fails, writes to its standard error or prints a line that a run without trouble does not print.
 """
 
 from __future__ import annotations
@@ -52,12 +53,13 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=0, help="fewer than the configuration's")
     parser.add_argument("--loops", type=int, default=4)
     parser.add_argument("--timeout", type=float, default=3600.0)
-    given = parser.parse_args()
+    given, options = parser.parse_known_args()
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, busy_loops(given.loops):
         words = [sys.executable, "-m", "meshwright", "train", given.config]
         words += ["--run.folder", f"{folder}/run"]
         words += [f"--run.steps={given.steps}"] if given.steps else []
+        words += options
         done = subprocess.run(
             words,
             cwd=folder,

@@ -31,6 +31,13 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "make train beside four busy loops": ("tests/soak/busy_train.py",),
     },
     "3": {"whole products, and cases of random numbers": ("-m", "pytest", "-m", "soak", "-n", "2")},
+    "4": {
+        "32 processes of meshwright train": (
+            *("tests/soak/busy_train.py", "--loops", "0", "--steps", "3"),
+            *("--axes.replicate", "2", "--axes.shard", "16", "--model.layers", "2"),
+            *("--run.check_parity", "false"),
+        ),
+    },
 }
 """The programs of each part, by what they show, with their arguments."""
 

@@ -7,6 +7,7 @@ host.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from meshwright.comm.failures.board import Board
+from meshwright.comm.failures.board import Board, Gathering
 from meshwright.comm.failures.processes import Look, Process
 from meshwright.comm.failures.roll import Roll
 from meshwright.comm.failures.whereabouts import answer_of, own_state
@@ -26,7 +27,7 @@ PATIENCE = 2.0
 """Seconds in which a rank that can answer a roll call has done so, on a machine with room."""
 
 KEPT = 4
-"""Answers of a rank that stay on the board."""
+"""Roll calls whose answers stay on the board, of those that a rank has read."""
 
 Answers = Mapping[int, Mapping[str, Any]]
 """The answers of ranks, by rank; those that have not answered are missing."""
@@ -57,7 +58,8 @@ class Attendance:
         self.roll = Roll(board, rank, world_size, process)
         """The ranks that have come."""
         self.left: dict[int, float] = {}
-        """The times, on the monotonic clock, at which ranks have said that they are done."""
+        """The times, by the wall clock, at which ranks have said that they are done, as far as
+        `read_left` has found."""
         self.is_leaving = False
         """True when this rank is done and only waits for the others."""
         self.describers: MutableMapping[str, Describer] = weakref.WeakValueDictionary()
@@ -68,37 +70,59 @@ class Attendance:
         self.stuck: Waiting | None = None
         """A call of c10d's that this rank does not come out of."""
         self._board = board
-        self._answered: deque[str] = deque()
+        self._others = frozenset(range(world_size)) - {rank}
+        self._collected: deque[str] = deque()
+        """Keys of the answers that this rank has read."""
 
-    def begin_leaving(self) -> None:
-        """Say to whoever asks that this rank is done."""
+    @functools.cached_property
+    def end(self) -> Gathering:
+        """The coming of all ranks to the end of the run."""
+        return Gathering(self._board, f"end/{self.roll.meeting}", self.world_size)
+
+    @functools.cached_property
+    def gone(self) -> Gathering:
+        """The parting of all ranks, when each has seen that all have come to the end."""
+        return Gathering(self._board, f"gone/{self.roll.meeting}", self.world_size)
+
+    def leave(self) -> None:
+        """Tell the others that this rank is done."""
         self.is_leaving = True
+        self.end.come(f"{self.rank} {self._board.clock.wall():.0f}")
+
+    def read_left(self) -> None:
+        """Take in who has left the run."""
+        for line in self.end.lines():
+            rank, *when = [int(word) for word in line.split() if word.isdecimal()] or [-1]
+            if len(when) == 1 and 0 <= rank < self.world_size:
+                self.left[rank] = when[0]
 
     # ---------------------------------------------------------------- roll calls
 
     def collect(self, slot: int, patience: float, about: Iterable[int] = ()) -> Answers:
         """Wait at most ``patience`` seconds for the answers to the call that has ``slot``."""
-        answers: dict[int, Mapping[str, Any]] = {self.rank: self._own_answer(about)}
-        missing = set(range(self.world_size)) - {self.rank}
-        until, pause = self._board.clock.now() + patience + self._board.every, 0.01
-        while missing and self._board.clock.now() < until:
-            for rank in sorted(missing):
-                answer = answer_of(self._board.get(f"answer/{slot}/{rank}"))
-                if answer is not None:
-                    answers[rank] = answer
-            missing -= set(answers)
-            if missing:
-                self._board.clock.sleep(pause)
-                pause = min(2 * pause, 0.1)
-        return answers
+        clock, every = self._board.clock, self._board.every
+        key, until = self._answers(slot), clock.now() + patience + every
+        answers: dict[int, Mapping[str, Any]] = {}
+        while len(answers) < self.world_size - 1 and clock.now() < until:
+            clock.sleep(every / 2)  # ranks answer at their next look
+            lines = (self._board.get(key) or "").splitlines()
+            for rank, _, text in (line.partition(" ") for line in lines):
+                answer = answer_of(text)
+                if rank.isdecimal() and int(rank) in self._others and answer is not None:
+                    answers[int(rank)] = answer
+        if key not in self._collected:
+            self._collected.append(key)
+        if len(self._collected) > KEPT:
+            self._board.delete_key(self._collected.popleft())
+        return {self.rank: self._own_answer(about), **answers}
 
     def answer(self, slot: int, about: Iterable[int]) -> None:
         """Answer the call that has ``slot``, with looks at the processes of ranks ``about``."""
-        key = f"answer/{slot}/{self.rank}"
-        self._board.set(key, json.dumps(self._own_answer(about)))
-        self._answered.append(key)
-        if len(self._answered) > KEPT:
-            self._board.delete_key(self._answered.popleft())
+        text = json.dumps(self._own_answer(about))
+        self._board.append(self._answers(slot), f"{self.rank} {text}\n")
+
+    def _answers(self, slot: int) -> str:
+        return f"answers/{self.roll.meeting}/{slot}"
 
     # ---------------------------------------------------------------- waits of this rank
 

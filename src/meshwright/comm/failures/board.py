@@ -25,6 +25,12 @@ T = TypeVar("T")
 STORE = -1
 """Stands for the host of the store in place of a rank, where that is none of the ranks."""
 
+EVERY = 0.25
+"""Seconds between two looks of a rank at the board, in worlds that are not large."""
+
+ALL = "all"
+"""The word for those who wait until all have come."""
+
 _NOTHING = "\x01nothing"
 """The answer of the store for a key that is not there, when asked whether this stands there."""
 
@@ -39,7 +45,7 @@ class Board:
     """
 
     def __init__(
-        self, store: Store, *, host: int, every: float = 0.25, clock: Clock | None = None
+        self, store: Store, *, host: int, every: float = EVERY, clock: Clock | None = None
     ) -> None:
         """Begin the thread. ``host`` is the rank in whose process the store lives, or `STORE`."""
         self.host = host
@@ -211,3 +217,51 @@ def _own_client(store: Store) -> Store:
         if "pure virtual function" not in str(error):
             raise
         return store
+
+
+class Gathering:
+    """The coming of ``size`` ranks to one place, each with a line of words or with none.
+
+    Who comes last says so; the others wait for that in the server::
+
+        rank ──line──> key/said ──one more──> key ──the last of all──> key/all
+    """
+
+    def __init__(self, board: Board, key: str, size: int) -> None:
+        self.key = key
+        self._board, self._size = board, size
+        self._arrival: Arrival | None = None
+
+    def come(self, line: str = "") -> bool:
+        """Come, with ``line``, which has no end of a line; tells whether all others had come."""
+        if line:
+            self._board.append(f"{self.key}/said", f"{line}\n")
+        is_last = self._board.add(self.key, 1) >= self._size
+        if is_last:
+            self.close(ALL)
+        return is_last
+
+    def close(self, word: str) -> None:
+        """Have the others wait no more, for ``word``: `ALL`, or anything else for a failure."""
+        self._board.set(f"{self.key}/all", word)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait at most so long; tells whether all have come. A failure that is told ends it."""
+        if self._arrival is None:
+            self._arrival = self._board.arrival(f"{self.key}/all")
+        if not self._arrival.wait(seconds):
+            return False
+        if self._board.get(f"{self.key}/all") == ALL:
+            return True
+        if self._board.look is not None:  # it stands on the board
+            self._board.run(self._board.look)
+        self._board.clock.sleep(min(seconds, self._board.every))
+        return False
+
+    def lines(self) -> list[str]:
+        """Read what those who have come have said, in any order."""
+        return (self._board.get(f"{self.key}/said") or "").splitlines()
+
+    def forget(self) -> None:
+        """Remove what was said, when nobody reads it any more."""
+        self._board.delete_key(f"{self.key}/said")

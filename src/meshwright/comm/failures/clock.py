@@ -86,6 +86,10 @@ class Clock:
         """Return seconds on a clock that only goes forward."""
         return time.monotonic()
 
+    def wall(self) -> float:
+        """Return seconds on a clock that all hosts have, about."""
+        return time.time()
+
     def sleep(self, seconds: float) -> None:
         """Pause this thread."""
         time.sleep(seconds)

@@ -15,23 +15,23 @@ that differs is an error on the rank that asks, and the others read it while the
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from meshwright.comm import Communicator
 from meshwright.comm.failures.attendance import Answers, Describer
+from meshwright.comm.failures.board import ALL, Gathering
 from meshwright.comm.failures.failure import FailureMonitor
 from meshwright.comm.failures.waiting import Awaited, Watch
 from meshwright.comm.groups.registry import PROCESS
-from meshwright.errors import CollectiveMismatchError
+from meshwright.errors import CollectiveMismatchError, CommunicationError, RankFailedError
 
 FIRST_ROLL_CALL, NEXT_ROLL_CALL = 0.1, 1.0
 """Seconds until, and between, the questions to ranks that have not come."""
-
-LONGEST_PAUSE = 0.02
-"""Seconds between two looks at whether all ranks have come."""
 
 REMEMBERED = 8
 """Events that a rank can still be asked about."""
@@ -77,8 +77,8 @@ class EventCheck:
         self._tail: tuple[tuple[int, str, int, list[int]], ...] = ()
         self._last: tuple[Event | None, Event | None] = (None, None)
         self._known: set[tuple[Event | None, ...]] = set()
-        self._said = ""
-        """The key of what this rank has said last."""
+        self._said: Gathering | None = None
+        """The last words of all ranks."""
         self._key = register("events", communicator, self)
 
     def is_new(self, event: Event) -> bool:
@@ -117,21 +117,19 @@ class EventCheck:
         if monitor is None or self._communicator.size == 1:
             return self._communicator.gather_values(said, label=event.text)
         self._count(event)
-        keys = [f"{self._key}/{self._number}/said/{rank}" for rank in ranks]
-        mine = keys[self._communicator.rank]
-        monitor.board.set(mine, said)
-        if not monitor.board.check(keys):
+        words = Gathering(monitor.board, f"{self._key}/{self._number}", len(ranks))
+        if not words.come(json.dumps([self._communicator.rank, said])):
 
             def compare(answers: Answers) -> bool:
                 self._have_come(monitor, event, "", answers)
                 return False  # who has come may still be about to say its words
 
-            _wait(monitor, self._coming(event), lambda: monitor.board.check(keys), compare)
-        rows = [monitor.board.get(key) or "" for key in keys]
-        if self._said:  # who is here has read what was said before
-            monitor.board.delete_key(self._said)
-        self._said = mine
-        return rows
+            _wait(monitor, self._coming(event), words, compare)
+        rows = dict(json.loads(line) for line in words.lines())
+        if self._said is not None and self._communicator.rank == 0:
+            self._said.forget()  # who is here has read what was said before
+        self._said = words
+        return [rows[rank] for rank in range(len(ranks))]
 
     def describe(self) -> Mapping[str, Any]:
         """Describe the place of this rank, for peers that ask; called from the monitor's thread."""
@@ -256,6 +254,15 @@ def register(kind: str, communicator: Communicator, describer: Describer) -> str
     return key
 
 
+class Axis(Protocol):
+    """The part of a `Communicator` that a wait looks at."""
+
+    rank: int
+    ranks: tuple[int, ...]
+    size: int
+    timeout: float | None
+
+
 class Coming(Awaited):
     """The other ranks' coming to a ``place`` of the program, as a `Watch` sees it.
 
@@ -268,7 +275,7 @@ class Coming(Awaited):
     def __init__(
         self,
         *,
-        communicator: Communicator,
+        communicator: Axis,
         place: str,
         name: str,
         come: Callable[[Mapping[str, Any]], bool],
@@ -313,25 +320,31 @@ def wait_for_all(
     come any more, or raises. This wait keeps nobody from coming: what others need of this rank has
     been issued.
     """
-    size = awaited.communicator.size
-    if monitor.board.add(votes, 1) < size:
-        _wait(monitor, awaited, lambda: monitor.board.add(votes, 0) >= size, have_come)
+    coming = Gathering(monitor.board, votes, awaited.communicator.size)
+    if not coming.come():
+        _wait(monitor, awaited, coming, have_come)
 
 
 def _wait(
     monitor: FailureMonitor,
     awaited: Coming,
-    is_over: Callable[[], bool],
+    coming: Gathering,
     have_come: Callable[[Answers], bool],
 ) -> None:
-    limit, pause = awaited.communicator.timeout, 0.0002
-    with Watch(monitor, awaited, limit, first=FIRST_ROLL_CALL, every=NEXT_ROLL_CALL) as watch:
-        while not is_over():
-            monitor.clock.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
-            answers = watch.look()
-            if answers is not None and have_come(answers):
-                return
+    """Wait in the server; the ranks that ask let the others go on, or tell that it has failed."""
+    first, every, place = FIRST_ROLL_CALL, NEXT_ROLL_CALL, coming.key
+    limit = awaited.communicator.timeout
+    try:
+        with Watch(monitor, awaited, limit, first=first, every=every, place=place) as watch:
+            while not coming.wait(watch.pause):
+                answers = watch.look()
+                if answers is not None and have_come(answers):
+                    coming.close(ALL)
+                    return
+    except CommunicationError:
+        with contextlib.suppress(RankFailedError):  # what it says cannot reach anybody
+            coming.close("a failure")
+        raise
 
 
 def _first_difference(mine: State, theirs: State, rank: int, other: int) -> str:

@@ -12,7 +12,6 @@ failed      a rank raised, or was found lost; the first one standing counts
 recovered   the rank that had failed goes on, after its caller handled the error; a
             difference between ranks still ends, once, what each of the others does
 ended       the error of a rank has ended its process: it does not go on
-leaving     a rank is done with the run
 call        everybody answers with where it is, under the slot's number
 report      a hang report that every rank logs, once for each operation
 deviation   a rank is about to do other than before; "" takes it back
@@ -34,7 +33,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.comm.failures.attendance import PATIENCE, Answers, Attendance
-from meshwright.comm.failures.board import STORE, Board, hosts
+from meshwright.comm.failures.board import EVERY, STORE, Board, hosts
 from meshwright.comm.failures.clock import Clock, Store
 from meshwright.comm.failures.processes import Process
 from meshwright.comm.failures.whereabouts import (
@@ -51,6 +50,15 @@ _log = logging.getLogger("meshwright")
 SHARED_FOR = 0.5
 """Seconds for which the roll call of one rank serves others, too."""
 
+LEADERS = 8
+"""Ranks that ask for all that wait at one place: more than one, as any may be lost."""
+
+TURN = 30.0
+"""Seconds after which other ranks may lead."""
+
+REMEMBERED = 64
+"""Places whose leaders a rank remembers."""
+
 _OF_A_FAILURE: Mapping[str, type] = {
     "rank": int,
     "by": int,
@@ -64,7 +72,6 @@ _NOTICES: Mapping[str, Mapping[str, type]] = {
     "failed": {**_OF_A_FAILURE, "is_final": bool, "is_difference": bool, "past": list},
     "recovered": {"rank": int},
     "ended": {"rank": int},
-    "leaving": {"rank": int},
     "call": {"about": list},
     "report": {"text": str},
     "deviation": {"rank": int, "text": str},
@@ -112,7 +119,7 @@ class FailureMonitor:
         hang_after: float,
         limit: float | None = None,
         host: int = STORE,
-        interval: float = 0.25,
+        interval: float = EVERY,
         clock: Clock | None = None,
         process: Process | None = None,
     ) -> None:
@@ -140,8 +147,10 @@ class FailureMonitor:
         """The things that ranks have said they do otherwise than before; hang reports show them."""
         self._is_hosting = hosts(store)
         self._seen = 0
-        self._called = (0, float("-inf"))
-        """Slot and time of the last roll call of any rank."""
+        self._called = (0, float("-inf"), frozenset[int]())
+        """Slot and time of the last roll call of any rank, and the ranks that it is about."""
+        self._turns: dict[str, tuple[int, bool]] = {}
+        """By place, the last turn in which this rank has asked to lead, and whether it does."""
         self._has_warned = False
         self._posted = False
         self._attempt = 0
@@ -180,8 +189,7 @@ class FailureMonitor:
     def leave(self) -> None:
         """Tell the others that this rank is done with the run."""
         if not self.ranks.is_leaving:
-            self.ranks.begin_leaving()
-            self._post({"kind": "leaving", "rank": self.rank})
+            self.ranks.leave()
 
     def stop(self) -> None:
         """End the thread. The board stays as it is."""
@@ -324,12 +332,28 @@ class FailureMonitor:
         """Ask every rank where it is; return the answers within ``patience`` seconds, by rank.
 
         Who can look at the processes of ranks ``about`` says what it sees. A call that another rank
-        has just made serves this one too, unless it is about somebody.
+        has just made serves this one too, unless it is about fewer.
         """
-        slot, when = self._called
-        if about or self.clock.now() - when > SHARED_FOR:
-            slot = self._post({"kind": "call", "about": sorted(about)})
-        return self.ranks.collect(slot, patience, about)
+        wanted = frozenset(about)
+        text, slot = self._text({"kind": "call", "about": sorted(wanted)}), self._shared(wanted)
+        while slot is None:
+            slot = self._try_post(text) or self._shared(wanted)
+        return self.ranks.collect(slot, patience, wanted)
+
+    def leads(self, place: str) -> bool:
+        """Check that this rank asks for all that wait at ``place``, which is the same on all.
+
+        The first `LEADERS` that come to it in a turn do; the others hear what they find.
+        """
+        if self.world_size <= LEADERS:
+            return True
+        turn = int(self.clock.wall() // TURN)
+        if self._turns.get(place, (-1, False))[0] != turn:
+            if len(self._turns) > REMEMBERED:
+                self._turns.clear()
+            is_leading = self.board.add(f"leads/{place}/{turn}", 1) <= LEADERS
+            self._turns[place] = turn, is_leading
+        return self._turns[place][1]
 
     # ---------------------------------------------------------------- private
 
@@ -372,6 +396,7 @@ class FailureMonitor:
             return
         try:
             self._read()
+            self.ranks.read_left()
             if rank in self.ranks.left or self._final & self._standing.keys():
                 return  # whoever has ended the run, this one or another, was first
             if any(other.rank == rank for other in self._standing.values()):
@@ -406,11 +431,21 @@ class FailureMonitor:
     def _post(self, notice: Mapping[str, Any]) -> int:
         """Win the next free slot for ``notice``, and read the board; returns the slot's number."""
         text = self._text(notice)
-        slot = self._seen + 1
-        while self.board.compare_set(f"slot/{slot}", "", text) != text:
-            slot += 1
-        self.read()
+        while (slot := self._try_post(text)) is None:
+            pass
         return slot
+
+    def _try_post(self, text: str) -> int | None:
+        """Put ``text`` into the next slot, and read the board; None where another was sooner."""
+        slot = self._seen + 1
+        is_won = self.board.compare_set(f"slot/{slot}", "", text) == text
+        self.read()
+        return slot if is_won else None
+
+    def _shared(self, about: frozenset[int]) -> int | None:
+        """Find the slot of a roll call that was just made, about at least these ranks."""
+        slot, when, asked = self._called
+        return slot if about <= asked and self.clock.now() - when <= SHARED_FOR else None
 
     def _text(self, notice: Mapping[str, Any]) -> str:
         return json.dumps({**notice, "from": f"{self.rank}-{time.monotonic_ns()}"})
@@ -462,11 +497,10 @@ class FailureMonitor:
                         self._raised.discard(at)
         elif kind == "ended":
             self._final |= {at for at, f in self._standing.items() if f.rank == notice["rank"]}
-        elif kind == "leaving":
-            self.ranks.left.setdefault(notice["rank"], self.clock.now())
         elif kind == "call":
-            self._called = slot, self.clock.now()
-            self.ranks.answer(slot, [rank for rank in notice["about"] if isinstance(rank, int)])
+            about = frozenset(rank for rank in notice["about"] if isinstance(rank, int))
+            self._called = slot, self.clock.now(), about
+            self.ranks.answer(slot, about)
         elif kind == "deviation":
             self.deviations[notice["rank"]] = notice["text"]
         elif kind == "report":
@@ -484,7 +518,7 @@ class FailureMonitor:
             self._past.add(slot)
         self._standing[slot] = failure
         self.board.nudge()
-        self.board.set(f"heard/{self.rank}", str(slot))
+        self.board.append("heard", f"{self.rank}\n")
 
 
 def _notice_of(

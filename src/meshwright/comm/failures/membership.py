@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from meshwright.comm.failures.attendance import Answers
-from meshwright.comm.failures.board import STORE
+from meshwright.comm.failures.board import STORE, Gathering
 from meshwright.comm.failures.failure import FailureMonitor
 from meshwright.comm.failures.waiting import AllOthers, Watch, blame
 from meshwright.comm.failures.watching import Watcher
@@ -71,11 +71,11 @@ def leave() -> bool:
     is_clean, had_raised = False, monitor.has_raised
     with contextlib.suppress(RankFailedError):  # it stands in `ending`
         monitor.read()
-        is_clean = not had_raised and _leave_together(monitor)
+        is_clean = not had_raised and leave_together(monitor)
     if not is_clean:
         with contextlib.suppress(RankFailedError):
             monitor.leave()
-            monitor.board.add("left", 1)  # nobody who leaves in order need wait for this rank
+            monitor.ranks.gone.come()  # nobody who leaves in order need wait for this rank
             _linger(monitor)
     ending = None if had_raised or is_clean else monitor.ending
     resign()
@@ -116,41 +116,39 @@ class _End(AllOthers):
         return bool(answer["leaving"]) or rank in self._left
 
 
-def _leave_together(monitor: FailureMonitor) -> bool:
+def leave_together(monitor: FailureMonitor) -> bool:
     """Wait until every rank is done; the store's host waits until the others have seen that.
 
     Who does not host the store waits `LEAVE_TIMEOUT` seconds at most. Returns whether all came.
     """
-    ranks, rank, now = monitor.ranks, monitor.rank, monitor.clock.now()
+    ranks, rank, clock = monitor.ranks, monitor.rank, monitor.clock
+    ranks.read_left()
     for other, when in sorted(ranks.left.items()):
-        if now - when > LEAVE_TIMEOUT:
-            _log.warning("rank %d left the run %.0f s before rank %d", other, now - when, rank)
+        seconds = clock.wall() - when
+        if seconds > LEAVE_TIMEOUT:
+            _log.warning("rank %d left the run %.0f s before rank %d", other, seconds, rank)
     monitor.leave()
-    begun, pause = monitor.clock.now(), 0.001
-    is_host = monitor.board.host == rank
+    begun, is_host = clock.now(), monitor.board.host == rank
     with Watch(monitor, _End(monitor), None) as watch:
-        while len(ranks.left) < monitor.world_size:
+        while not ranks.end.wait(watch.pause):
             if monitor.ending is not None:
                 return False
-            if not is_host and monitor.clock.now() - begun > LEAVE_TIMEOUT:
+            if not is_host and clock.now() - begun > LEAVE_TIMEOUT:
+                ranks.read_left()
                 missing = [r for r in range(monitor.world_size) if r not in ranks.left]
                 _log.info("rank %d leaves the run before ranks %s", rank, missing)
                 return False
-            monitor.clock.sleep(pause)
-            pause = min(pause * 1.5, 0.05)
-            monitor.read()
             watch.look()
     with contextlib.suppress(RankFailedError):  # who hosts the store may have gone before
-        monitor.board.add("left", 1)
+        ranks.gone.come()
         if is_host or rank == 0:
-            _wait_for(
-                monitor, lambda: monitor.board.add("left", 0) == monitor.world_size, LEAVE_TIMEOUT
-            )
+            _wait_for(monitor, ranks.gone, LEAVE_TIMEOUT)
+        erased = Gathering(monitor.board, f"erased/{ranks.roll.meeting}", 1)
         if rank == 0:
             monitor.board.end_looking()
             monitor.erase()
-        else:
-            _wait_for(monitor, lambda: monitor.board.get("slot/1") is None, 1.0)
+            erased.come()
+        _wait_for(monitor, erased, LEAVE_TIMEOUT)
     return True
 
 
@@ -159,18 +157,23 @@ def _linger(monitor: FailureMonitor) -> None:
     if monitor.board.host != monitor.rank or monitor.failure is None:
         return
 
-    def has_heard(rank: int) -> bool:
+    def is_reading(rank: int) -> bool:
         is_gone = rank in monitor.ranks.left or monitor.ranks.has_ended(rank)
-        return is_gone or monitor.board.get(f"heard/{rank}") is not None
+        return not is_gone and str(rank) not in heard
 
-    _wait_for(monitor, lambda: all(map(has_heard, monitor.others)), LINGER)
-
-
-def _wait_for(monitor: FailureMonitor, condition: Callable[[], bool], seconds: float) -> None:
-    until, pause = monitor.clock.now() + seconds, 0.001
-    while not condition() and monitor.clock.now() < until:
+    until, pause = monitor.clock.now() + LINGER, 0.01
+    heard = set[str]()
+    while any(map(is_reading, monitor.others)) and monitor.clock.now() < until:
         monitor.clock.sleep(pause)
-        pause = min(pause * 1.5, 0.05)
+        pause = min(pause * 1.5, monitor.board.every)
+        monitor.ranks.read_left()
+        heard.update((monitor.board.get("heard") or "").split())
+
+
+def _wait_for(monitor: FailureMonitor, ranks: Gathering, seconds: float) -> None:
+    until = monitor.clock.now() + seconds
+    while (left := until - monitor.clock.now()) > 0 and not ranks.wait(left):
+        pass
 
 
 # -------------------------------------------------------------------------- last words

@@ -51,17 +51,18 @@ class Roll:
         """The processes of this host that have come."""
         self._board, self._rank, self._world_size = board, rank, world_size
         self._process = process
-        self._meeting = 0
+        self.meeting = 0
+        """The number of the run among those of this rank on the same store."""
         self._arrival: Arrival | None = None
 
     def claim(self) -> bool:
         """Take this rank's place in the run; False when it has been taken before."""
-        self._meeting = self._board.add(f"roll/count/{self._rank}", 1)
-        return self._meeting == 1
+        self.meeting = self._board.add(f"roll/count/{self._rank}", 1)
+        return self.meeting == 1
 
     def sign(self, entry: Entry, *, is_hosting: bool) -> None:
         """Tell the others that this rank has come, whether it hosts the store, and ``entry``."""
-        if not self._meeting:
+        if not self.meeting:
             self.claim()
         process = self._process
         self._board.append(
@@ -125,14 +126,14 @@ class Roll:
             self._board.learn_host(host)
 
     def _key(self, level: int, group: int) -> str:
-        return f"roll/{self._meeting}/{level}/{group}"
+        return f"roll/{self.meeting}/{level}/{group}"
 
     def _all(self) -> str:
-        return f"roll/{self._meeting}/all"
+        return f"roll/{self.meeting}/all"
 
     def _at_host(self) -> str:
         place = hashlib.blake2b(self._process.place.encode(), digest_size=8).hexdigest()
-        return f"roll/{self._meeting}/at/{place}"
+        return f"roll/{self.meeting}/at/{place}"
 
 
 @functools.lru_cache(maxsize=1)  # simulated ranks, thousands in a process, read the same

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol, Self
 
 from meshwright.comm.failures.attendance import PATIENCE, Answers
+from meshwright.comm.failures.board import EVERY
 from meshwright.comm.failures.failure import Failure, FailureMonitor
 from meshwright.comm.failures.processes import Look, Stillness
 from meshwright.comm.failures.whereabouts import one_line
@@ -102,22 +103,27 @@ class Watch:
         first: float = MISMATCH_AFTER,
         every: float = float("inf"),
         since: float | None = None,
+        place: str = "",
     ) -> None:
         """``limit`` is the user's, in seconds. Ranks are asked after ``first`` seconds, and then
         ``every`` so many, until the wait is a long one.
 
-        ``since`` is when the wait began, on the monotonic clock; now when None.
+        ``since`` is when the wait began, on the monotonic clock; now when None. ``place`` is the
+        same for all ranks that wait for the same: a few of them ask for all.
         """
         self._monitor = monitor
         self._awaited = awaited
         self._limit = limit
         self._give_up = float("inf") if limit is None else limit
-        self._every = every
+        self._place = place or awaited.topic({})
+        # A rank sees a question when it next looks at the board: among thousands that takes longer.
+        pause = monitor.board.every
+        self._every = every * max(1.0, pause / EVERY)
         self._looked = monitor.clock.now()
         self._begun = self._looked if since is None else since
         self._waited = self._looked - self._begun
         """Seconds of this wait in which the process was awake."""
-        self._ask_at = min(monitor.hang_after, first)
+        self._ask_at = min(monitor.hang_after, max(first, 2 * (pause - EVERY)))
         self._report_at = monitor.hang_after
         self._reports = 0
         self._is_complete = False
@@ -146,22 +152,32 @@ class Watch:
         self._waited += min(now - self._looked, _AWAKE)
         self._looked = now
         if self._waited >= self._give_up:
+            if not self._monitor.leads(f"{self._place}/limit"):
+                self._give_up = self._waited + CALL_EVERY
+                return None
             answers = self._ask()
             if not self._put_off(answers):
                 self._end(answers)
             return answers
         if self._waited < self._ask_at:
             return None
-        answers = self._ask()
+        answers = self._ask() if self._monitor.leads(self._place) else None
         self._ask_at = self._waited + CALL_EVERY
         if self._waited < self._monitor.hang_after:
             until = min(self._waited + self._every, self._monitor.hang_after)
             self._ask_at = min(self._ask_at, until)
+        if answers is None:
+            return None
         if self._differs(answers) or self._lost(answers) or self._is_deadlocked(answers):
             self._end(answers)
         if self._waited >= self._report_at:
             self._report(answers)
         return answers
+
+    @property
+    def pause(self) -> float:
+        """Seconds, one at most, until there is something to look at."""
+        return max(0.001, min(1.0, self._ask_at - self._waited, self._give_up - self._waited))
 
     def explain(self, error: RuntimeError) -> NoReturn:
         """Raise the reason why the transport gave ``error``, naming the rank behind it."""
@@ -195,6 +211,8 @@ class Watch:
         unseen = [rank for rank, silence in self._silent.items() if silence.is_remote]
         try:
             answers = self._monitor.roll_call(PATIENCE, unseen)
+            if len(answers) < self._monitor.world_size:
+                self._monitor.ranks.read_left()
         except RankFailedError:
             self._check()
             raise
@@ -285,7 +303,9 @@ class Watch:
         )
 
     def _leaving(self, answers: Answers) -> list[int]:
-        """List ranks that will never do their part: they are done with the run."""
+        """List ranks that will never do their part: they are done with the run, unlike this one."""
+        if self._monitor.ranks.is_leaving:
+            return []
         gone = [rank for rank in self._unanswering(answers) if rank in self._monitor.ranks.left]
         return gone + [rank for rank in self._missing(answers) if answers[rank]["leaving"]]
 
@@ -415,11 +435,12 @@ def explain(
             monitor.look()
         except RankFailedError as failed:
             raise RankFailedError(f"{failed}; {what}", failed.rank) from error
-        monitor.clock.sleep(0.05)
+        monitor.clock.sleep(monitor.board.every / 5)
     if isinstance(error, RankFailedError):
         if monitor.ranks.has_ended(error.rank):
             monitor.post_failure(Failure(rank=error.rank, by=monitor.rank, error=str(error)))
         raise error  # nobody has said more within the grace
+    monitor.ranks.read_left()
     lost = _find_lost(monitor, monitor.others if ranks is None else ranks)
     if lost is not None:
         text = "it does not answer (killed, or cut off from the network)"

@@ -459,6 +459,7 @@ class OrderCheck:
         if self._communicator.rank == 0:
             for votes in self._votes:
                 monitor.board.delete_key(votes)
+                monitor.board.delete_key(f"{votes}/all")
         self._votes.clear()
 
     def _difference(self, comparison: _Comparison) -> tuple[str, bool]:

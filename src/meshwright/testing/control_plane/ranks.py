@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from meshwright.comm.failures import membership
+from meshwright.comm.failures.events import Coming, wait_for_all
 from meshwright.comm.failures.failure import FailureMonitor
 from meshwright.comm.failures.processes import Process
 from meshwright.comm.failures.roll import Entry
@@ -37,6 +39,16 @@ class Used:
             operations=self.operations - before.operations,
             bytes_read=self.bytes_read - before.bytes_read,
         )
+
+
+@dataclass(slots=True)
+class _World:
+    """The part of a communicator that a wait looks at."""
+
+    rank: int
+    ranks: tuple[int, ...]
+    size: int
+    timeout: float | None
 
 
 class SimulatedRank:
@@ -62,6 +74,8 @@ class SimulatedRank:
                 started=1_000_000 + 3 * rank,
             ),
         )
+        self._places: list[str] = []
+        self.monitor.ranks.describers["places"] = self
 
     def sign_in(self, timeout: float | None = None) -> Sequence[Entry]:
         """Come to the roll of the run, with the words of a rank that sees the GPUs of its host."""
@@ -75,6 +89,26 @@ class SimulatedRank:
             "devices": devices,
         }
         return rendezvous.sign_in(self.monitor, entry, timeout)
+
+    def wait_for(self, place: str, timeout: float | None = None) -> None:
+        """Come to ``place`` of the program, and wait until all ranks have come."""
+        size = self.monitor.world_size
+        axis = _World(self.rank, tuple(range(size)), size, timeout)
+
+        def has_come(answer: Mapping[str, Any]) -> bool:
+            return place in answer["described"]["places"]["come to"]
+
+        self._places.append(place)
+        coming = Coming(communicator=axis, place=place, name=place, come=has_come)
+        wait_for_all(self.monitor, f"here/{place}", coming, lambda answers: False)
+
+    def describe(self) -> Mapping[str, Any]:
+        """Tell ranks that ask where this one has come to."""
+        return {"come to": self._places}
+
+    def leave(self) -> bool:
+        """Leave the run; tells whether all have left it together."""
+        return membership.leave_together(self.monitor)
 
     @property
     def used(self) -> Used:

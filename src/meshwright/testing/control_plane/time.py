@@ -39,6 +39,8 @@ class SimulatedClock(Clock):
         """Return the simulated seconds since the beginning."""
         return self._now
 
+    wall = now
+
     def at(self, when: float, act: Callable[[], Turn | None]) -> None:
         """Call ``act`` at the time ``when``; it may say whose turn it is then."""
         heapq.heappush(self._due, (max(when, self._now), next(self._numbers), act))
