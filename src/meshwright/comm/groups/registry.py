@@ -7,10 +7,12 @@ by their c10d group, so that a destroyed group takes its communicator with it.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -73,6 +75,8 @@ class ProcessState:
     """Models whose gradients are marked in traced graphs, by the name that their marks carry."""
     outstanding: dict[str, Outstanding] = field(default_factory=dict)
     """What has something to look at that a device had not come to, in the order of its asking."""
+    groups_made: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    """How often this process has made a group of these ranks of the world, in its run."""
     held: dict[str, Any] = field(default_factory=dict)
     """What this process keeps from others until it leaves its run or ends, by name; each has a
     method ``release``."""
@@ -93,8 +97,15 @@ class ProcessState:
         self.monitor = self.watcher = None
         return found
 
+    def name_group(self, ranks: tuple[int, ...]) -> str:
+        """Name a group that ``ranks`` are about to make: alike on all of them, and never again."""
+        self.groups_made[ranks] += 1
+        digest = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
+        return f"{digest}/{self.groups_made[ranks]}"
+
     def release(self) -> None:
-        """Give back what is held."""
+        """Give back what is held, and forget the groups of the run."""
+        self.groups_made.clear()
         with self.holding:
             for held in self.held.values():
                 held.release()
