@@ -7,7 +7,7 @@ the holder with the least to write so far, a choice that every rank computes ali
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from meshwright.checkpoint.document import JSON, Fields
 from meshwright.checkpoint.manifest import Piece
 from meshwright.checkpoint.tensor_file import DTYPES, file_name, item_size
+from meshwright.comm.streams import Event, is_host, record
 from meshwright.layout import Box
 
 
@@ -121,10 +122,32 @@ def parts(value: Tensor | ShardedPiece) -> Iterator[tuple[Box, Tensor]]:
         position += box.numel
 
 
-def byte_view(flat: Tensor) -> memoryview:
-    """View the bytes of a 1-D tensor; a view of its memory when that is plain and on the CPU."""
-    plain = flat.resolve_conj().resolve_neg().cpu().contiguous()
-    return plain.view(torch.uint8).numpy().data
+def byte_views(flats: Iterable[Tensor]) -> Iterator[memoryview]:
+    """View the bytes of 1-D tensors one by one; views of memory that is plain and of the host.
+
+    Those of a device come through pinned memory, the next one while one is used.
+    """
+    coming: tuple[Tensor, Event | None] | None = None
+    for flat in flats:
+        before, coming = coming, _started(flat.resolve_conj().resolve_neg().contiguous())
+        if before is not None:
+            yield _bytes(*before)
+    if coming is not None:
+        yield _bytes(*coming)
+
+
+def _started(plain: Tensor) -> tuple[Tensor, Event | None]:
+    """Start to copy ``plain`` to the host, where it lies elsewhere."""
+    if is_host(plain.device):
+        return plain, None
+    here = plain.to("cpu", non_blocking=True)  # pinned, as torch makes it for this
+    return here, record(plain.device)
+
+
+def _bytes(here: Tensor, event: Event | None) -> memoryview:
+    if event is not None:
+        event.synchronize()
+    return here.view(torch.uint8).numpy().data
 
 
 def held_to_json(held: Held) -> JSON:

@@ -44,7 +44,7 @@ from meshwright.checkpoint.pieces import (
     NamedPiece,
     ShardedPiece,
     assign,
-    byte_view,
+    byte_views,
     describe,
     held_from_json,
     held_to_json,
@@ -267,7 +267,7 @@ def _write(request: _Request, writes: _Writes, torso: Path) -> tuple[None, JSON]
     }
     boxes = {piece.key: (name, piece.box) for name, piece in writes.own}
     at = writes.at
-    views = (byte_view(data[boxes[key]]) for key in at.spans)
+    views = byte_views(data[boxes[key]] for key in at.spans)
     path = torso / file_name(request.group.rank)
     checksums = _write_file(request.storage, path, at.header, views)
     return None, dict(zip(at.spans, checksums, strict=True))
@@ -276,7 +276,7 @@ def _write(request: _Request, writes: _Writes, torso: Path) -> tuple[None, JSON]
 def _write_file(
     storage: Storage, path: Path, header: bytes, views: Iterable[memoryview]
 ) -> list[int]:
-    """Write and sync a new file, one view in memory at a time. Returns the views' checksums."""
+    """Write and sync a new file, view by view. Returns their checksums."""
     checksums: list[int] = []
     with _naming(path):
         handle = storage.create(path)

@@ -14,6 +14,9 @@ from meshwright.torch_internals.tensors import foreach_mul_
 _WORDS = MappingProxyType({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 """Integers by their bytes."""
 
+CHUNK = 1 << 24
+"""Elements that are taken at once, each as several integers of 8 bytes."""
+
 _PLACE, _FIRST, _SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
 """Odd numbers without a pattern."""
 
@@ -31,11 +34,19 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     alone. The second is one where all elements are equal, or there are none.
     """
     words = _as_words(tensor.detach().resolve_conj().resolve_neg().contiguous()).view(-1)
-    mixed = torch.arange(1, words.numel() + 1, device=words.device).mul_(_PLACE)
-    mixed.bitwise_xor_(words.to(torch.int64)).mul_(_FIRST)
-    mixed.bitwise_xor_(mixed >> 32).mul_(_SECOND)
-    mixed.bitwise_xor_(mixed >> 29)
-    return torch.stack([mixed.sum(), (words == words[:1]).all().to(torch.int64)])
+    sums: list[torch.Tensor] = []
+    tests: list[torch.Tensor] = []
+    for start in range(0, max(words.numel(), 1), CHUNK):
+        part = words[start : start + CHUNK]
+        places = torch.arange(start + 1, start + 1 + part.numel(), device=words.device)
+        mixed = places.mul_(_PLACE).bitwise_xor_(part.to(torch.int64)).mul_(_FIRST)
+        mixed.bitwise_xor_(mixed >> 32).mul_(_SECOND)
+        mixed.bitwise_xor_(mixed >> 29)
+        sums.append(mixed.sum())
+        tests.append((part == words[:1]).all())
+    if len(sums) > 1:
+        sums, tests = [torch.stack(sums).sum()], [torch.stack(tests).all()]
+    return torch.stack([*sums, tests[0].to(torch.int64)])
 
 
 def step_if(is_good: torch.Tensor, optimizer: Optimizer, gradients: Iterable[torch.Tensor]) -> None:

@@ -1,0 +1,33 @@
+"""Bytes of tensors on their way into a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from meshwright.checkpoint.pieces import byte_views
+from meshwright.testing.simulated import simulated
+
+
+def test_the_next_tensor_of_a_device_is_copied_while_one_is_used() -> None:
+    with simulated() as device:
+        started: list[int] = []
+
+        def made() -> Iterator[torch.Tensor]:
+            for number in range(3):
+                started.append(number)
+                yield torch.full((4,), number, dtype=torch.uint8)
+
+        views = byte_views(made())
+        for number, ahead in ((0, 2), (1, 3), (2, 3)):
+            assert next(views).tolist() == [number] * 4
+            assert len(started) == ahead
+        assert [stop.what for stop in device.stops] == ["wait for an event"] * 3
+
+
+def test_what_lies_on_the_host_is_not_copied() -> None:
+    values = torch.arange(4, dtype=torch.uint8)
+    (view,) = byte_views([values])
+    values[0] = 7
+    assert view.tolist() == [7, 1, 2, 3]
