@@ -434,7 +434,7 @@ class Communicator:
         longest = max(counts)
         if longest == 0:
             return [b""] * self.size
-        rows = self._gather_equal(payload + bytes(longest - len(payload)), label)
+        rows = self._start_equal(payload + bytes(longest - len(payload)), label)()
         return [row[:count] for row, count in zip(rows, counts, strict=True)]
 
     def gather_values(self, value: object, *, label: str) -> list[Any]:
@@ -444,7 +444,7 @@ class Communicator:
     def differing(self, value: object, *, label: str) -> list[Any]:
         """List every rank's ``value`` as `gather_values` does, unless all are equal: then none."""
         digest = hashlib.sha256(json.dumps(value).encode()).digest()
-        if len(set(self._gather_equal(digest, label))) == 1:
+        if len(set(self._start_equal(digest, label)())) == 1:
             return []
         return self.gather_values(value, label=f"{label}: what differs")
 
@@ -459,9 +459,6 @@ class Communicator:
         form = f"<{len(numbers)}d"
         started = self._start_equal(struct.pack(form, *numbers), label)
         return lambda: [struct.unpack(form, row) for row in started()]
-
-    def _gather_equal(self, payload: bytes, label: str) -> list[bytes]:
-        return self._start_equal(payload, label)()
 
     def _start_equal(self, payload: bytes, label: str) -> Callable[[], list[bytes]]:
         """Start listing every rank's ``payload``, equally long on each, on the control channel."""
@@ -589,22 +586,11 @@ class Communicator:
 
     def _check(self, *tensors: torch.Tensor) -> None:
         for tensor in tensors:
-            if tensor.device != self.device:
-                raise ValueError(
-                    f"axis {self.axis} communicates on {self.device}, found a tensor on "
-                    f"{tensor.device}: move it there first"
-                )
-            if type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh"):
-                # A DTensor has no memory of its own that could be sent.
-                raise ValueError(
-                    f"axis {self.axis}: expected a plain tensor, found a DTensor of shape "
-                    f"{tuple(tensor.shape)}: pass its local tensor, or redistribute it"
-                )
+            is_plain = type(tensor) is torch.Tensor or not hasattr(tensor, "device_mesh")
+            if not is_plain or tensor.device != self.device:
+                raise ValueError(shares.refusal(self, tensor))
             if not tensor.is_sparse and not tensor.is_contiguous():
-                raise ValueError(
-                    f"axis {self.axis}: expected a contiguous tensor, found shape "
-                    f"{tuple(tensor.shape)} with strides {tensor.stride()}: call .contiguous()"
-                )
+                raise ValueError(shares.refusal(self, tensor))
 
     def _check_share(self, whole: torch.Tensor, share: torch.Tensor, kind: str) -> None:
         if whole.numel() != share.numel() * self.size or whole.dtype != share.dtype:

@@ -41,6 +41,26 @@ def amount_of(tensor: torch.Tensor, more: Sequence[torch.Tensor]) -> tuple[tuple
     return (sum(each.numel() for each in tensors),), str(tensor.dtype).removeprefix("torch.")
 
 
+def refusal(door: Communicator, tensor: torch.Tensor) -> str:
+    """Describe the reason for which ``door`` cannot move ``tensor``."""
+    axis, shape = f"axis {door.axis}", tuple(tensor.shape)
+    if tensor.device != door.device:
+        return (
+            f"{axis} communicates on {door.device}, found a tensor on {tensor.device}: "
+            "move it there first"
+        )
+    if hasattr(tensor, "device_mesh"):  # it has no memory of its own that could be sent
+        return (
+            f"{axis}: expected a plain tensor, found a DTensor of shape {shape}: pass its local "
+            "tensor, or redistribute it"
+        )
+    strides = tensor.stride()
+    return (
+        f"{axis}: expected a contiguous tensor, found shape {shape} with strides {strides}: "
+        "call .contiguous()"
+    )
+
+
 def all_reduce(
     tensor: torch.Tensor,
     group: Any,  # noqa: ANN401 - c10d's, here and below
@@ -51,7 +71,8 @@ def all_reduce(
     """Start to reduce ``tensor`` over the ranks, in place."""
     op = lookup.REDUCTIONS[reduction]
     call = lookup.current("all_reduce")
-    return works_of(call(tensor, op=op, group=group, async_op=async_op)), None
+    work = call(tensor, op=op, group=group, async_op=async_op)
+    return () if work is None else (work,), None
 
 
 def all_gather(
@@ -70,7 +91,8 @@ def all_gather(
     line, mine = output.view(-1), tensor.view(-1)
     if tensor.dtype not in gloo.MOVED:
         line, mine = gloo.as_bytes(line), gloo.as_bytes(mine)
-    return works_of(lookup.all_gather(line, mine, group, async_op=async_op)), None
+    work = lookup.all_gather(line, mine, group, async_op=async_op)
+    return () if work is None else (work,), None
 
 
 def reduce_scatter(
@@ -89,7 +111,7 @@ def reduce_scatter(
             return launched
     op = lookup.REDUCTIONS[reduction]
     work = lookup.reduce_scatter(output.view(-1), tensor.view(-1), group, op=op, async_op=async_op)
-    return works_of(work), None
+    return () if work is None else (work,), None
 
 
 def together(door: Communicator, calls: Sequence[Call], label: str, group: Any) -> Launched:  # noqa: ANN401
