@@ -329,7 +329,7 @@ def body_split_differently() -> None:
             schedule.step()
 
 
-@pytest.mark.devices("host", reason="a host that waits sees it")
+@pytest.mark.devices("host", reason="no host waits for a device's message, and looks")
 def test_ranks_that_cut_differently_are_named(ranks: Ranks) -> None:
     ranks(2, body_split_differently)
 

@@ -74,6 +74,7 @@ def test_a_rank_that_gave_up_a_pass_alone_is_stopped(
 
 
 @pytest.mark.backends("gloo", "shm")
+@pytest.mark.devices("host", "simulated")
 def test_ranks_that_do_the_same_go_on(ranks: Ranks) -> None:
     """Evaluation, accumulation, and a pass that all of them give up in one place."""
 
