@@ -10,6 +10,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 DOCS_READY := $(VENV)/ready-docs
+# Rooms whose tests on ranks run on simulated devices, too; see docs/devices.md.
+ON_DEVICES := tests/gradients tests/tensor_parallel tests/pipelining
 TORCH := $(shell sed -n 's/^torch==.*/&/p' constraints.txt)
 
 # One compute thread per process: ranks share the cores, and thread pools of their own would fight for them.
@@ -23,7 +25,7 @@ help:
 	@echo 'make train      train the default language model on 4 processes of this machine'
 	@echo 'make test       run the tests'
 	@echo 'make check      formatting, lint, types, spelling, architecture'
-	@echo 'make test-all   the tests and the slow ones'
+	@echo 'make test-all   the tests, the slow ones, and those of some rooms on simulated devices'
 	@echo 'make soak       the programs that run for hours, PART by PART'
 	@echo 'make bench      the measurements of benchmarks/'
 	@echo 'make gpu-check  the check of a machine with a GPU, with the python3 found (no .venv)'
@@ -71,6 +73,7 @@ test: $(READY)
 test-all: export RANK_PLACES := 8
 test-all: $(READY)
 	$(BIN)/python -m pytest -m 'not soak' -n 2 --dist worksteal --durations=20
+	SIMULATED=1 $(BIN)/python -m pytest $(ON_DEVICES) -m 'not slow and not soak' -n 2 --dist worksteal
 
 # Without PART it says what there is.
 soak: $(READY)

@@ -315,6 +315,7 @@ def test_every_kind_of_part_counts_once(ranks: Ranks, norm_type: float) -> None:
     ranks(4, body_everything, norm_type)
 
 
+@pytest.mark.devices("host", "simulated")
 def test_gradients_may_be_none_on_some_ranks(ranks: Ranks) -> None:
     def body() -> None:
         world = communicator()
@@ -346,6 +347,7 @@ def test_a_float32_norm_whose_square_overflows(ranks: Ranks) -> None:
     ranks(2, body)
 
 
+@pytest.mark.devices("host", "simulated")
 def test_a_norm_that_is_not_finite_on_one_rank_is_so_on_all(ranks: Ranks) -> None:
     def body() -> None:
         world = communicator()

@@ -179,6 +179,7 @@ def test_what_is_planted_is_told(
         on_devices(ranks)(2, body, name, plant)
 
 
+@pytest.mark.devices("host", reason="transports of devices know no tags")
 def test_tags_would_do_on_a_host(ranks: Ranks) -> None:
     """So that only order can tell the messages of the plant above apart."""
     ranks(2, body, "GPipe", rely_on_tags)

@@ -112,6 +112,7 @@ def body_declared() -> None:
             schedule.step(torch.ones(2, 2))
 
 
+@pytest.mark.devices("host", reason="no host waits for a device's message, and looks")
 def test_declared(ranks: Ranks) -> None:
     ranks(2, body_declared)
 
@@ -300,5 +301,6 @@ def body_overlaps() -> None:
             world.barrier()
 
 
+@pytest.mark.devices("host", reason="no host waits for a device's message, and looks")
 def test_the_part_of_an_overlap_that_failed_is_named(ranks: Ranks) -> None:
     ranks(2, body_overlaps, timeout=60)

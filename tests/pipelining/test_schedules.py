@@ -364,6 +364,7 @@ def body_after_failures() -> None:
 
 
 @pytest.mark.backends("shm", "gloo")
+@pytest.mark.devices("host", reason="no host waits for a device's message, and looks")
 def test_a_schedule_after_one_that_has_failed(ranks: Ranks) -> None:
     ranks(2, body_after_failures)
 
@@ -463,10 +464,12 @@ def body_peers(name: str, culprit: int, phase: str) -> None:
 @pytest.mark.backends("shm", "gloo")
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.devices("host", reason="no host waits for a device's message, and looks")
 def test_a_failing_stage_is_named_on_every_rank(ranks: Ranks, culprit: int, phase: str) -> None:
     ranks(2, body_peers, "InterleavedZeroBubble", culprit, phase, timeout=40)
 
 
+@pytest.mark.devices("host", reason="no host waits for a device's message, and looks")
 def test_ranks_that_disagree_are_named(ranks: Ranks) -> None:
     def body() -> None:
         world = communicator()

@@ -296,7 +296,16 @@ def body_manual() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("body", [body_traced, body_manual])
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(
+            body_traced,
+            marks=pytest.mark.devices("host", reason="a device's first step needs all ranks"),
+        ),
+        body_manual,
+    ],
+)
 def test_stages(ranks: Ranks, body: Callable[[], None], size: int) -> None:
     ranks(size, body)
 
@@ -320,9 +329,11 @@ def body_split_differently() -> None:
             schedule.step()
 
 
+@pytest.mark.devices("host", reason="no host waits for a device's message, and looks")
 def test_ranks_that_cut_differently_are_named(ranks: Ranks) -> None:
     ranks(2, body_split_differently)
 
 
+@pytest.mark.devices("host", reason="traces take the device that C++ knows")
 def test_what_a_traced_stage_refuses(ranks: Ranks) -> None:
     ranks(2, body_refused)

@@ -198,6 +198,7 @@ def body_begun(has_raised: bool, refusals: int) -> None:
 @pytest.mark.parametrize(
     ("has_raised", "refusals", "size"), [(False, 1, 2), (False, 2, 3), (True, 2, 2)]
 )
+@pytest.mark.devices("host", reason="no host waits for a device's message, and looks")
 def test_a_step_that_one_rank_refuses_and_another_has_begun_ends_the_schedule(
     ranks: Ranks, has_raised: bool, refusals: int, size: int
 ) -> None:
@@ -264,6 +265,7 @@ def body_unequal(fails: bool) -> None:
 
 @pytest.mark.backends("shm", "gloo")
 @pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.devices("host", reason="no host waits for a device's message, and looks")
 def test_ranks_in_different_schedules_are_named(ranks: Ranks, fails: bool) -> None:
     ranks(2, body_unequal, fails, timeout=30)
 
@@ -321,6 +323,7 @@ def test_a_refused_step_is_told_to_those_who_come_to_it_alone() -> None:
 
 @pytest.mark.backends("shm", "gloo")
 @pytest.mark.parametrize("body", [body_ahead, body_behind, body_consumed, body_evaluated])
+@pytest.mark.devices("host", reason="no host waits for a device's message, and looks")
 def test_who_fails_is_named_in_other_steps(ranks: Ranks, body: Callable[[], None]) -> None:
     ranks(2, body, timeout=30)
 
@@ -354,5 +357,6 @@ def shard_over(layer: nn.Module, mesh: Any) -> None:
 
 
 @pytest.mark.parametrize("wrap", [replicate_over, shard_over])
+@pytest.mark.devices("host", reason="no host waits for a device's message, and looks")
 def test_other_pipelines_are_told(ranks: Ranks, wrap: Callable[..., Any]) -> None:
     ranks(4, body_replicas, wrap, timeout=30)

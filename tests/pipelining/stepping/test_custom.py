@@ -185,6 +185,7 @@ def body_errors() -> None:
         schedule.register_custom_function("F", fails)
 
 
+@pytest.mark.devices("host", reason="no host waits for a device's message, and looks")
 def test_what_a_function_of_the_user_raises_is_named_everywhere(ranks: Ranks) -> None:
     ranks(2, body_errors, timeout=60)
 

@@ -181,6 +181,7 @@ def body_refused() -> None:
     assert module.weight.grad is None
 
 
+@pytest.mark.devices("host", reason="no host waits for a device's message, and looks")
 def test_what_is_no_tie(ranks: Ranks) -> None:
     ranks(2, body_refused)
 

@@ -94,6 +94,7 @@ class SimulatedDevice:
         self.memory = Memory(self.faults.append, lambda: self.host)
         self._time = DeviceTime(lag)
         self._first = WorkLine("the first stream")
+        self._kept: list[tuple[Event, Sequence[torch.Tensor]]] = []
         self._thread = _Thread()
 
     # ------------------------------------------------------------------------ streams
@@ -153,6 +154,15 @@ class SimulatedDevice:
             return False
         self.host.wait_until(event.clock)
         return True
+
+    def keep(self, event: Event, tensors: Sequence[torch.Tensor]) -> None:
+        """Hold ``tensors`` until the device has passed ``event``, and let go of earlier ones.
+
+        c10d does so with those of an operation, also where nobody waits and its group goes.
+        """
+        while self._kept and self.is_passed(self._kept[0][0]):
+            self._kept.pop(0)
+        self._kept.append((event, tensors))
 
     def synchronize(self, event: Event | None = None) -> None:
         """Make the host wait for ``event``, or for all that its stream was given."""

@@ -146,9 +146,7 @@ class _Functions(TorchFunctionMode):
             asked = HOST
         if asked is None or torch.device(asked).type != "cpu":
             return func(*args, **kwargs)
-        is_host = torch.device(asked).index is None
-        if is_host and self._is_written_for_a_cpu:
-            is_host = _is_of_library(sys._getframe(1))
+        is_host = self._is_host(torch.device(asked), sys._getframe(1))
         kwargs["device"] = HOST
         with self._device.making(host=is_host):
             result = func(*args, **kwargs)
@@ -156,6 +154,10 @@ class _Functions(TorchFunctionMode):
             # Some are filled by no operator.
             self._device.take_host(result, is_pinned=bool(kwargs.get("pin_memory")))
         return result
+
+    def _is_host(self, asked: torch.device, frame: FrameType) -> bool:
+        """Check that a program that asks for ``asked`` in ``frame`` means the host."""
+        return asked.index is None and (not self._is_written_for_a_cpu or _is_of_library(frame))
 
     def _where(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
         """Name the device of a tensor."""
@@ -195,7 +197,8 @@ class _Functions(TorchFunctionMode):
         if target.type != "cpu" or tensor.device.type != "cpu":
             return func(*args, **kwargs)
         is_late = bool(named.pop("non_blocking", False)) or True in given[1:2]
-        is_host, to_host = self._device.memory.is_host(tensor), target.index is None
+        is_host = self._device.memory.is_host(tensor)
+        to_host = self._is_host(target, sys._getframe(2))
         dtype = given[0] if given else named.get("dtype")
         copies = bool(named.get("copy")) or True in given[2:3]
         found = tensor if dtype is None or dtype is tensor.dtype else func(tensor, dtype)
@@ -230,7 +233,8 @@ def simulated(*, lag: int = 8, is_written_for_a_cpu: bool = False) -> Iterator[S
     """Run the block on a simulated device. Raises `SimulationError` at its end, after a fault.
 
     ``lag`` is the number of things that the host does until the device has done what is queued.
-    Where the block ``is_written_for_a_cpu``, what it makes on ``"cpu"`` is the device's, too.
+    Where the block ``is_written_for_a_cpu``, what it makes on ``"cpu"``, or moves there by ``to``,
+    is the device's, too.
     """
     device = SimulatedDevice(lag=lag)
     functions = _Functions(device, is_written_for_a_cpu=is_written_for_a_cpu)

@@ -24,10 +24,11 @@ from typing import Any
 
 import torch
 
+from meshwright.comm import check_peers
 from meshwright.testing.simulated.device import SimulatedDevice, SimulationError
 from meshwright.testing.simulated.memory import Fault
 from meshwright.testing.simulated.operators import tensors_in
-from meshwright.testing.simulated.streams import Event, WorkLine
+from meshwright.testing.simulated.streams import WorkLine
 from meshwright.torch_internals.distributed import Work
 
 Gloo = Any
@@ -195,12 +196,15 @@ class SimulatedWork(Work):
         The numbers must be there, since operators run at once: the thread waits for them, and knows
         no more of the device than before.
         """
-        until = time.monotonic() + PATIENCE
-        while not self._job.ended.wait(0.1):
+        job, until = self._job, time.monotonic() + PATIENCE
+        while not job.ended.wait(0.1) or job.error is not None:
+            # One of NCCL's stands still when a rank is gone, until ours say which, and abort it.
+            check_peers()
             if time.monotonic() > until:
-                raise SimulationError(f"deadlock: in the queue stand {self._queue.describe()}")
-        if self._job.error is not None:
-            raise self._job.error
+                text = f"deadlock: in the queue stand {self._queue.describe()}"
+                raise job.error or SimulationError(text)
+            if job.error is not None:
+                time.sleep(0.1)
         self._device.current.wait_until(self._clock)
         self._held = ()
         return True
@@ -243,9 +247,6 @@ class CommunicationStream:
         self.line = WorkLine(f"the stream of group {name}")
         self.queue = OrderedQueue(gloo, name, device.faults.append)
         self._device = device
-        self._kept: list[tuple[Event, Sequence[torch.Tensor]]] = []
-        """The tensors of operations that the device has not passed: c10d holds them until then,
-        also where nobody waits."""
 
     def issue(
         self,
@@ -256,16 +257,10 @@ class CommunicationStream:
     ) -> SimulatedWork:
         """Queue an operation behind what the current stream was given by now."""
         device, line = self._device, self.line
-        self._let_go()
         line.wait_for(device.current)
         device.launch(text, reads, writes, line)
         job = Job(text, run)
         self.queue.put(job)
         held = list(tensors_in([*reads, *writes]))
-        self._kept.append((device.record(text, line), held))
+        device.keep(device.record(text, line), held)
         return SimulatedWork(job, line.snapshot(), device, self.queue, held, writes)
-
-    def _let_go(self) -> None:
-        """Hold no more what the device has passed; whoever has looked knows of it."""
-        while self._kept and self._device.is_passed(self._kept[0][0]):
-            self._kept.pop(0)
