@@ -350,7 +350,7 @@ class FailureMonitor:
         turn = int(self.clock.wall() // TURN)
         if self._turns.get(place, (-1, False))[0] != turn:
             if len(self._turns) > REMEMBERED:
-                self._turns.clear()
+                del self._turns[next(iter(self._turns))]
             is_leading = self.board.add(f"leads/{place}/{turn}", 1) <= LEADERS
             self._turns[place] = turn, is_leading
         return self._turns[place][1]

@@ -132,6 +132,7 @@ def leave_together(monitor: FailureMonitor) -> bool:
     with Watch(monitor, _End(monitor), None) as watch:
         while not ranks.end.wait(watch.pause):
             if monitor.ending is not None:
+                ranks.end.close("a failure")
                 return False
             if not is_host and clock.now() - begun > LEAVE_TIMEOUT:
                 ranks.read_left()
