@@ -7,7 +7,6 @@ A collective carries an axis and a label saying why it is made ("unshard layers.
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import struct
 import weakref
@@ -22,6 +21,7 @@ import torch.distributed as dist
 
 from meshwright.comm import shared_memory
 from meshwright.comm.c10d import gloo, lookup
+from meshwright.comm.c10d.calls import CONTROL_TAGS
 from meshwright.comm.c10d.lookup import Transfer
 from meshwright.comm.failures.operations import REMEMBERED, Issued
 from meshwright.comm.groups.python_group import PythonGroup
@@ -34,9 +34,6 @@ from meshwright.errors import CommunicationError
 from meshwright.timeline import Collective
 from meshwright.torch_internals.autograd import is_profiled
 from meshwright.torch_internals.distributed import coalesced, device_types_of, living_groups
-
-CONTROL_TAGS = 1 << 30
-"""The first tag of control data, which on CPUs shares its group with payloads."""
 
 
 class Communicator:
@@ -421,27 +418,20 @@ class Communicator:
         longest = max(counts)
         if longest == 0:
             return [b""] * self.size
-        rows = self._gather_equal(payload + bytes(longest - len(payload)), label)
+        rows = self.gather_equal(payload + bytes(longest - len(payload)), label)
         return [row[:count] for row, count in zip(rows, counts, strict=True)]
 
     def gather_values(self, value: object, *, label: str) -> list[Any]:
         """List every rank's ``value``, in rank order, as JSON carries it."""
         return list(map(json.loads, self.gather_bytes(json.dumps(value).encode(), label=label)))
 
-    def differing(self, value: object, *, label: str) -> list[Any]:
-        """List every rank's ``value`` as `gather_values` does, unless all are equal: then none."""
-        digest = hashlib.sha256(json.dumps(value).encode()).digest()
-        if len(set(self._gather_equal(digest, label))) == 1:
-            return []
-        return self.gather_values(value, label=f"{label}: what differs")
-
     def gather_numbers(self, numbers: Sequence[float], *, label: str) -> list[tuple[float, ...]]:
         """List every rank's ``numbers`` (equally many on each), in rank order, in float64."""
         form = f"<{len(numbers)}d"
-        rows = self._gather_equal(struct.pack(form, *numbers), label)
+        rows = self.gather_equal(struct.pack(form, *numbers), label)
         return [struct.unpack(form, row) for row in rows]
 
-    def _gather_equal(self, payload: bytes, label: str) -> list[bytes]:
+    def gather_equal(self, payload: bytes, label: str) -> list[bytes]:
         """List every rank's ``payload``, equally long on each, over the control channel."""
         mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         everyone = torch.empty(self.size * mine.numel(), dtype=torch.uint8)

@@ -2,6 +2,7 @@
 
 Bottom-up:
 
+    calls   calls as fingerprints, compared before data moves
     lookup  the functions as they stand on `torch.distributed` at the moment of a call
     gloo    faster algorithms for Gloo, made of Gloo's own operations, chosen by size
 """

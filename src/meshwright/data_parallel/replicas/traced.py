@@ -32,12 +32,12 @@ from torch.func import functional_call
 import meshwright
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import local_of
+from meshwright.comm.failures.sameness import require_equal
 from meshwright.comm.graphs.marks import announce, deliver, grad_reduce, with_kept
 from meshwright.comm.graphs.untraced import apart, constant
 from meshwright.data_parallel.replicas.alone import KeptMemory
 from meshwright.data_parallel.replicas.gradient_bucket import compressed_dtype
 from meshwright.data_parallel.replicas.reducer import GradientReducer
-from meshwright.errors import CollectiveMismatchError
 from meshwright.torch_internals.autograd import at_end_of_backward, running_backward
 
 _log = logging.getLogger("meshwright")
@@ -374,18 +374,16 @@ class Marking:
     def _refuse(self, indices: Sequence[int], plan: str) -> None:
         """Name the parameters that some ranks are about to reduce and others are not."""
         names = [self._reducer.named[index][0] for index in indices]
-        rows = self._communicator.gather_values([names, plan], label="graphs that differ")
-        everywhere = set.intersection(*(set(row[0]) for row in rows))
-        texts: list[str] = []
-        for rank, (found, its_plan) in zip(self._communicator.ranks, rows, strict=True):
-            more = sorted(set(found) - everywhere)
-            what = f"of {', '.join(more)} too" if more else "of no more than the others"
-            texts.append(f"rank {rank} has gradients {what}, in buckets {its_plan}")
-        raise CollectiveMismatchError(
-            f"axis {self._communicator.axis}: the compiled graphs of the ranks reduce different "
-            f"gradients: {'; '.join(texts)}. A graph holds what its forward pass has used: take "
-            "the same path on every rank, or leave the model uncompiled"
-        )
+        found = {f"the gradient of {name}": "in the graph" for name in names}
+        for rows in (found, {"the order of buckets": plan}):
+            require_equal(
+                self._communicator,
+                rows,
+                "what compiled graphs reduce",
+                label="graphs that differ",
+                remedy="A graph holds what its forward pass has used: take the same path on every "
+                "rank, or leave the model uncompiled",
+            )
 
     @apart
     def _verify(self) -> None:
@@ -396,18 +394,15 @@ class Marking:
 
         Raises CollectiveMismatchError on every rank, naming the first parameter.
         """
-        sums = [_checksum(parameter.grad) for _, parameter in self._reducer.named]
-        found = self._communicator.gather_values(sums, label="verify a compiled graph")
-        if all(row == found[0] for row in found):
-            return
-        place = next(n for n in range(len(sums)) if len({str(row[n]) for row in found}) > 1)
-        raise CollectiveMismatchError(
-            f"axis {self._communicator.axis}: after the backward pass of a compiled graph "
-            f"the gradient of {self._reducer.named[place][0]!r} is not the same on every rank. "
-            "Is the parameter used outside of the replicated module's forward, or was its "
+        require_equal(
+            self._communicator,
+            {f"the gradient of {name!r}": _checksum(p.grad) for name, p in self._reducer.named},
+            "what the backward pass of a compiled graph leaves",
+            label="verify a compiled graph",
+            remedy="Is the parameter used outside of the replicated module's forward, or was its "
             "gradient changed? Use it inside, or run backward in "
             "meshwright.compiler.compiled_autograd with torch._dynamo.config.optimize_ddp = "
-            '"python_reducer"'
+            '"python_reducer"',
         )
 
     def unfused(self) -> None:
