@@ -401,7 +401,8 @@ class Communicator:
             work = lookup.transfer(sent, peer, group)
             if batched is not None:
                 return batched, None
-            if self.backend == "gloo":
+            is_checked = PROCESS.checks is not None and self.is_on_host
+            if self.backend == "gloo" or is_checked:
                 return [TransferWaiter(work, PROCESS.idle_waiters)], None
             return [work], None
 
@@ -459,6 +460,8 @@ class Communicator:
 
         They are still compared by kind, shape, dtype, reduction and root.
         """
+        if PROCESS.checks is not None:
+            PROCESS.checks.forgo_labels()
         if self._is_labelled:
             self.group.forgo_labels()  # pyrefly: ignore[missing-attribute]
 
@@ -500,6 +503,11 @@ class Communicator:
             launch = shown.in_place_of(kind, launch, functional=self._is_functional)
         if is_profiled():
             launch = in_ranges(launch, f"meshwright::{kind} {label} on axis {self.axis}")
+        if PROCESS.checks is not None:
+            text, is_control = f"{label} on axis {self.axis}" if label else "", self._first_tag > 0
+            with PROCESS.checks.labelled(text, is_control=is_control):
+                pending.launched(*launch(group))
+            return pending
         if not self._is_labelled:
             pending.launched(*launch(group))
             return pending

@@ -2,9 +2,10 @@
 
 Bottom-up:
 
-    calls   calls as fingerprints, compared before data moves
-    lookup  the functions as they stand on `torch.distributed` at the moment of a call
-    gloo    faster algorithms for Gloo, made of Gloo's own operations, chosen by size
+    calls     calls as fingerprints, compared before data moves
+    lookup    the functions as they stand on `torch.distributed` at the moment of a call
+    gloo      faster algorithms for Gloo, made of Gloo's own operations, chosen by size
+    checking  every call of a group compared with those of the other ranks, on request
 """
 
 from __future__ import annotations

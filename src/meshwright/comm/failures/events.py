@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from meshwright.comm import Communicator
+from meshwright.comm.collectives import Communicator
 from meshwright.comm.failures.attendance import Answers, Describer
 from meshwright.comm.failures.failure import FailureMonitor
 from meshwright.comm.failures.sameness import first_difference
@@ -54,6 +54,8 @@ class Event:
     text: str
     state: int = 0
     """A digest of the units' settings, where the event depends on them."""
+    shown: str = field(default="", compare=False)
+    """More words for reports of this rank."""
 
 
 class EventCheck:
@@ -185,7 +187,7 @@ class EventCheck:
         return is_complete
 
     def _coming(self, event: Event, after: str = "") -> Coming:
-        number, place = self._number, f"{event.text} of {self._root}"
+        number, place = self._number, f"{event.shown or event.text} of {self._root}"
         if after:
             place += f", which rank {self._rank} begins after it raised in {after}"
 

@@ -21,6 +21,7 @@ from meshwright.comm.streams import Mark
 from meshwright.timeline import Collective, Lane
 
 if TYPE_CHECKING:
+    from meshwright.comm.c10d.checking import CallChecks
     from meshwright.comm.collectives import Communicator
     from meshwright.comm.failures.failure import FailureMonitor
     from meshwright.comm.failures.watching import Watcher
@@ -71,6 +72,8 @@ class ProcessState:
     """Memory of lines that come and go."""
     marked: MutableMapping[str, MarkedModel] = field(default_factory=weakref.WeakValueDictionary)
     """Models whose gradients are marked in traced graphs, by the name that their marks carry."""
+    checks: CallChecks | None = None
+    """Compares every call with those of the other ranks, where that was asked for."""
     outstanding: dict[str, Outstanding] = field(default_factory=dict)
     """What has something to look at that a device had not come to, in the order of its asking."""
     held: dict[str, Any] = field(default_factory=dict)
@@ -93,8 +96,14 @@ class ProcessState:
         self.monitor = self.watcher = None
         return found
 
+    def compare_calls(self, checks: CallChecks | None) -> None:
+        """Compare every call by ``checks`` from now on; None: no call."""
+        self.checks = checks
+
     def release(self) -> None:
-        """Give back what is held."""
+        """Give back what is held, and compare calls no more."""
+        if self.checks is not None:
+            self.checks.release()
         with self.holding:
             for held in self.held.values():
                 held.release()
