@@ -3,9 +3,11 @@
     python benchmarks/collectives.py --ranks 2 4 --sizes 4KB 256KB 4MB 64MB --rounds 7
 
 A size is that of the full tensor: what all_reduce reduces, what all_gather writes, what
-reduce_scatter and all_to_all read. The arms take turns in short rounds, so that a busy machine
-slows all of them alike; a ratio is taken within a round. Printed: the median time of a call, its
-CPU time over all threads of the rank, and the ratios of both with the quartiles of the rounds.
+reduce_scatter and all_to_all read. With ``--check`` every call is compared with those of the other
+ranks first, as by ``connect(check=True)``. The arms take turns in short rounds, so that a busy
+machine slows all of them alike; a ratio is taken within a round. Printed: the median time of a
+call, its CPU time over all threads of the rank, and the ratios of both with the quartiles of the
+rounds.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from meshwright import comm
 from meshwright.comm import shared_memory
 
 __all__ = ["main"]
@@ -144,14 +146,16 @@ def quartiles(values: list[float]) -> list[float]:
     return statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
 
 
-def rank_main(rank: int, size: int, directory: str, options: argparse.Namespace) -> None:
+def rank_main(rank: int, size: int, port: int, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     os.environ["LOCAL_WORLD_SIZE"] = str(size)
     shared_memory.register()
-    store = dist.FileStore(os.path.join(directory, "store"), size)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     ours = dist.new_group(backend=shared_memory.BACKEND)
     assert ours is not None
+    if options.check:
+        comm.connect(check=True)
     if rank == 0:
         print(f"{size} ranks; microseconds (CPU), ratios [quartiles], of {options.rounds} rounds")
         print(f"{'':>6} {'':<17}" + "  ".join(f"{arm:<22}" for arm in ARMS))
@@ -162,7 +166,7 @@ def rank_main(rank: int, size: int, directory: str, options: argparse.Namespace)
         for kind, times in measure(size_of(text), kinds, options.rounds, ours).items():
             if rank == 0:
                 print(report(text, kind, times), flush=True)
-    dist.destroy_process_group()
+    comm.disconnect()
 
 
 def main() -> None:
@@ -181,12 +185,11 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=["4KB", "256KB", "4MB", "64MB"])
     parser.add_argument("--operations", nargs="+", default=kinds, choices=kinds)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--check", action="store_true", help="compare every call")
     options = parser.parse_args()
     for size in options.ranks:
-        with tempfile.TemporaryDirectory() as directory:
-            mp.start_processes(
-                rank_main, (size, directory, options), nprocs=size, start_method="fork"
-            )
+        store = comm.host_store()
+        mp.start_processes(rank_main, (size, store.port, options), nprocs=size, start_method="fork")
 
 
 if __name__ == "__main__":

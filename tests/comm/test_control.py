@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from meshwright.comm import Transfer, communicator
+from meshwright.comm.failures.sameness import differing
 from meshwright.comm.failures.whereabouts import own_state
 from meshwright.testing import Ranks, on_devices, run_fake
 from meshwright.testing.fake import FakeCommunicator
@@ -36,7 +37,7 @@ def body() -> None:
     rows = world.gather_values({"rank": world.rank}, label="ranks")
     assert rows == [{"rank": 0}, {"rank": 1}]
     assert world.gather_bytes(b"ab" * world.rank, label="bytes") == [b"", b"ab"]
-    assert world.differing("alike", label="alike") == []
+    assert differing(world, "alike", label="alike") == []
     assert world.counts.get("", 0) == before.get("", 0)
     groups = own_state()["groups"]
     assert groups[control.name]["last"][-1]["label"] == "alike"

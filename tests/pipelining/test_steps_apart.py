@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshwright as mw
 from meshwright.comm import communicator
-from meshwright.comm.failures.notices import Notices
+from meshwright.comm.failures.board import Notices
 from meshwright.errors import CollectiveMismatchError, PipelinePeerError, RankFailedError
 from meshwright.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from meshwright.pipelining.failures import Failures, Turns

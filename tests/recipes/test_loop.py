@@ -263,7 +263,7 @@ def test_ranks_with_different_configurations_are_refused(ranks: Ranks, tmp_path:
     read_run(tmp_path)
     for kind, message in ranks(2, refusal_with_own_seed, tmp_path):
         assert kind == PlanError.__name__
-        assert "train.seed = 0 on rank 0 and 1 on rank 1" in message
+        assert "config.train.seed is 0 on ranks [0]; 1 on ranks [1]" in message
 
 
 def refusal_with_own_seed(folder: Path) -> tuple[str, str]:

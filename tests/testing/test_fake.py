@@ -106,8 +106,9 @@ def test_a_mismatch_names_both_sides() -> None:
 
     for outcome in failures(3, body):
         assert isinstance(outcome.exception, CollectiveMismatchError)
-        assert 'ranks 0, 2 issued all_reduce #0 "gradients"' in str(outcome.exception)
-        assert 'rank 1 issued broadcast #0 "weights"' in str(outcome.exception)
+        assert 'issued all_reduce #0 "gradients"' in str(outcome.exception)
+        assert 'issued broadcast #0 "weights"' in str(outcome.exception)
+        assert "on ranks [0, 2]" in str(outcome.exception)
 
 
 @pytest.mark.parametrize("kind", ["shape", "dtype", "reduction"])

@@ -456,3 +456,26 @@ def test_layers_are_computed_again_whatever_their_device_says() -> None:
 def test_parts_of_a_sparse_tensor_are_found() -> None:
     indices, values = simulation.parts_of_sparse(torch.tensor([0.0, 2.0]).to_sparse())
     assert (indices.tolist(), values.tolist()) == ([[1]], [2.0])
+
+
+def body_below() -> list[str]:
+    """Functional collectives, which C++ makes, with and without a watch."""
+    group = distributed.default_group()
+    found: list[str] = []
+
+    def seen(of: object, method: str, given: list[Any], go: Callable[[], Any]) -> object:
+        assert of is group
+        found.append(f"{method} {given[1]} {list(given[0].shape)}")
+        return go()
+
+    end = distributed.watch_functional_operators(seen)
+    total = distributed.graph_operators.all_reduce(torch.ones(3), "sum", group.group_name)
+    assert distributed.graph_operators.wait_tensor(total).tolist() == [2.0] * 3
+    end()
+    total = distributed.graph_operators.all_reduce(torch.ones(3), "sum", group.group_name)
+    distributed.graph_operators.wait_tensor(total)
+    return found
+
+
+def test_calls_that_come_from_outside_of_python_are_seen(ranks: Ranks) -> None:
+    assert ranks(2, body_below, backend="gloo") == [["allreduce sum [3]"]] * 2

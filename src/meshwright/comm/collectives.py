@@ -7,7 +7,6 @@ A collective carries an axis and a label saying why it is made ("unshard layers.
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import struct
 import weakref
@@ -23,6 +22,7 @@ import torch.distributed as dist
 
 from meshwright.comm import shared_memory
 from meshwright.comm.c10d import gloo, lookup, shares
+from meshwright.comm.c10d.calls import CONTROL_TAGS
 from meshwright.comm.c10d.lookup import Transfer
 from meshwright.comm.c10d.shares import works_of
 from meshwright.comm.failures.operations import REMEMBERED, Issued
@@ -41,9 +41,6 @@ from meshwright.torch_internals.distributed import (
     device_types_of,
     living_groups,
 )
-
-CONTROL_TAGS = 1 << 30
-"""The first tag of control data, which on CPUs shares its group with payloads."""
 
 
 class Communicator:
@@ -417,7 +414,8 @@ class Communicator:
             work = lookup.transfer(sent, peer, group)
             if batched is not None:
                 return batched, None
-            if self.backend == "gloo":
+            is_checked = PROCESS.checks is not None and self.is_on_host
+            if self.backend == "gloo" or is_checked:
                 return [TransferWaiter(work, PROCESS.idle_waiters)], None
             return [work], None
 
@@ -434,19 +432,12 @@ class Communicator:
         longest = max(counts)
         if longest == 0:
             return [b""] * self.size
-        rows = self._start_equal(payload + bytes(longest - len(payload)), label)()
+        rows = self.gather_equal(payload + bytes(longest - len(payload)), label)
         return [row[:count] for row, count in zip(rows, counts, strict=True)]
 
     def gather_values(self, value: object, *, label: str) -> list[Any]:
         """List every rank's ``value``, in rank order, as JSON carries it."""
         return list(map(json.loads, self.gather_bytes(json.dumps(value).encode(), label=label)))
-
-    def differing(self, value: object, *, label: str) -> list[Any]:
-        """List every rank's ``value`` as `gather_values` does, unless all are equal: then none."""
-        digest = hashlib.sha256(json.dumps(value).encode()).digest()
-        if len(set(self._start_equal(digest, label)())) == 1:
-            return []
-        return self.gather_values(value, label=f"{label}: what differs")
 
     def gather_numbers(self, numbers: Sequence[float], *, label: str) -> list[tuple[float, ...]]:
         """List every rank's ``numbers`` (equally many on each), in rank order, in float64."""
@@ -460,8 +451,11 @@ class Communicator:
         started = self._start_equal(struct.pack(form, *numbers), label)
         return lambda: [struct.unpack(form, row) for row in started()]
 
+    def gather_equal(self, payload: bytes, label: str) -> list[bytes]:
+        """List every rank's ``payload``, equally long on each, over the control channel."""
+        return self._start_equal(payload, label)()
+
     def _start_equal(self, payload: bytes, label: str) -> Callable[[], list[bytes]]:
-        """Start listing every rank's ``payload``, equally long on each, on the control channel."""
         mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         everyone = torch.empty(self.size * mine.numel(), dtype=torch.uint8)
         with shown.unseen():
@@ -493,6 +487,8 @@ class Communicator:
 
         They are still compared by kind, shape, dtype, reduction and root.
         """
+        if PROCESS.checks is not None:
+            PROCESS.checks.forgo_labels()
         if self._is_labelled:
             self.group.forgo_labels()  # pyrefly: ignore[missing-attribute]
 
@@ -556,6 +552,11 @@ class Communicator:
             launch = pending.followed(launch)
         if is_profiled():
             launch = in_ranges(launch, f"meshwright::{kind} {label} on axis {self.axis}")
+        if PROCESS.checks is not None:
+            text, is_control = f"{label} on axis {self.axis}" if label else "", self._first_tag > 0
+            with PROCESS.checks.labelled(text, is_control=is_control):
+                pending.launched(*launch(group))
+            return pending
         if not self._is_labelled:
             pending.launched(*launch(group))
             return pending

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from meshwright.comm import shared_memory
 from meshwright.comm.c10d import nccl
+from meshwright.comm.c10d.checking import CallChecks
 from meshwright.comm.collectives import Communicator
 from meshwright.comm.failures import membership, watching
 from meshwright.comm.failures.board import STORE
@@ -86,6 +87,7 @@ def connect(
     store: dist.Store | None = None,
     timeout: float | None = None,
     hang_after: float = HANG_AFTER,
+    check: bool | None = None,
 ) -> Communicator:
     """Join the ranks of this run and return the communicator of all of them.
 
@@ -103,17 +105,30 @@ def connect(
     that compiles or is in a phase with a longer limit of its own. The timeout of a default group
     that exists is taken for one, unless it is c10d's default.
 
+    With ``check`` every call of every group, by Meshwright or by torch's own functions, is compared
+    with those of the other ranks before data moves: for finding faults, not for training. None
+    takes what ``MESHWRIGHT_CHECK`` says. See ``docs/checks.md``.
+
     Raises `CommunicationError` when the address cannot be reached or used, or when ranks have not
     come within ``timeout`` (ten minutes): the message names them. Raises `RankFailedError` for one
     that ended meanwhile.
     """
     if not dist.is_initialized():
         _join(backend, rank, world_size, store, timeout, hang_after)
+        _check_calls(check)
         return communicator(None, "world", timeout=timeout)
     world = communicator(None, "world", timeout=timeout)
     if world.backend not in _WITHOUT_PROCESSES:
         _watch_world(world, hang_after)
+        _check_calls(check)
     return world
+
+
+def _check_calls(check: bool | None) -> None:
+    """Compare every call from now on, where that is asked for."""
+    is_asked = os.environ.get("MESHWRIGHT_CHECK", "0") != "0" if check is None else check
+    if is_asked and PROCESS.checks is None:
+        CallChecks(communicator).install()
 
 
 def watch_run(members: Communicator) -> None:
@@ -225,6 +240,8 @@ def _settle_at_the_end() -> None:
                 PROCESS.refuse()
             if not monitor.has_raised:
                 settle()
+                if PROCESS.checks is not None:
+                    PROCESS.checks.finish()
     finally:
         PROCESS.outstanding.clear()
 

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from meshwright.comm import Communicator, LateNumbers, phase, settle
 from meshwright.comm.dtensors.gather_dtensor import part_like, whole
 from meshwright.comm.failures.events import Event, EventCheck
+from meshwright.comm.failures.sameness import require_equal
 from meshwright.composition.data_layout import DataLayout, Peers
 from meshwright.composition.description import Description
 from meshwright.composition.example_run import evaluating
@@ -444,10 +445,10 @@ class Trainable:
         """Check that all ranks have the same plan. Raises PlanError, naming ranks and keys."""
         with phase("compare plans", step=self.steps):
             everyone = self._peers.everyone
-            plans = everyone.differing(json.loads(self.plan.to_json()), label="compare plans")
-            if plans:
-                named = dict(zip(everyone.ranks, plans, strict=True))
-                raise PlanError(list(_plan_differences(named)))
+            plan, remedy = json.loads(self.plan.to_json()), "Give every rank the same plan"
+            require_equal(
+                everyone, plan, "the plan", label="compare plans", error=PlanError, remedy=remedy
+            )
 
     def _compare_batches(self, batch: object, target: object) -> None:
         """Check that the ranks of one model see one batch. Raises ValueError on all of them."""
@@ -516,22 +517,3 @@ def autocast_of(
 def tensors_in(values: object) -> list[torch.Tensor]:
     """List the tensors of any nested value."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
-def _plan_differences(plans: Mapping[int, Any]) -> Iterator[str]:
-    flat = {rank: dict(_flatten(plan)) for rank, plan in plans.items()}
-    for key in sorted({key for values in flat.values() for key in values}):
-        sides: dict[str, list[int]] = {}
-        for rank, values in flat.items():
-            sides.setdefault(json.dumps(values.get(key)), []).append(rank)
-        if len(sides) > 1:
-            told = "; ".join(f"ranks {ranks}: {value}" for value, ranks in sides.items())
-            yield f"the ranks have different plans: {key} is {told}. Give every rank the same plan"
-
-
-def _flatten(tree: object, prefix: str = "") -> Iterator[tuple[str, object]]:
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from _flatten(value, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, tree

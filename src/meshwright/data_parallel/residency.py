@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from meshwright.comm.failures.events import Comparison
+from meshwright.comm.failures.sameness import require_equal
 from meshwright.data_parallel.replicas.replica import Replica
 from meshwright.data_parallel.sharded_modules.iteration import Iteration
 from meshwright.data_parallel.sharded_modules.module_hooks import Driver, driver_of
@@ -33,7 +33,7 @@ class ReplicaResidency:
 
     def __init__(self, replica: Callable[[], Replica]) -> None:
         self._replica = replica
-        self._comparison = Comparison()
+        self._compared: set[str] = set()
         self._has_begun = False
         """Whether the next step goes on with one that has raised before any backward."""
         self._is_reducing = False
@@ -46,7 +46,10 @@ class ReplicaResidency:
         replica = self._replica()
         if replica.reducer.on_reduction is not None:
             raise RuntimeError(_JOINED)
-        self._comparison.compare(replica.communicator, what)
+        if what not in self._compared:
+            label = f"compare {what}"
+            require_equal(replica.communicator, [what], "what they begin", label=label)
+            self._compared.add(what)
         if not self._has_begun:
             replica.begin()
         self._has_begun = True

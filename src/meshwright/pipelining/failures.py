@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.comm import Communicator
-from meshwright.comm.failures.notices import Notices
+from meshwright.comm.failures.board import Notices
 from meshwright.comm.failures.whereabouts import object_of
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.errors import CollectiveMismatchError, PipelinePeerError, PipeliningShapeError

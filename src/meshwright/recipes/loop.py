@@ -31,8 +31,9 @@ from torch.nn import functional
 import meshwright
 from meshwright.axes import DATA_AXES
 from meshwright.comm import Communicator, Pending, check_peers, phase, settle
+from meshwright.comm.failures.sameness import require_equal
 from meshwright.composition import StepResult, Trainable, parallelize
-from meshwright.errors import CheckpointWriteError, NonFiniteError
+from meshwright.errors import CheckpointWriteError, NonFiniteError, PlanError
 from meshwright.randomness import name_seed
 from meshwright.recipes.config import TrainConfig
 from meshwright.recipes.language_model import (
@@ -49,7 +50,6 @@ from meshwright.recipes.run_folder import (
     RunFolder,
     choose_folder,
     describe_run,
-    require_equal_ranks,
     restore_run,
     save_run,
 )
@@ -101,7 +101,14 @@ def train(config: TrainConfig, communicator: Communicator, write: Write) -> Outc
     with phase("set up"):
         text = open_text(config.data, config.model.context)
         run = describe_run(config, text)
-        require_equal_ranks(run, communicator)
+        require_equal(
+            communicator,
+            run,
+            "configuration and text",
+            label="compare runs",
+            error=PlanError,
+            remedy="Give all ranks the same files and overrides",
+        )
         folder = choose_folder(config, communicator)
         write(f"text: {text.description}")
     parity: Parity | None = None

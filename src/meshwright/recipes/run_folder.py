@@ -91,19 +91,6 @@ def describe_run(config: TrainConfig, text: ByteText) -> dict[str, object]:
     }
 
 
-def require_equal_ranks(run: Mapping[str, object], communicator: Communicator) -> None:
-    """Raise ``PlanError``, on all ranks, when configuration or text differ between ranks."""
-    first, *others = communicator.gather_values(run, label="compare runs")
-    for rank, answer in enumerate(others, 1):
-        found = list(_differences(first, answer))
-        if found:
-            key, mine, other = found[0]
-            raise PlanError(
-                f"expected one configuration and one text on all ranks, found {key} = {mine} on "
-                f"rank 0 and {other} on rank {rank}; give all ranks the same files and overrides"
-            )
-
-
 def _check_same_run(saved: object, run: Mapping[str, object], checkpoint: Path) -> None:
     """Raise ``CheckpointMismatchError`` when ``checkpoint`` was saved by a run unlike this one."""
     found = [

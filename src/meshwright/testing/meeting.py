@@ -14,6 +14,7 @@ from datetime import timedelta
 
 import torch
 
+from meshwright.comm.failures.sameness import sides, told
 from meshwright.comm.shared_memory.reductions import accumulate
 from meshwright.errors import (
     CollectiveMismatchError,
@@ -212,17 +213,9 @@ def _perform(calls: Sequence[Call]) -> None:
 
 
 def _check_equal(calls: Sequence[Call]) -> None:
-    groups: dict[object, list[Call]] = defaultdict(list)
-    for call in calls:
-        groups[call.form()].append(call)
-    if len(groups) == 1:
-        return
-    sides = [
-        f"{'rank' if len(group) == 1 else 'ranks'} "
-        f"{', '.join(str(call.world_rank) for call in group)} issued {group[0]}"
-        for group in groups.values()
-    ]
-    raise CollectiveMismatchError("the ranks issued different operations: " + "; ".join(sides))
+    if len({call.form() for call in calls}) > 1:
+        found = told(sides((c.world_rank for c in calls), (f"issued {c}" for c in calls)))
+        raise CollectiveMismatchError(f"the ranks issued different operations: {found}")
 
 
 def _reduced(calls: Sequence[Call]) -> torch.Tensor:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Container, Iterator
 from operator import attrgetter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -25,10 +26,11 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 from meshwright.torch_internals.required import required
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from datetime import timedelta
 
 __all__ = [
+    "FORMER_METHODS",
     "AsyncCollectiveTensor",
     "DTensorSpec",
     "StridedShard",
@@ -64,6 +66,7 @@ __all__ = [
     "set_timeout",
     "spec_of",
     "timeout_of",
+    "watch_functional_operators",
 ]
 
 _C10D = "torch.distributed.distributed_c10d"
@@ -84,6 +87,12 @@ device_types_of = attrgetter("_device_types")
 """The devices that a process group has a backend for."""
 timeout_of = attrgetter("_timeout")
 """The timeout that options of a backend hold."""
+
+
+FORMER_METHODS = MappingProxyType(
+    {"_allgather_base": "all_gather_single", "_reduce_scatter_base": "reduce_scatter_single"}
+)
+"""Methods of groups under the names that they had until torch 2.12, with those of today."""
 
 
 def living_groups() -> Container[Any]:
@@ -263,3 +272,60 @@ def named_group(name: str, group: Any) -> Iterator[None]:  # noqa: ANN401
 def known_backends() -> dict[str, Any]:
     """Look up the backends that were registered from outside of torch, by upper-case names."""
     return torch.distributed.Backend._plugins
+
+
+_FUNCTIONAL = MappingProxyType(
+    {
+        "all_reduce": ("allreduce", (0, 1)),
+        "all_reduce_": ("allreduce", (0, 1)),
+        "all_reduce_coalesced": ("allreduce", (0, 1)),
+        "all_reduce_coalesced_": ("allreduce", (0, 1)),
+        "broadcast": ("broadcast", (0, 1)),
+        "broadcast_": ("broadcast", (0, 1)),
+        "all_gather_into_tensor": ("all_gather_single", (0, 0)),
+        "all_gather_into_tensor_coalesced": ("all_gather_single", (0, 0)),
+        "all_gather_into_tensor_out": ("all_gather_single", (0, 0)),
+        "reduce_scatter_tensor": ("reduce_scatter_single", (0, 0, 1)),
+        "reduce_scatter_tensor_coalesced": ("reduce_scatter_single", (0, 0, 1)),
+        "reduce_scatter_tensor_out": ("reduce_scatter_single", (0, 0, 1)),
+        "all_to_all_single": ("all_to_all_single", (0, 0, 1, 2)),
+    }
+)
+"""Functional collectives: the method of a group that does as much, and which arguments it takes, a
+tensor that is not there yet replaced by the first."""
+
+
+def watch_functional_operators(
+    seen: Callable[[Any, str, list[Any], Callable[[], Any]], Any],
+) -> Callable[[], None]:
+    """Have ``seen`` make functional collectives; returns what ends that.
+
+    It is given the group, the name of the method that does as much, its arguments, and the call to
+    make. Operators that are traced or run in inference mode are not seen.
+    """
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    below = required("torch._C._AutoDispatchBelowAutograd", "compares functional collectives")
+    named = required("torch._C._distributed_c10d._resolve_process_group", "finds a group")
+
+    def kernel(name: str) -> Callable[..., Any]:
+        operator = getattr(graph_operators, name).default
+        method, places = _FUNCTIONAL[name]
+
+        def run(*args: Any, **options: Any) -> Any:  # noqa: ANN401 - whatever the operator takes
+            def go() -> Any:  # noqa: ANN401
+                with below():
+                    return operator(*args, **options)
+
+            *given, group = args
+            first = given[0] if isinstance(given[0], list) else given[:1]
+            if any(type(tensor) is not torch.Tensor for tensor in first):
+                return go()
+            found = named(group) if isinstance(group, str) else group
+            return seen(found, method, [given[place] for place in places], go)
+
+        return run
+
+    for name in _FUNCTIONAL:
+        for key in ("AutogradCPU", "AutogradCUDA"):
+            library.impl(name, kernel(name), key)
+    return library._destroy

@@ -2,10 +2,12 @@
 
 Bottom-up:
 
-    lookup  the functions as they stand on `torch.distributed` at the moment of a call
-    nccl    settings of c10d's own watch over NCCL
-    gloo    faster algorithms for Gloo, made of Gloo's own operations, chosen by size
-    shares  gathers of equal shares, reductions to them, and several operations in one launch
+    calls     calls as fingerprints, compared before data moves
+    lookup    the functions as they stand on `torch.distributed` at the moment of a call
+    nccl      settings of c10d's own watch over NCCL
+    gloo      faster algorithms for Gloo, made of Gloo's own operations, chosen by size
+    shares    gathers of equal shares, reductions to them, and several operations in one launch
+    checking  every call of a group compared with those of the other ranks, on request
 """
 
 from __future__ import annotations

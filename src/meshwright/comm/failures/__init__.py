@@ -2,9 +2,8 @@
 
 Bottom-up:
 
-    notices      short texts that ranks leave for each other in the store
     clock        time, pauses, threads, and waits in the server
-    board        the run's store, in a thread of its own
+    board        the run's store, in a thread of its own; notices that ranks leave there
     processes    processes as ``/proc`` shows them
     roll         who has come, and the processes of this host
     whereabouts  the answer of a rank when others ask where it is
@@ -15,6 +14,7 @@ Bottom-up:
     stuck_calls  calls of c10d that a thread does not come out of
     watching     the thread that watches this process and its neighbours
     membership   the time of a rank in a run, from its first word to its last
+    sameness     the one comparison of what all ranks must have alike
     events       comparisons of what ranks are about to do
 """
 

@@ -13,12 +13,17 @@ import functools
 import os
 import re
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
 from meshwright.comm.failures.clock import Arrival, Clock, Store
+from meshwright.comm.groups.registry import PROCESS
 from meshwright.errors import RankFailedError
+from meshwright.torch_internals.distributed import default_store
+
+if TYPE_CHECKING:
+    from meshwright.comm.collectives import Communicator
 
 T = TypeVar("T")
 
@@ -194,6 +199,44 @@ class Board:
         if self.look is not None and self.lost is None:
             with contextlib.suppress(RankFailedError):  # it is kept in `lost`
                 self.look()
+
+
+class Notices:
+    """Short texts that the ranks of one communicator leave for each other, under one topic.
+
+    A failure on the board ends the run of every rank; a notice concerns one operation.
+
+    Every method raises `RankFailedError`, naming who hosts the store, when that is lost.
+    """
+
+    def __init__(self, communicator: Communicator, topic: str) -> None:
+        self._board = _board(communicator)
+        self._prefix = f"notices/{communicator.name}/{topic}"
+
+    def post(self, key: str, text: str) -> bool:
+        """Leave ``text`` under ``key`` unless a text is there; tells whether it was left."""
+        return self._board.compare_set(f"{self._prefix}/{key}", "", text) == text
+
+    def replace(self, key: str, text: str) -> None:
+        """Leave ``text`` under ``key`` in place of what is there."""
+        self._board.set(f"{self._prefix}/{key}", text)
+
+    def read(self, key: str) -> str | None:
+        """Return the text under ``key``; None when there is none."""
+        return self._board.get(f"{self._prefix}/{key}") or None
+
+
+def _board(communicator: Communicator) -> Board:
+    """Find the run's board, or one kept with the communicator where nobody watches the run."""
+    if PROCESS.monitor is not None:
+        return PROCESS.monitor.board
+    if "board" not in communicator.kept:
+        # The store of ranks that are no processes answers nothing.
+        is_fake = communicator.backend == "fake"
+        store = dist.HashStore() if is_fake else default_store()
+        communicator.kept["board"] = Board(store, host=STORE)
+    board: Board = communicator.kept["board"]
+    return board
 
 
 def hosts(store: Store) -> bool:

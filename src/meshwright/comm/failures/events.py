@@ -19,13 +19,14 @@ import contextlib
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
-from meshwright.comm import Communicator
+from meshwright.comm.collectives import Communicator
 from meshwright.comm.failures.attendance import Answers, Describer
 from meshwright.comm.failures.board import ALL, Gathering
 from meshwright.comm.failures.failure import FailureMonitor
+from meshwright.comm.failures.sameness import first_difference
 from meshwright.comm.failures.waiting import Awaited, Watch
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.errors import CollectiveMismatchError, CommunicationError, RankFailedError
@@ -53,6 +54,8 @@ class Event:
     text: str
     state: int = 0
     """A digest of the units' settings, where the event depends on them."""
+    shown: str = field(default="", compare=False)
+    """More words for reports of this rank."""
 
 
 class EventCheck:
@@ -182,7 +185,7 @@ class EventCheck:
         return is_complete
 
     def _coming(self, event: Event, after: str = "") -> Coming:
-        number, place = self._number, f"{event.text} of {self._root}"
+        number, place = self._number, f"{event.shown or event.text} of {self._root}"
         if after:
             place += f", which rank {self._rank} begins after it raised in {after}"
 
@@ -229,8 +232,8 @@ class EventCheck:
         if other != event.text:
             found = f"{event.text} on rank {self._rank}, {other} on rank {rank}"
         else:
-            difference = _first_difference(self._state(), state, self._rank, rank)
-            found = f"{event.text} with {difference}"
+            both = first_difference([self._rank, rank], [self._state(), state])
+            found = f"{event.text} with {both or 'settings that differed for a while'}"
         error = CollectiveMismatchError(
             f"What the ranks do with {self._root} differs, at number {self._number}: {found}. "
             f"Nothing of it has been sent. {REMEDY}"
@@ -345,37 +348,3 @@ def _wait(
         with contextlib.suppress(RankFailedError):  # what it says cannot reach anybody
             coming.close("a failure")
         raise
-
-
-def _first_difference(mine: State, theirs: State, rank: int, other: int) -> str:
-    for name in [*mine, *theirs]:
-        here, there = mine.get(name), theirs.get(name)
-        if here != there:
-            for ours, others in zip(here or ["nothing"], there or ["nothing"], strict=False):
-                if ours != others:
-                    return f"unit {name!r} set to {ours} on rank {rank}, {others} on rank {other}"
-            return f"unit {name!r} set to {here} on rank {rank}, {there} on rank {other}"
-    return f"settings of rank {rank} and rank {other} that differed for a while"
-
-
-class Comparison:
-    """The actions of this rank that were compared with the others."""
-
-    def __init__(self) -> None:
-        self._same: set[str] = set()
-
-    def compare(self, communicator: Communicator, what: str) -> None:
-        """Compare ``what``, which is next. Collective, unless all ranks have done it before.
-
-        Raises `CollectiveMismatchError` on every rank where they do not do the same.
-        """
-        if what in self._same or communicator.size == 1:
-            return
-        rows = communicator.gather_values(what, label=f"compare {what}")
-        if len(set(rows)) > 1:
-            named = zip(communicator.ranks, rows, strict=True)
-            texts = "; ".join(f"rank {rank} is in {row}" for rank, row in named)
-            raise CollectiveMismatchError(
-                f"the ranks of axis {communicator.axis} do not do the same: {texts}"
-            )
-        self._same.add(what)

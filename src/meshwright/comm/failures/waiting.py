@@ -352,8 +352,11 @@ class Watch:
         parts += monitor.said()
         here = {monitor.rank, *(rank for rank in ranks if rank in answers)}
         waiting = ", ".join(str(r) for r in sorted(here - set(missing)))
-        nobody = "no rank is missing: the transport is stuck, or ranks wait in different calls"
-        reason = "; ".join(parts) or nobody
+        if not parts:
+            parts = ["no rank is missing: the transport is stuck, or ranks wait in different calls"]
+            waits = ((r, answers[r]["waiting"]) for r in sorted(here) if r in answers)
+            parts += [f"rank {r} waits for {wait.get('what')}" for r, wait in waits if wait]
+        reason = "; ".join(parts)
         return (
             f"{self._awaited.describe()} has not ended after "
             f"{monitor.clock.now() - self._begun:.0f} s: {reason}; waiting: rank {waiting}"

@@ -25,6 +25,7 @@ from meshwright.errors import CommunicationError
 from meshwright.timeline import Collective, Lane
 
 if TYPE_CHECKING:
+    from meshwright.comm.c10d.checking import CallChecks
     from meshwright.comm.collectives import Communicator
     from meshwright.comm.failures.failure import FailureMonitor
     from meshwright.comm.failures.watching import Watcher
@@ -83,6 +84,8 @@ class ProcessState:
     """Memory of lines that come and go."""
     marked: MutableMapping[str, MarkedModel] = field(default_factory=weakref.WeakValueDictionary)
     """Models whose gradients are marked in traced graphs, by the name that their marks carry."""
+    checks: CallChecks | None = None
+    """Compares every call with those of the other ranks, where that was asked for."""
     outstanding: dict[str, Outstanding] = field(default_factory=dict)
     """What has something to look at that a device had not come to, in the order of its asking."""
     groups_made: Counter[tuple[int, ...]] = field(default_factory=Counter)
@@ -138,9 +141,15 @@ class ProcessState:
         digest = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
         return f"{digest}/{self.groups_made[ranks]}"
 
+    def compare_calls(self, checks: CallChecks | None) -> None:
+        """Compare every call by ``checks`` from now on; None: no call."""
+        self.checks = checks
+
     def release(self) -> None:
-        """Give back what is held, and forget the groups of the run."""
+        """Give back what is held, forget the groups of the run, and compare calls no more."""
         self.groups_made.clear()
+        if self.checks is not None:
+            self.checks.release()
         with self.holding:
             for held in self.held.values():
                 held.release()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.comm.shared_memory.fingerprints import digest
+from meshwright.comm.c10d.calls import digest
 from meshwright.comm.shared_memory.queue import SharedWork
 from meshwright.comm.shared_memory.waits import Meeting
 

@@ -23,7 +23,7 @@ import torch
 
 from meshwright.comm.shared_memory.arena import Location, SharedTensors
 from meshwright.comm.shared_memory.buffers import bytes_of, flat, over
-from meshwright.comm.shared_memory.fingerprints import Call, Records
+from meshwright.comm.shared_memory.fingerprints import RecordedCall, Records
 from meshwright.comm.shared_memory.reductions import accumulate
 from meshwright.comm.shared_memory.waits import Meeting, Steps
 
@@ -85,7 +85,7 @@ class Exchange:
         """List the slots of all ranks for the next step."""
         return self._slots[(self.meeting.step + 1) & 1]
 
-    def _enter(self, call: Call, source: Location | None = None) -> int:
+    def _enter(self, call: RecordedCall, source: Location | None = None) -> int:
         """Arrive with the record of ``call``; the parity of the step."""
         parity = (self.meeting.step + 1) & 1
         self.records.write(parity, call, source)
@@ -110,7 +110,7 @@ class Exchange:
 
     # ------------------------------------------------------------------ barrier
 
-    def barrier(self, call: Call) -> Steps:
+    def barrier(self, call: RecordedCall) -> Steps:
         """Wait for all ranks."""
         parity = self._enter(call)
         yield
@@ -118,7 +118,7 @@ class Exchange:
 
     # ------------------------------------------------------------------ all_reduce
 
-    def all_reduce(self, call: Call, tensor: torch.Tensor) -> Steps:
+    def all_reduce(self, call: RecordedCall, tensor: torch.Tensor) -> Steps:
         """Reduce ``tensor`` over all ranks, in place."""
         numel, nbytes, address = tensor.numel(), tensor.nbytes, tensor.data_ptr()
         located = self._locate(address, nbytes)
@@ -148,7 +148,7 @@ class Exchange:
             yield from self._all_reduce_staged(call, tensor, staged)
 
     def _reduce_share(
-        self, call: Call, places: Sequence[int], numel: int, dtype: torch.dtype
+        self, call: RecordedCall, places: Sequence[int], numel: int, dtype: torch.dtype
     ) -> None:
         """Reduce this rank's share of tensors in place, and copy it to all of them."""
         start, stop = _share(numel, self.rank, self.size)
@@ -169,7 +169,7 @@ class Exchange:
             _copy(slot + place * piece, start, nbytes)
 
     def _all_reduce_staged(
-        self, call: Call, tensor: torch.Tensor, staged: Sequence[int] | None
+        self, call: RecordedCall, tensor: torch.Tensor, staged: Sequence[int] | None
     ) -> Steps:
         """Go in rounds: a slot carries the pieces of one round and the result of the one before.
 
@@ -200,7 +200,7 @@ class Exchange:
             before = slots
 
     def _reduce_piece(
-        self, call: Call, own: torch.Tensor, before: Sequence[int], slots: Sequence[int]
+        self, call: RecordedCall, own: torch.Tensor, before: Sequence[int], slots: Sequence[int]
     ) -> None:
         if not own.numel():
             return
@@ -220,7 +220,9 @@ class Exchange:
 
     # ------------------------------------------------------------------ reduce_scatter
 
-    def reduce_scatter(self, call: Call, output: torch.Tensor, tensor: torch.Tensor) -> Steps:
+    def reduce_scatter(
+        self, call: RecordedCall, output: torch.Tensor, tensor: torch.Tensor
+    ) -> Steps:
         """Reduce ``tensor``, which holds a share for each rank, into this rank's ``output``."""
         share, nbytes, address = output.nbytes, tensor.nbytes, tensor.data_ptr()
         inside = address <= output.data_ptr() < address + nbytes
@@ -261,7 +263,7 @@ class Exchange:
 
     def _reduce_from(
         self,
-        call: Call,
+        call: RecordedCall,
         output: torch.Tensor,
         starts: Sequence[int],
         alias: int | None,
@@ -293,7 +295,7 @@ class Exchange:
 
     def _reduce_scatter_staged(
         self,
-        call: Call,
+        call: RecordedCall,
         output: torch.Tensor,
         address: int,
         own: torch.Tensor,
@@ -315,7 +317,7 @@ class Exchange:
 
     # ------------------------------------------------------------------ reduce
 
-    def reduce(self, call: Call, tensor: torch.Tensor, root: int) -> Steps:
+    def reduce(self, call: RecordedCall, tensor: torch.Tensor, root: int) -> Steps:
         """Reduce ``tensor`` over all ranks into the tensor of rank ``root``."""
         nbytes, address, width = tensor.nbytes, tensor.data_ptr(), tensor.dtype.itemsize
         elements, parity = flat(tensor), -1
@@ -337,7 +339,7 @@ class Exchange:
     # ------------------------------------------------------------------ gathering
 
     def gather(
-        self, call: Call, source: Part, sizes: Sequence[int], outputs: Sequence[int] | None
+        self, call: RecordedCall, source: Part, sizes: Sequence[int], outputs: Sequence[int] | None
     ) -> Steps:
         """Copy the ``sizes[r]`` bytes of each rank r to ``outputs[r]``, on ranks that have outputs.
 
@@ -394,7 +396,7 @@ class Exchange:
     # ------------------------------------------------------------------ exchanging
 
     def exchange(
-        self, call: Call, parts: Sequence[Part], outputs: Sequence[Part], *, adjacent: bool
+        self, call: RecordedCall, parts: Sequence[Part], outputs: Sequence[Part], *, adjacent: bool
     ) -> Steps:
         """Copy part p of this rank to rank p, whose output of this rank has as many bytes.
 

@@ -7,14 +7,12 @@ for the error message. Records that differ raise `CollectiveMismatchError` on ev
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import struct
 from array import array
 from dataclasses import dataclass, replace
 
-import torch
-
+from meshwright.comm.c10d.calls import Call, digest
+from meshwright.comm.failures.sameness import sides
 from meshwright.comm.shared_memory.arena import Location
 from meshwright.comm.shared_memory.waits import Meeting
 from meshwright.errors import CollectiveMismatchError
@@ -23,56 +21,21 @@ DIGEST, LABEL, SOURCE, TARGET, TEXT, NOTES = 0, 1, 2, 6, 10, 64
 """Words of a record: two digests, two locations, length and bytes of the text, a note per rank."""
 TEXT_BYTES = 8 * (NOTES - TEXT - 1)
 
-Shape = tuple[int, ...]
-
-
-@functools.lru_cache(maxsize=1024)
-def digest(text: str) -> int:
-    """Compute a positive number of 62 bits, the same in every process."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One collective as all ranks must issue it."""
+class RecordedCall(Call):
+    """A call with its fingerprint, and the head of its record, without locations and notes."""
 
-    kind: str
-    shape: Shape = ()
-    dtype: torch.dtype | None = None
-    reduction: str = ""
-    root: int | None = None
-    """The root's number in the world."""
-    label: str = ""
     fingerprint: int = 0
     record: bytes = b""
-    """The head of the record, without locations and notes."""
 
-    def complete(self) -> Call:
+    def complete(self) -> RecordedCall:
         """Return this call with its fingerprint and record computed."""
-        text = self.describe()
-        unlabelled = replace(self, label="").describe()
-        fingerprint = digest(unlabelled)
-        label = digest(self.label) | 1 if self.label else 0
-        data = text.encode()[:TEXT_BYTES]
+        fingerprint, label = digest(self.form), digest(self.label) | 1 if self.label else 0
+        data = str(self).encode()[:TEXT_BYTES]
         head = struct.pack("<2q", fingerprint, label) + bytes(8 * (TEXT - 2))
         record = head + struct.pack("<q", len(data)) + data
         return replace(self, fingerprint=fingerprint, record=record)
-
-    def __str__(self) -> str:
-        return self.describe()
-
-    def describe(self) -> str:
-        """Find the call in one phrase."""
-        parts = [self.kind]
-        if self.reduction:
-            parts.append(self.reduction)
-        if self.dtype is not None:
-            parts.append(f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}")
-        if self.root is not None:
-            parts.append(f"root rank {self.root}")
-        if self.label:
-            parts.append(f'"{self.label}"')
-        return " ".join(parts)
 
 
 class Records:
@@ -92,7 +55,7 @@ class Records:
     def write(
         self,
         parity: int,
-        call: Call,
+        call: RecordedCall,
         source: Location | None = None,
         target: Location | None = None,
     ) -> None:
@@ -136,7 +99,7 @@ class Records:
             return None
         return Location(words[word], words[word + 1], words[word + 2], words[word + 3])
 
-    def check(self, parity: int, call: Call) -> None:
+    def check(self, parity: int, call: RecordedCall) -> None:
         """Raise when a rank has called something else in this step."""
         words, firsts = self._words, self._first[parity]
         label = words[firsts[self._me] + LABEL]
@@ -154,14 +117,13 @@ class Records:
     def _describe(self, parity: int) -> str:
         """Describe the calls, ranks with the same call together."""
         numbers = self._meeting.peers.ranks
-        by_text: dict[str, list[int]] = {}
-        for rank, first in enumerate(self._first[parity]):
+        texts: list[str] = []
+        for first in self._first[parity]:
             start = 8 * (first + TEXT) + 8
             length = min(self._words[first + TEXT], TEXT_BYTES)
-            text = bytes(self._bytes[start : start + length]).decode(errors="replace")
-            by_text.setdefault(text, []).append(numbers[rank])
+            texts.append(bytes(self._bytes[start : start + length]).decode(errors="replace"))
         groups = "; ".join(
             f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} called {text}"
-            for text, ranks in by_text.items()
+            for text, ranks in sides(numbers, texts).items()
         )
         return f"the ranks differ at step {self._meeting.step} of their group: {groups}"

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.profiler import record_function
 
+from meshwright.comm.c10d.calls import NextLabel, Options, reduction_of
 from meshwright.comm.groups.python_group import CpuTransport, GroupOptions, PythonGroup
 from meshwright.comm.shared_memory.arena import SharedTensors
 from meshwright.comm.shared_memory.buffers import (
@@ -24,7 +22,7 @@ from meshwright.comm.shared_memory.buffers import (
     writable,
 )
 from meshwright.comm.shared_memory.collectives import Exchange
-from meshwright.comm.shared_memory.fingerprints import Call
+from meshwright.comm.shared_memory.fingerprints import RecordedCall
 from meshwright.comm.shared_memory.queue import JoinedWork, OperationQueue, SharedWork
 from meshwright.comm.shared_memory.reductions import check_reduction
 from meshwright.comm.shared_memory.transfers import ANY_SOURCE, Transfers
@@ -36,50 +34,14 @@ BACKEND = "meshwright"
 CALLS = 2048
 """Calls whose fingerprint is remembered."""
 
-REDUCTION_NAMES = MappingProxyType(
-    {
-        hash(dist.ReduceOp(operation)): name
-        for operation, name in (
-            (dist.ReduceOp.SUM, "sum"),
-            (dist.ReduceOp.AVG, "avg"),
-            (dist.ReduceOp.PRODUCT, "product"),
-            (dist.ReduceOp.MAX, "max"),
-            (dist.ReduceOp.MIN, "min"),
-            (dist.ReduceOp.BAND, "band"),
-            (dist.ReduceOp.BOR, "bor"),
-            (dist.ReduceOp.BXOR, "bxor"),
-        )
-    }
-)
-"""By the hash of c10d's reduction, which tells its kind."""
-
 Tensors = Sequence[torch.Tensor]
 Sizes = Sequence[int]
-Options: TypeAlias = Any
-"""c10d's options of an operation: a class for each, with the attributes that it has."""
 
 
-class _Issuing(threading.local):
+class _Issuing(NextLabel):
     """The notes of one thread on what it issues on a group."""
 
-    label = ""
     coalesced: list[SharedWork] | None = None
-
-    def label_next(self, label: str) -> None:
-        """Give the next operation ``label``."""
-        self.label = label
-
-    def label_nothing(self, label: str) -> None:
-        """Leave the next operation without a label, whatever ``label`` is."""
-        del label
-        self.label = ""
-
-    def take_label(self) -> str:
-        """Take the label for the operation that is issued now."""
-        label = self.label
-        if label:
-            self.label = ""
-        return label
 
     def begin_coalescing(self) -> None:
         """Keep the works that are noted from now on."""
@@ -94,7 +56,7 @@ class _Issuing(threading.local):
 class SharedMemoryGroup(PythonGroup):
     """A process group whose ranks share memory.
 
-    Labels appear in errors, and calls on which both sides carry one must carry the same.
+    NextLabel appear in errors, and calls on which both sides carry one must carry the same.
     """
 
     def __init__(
@@ -113,7 +75,7 @@ class SharedMemoryGroup(PythonGroup):
         self._exchange = Exchange(meeting, tensors)
         self._queue = OperationQueue(meeting, f"meshwright-collectives-{self._name}")
         self._transfers = Transfers(meeting, f"meshwright-transfers-{self._name}")
-        self._calls: dict[tuple[Any, ...], Call] = {}
+        self._calls: dict[tuple[Any, ...], RecordedCall] = {}
         self._issuing = _Issuing()
         # Methods of theirs in place of ours that call them: these run for every operation.
         self.label_next: Callable[[str], None] = self._issuing.label_next
@@ -138,7 +100,7 @@ class SharedMemoryGroup(PythonGroup):
         if len(listed) != 1:
             return self._all([self.allreduce([tensor], opts) for tensor in listed])
         tensor = listed[0]
-        reduction = _reduction(opts)
+        reduction = reduction_of(opts)
         if tensor.is_sparse:
             if reduction != "sum":
                 raise ValueError(f"sparse tensors are summed, and not reduced by {reduction}")
@@ -180,7 +142,7 @@ class SharedMemoryGroup(PythonGroup):
     def reduce(self, tensors: Tensors, opts: Options) -> SharedWork:
         """Reduce a tensor over all ranks into the root's."""
         (tensor,) = tensors
-        call = self._call("reduce", tensor.shape, tensor.dtype, _reduction(opts), opts.rootRank)
+        call = self._call("reduce", tensor.shape, tensor.dtype, reduction_of(opts), opts.rootRank)
         buffer = contiguous(tensor)
         body = self._exchange.reduce(call, buffer, opts.rootRank)
         return self._submit(call, copied_back(body, [(tensor, buffer)]), tensors, opts)
@@ -194,7 +156,7 @@ class SharedMemoryGroup(PythonGroup):
                 f"reduce_scatter needs an input of {self._size} times the output's elements and "
                 f"of its dtype; it has {name_of(tensor)} for an output {name_of(output)}"
             )
-        call = self._call("reduce_scatter", tensor.shape, tensor.dtype, _reduction(opts))
+        call = self._call("reduce_scatter", tensor.shape, tensor.dtype, reduction_of(opts))
         source, target = contiguous(tensor), writable(output)
         body = self._exchange.reduce_scatter(call, target, source)
         return self._submit(call, copied_back(body, [(output, target)]), [output], opts)
@@ -216,7 +178,7 @@ class SharedMemoryGroup(PythonGroup):
         self, output: torch.Tensor, parts: Tensors, opts: Options
     ) -> SharedWork:
         shape = tuple(part.numel() for part in parts)
-        call = self._call("reduce_scatter", shape, output.dtype, _reduction(opts))
+        call = self._call("reduce_scatter", shape, output.dtype, reduction_of(opts))
         joined = torch.cat([contiguous(part).view(-1) for part in parts])
         start = sum(shape[: self._rank])
         own = joined[start : start + shape[self._rank]].view(output.shape)
@@ -410,7 +372,7 @@ class SharedMemoryGroup(PythonGroup):
         dtype: torch.dtype | None = None,
         reduction: str = "",
         root: int | None = None,
-    ) -> Call:
+    ) -> RecordedCall:
         key = (kind, shape, dtype, reduction, root, self._label())
         call = self._calls.get(key)
         if call is None:
@@ -418,7 +380,7 @@ class SharedMemoryGroup(PythonGroup):
                 check_reduction(reduction, dtype)
             if len(self._calls) >= CALLS:
                 self._calls.clear()
-            call = Call(
+            call = RecordedCall(
                 kind=kind,
                 shape=tuple(shape),
                 dtype=dtype,
@@ -430,7 +392,7 @@ class SharedMemoryGroup(PythonGroup):
         return call
 
     def _submit(
-        self, call: Call, body: Steps, outputs: Tensors, opts: Options, *held: torch.Tensor
+        self, call: RecordedCall, body: Steps, outputs: Tensors, opts: Options, *held: torch.Tensor
     ) -> SharedWork:
         run_now = not getattr(opts, "asyncOp", True)
         if is_profiled():
@@ -475,14 +437,3 @@ class SharedMemoryGroup(PythonGroup):
     alltoall_base = all_to_all_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-
-def _reduction(opts: Options) -> str:
-    """Find the name of the reduction in c10d's options, or in the reduction itself."""
-    if opts is None:
-        return "sum"
-    reduction = getattr(opts, "reduceOp", opts)
-    try:
-        return REDUCTION_NAMES[hash(reduction)]
-    except KeyError:
-        return str(reduction)

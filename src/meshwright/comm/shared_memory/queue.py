@@ -19,8 +19,8 @@ from operator import attrgetter
 import torch
 from torch.futures import Future
 
+from meshwright.comm.c10d.calls import Call
 from meshwright.comm.failures.waiting import watched
-from meshwright.comm.shared_memory.fingerprints import Call
 from meshwright.comm.shared_memory.waits import Meeting, Steps, unusable
 from meshwright.errors import CollectiveTimeoutError
 from meshwright.torch_internals.distributed import Work

@@ -19,6 +19,7 @@ from collections import deque
 
 import torch
 
+from meshwright.comm.c10d.calls import CONTROL_TAGS, digest
 from meshwright.comm.shared_memory.channels import (
     EAGER_BYTES,
     Channel,
@@ -311,7 +312,10 @@ class Transfers:
 
     def _deliver(self, message: Message, receive: Transfer, address: int | None) -> None:
         numbers, dtype = self._meeting.peers.ranks, receive.buffer.dtype
-        if message.nbytes != receive.nbytes or message.dtype != dtype_digest(dtype):
+        is_labelled = message.label and receive.label and receive.tag < CONTROL_TAGS
+        is_other = is_labelled and message.label != digest(receive.label)
+        is_other = is_other or message.dtype != dtype_digest(dtype)
+        if is_other or message.nbytes != receive.nbytes:
             self._end(
                 receive,
                 error := CollectiveMismatchError(

@@ -7,8 +7,6 @@ not compared, as a state that was loaded into the shards.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -21,6 +19,7 @@ from torch import nn
 from meshwright.comm import Communicator, watch_run
 from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.comm.dtensors.subclasses import values_of
+from meshwright.comm.failures.sameness import differing, first_difference, require_equal
 from meshwright.comm.streams import is_host
 from meshwright.errors import CollectiveMismatchError
 from meshwright.torch_internals.modules import non_persistent_buffers_of
@@ -36,6 +35,9 @@ ROWS = 16
 """So many times as many at once: memory of a digest that stays in a cache."""
 GOLDEN = -7046029254386353131
 """Odd, with the bits of the golden ratio's fraction in 64 bits: multiples of it look random."""
+
+SAME_DDP = "DDP expects same model across all ranks: "
+"""The words of torch's DDP."""
 
 Compared: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
 """A digest of a whole tensor, and of a part that this rank had and has: left out if they differ."""
@@ -70,30 +72,35 @@ def compare_parameters(
         for name, t in buffers.items()
     ]
     meaning = "[name, shape, dtype, strides, requires_grad]"
-    opening = "DDP expects same model across all ranks: "
-    compare_rows(communicator, rows, meaning, reason=reason, opening=opening)
+    if reason:
+        # Some ranks may be in a gather of another size, which Gloo would take for this one.
+        communicator.barrier(label=f"compare parameters{reason}")
+    require_equal_tensors(
+        communicator, rows, meaning, label=f"compare parameters{reason}", opening=SAME_DDP
+    )
 
 
-def compare_rows(
+def require_equal_tensors(
     communicator: Communicator,
     rows: Sequence[Sequence[object]],
     meaning: str,
     *,
-    reason: str = "",
+    label: str = "compare parameters",
     opening: str = "",
 ) -> None:
-    """Check that every rank has the same ``rows``, which JSON can hold; ``meaning`` explains one.
+    """Check that every rank has the same ``rows``, which describe its tensors; collective.
 
     Raises CollectiveMismatchError on every rank, naming the first row that differs.
     """
     watch_run(communicator)
-    if reason:
-        # Some ranks may be in a gather of another size, which Gloo would take for this one.
-        communicator.barrier(label=f"compare parameters{reason}")
-    everyone = communicator.differing(rows, label=f"compare parameters{reason}")
-    if everyone:
-        difference = _first_difference(communicator, everyone, meaning)
-        raise CollectiveMismatchError(f"{opening}{difference}")
+
+    def error(text: str) -> CollectiveMismatchError:
+        return CollectiveMismatchError(f"{opening}{text}")
+
+    remedy = "Build the model in the same way on every rank, wrap and freeze the same of it"
+    require_equal(
+        communicator, rows, f"its tensors, {meaning},", label=label, error=error, remedy=remedy
+    )
 
 
 def broadcast_tensors(
@@ -205,7 +212,7 @@ def synchronise(
                     f"its group communicates on {axis.device}: {name!r}. Pass device_id, or move "
                     "the module there first"
                 )
-        compare_rows(axis, rows, "[name, shape, dtype]")
+        require_equal_tensors(axis, rows, "[name, shape, dtype]")
         broadcast_tensors(axis, [tensor for _, tensor in named], label="sync module states")
 
 
@@ -319,28 +326,17 @@ def compare_digests(
     """
     names = [name for name, _ in named]
     said = [found, names, _to_host([each for _, each in named])]
-    digest = hashlib.sha256(json.dumps(said).encode()).digest()
-    mine = torch.tensor(list(digest), dtype=torch.uint8)
-    everyones = torch.empty(mine.numel() * axis.size, dtype=torch.uint8, device=axis.device)
-    axis.all_gather_list(everyones, mine.to(axis.device), label="compare starting values").wait()
-    if torch.equal(everyones.cpu(), mine.repeat(axis.size)):
-        return ""
-    everyone = axis.gather_values(said, label="starting values that differ")
+    everyone = differing(axis, said, label="compare starting values")
     before = next((found for found, _, _ in everyone if found), "")
     if before or any(theirs != names for _, theirs, _ in everyone):
         return before  # other parameters, not other values: what the first pass compares
-    for name, *each in zip(names, *(digests for _, _, digests in everyone), strict=True):
-        if None in each or len(set(each)) == 1:
-            continue
-        sides: dict[object, list[int]] = {}
-        for rank, digest in zip(axis.ranks, each, strict=True):
-            sides.setdefault(digest, []).append(rank)
-        told = ", others on ".join(f"ranks {ranks}" for ranks in sides.values())
-        return (
-            f"axis {axis.axis}: expected {name!r} to have the same values on all ranks, found "
-            f"some on {told}. {remedy}"
-        )
-    return ""
+    difference = first_difference(axis.ranks, [row[2] for row in everyone], of_all=True)
+    if difference is None:
+        return ""
+    return (
+        f"axis {axis.axis}: expected {names[int(difference.place)]!r} to have the same values on "
+        f"all ranks, found some on {difference.ranks}. {remedy}"
+    )
 
 
 def _to_host(compared: Sequence[Compared]) -> list[int | None]:
@@ -370,23 +366,3 @@ def _weights(count: int, device: torch.device) -> torch.Tensor:
     """Odd numbers of 32 bits."""
     steps = torch.arange(1, count + 1, device=device).mul_(GOLDEN)
     return (steps >> 32).to(torch.int32).bitwise_or_(1)
-
-
-def _first_difference(
-    communicator: Communicator, rows: Sequence[list[list[object]]], meaning: str
-) -> str:
-    longest = max(len(row) for row in rows)
-    for position in range(longest):
-        found = [json.dumps(row[position]) if position < len(row) else "nothing" for row in rows]
-        if len(set(found)) == 1:
-            continue
-        sides: dict[str, list[int]] = {}
-        for rank, text in zip(communicator.ranks, found, strict=True):
-            sides.setdefault(text, []).append(rank)
-        sentences = "; ".join(f"ranks {ranks}: {text}" for text, ranks in sides.items())
-        return (
-            f"axis {communicator.axis}: expected the same tensors on every rank, but number "
-            f"{position} is {meaning} {sentences}. Build the model in the same way on every rank, "
-            "wrap and freeze the same of it"
-        )
-    return f"axis {communicator.axis}: the ranks list their parameters differently"

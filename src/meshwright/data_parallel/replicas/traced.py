@@ -32,6 +32,7 @@ from torch.func import functional_call
 import meshwright
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import local_of
+from meshwright.comm.failures.sameness import require_equal
 from meshwright.comm.graphs.marks import announce, deliver, grad_reduce, with_kept
 from meshwright.comm.graphs.untraced import apart, constant
 from meshwright.comm.groups.registry import PROCESS
@@ -413,18 +414,16 @@ class Marking:
             if me in ranks and PROCESS.monitor is not None:
                 PROCESS.monitor.publish(error, is_cause=True)
             raise error
-        rows = communicator.gather_values([names, plan], label="graphs that differ")
-        everywhere = set.intersection(*(set(row[0]) for row in rows))
-        texts: list[str] = []
-        for rank, (found, its_plan) in zip(communicator.ranks, rows, strict=True):
-            more = sorted(set(found) - everywhere)
-            what = f"of {', '.join(more)} too" if more else "of no more than the others"
-            texts.append(f"rank {rank} has gradients {what}, in buckets {its_plan}")
-        raise CollectiveMismatchError(
-            f"axis {communicator.axis}: the compiled graphs of the ranks reduce different "
-            f"gradients: {'; '.join(texts)}. A graph holds what its forward pass has used: "
-            f"{_SAME_PATH}, or leave the model uncompiled"
-        )
+        found = {f"the gradient of {name}": "in the graph" for name in names}
+        for rows in (found, {"the order of buckets": plan}):
+            require_equal(
+                communicator,
+                rows,
+                "what compiled graphs reduce",
+                label="graphs that differ",
+                remedy="A graph holds what its forward pass has used: take the same path on every "
+                "rank, or leave the model uncompiled",
+            )
 
     @apart
     def _verify(self) -> None:
@@ -441,17 +440,17 @@ class Marking:
         self._reducer.late.look(torch.cat(sums), self._compare_sums)
 
     def _compare_sums(self, sums: list[float]) -> None:
-        found = self._communicator.gather_values(sums, label="verify a compiled graph")
-        if all(row == found[0] for row in found):
-            return
-        place = next(n for n in range(len(sums)) if len({row[n] for row in found}) > 1) // 2
-        raise CollectiveMismatchError(
-            f"axis {self._communicator.axis}: after the backward pass of a compiled graph "
-            f"the gradient of {self._reducer.named[place][0]!r} is not the same on every rank. "
-            "Is the parameter used outside of the replicated module's forward, or was its "
+        pairs = zip(sums[::2], sums[1::2], strict=True)
+        named = zip(self._reducer.named, pairs, strict=True)
+        require_equal(
+            self._communicator,
+            {f"the gradient of {name!r}": list(pair) for (name, _), pair in named},
+            "what the backward pass of a compiled graph leaves",
+            label="verify a compiled graph",
+            remedy="Is the parameter used outside of the replicated module's forward, or was its "
             "gradient changed? Use it inside, or run backward in "
             "meshwright.compiler.compiled_autograd with torch._dynamo.config.optimize_ddp = "
-            '"python_reducer"'
+            '"python_reducer"',
         )
 
     def unfused(self) -> None:

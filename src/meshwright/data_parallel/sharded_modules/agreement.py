@@ -1,7 +1,7 @@
 """The settings that ranks must have alike for one root: units, their parameters, their switches.
 
 Units are compared in full when a root starts. What is set is compared again, through
-`meshwright.data_parallel.events`, in the first forward pass after it has changed on a rank.
+`meshwright.comm.failures.events`, in the first forward pass after it has changed on a rank.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from meshwright.comm import Communicator
 from meshwright.data_parallel.checks.starting_state import (
     Compared,
     compare_digests,
-    compare_rows,
     digest_of,
+    require_equal_tensors,
 )
 from meshwright.data_parallel.shards.parameter_group import UnitSettings
 from meshwright.data_parallel.shards.unit import Unit
@@ -71,7 +71,8 @@ def compare_units(
             for slot, shape, is_trained in zip(group.slots, shapes, trains, strict=True):
                 names = [*map(driver.alike, slot.names)]
                 rows.append([names, list(shape), dtypes, is_trained and with_training])
-    compare_rows(communicator, rows, "[name, shape, dtypes, requires_grad] or a unit with settings")
+    meaning = "[name, shape, dtypes, requires_grad] or a unit with settings"
+    require_equal_tensors(communicator, rows, meaning)
 
 
 def compare_values(drivers: Sequence[Driver], names: Mapping[nn.Module, str]) -> None:

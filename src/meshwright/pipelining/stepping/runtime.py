@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from meshwright.comm import Communicator
-from meshwright.comm.failures.notices import Notices
+from meshwright.comm.failures.board import Notices
+from meshwright.comm.failures.sameness import first_difference
 from meshwright.comm.failures.whereabouts import object_of
 from meshwright.errors import CommunicationError, InternalError, PipelinePeerError
 from meshwright.pipelining.failures import Failures, Turns
@@ -136,14 +137,9 @@ class Runtime:
 
     def disagreement(self, rank: int) -> str:
         """Describe the difference of the schedule of ``rank`` from that of this rank."""
-        mine = json.loads(self._own)
+        mine, both = json.loads(self._own), [self._rank, rank]
         theirs = object_of(self._notices.read(f"plan/{rank}"), {}) or {}
-        parts = [
-            f"{name} is {value!r} on rank {self._rank} and {theirs.get(name)!r} on rank {rank}"
-            for name, value in mine.items()
-            if theirs.get(name) != value
-        ]
-        return "the ranks of the pipeline disagree: " + "; ".join(parts)
+        return f"the ranks of the pipeline disagree: {first_difference(both, [mine, theirs])}"
 
     def _failed(self, step: _Step, error: BaseException) -> None:
         entry = step.entry

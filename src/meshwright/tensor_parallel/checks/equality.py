@@ -26,15 +26,13 @@ from meshwright.comm.dtensors.dtensor import (
     local_of,
     mesh_communicators,
 )
+from meshwright.comm.failures.sameness import Exchange, require_equal, sides, told
 from meshwright.comm.streams import is_host, moved
 from meshwright.errors import LayoutError
 from meshwright.gradients import checksum
 
 Held = tuple[str, torch.Tensor | None]
 """A tensor by name, as this rank has it."""
-
-Exchange = Callable[[str], list[str]]
-"""Gives what each rank of an axis says, in rank order."""
 
 _LABEL = "digest of what ranks hold whole"
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}
@@ -79,7 +77,7 @@ def verify_plain(
     All ranks call it together; digests go through ``exchange``. Raises `LayoutError` on all.
     """
     hint = (
-        "it has no style, so each rank keeps its own. Seed all ranks alike, or load the same state "
+        "Without a style each rank keeps its own. Seed all ranks alike, or load the same state "
         "on all; where ranks are to differ, give its module a ParallelStyle of your own"
     )
     _verify(axis, named, hint, exchange)
@@ -230,15 +228,14 @@ def first_difference(
     for position, (name, mine) in enumerate(named):
         kinds = [rows[position][1] for rows in lists]
         if len(set(kinds)) > 1:
-            sides = _sides(axis, kinds)
-            told = ", ".join(f"{kind} on ranks {ranks}" for kind, ranks in sides.items())
-            return Difference(name, f"is {told}")
-        sides = _sides(axis, [rows[position][2] for rows in lists])
-        if mine is None or len(sides) == 1:
+            return Difference(name, f"is {told(sides(axis.ranks, kinds))}")
+        digests = sides(axis.ranks, [rows[position][2] for rows in lists])
+        if mine is None or len(digests) == 1:
             continue
         if not _is_real(mine):
-            told = " and ".join(map(str, sides.values()))
-            return Difference(name, f"differs between ranks {told}")
+            return Difference(
+                name, f"differs between ranks {' and '.join(map(str, digests.values()))}"
+            )
         errors = _distances(axis, name, mine, floor)
         if any(errors):
             others = [r for r, e in zip(axis.ranks, errors, strict=True) if e]
@@ -304,20 +301,11 @@ def _verify(
     hint: str,
     exchange: Exchange,
 ) -> None:
-    digest = _digest_of_texts([" ".join(row) for row in _digests(named)])
-    if len(set(exchange(digest))) == 1:
-        return
-    lists = axis.gather_values(_digests(named), label=f"{_LABEL}, and differs")
-    for position in range(min(map(len, lists))):
-        sides = _sides(axis, [tuple(rows[position][1:]) for rows in lists])
-        if len(sides) > 1:
-            differing = " and ".join(map(str, sides.values()))
-            raise LayoutError(
-                f"axis {axis.axis}: expected {lists[0][position][0]} to be equal on the ranks "
-                f"{list(axis.ranks)}, which replicate it; ranks {differing} "
-                f"hold different values. {hint}"
-            )
-    raise LayoutError(f"axis {axis.axis}: the ranks {list(axis.ranks)} replicate other parameters")
+    rows = {name: f"{kind}, {content[:16]}" for name, kind, content in _digests(named)}
+    meaning = "the parameters that they replicate, by digests,"
+    require_equal(
+        axis, rows, meaning, label=_LABEL, error=LayoutError, remedy=hint, exchange=exchange
+    )
 
 
 def _digests(named: Sequence[tuple[str, torch.Tensor | None]]) -> list[list[str]]:
@@ -349,14 +337,6 @@ def _kind(tensor: torch.Tensor) -> str:
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
     return plain.view(-1).view(torch.uint8)
-
-
-def _sides(axis: Communicator, found: Sequence[object]) -> dict[object, list[int]]:
-    """List the ranks by what was found on them."""
-    sides: dict[object, list[int]] = {}
-    for rank, value in zip(axis.ranks, found, strict=True):
-        sides.setdefault(value, []).append(rank)
-    return sides
 
 
 def _is_real(tensor: torch.Tensor) -> bool:

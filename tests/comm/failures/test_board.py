@@ -6,8 +6,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from meshwright.comm.failures.board import STORE, Board
-from meshwright.comm.failures.notices import Notices
+from meshwright.comm.failures.board import STORE, Board, Notices
 
 
 class _Group:
