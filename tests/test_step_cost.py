@@ -7,10 +7,10 @@ import pytest
 from meshwright.testing import Ranks
 from step_cost import measure
 
-# The counts of this version, and a few more for waits that take longer on a busy machine.
-MOST = {"replicate": 216, "fully_shard": 2900, "1F1B": 900, "Trainable": 360}
+# Outside of shared memory, where a busy machine adds calls.
+MOST = {"replicate": 144, "fully_shard": 1745, "1F1B": 478, "Trainable": 247}
 
 
 @pytest.mark.parametrize("name", MOST)
 def test_a_warm_step_calls_no_more_functions(ranks: Ranks, name: str) -> None:
-    assert min(ranks(2, measure, name)) <= MOST[name]
+    assert ranks(2, measure, name)[0].outside <= MOST[name]

@@ -176,3 +176,52 @@ def test_fresh_interpreters_leave_with_status_0(leave: str) -> None:
 def test_many_teardowns_in_a_row(strategy: str, backend: str, leave: str) -> None:
     for _ in range(3):
         assert run_once(leave, strategy, backend) == [(0, "")] * 2
+
+
+@pytest.mark.backends("shm", "gloo")
+def test_only_some_ranks_make_groups(ranks: Ranks) -> None:
+    """Rank 0 makes three, rank 1 two, rank 2 two others, rank 3 one; each by its own ranks."""
+
+    def body() -> dict[str, float]:
+        world, found = comm.communicator(), {}
+        chosen = {"alone": (0,), "pair": (1, 0), "last": (2, 3), "ends": (0, 2), "solo": (1,)}
+        for axis, members in chosen.items():
+            if world.rank in members:
+                axis_of = comm.peers(world, members, axis)
+                assert axis_of.ranks == tuple(sorted(members))
+                found[axis] = axis_of.all_reduce(torch.tensor(float(world.rank))).wait().item()
+        return found
+
+    assert ranks(4, body) == [
+        {"alone": 0.0, "pair": 1.0, "ends": 2.0},
+        {"pair": 1.0, "solo": 1.0},
+        {"last": 5.0, "ends": 2.0},
+        {"last": 5.0},
+    ]
+
+
+@pytest.mark.backends("shm", "gloo")
+def test_groups_are_made_again_under_other_names(ranks: Ranks) -> None:
+    """After one was destroyed, and after the ranks have left their run and met again."""
+
+    def body() -> list[str]:
+        import torch.distributed as dist
+
+        names = []
+        for attempt in range(2):
+            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
+            world = comm.connect()
+            if world.rank == 0:
+                comm.peers(world, [0], "alone")
+            for _ in range(2):
+                pair = comm.subgroup(world, [(1, 0), (2,)], "pair")
+                pair.all_reduce(torch.ones(1)).wait()
+                names.append(pair.name)
+                world.barrier()  # no rank closes what another still reads
+                dist.destroy_process_group(pair.group)
+            comm.disconnect()
+        return names
+
+    first, second, alone = ranks(3, body, connected=False)
+    assert first == second == [*first[:2], *first[:2]]
+    assert len({*first, *alone}) == 4

@@ -383,7 +383,7 @@ class Communicator:
     def batch(self, transfers: Sequence[Transfer]) -> list[Pending]:
         """Issue several transfers as one, so that no order among them can block the ranks."""
         if self.is_on_host or len(transfers) == 1:
-            return [self._transfer(transfer) for transfer in transfers]
+            return list(map(self._transfer, transfers))
         with coalesced(self.group, self.device) as works:
             return [self._transfer(transfer, works) for transfer in transfers]
 

@@ -298,28 +298,17 @@ class _StandIn(Communicator):
 def subgroup(parent: Communicator, groups: Sequence[Sequence[int]], axis: str) -> Communicator:
     """Find this rank's communicator among ``groups``, which split the ranks of ``parent``.
 
-    Every rank of the world calls it with the same ``groups`` (numbers of the world). A split that
-    equals ``parent`` gives a communicator of this ``axis`` on the same c10d group: no second group
-    is made, and operations are counted once.
+    A split that equals ``parent`` gives a communicator of this ``axis`` on the same c10d group: no
+    second group is made, and operations are counted once. See `peers`.
     """
-    mine = [tuple(ranks) for ranks in groups if dist.get_rank() in ranks]
+    mine = [ranks for ranks in groups if dist.get_rank() in ranks]
     flat = sorted(rank for ranks in groups for rank in ranks)
     if len(mine) != 1 or flat != sorted(parent.ranks):
         raise LayoutError(
             f"axis {axis}: expected groups that hold each of the ranks {list(parent.ranks)} once, "
             f"found {[list(ranks) for ranks in groups]}"
         )
-    if mine[0] == parent.ranks:
-        return communicator(parent.group, axis)
-    for known in list(PROCESS.communicators.values()):
-        if known.is_open and known.ranks == mine[0] and known.axis == axis:
-            return known
-    group, _ = dist.new_subgroups_by_enumeration(
-        [list(ranks) for ranks in groups], timeout=_transport_timeout(parent.timeout)
-    )
-    if not isinstance(group, dist.ProcessGroup):
-        raise LayoutError(f"axis {axis}: rank {dist.get_rank()} is in none of the groups")
-    return communicator(group, axis, timeout=parent.timeout)
+    return peers(parent, mine[0], axis)
 
 
 def peers(parent: Communicator, ranks: Sequence[int], axis: str) -> Communicator:
@@ -328,7 +317,7 @@ def peers(parent: Communicator, ranks: Sequence[int], axis: str) -> Communicator
     Only they call it, so the rest of the world may do something else. No group is made for ranks
     that have one already, under that axis or as ``parent``.
     """
-    wanted, mine = tuple(ranks), dist.get_rank()
+    wanted, mine = tuple(sorted(ranks)), dist.get_rank()
     if mine not in wanted or not set(wanted) <= set(parent.ranks):
         raise LayoutError(
             f"axis {axis}: expected some of the ranks {list(parent.ranks)} and rank {mine} among "
@@ -339,13 +328,8 @@ def peers(parent: Communicator, ranks: Sequence[int], axis: str) -> Communicator
     for known in list(PROCESS.communicators.values()):
         if known.is_open and known.ranks == wanted and known.axis == axis:
             return known
-    group = dist.new_group(
-        list(wanted),
-        timeout=_transport_timeout(parent.timeout),
-        use_local_synchronization=True,
-    )
-    if not isinstance(group, dist.ProcessGroup):
-        raise LayoutError(f"axis {axis}: c10d made no group of the ranks {list(wanted)}")
+    name = f"{axis}/{PROCESS.name_group(wanted)}"
+    group = make_group(name, wanted, _transport_timeout(parent.timeout))
     return communicator(group, axis, timeout=parent.timeout)
 
 

@@ -64,7 +64,7 @@ _AT_IMPORT = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Transfer:
     """One point-to-point message of a batch. ``peer`` is a rank of the communicator."""
 

@@ -7,10 +7,12 @@ by their c10d group, so that a destroyed group takes its communicator with it.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -76,6 +78,8 @@ class ProcessState:
     """Compares every call with those of the other ranks, where that was asked for."""
     outstanding: dict[str, Outstanding] = field(default_factory=dict)
     """What has something to look at that a device had not come to, in the order of its asking."""
+    groups_made: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    """How often this process has made a group of these ranks of the world, in its run."""
     held: dict[str, Any] = field(default_factory=dict)
     """What this process keeps from others until it leaves its run or ends, by name; each has a
     method ``release``."""
@@ -100,8 +104,15 @@ class ProcessState:
         """Compare every call by ``checks`` from now on; None: no call."""
         self.checks = checks
 
+    def name_group(self, ranks: tuple[int, ...]) -> str:
+        """Name a group that ``ranks`` are about to make: alike on all of them, and never again."""
+        self.groups_made[ranks] += 1
+        digest = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
+        return f"{digest}/{self.groups_made[ranks]}"
+
     def release(self) -> None:
-        """Give back what is held, and compare calls no more."""
+        """Give back what is held, forget the groups of the run, and compare no more calls."""
+        self.groups_made.clear()
         if self.checks is not None:
             self.checks.release()
         with self.holding:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 
@@ -53,25 +54,17 @@ class Lanes:
             self._open(apart(parent, ranks, name), ranks)
             self._greeting.clear()
 
-    def send(self, tensors: Sequence[torch.Tensor], peer: int, label: str) -> list[Pending]:
+    def send(self, tensors: Iterable[torch.Tensor], peer: int, label: str) -> list[Pending]:
         """Send to rank ``peer``, as one operation where the transport can."""
         lane, number = self._sends[peer]
-        return lane.batch(
-            [
-                Transfer(direction="send", tensor=tensor, peer=number, tag=self._tag, label=label)
-                for tensor in tensors
-            ]
-        )
+        transfer = partial(Transfer, "send", peer=number, tag=self._tag, label=label)
+        return lane.batch(list(map(transfer, tensors)))
 
-    def recv(self, tensors: Sequence[torch.Tensor], peer: int, label: str) -> list[Pending]:
+    def recv(self, tensors: Iterable[torch.Tensor], peer: int, label: str) -> list[Pending]:
         """Receive from rank ``peer`` into ``tensors`` what it sends with one `send`."""
         lane, number = self._receives[peer]
-        return lane.batch(
-            [
-                Transfer(direction="recv", tensor=tensor, peer=number, tag=self._tag, label=label)
-                for tensor in tensors
-            ]
-        )
+        transfer = partial(Transfer, "recv", peer=number, tag=self._tag, label=label)
+        return lane.batch(list(map(transfer, tensors)))
 
     def _meet(self, watch: Callable[[], None]) -> None:
         """Wait until the other rank of the first lane has come to it."""

@@ -129,6 +129,8 @@ class Signature:
     """Which leaves are tensors that require a gradient."""
     strided: tuple[int, ...] = field(init=False, compare=False, repr=False)
     """Which of ``tensors`` are laid out again when they have come."""
+    has_constants: bool = field(init=False, compare=False, repr=False)
+    """True when some leaves are no tensors."""
 
     def __post_init__(self) -> None:
         tensors = tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorMeta))
@@ -141,11 +143,7 @@ class Signature:
         object.__setattr__(self, "wanted", tuple(numbers))
         strided = (n for n, meta in enumerate(tensors) if not meta.is_plain)
         object.__setattr__(self, "strided", tuple(strided))
-
-    @property
-    def has_constants(self) -> bool:
-        """True when some leaves are no tensors."""
-        return len(self.tensors) < len(self.leaves)
+        object.__setattr__(self, "has_constants", len(tensors) < len(self.leaves))
 
     def to_json(self) -> list[Any]:
         """Write this as JSON carries it.

@@ -149,7 +149,7 @@ class Transfers:
             letter["constants"] = written(values.constants())
         if letter:
             self._write(letter, rank, f"{' and '.join(letter)} of stage {stage}")
-        self._send([tensor.detach() for tensor in values.tensors()], leg)
+        self._send(list(map(torch.Tensor.detach, values.tensors())), leg)
 
     def send_gradients(self, leg: Leg, gradients: Sequence[torch.Tensor | None]) -> None:
         """Send the gradients of what one stage has read from another, leaf by leaf.
@@ -366,10 +366,12 @@ class Transfers:
                 mask = tuple(self._letters.read(letter, self._watch)["gradients"])
                 self._letters.accept(letter)
             masks[stage] = mask
-        metas = [
-            signature.leaves[n] for n, flag in zip(signature.wanted, mask, strict=True) if flag
-        ]
-        return self._open(leg, [m for m in metas if isinstance(m, TensorMeta)], signature, mask)
+        metas: list[TensorMeta] = []
+        for number, flag in zip(signature.wanted, mask, strict=True):
+            meta = signature.leaves[number]
+            if flag and isinstance(meta, TensorMeta):
+                metas.append(meta)
+        return self._open(leg, metas, signature, mask)
 
     def _awaited(self, leg: Leg, label: str, *, wait: bool) -> Letter | None:
         """Find the letter that goes ahead of a message; None when it has not come."""
@@ -386,8 +388,13 @@ class Transfers:
     ) -> _Receive:
         """Post the receive of one message."""
         self.has_begun = True
-        buffers = [meta.empty(self._carrier.device) for meta in metas]
-        filled = [buffer for buffer in buffers if buffer.numel()]
+        buffers: list[torch.Tensor] = []
+        filled: list[torch.Tensor] = []
+        for meta in metas:
+            buffer = meta.empty(self._carrier.device)
+            buffers.append(buffer)
+            if buffer.numel():
+                filled.append(buffer)
         pendings = self._carrier.lanes.recv(filled, leg.peer, leg.label) if filled else ()
         return _Receive(pendings, buffers, signature, mask, letter)
 
