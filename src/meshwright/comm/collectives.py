@@ -414,8 +414,7 @@ class Communicator:
             work = lookup.transfer(sent, peer, group)
             if batched is not None:
                 return batched, None
-            is_checked = PROCESS.checks is not None and self.is_on_host
-            if self.backend == "gloo" or is_checked:
+            if self.backend == "gloo" or (PROCESS.checks is not None and self.is_on_host):
                 return [TransferWaiter(work, PROCESS.idle_waiters)], None
             return [work], None
 

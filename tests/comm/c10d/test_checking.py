@@ -245,7 +245,6 @@ TABLE: dict[str, tuple[Calls, Calls]] = {
 """Collectives. Nothing of them is sent, so that one group does for all."""
 
 MESSAGES: dict[str, tuple[Calls, Calls]] = {
-    "label of a message, ours": (message(2, label="act"), message(2, label="grad")),
     "shape of a message, ours": (message(2), message(3)),
     "dtype of a message, ours": (message(2), message(2, dtype=torch.int32)),
     "shape of a message, torch's": (torch_message(2, 3), torch_message(3, 2)),

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 CONTROL_TAGS = 1 << 30
-"""The first tag of control data, which on CPUs shares its group with payloads. Its labels say what
-each side is about, and are not compared."""
+"""The first tag of control data, which on CPUs shares its group with payloads."""
 
 REDUCTION_NAMES = MappingProxyType(
     {

@@ -41,7 +41,7 @@ from meshwright.comm.failures.whereabouts import line_of, object_of
 from meshwright.comm.groups.python_group import PythonGroup
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.comm.pending import TransferWaiter
-from meshwright.errors import CollectiveMismatchError, CommunicationError
+from meshwright.errors import CollectiveMismatchError
 from meshwright.torch_internals.distributed import (
     FORMER_METHODS,
     Work,
@@ -308,7 +308,8 @@ class _Meeting:
             board.delete_key(self.key)  # nobody else reads it
             rows = [json.loads(self._said), json.loads(text)]
             kinds = [row[0].partition(" ") for row in rows]
-            plain = [[rest, *row[1:]] for (_, _, rest), row in zip(kinds, rows, strict=True)]
+            # Labels of messages say what each side is about.
+            plain = [[k[2], "", "", *row[3:]] for k, row in zip(kinds, rows, strict=True)]
             if differ(plain) or plain[0][5] != plain[1][5]:
                 self.error = self.group.error(self.ranks, rows, "a message")
         if self.error is not None:
@@ -363,8 +364,6 @@ class CheckedMessage(Work):
         with Watch(monitor, _AwaitedMessage(self._meeting), monitor.limit) as watch:
             try:
                 self._wait(float("inf"), watch.look)
-            except CommunicationError:
-                raise
             except RuntimeError as error:
                 watch.explain(error)
         return True
@@ -487,7 +486,6 @@ class CallChecks:
     ) -> Any:  # noqa: ANN401
         tensors, *numbers = given
         peer, tag = (-1, numbers[0]) if method == "recv_anysource" else (*numbers, 0)[:2]
-        label = "" if tag >= CONTROL_TAGS else label
         call = call_of(method[:4], _tensors(tensors), label=label)
         meeting = group.message(method[:4], peer, Words(call=call, tag=tag, line=line))
         work = go()

@@ -19,7 +19,6 @@ from collections import deque
 
 import torch
 
-from meshwright.comm.c10d.calls import CONTROL_TAGS, digest
 from meshwright.comm.shared_memory.channels import (
     EAGER_BYTES,
     Channel,
@@ -312,10 +311,7 @@ class Transfers:
 
     def _deliver(self, message: Message, receive: Transfer, address: int | None) -> None:
         numbers, dtype = self._meeting.peers.ranks, receive.buffer.dtype
-        is_labelled = message.label and receive.label and receive.tag < CONTROL_TAGS
-        is_other = is_labelled and message.label != digest(receive.label)
-        is_other = is_other or message.dtype != dtype_digest(dtype)
-        if is_other or message.nbytes != receive.nbytes:
+        if message.nbytes != receive.nbytes or message.dtype != dtype_digest(dtype):
             self._end(
                 receive,
                 error := CollectiveMismatchError(
