@@ -343,8 +343,8 @@ class _MarkedPoint:
         self._device = device
         self._event: Event | None = None
 
-    def record(self, stream: WorkLine) -> None:
-        """Mark what ``stream`` was given by now."""
+    def record(self, stream: WorkLine | None = None) -> None:
+        """Mark what ``stream``, the current one when None, was given by now."""
         self._event = self._device.record("an event", stream)
 
     def wait(self) -> None:
