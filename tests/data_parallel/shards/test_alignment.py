@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from meshwright.comm import Pending
 from meshwright.data_parallel.shards import buffer as module
-from meshwright.data_parallel.shards.buffer import BufferTypes, DataAxes, FlatBuffer, Moves
+from meshwright.data_parallel.shards.buffer import BufferTypes, DataAxes, FlatBuffer
 from meshwright.layout import FlatLayout
 from meshwright.testing import FakeCommunicator, run_fake
 
@@ -37,8 +37,9 @@ def body(
     wholes = [torch.arange(n).remainder(7).to(dtypes[0]) for n in counts]
     held.fill([whole.view(shape) for whole, shape in zip(wholes, shapes, strict=True)])
     started: list[Pending] = []
-    for ranks, outputs, tensors in Moves.joined([held.gather("", started)]):
-        ranks.all_gather_coalesced(outputs, tensors).wait()
+    moves = held.gather("", started)
+    if moves is not None:
+        moves.ranks.all_gather_coalesced(moves.outputs, moves.tensors).wait()
     held.finish_gather()
     wrong = []
     for index, view in enumerate(held.views):

@@ -276,6 +276,7 @@ class FlatBuffer:
             self.full.copy_(self.shard)
             return None
         if custom is not None:
+            self._whole.restore()
             line = self._gather_by(custom, shard, self.shard, label, started)
             count = len(self.layout.names)
             self._after = (

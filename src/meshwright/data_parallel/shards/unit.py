@@ -302,11 +302,6 @@ class Unit:
             return
         if self._phase is not Phase.GATHERING:
             self.unshard()
-        self._finish_gather()
-        self.shows_all = self.exposure.show_full(self)
-        self.trainable_groups = tuple(filter(_IS_TRAINABLE, self.groups))
-
-    def _finish_gather(self) -> None:
         for pending in self._gathers:
             pending.wait()
         self._gathers.clear()
@@ -316,6 +311,8 @@ class Unit:
         for group in self.groups:
             group.finish_gather(before_freeing)
         self._become(Phase.FULL)
+        self.shows_all = self.exposure.show_full(self)
+        self.trainable_groups = tuple(filter(_IS_TRAINABLE, self.groups))
 
     def reshard_for_backward(self) -> bool:
         """Do as `reshard`, but what the backward gathers stays among fewer ranks if set so.
@@ -453,7 +450,8 @@ class Unit:
         """Wait for the sums; the means are kept until `deliver`."""
         if not self.is_reducing:
             return
-        self.reduce_further()
+        if not self._has_second_sum:
+            self.reduce_further()
         if self._last is None:
             for pending in self._sums:
                 pending.wait()
@@ -496,7 +494,7 @@ class Unit:
     def drop(self) -> None:
         """Give up an iteration that ended in an exception: nothing travels, all is sharded."""
         if self._phase is Phase.GATHERING:
-            self._finish_gather()
+            self.wait_unshard()
         _wait_for(self._sums)
         if self._streams is not None:
             self._streams.stop()
