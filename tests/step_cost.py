@@ -28,7 +28,8 @@ from meshwright.testing import ranks
 __all__ = ["STEPS", "measure"]
 
 ROOT = str(Path(meshwright.__file__).parent)
-WAITING = str(Path(ROOT, "comm", "shared_memory"))
+INSIDE = str(Path(ROOT, "comm", "shared_memory")), str(Path(ROOT, "comm", "c10d", "calls.py"))
+"""Shared memory, and the form in which it is told of calls."""
 WARM = 6
 COUNTED = 5
 
@@ -37,7 +38,7 @@ class Calls(NamedTuple):
     """Frames of ours that a step enters."""
 
     outside: int
-    """Of these, the frames outside of `meshwright.comm.shared_memory`."""
+    """Of these, the frames outside of shared memory."""
     total: int
 
 
@@ -60,7 +61,7 @@ def calls_of(step: Callable[[], object]) -> Calls:
             step()
         finally:
             sys.setprofile(None)
-        outside = sum(not file.startswith(WAITING) for file in files)
+        outside = sum(not file.startswith(INSIDE) for file in files)
         found.append(Calls(outside, len(files)))
     dist.barrier()
     return Calls(min(calls.outside for calls in found), min(calls.total for calls in found))
