@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.comm.c10d.calls import CONTROL_TAGS, Call, NextLabel, call_of, reduction_of
+from meshwright.comm.c10d.calls import CONTROL_TAGS, Call, call_of
 from meshwright.comm.collectives import Communicator
 from meshwright.comm.failures.attendance import Answers
 from meshwright.comm.failures.events import Event, EventCheck
@@ -41,6 +41,7 @@ from meshwright.comm.failures.whereabouts import line_of, object_of
 from meshwright.comm.groups.python_group import PythonGroup
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.comm.pending import TransferWaiter
+from meshwright.comm.shared_memory.reductions import reduction_of
 from meshwright.errors import CollectiveMismatchError
 from meshwright.torch_internals.distributed import (
     FORMER_METHODS,
@@ -193,9 +194,10 @@ def _tensors(given: Any) -> list[torch.Tensor]:  # noqa: ANN401 - arguments of a
 # --------------------------------------------------------------------------- the comparison
 
 
-class _Thread(NextLabel):
+class _Thread(threading.local):
     """The notes of one thread."""
 
+    label = ""
     is_inside = False
     """True while a call is compared or made: what that calls itself is no call of the user's."""
     is_control = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from meshwright.comm.c10d.calls import NextLabel, Options, reduction_of
 from meshwright.comm.groups.python_group import CpuTransport, GroupOptions, PythonGroup
 from meshwright.comm.shared_memory.arena import SharedTensors
 from meshwright.comm.shared_memory.buffers import (
@@ -24,7 +24,7 @@ from meshwright.comm.shared_memory.buffers import (
 from meshwright.comm.shared_memory.collectives import Exchange
 from meshwright.comm.shared_memory.fingerprints import RecordedCall
 from meshwright.comm.shared_memory.queue import JoinedWork, OperationQueue, SharedWork
-from meshwright.comm.shared_memory.reductions import check_reduction
+from meshwright.comm.shared_memory.reductions import Options, check_reduction, reduction_of
 from meshwright.comm.shared_memory.transfers import ANY_SOURCE, Transfers
 from meshwright.comm.shared_memory.waits import Meeting, Steps
 from meshwright.errors import CommunicationError
@@ -38,10 +38,27 @@ Tensors = Sequence[torch.Tensor]
 Sizes = Sequence[int]
 
 
-class _Issuing(NextLabel):
+class _Issuing(threading.local):
     """The notes of one thread on what it issues on a group."""
 
+    label = ""
     coalesced: list[SharedWork] | None = None
+
+    def label_next(self, label: str) -> None:
+        """Give the next operation ``label``."""
+        self.label = label
+
+    def label_nothing(self, label: str) -> None:
+        """Leave the next operation without a label, whatever ``label`` is."""
+        del label
+        self.label = ""
+
+    def take_label(self) -> str:
+        """Take the label for the operation that is issued now."""
+        label = self.label
+        if label:
+            self.label = ""
+        return label
 
     def begin_coalescing(self) -> None:
         """Keep the works that are noted from now on."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 
 Combine = Callable[..., torch.Tensor]
 
@@ -23,6 +25,14 @@ REDUCTIONS = MappingProxyType(
 )
 """The operation on two tensors for each reduction."""
 
+NAMES = MappingProxyType(
+    {hash(dist.ReduceOp(getattr(dist.ReduceOp, name.upper()))): name for name in REDUCTIONS}
+)
+"""By the hash of c10d's reduction, which tells its kind."""
+
+Options: TypeAlias = Any
+"""c10d's options of an operation: a class for each, with the attributes that it has."""
+
 NARROW = frozenset(
     {torch.float16, torch.bfloat16}
     | {
@@ -32,6 +42,17 @@ NARROW = frozenset(
     }
 )
 """Types whose sums and products are taken in float32 and rounded once."""
+
+
+def reduction_of(options: Options) -> str:
+    """Find the name of the reduction in c10d's options, or in the reduction itself."""
+    if options is None:
+        return "sum"
+    reduction = getattr(options, "reduceOp", options)
+    try:
+        return NAMES[hash(reduction)]
+    except KeyError:
+        return str(reduction)
 
 
 def check_reduction(reduction: str, dtype: torch.dtype) -> None:
