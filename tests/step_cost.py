@@ -28,8 +28,7 @@ from meshwright.testing import ranks
 __all__ = ["STEPS", "measure"]
 
 ROOT = str(Path(meshwright.__file__).parent)
-INSIDE = str(Path(ROOT, "comm", "shared_memory")), str(Path(ROOT, "comm", "c10d", "calls.py"))
-"""Shared memory, and the form in which it is told of calls."""
+INSIDE = str(Path(ROOT, "comm", "shared_memory"))
 WARM = 6
 COUNTED = 5
 
