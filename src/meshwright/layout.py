@@ -396,8 +396,11 @@ class ChunkedLayout(LineLayout):
 
     @property
     def padding(self) -> float:
-        """Elements of padding for each element of a tensor."""
-        return self.padded_size / self.numel - 1.0 if self.numel else 0.0
+        """Elements for each element of a tensor by which chunks are filled up to the largest.
+
+        The gaps in front of slots, of 15 elements at most, do not count.
+        """
+        return self.parts * sum(self.sizes) / self.numel - 1.0 if self.numel else 0.0
 
     @property
     def cuts_dims(self) -> bool:

@@ -133,6 +133,9 @@ class LateGroup(PythonGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         self.limit = timeout
 
+    def label_next(self, label: str) -> None:
+        pass  # it shows none
+
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: object = None) -> LateWork:
         if self._is_aborted:
             raise dist.DistBackendError("the communicator was aborted")

@@ -197,8 +197,8 @@ def shown(tensor: torch.Tensor) -> None:
 def freed_too_soon(patch: Patch) -> None:
     finish = FlatBuffer.finish_gather
 
-    def finished(self: FlatBuffer) -> None:
-        finish(self)
+    def finished(self: FlatBuffer, before_freeing: Callable[[], None] | None = None) -> None:
+        finish(self, before_freeing)
         self.release()
 
     patch.setattr(FlatBuffer, "finish_gather", finished)
