@@ -140,10 +140,10 @@ def leave_together(monitor: FailureMonitor) -> bool:
                 _log.info("rank %d leaves the run before ranks %s", rank, missing)
                 return False
             watch.look()
-    monitor.read()
-    if monitor.ending is not None:  # who has raised comes to the end, too, but says so before
-        return False
     with contextlib.suppress(RankFailedError):  # who hosts the store may have gone before
+        monitor.read()
+        if monitor.ending is not None:  # who has raised comes to the end, too, but says so before
+            return False
         ranks.gone.come()
         if is_host or rank == 0:
             _wait_for(monitor, ranks.gone, LEAVE_TIMEOUT)
