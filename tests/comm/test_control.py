@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from meshwright.comm import Transfer, communicator
+from meshwright.comm.c10d import lookup
 from meshwright.comm.failures.sameness import differing
 from meshwright.comm.failures.whereabouts import own_state
 from meshwright.testing import Ranks, on_devices, run_fake
@@ -58,6 +60,20 @@ def body_on_devices() -> None:
 
 def test_control_data_stays_on_the_host(ranks: Ranks) -> None:
     on_devices(ranks)(2, body_on_devices)
+
+
+def body_where_ranks_have_made_other_groups() -> None:
+    world = communicator()
+    if world.rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    group = lookup.host_group(world.ranks)
+    found = torch.ones(1).cpu()
+    dist.all_reduce(found, group=group)
+    assert found.item() == 2 and dist.get_backend(group) == "gloo"
+
+
+def test_a_channel_of_its_own_is_made_whatever_groups_a_rank_has(ranks: Ranks) -> None:
+    ranks(2, body_where_ranks_have_made_other_groups)
 
 
 def among_threads(world: FakeCommunicator) -> list[int]:

@@ -133,8 +133,7 @@ class Communicator:
         if not isinstance(group, dist.ProcessGroup):
             return  # of ranks that are no processes
         if self.device.type not in {device.type for device in device_types_of(group)}:
-            ranks = list(self.ranks)
-            made: Any = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            made: Any = lookup.host_group(self.ranks)
             self._group, group = weakref.ref(made), made
         self.backend = lookup.backend_for(group, self.device)
 

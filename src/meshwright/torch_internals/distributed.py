@@ -100,21 +100,22 @@ def living_groups() -> Container[Any]:
     return required(f"{_C10D}._world", "sees groups that were destroyed").pg_map
 
 
-def make_group(name: str, ranks: Sequence[int], timeout: timedelta) -> Any:  # noqa: ANN401
+def make_group(name: str, ranks: Sequence[int], timeout: timedelta, backend: str = "") -> Any:  # noqa: ANN401
     """Make a process group of ``ranks`` (of the world, ascending), which alone call it.
 
-    They call it by the same ``name``. Torch would name such a group by the number of groups that
-    the process has, and that differs between ranks; and it would split a default group that is
-    bound to a device, which all ranks of that have to enter.
+    They call it by the same ``name``; its ``backend`` is the default group's where none is named.
+    Torch would name such a group by the number of groups that the process has, and that differs
+    between ranks; and it would split a default group that is bound to a device, which all ranks of
+    that have to enter.
     """
     known, default = required(f"{_C10D}._world", "notes the ranks of a group"), default_group()
-    backend, store = known.pg_map[default]
+    usual, store = known.pg_map[default]
     with _unbound(default):
         group, _ = _make_group(
             len(ranks),
             ranks.index(default.rank()),
             list(ranks),
-            backend,
+            torch.distributed.Backend(backend) if backend else usual,
             store,
             name,
             timeout=timeout,

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from meshwright.comm import Pending
@@ -66,6 +66,7 @@ def _alone_early(monkeypatch: pytest.MonkeyPatch) -> None:
     st.sampled_from(DTYPES[:3]),
     st.integers(1, 4),
 )
+@example([(0, 1, 0), (9, 5, 0)], torch.float32, torch.float64, 2)
 @settings(max_examples=60, deadline=None)
 def test_parameters_begin_at_multiples_of_16_bytes(
     cases: list[tuple[int, int, int]], master: torch.dtype, compute: torch.dtype, size: int

@@ -15,8 +15,9 @@ larger part, and the door has made its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -25,9 +26,14 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from meshwright.comm.groups.python_group import PythonGroup
+from meshwright.comm.groups.registry import PROCESS
 from meshwright.comm.shared_memory import BACKEND
 from meshwright.comm.streams import is_host
-from meshwright.torch_internals.distributed import all_gather_single_of, reduce_scatter_single_of
+from meshwright.torch_internals.distributed import (
+    all_gather_single_of,
+    make_group,
+    reduce_scatter_single_of,
+)
 
 SPELLINGS = MappingProxyType(
     {
@@ -173,3 +179,9 @@ def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
     )
     name = names.get(device.type, dist.get_backend(group))
     return "gloo" if name == BACKEND else name  # its ranks are not of one host
+
+
+def host_group(ranks: Sequence[int]) -> Any:  # noqa: ANN401 - c10d's
+    """Make a group of ``ranks`` of the world, which alone call it, for tensors of the host."""
+    name = f"host/{PROCESS.name_group(tuple(ranks))}"
+    return make_group(name, ranks, timedelta(days=1), backend="gloo")  # waits have bounds of ours

@@ -183,6 +183,8 @@ class FlatBuffer:
         )
         self._moves = self._plan_moves()
         self._outputs = [line for line, _, _ in self._moves]
+        self._comes_staged = len(self._moves) == 1 and self.packed > 0
+        """Whether nothing that is gathered comes to where it belongs at once."""
         self._after: _Copies | None = None
         """What is copied when the gather under way has ended."""
         self._kept: tuple[Communicator, torch.Tensor] | None = None
@@ -286,7 +288,7 @@ class FlatBuffer:
         if self._copies is not None:
             self._staging.restore()
             self._after = self._copies
-        if self._copies is None or len(self._moves) > 1:
+        if self._copies is None or not self._comes_staged:
             self._whole.restore()  # else when all that comes is there: not both for long
         given: list[torch.Tensor] = []
         for line, place, mine in self._moves:
