@@ -18,6 +18,7 @@ from meshwright.comm.c10d import lookup
 from meshwright.comm.failures import waiting
 from meshwright.errors import CollectiveMismatchError, CommunicationError
 from meshwright.testing import Ranks
+from meshwright.torch_internals.distributed import default_store
 
 BACKENDS = ("shm", "gloo", "simulated")
 Calls = Callable[[Communicator], object]
@@ -399,7 +400,7 @@ def test_messages_that_nobody_received_are_named_at_the_end(ranks: Ranks) -> Non
 
 
 def well_matched() -> int:
-    """Everything of the table that fits, and messages in another order of their tags."""
+    """Everything of the table that fits, messages in another order of their tags, or from any."""
     world = connect(check=True)
     for calls in TABLE.values():
         if calls[0] is not LISTS or world.backend == "meshwright":
@@ -410,6 +411,17 @@ def well_matched() -> int:
         world.recv(ones(world, 2), peer, tag=tag).wait()
     for each in sends:
         each.wait()
+    for shape, source in ((2, None), (3, 0), (4, None)):
+        if world.rank:
+            assert dist.recv(ones(world, shape), source) == 0
+        else:
+            dist.send(ones(world, shape), 1)
+    world.barrier()
+    before = default_store().num_keys()
+    for _ in range(20):
+        world.barrier()
+    kept = default_store().num_keys() - before
+    assert kept <= 6, f"20 calls leave {kept} keys in the store"
     return world.size
 
 

@@ -217,7 +217,7 @@ def test_a_call_of_c10d_that_cannot_end_ends_its_process_by_name(ranks: Ranks) -
 
 
 @pytest.mark.backends("shm", "gloo")
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_that_dies_while_the_groups_are_made_is_named(ranks: Ranks, victim: int) -> None:
     def body() -> None:
         shorten()
@@ -455,3 +455,25 @@ def test_an_error_handled_by_leaving_is_told_to_the_others(ranks: Ranks, tmp_pat
         ranks(2, body, grace=8.0)
     text = str(caught.value.outcomes[0].exception)
     assert "rank 1 failed first: ValueError: no such token" in text
+
+
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_an_error_behind_the_last_operation_is_told_to_ranks_that_are_done(
+    ranks: Ranks, victim: int
+) -> None:
+    """It comes to the end of the run as the others do, who would take that for a good one."""
+
+    def body() -> None:
+        world = comm.communicator()
+        world.all_reduce(torch.ones(1)).wait()
+        try:
+            if world.rank == victim:
+                time.sleep(0.5)
+                raise ValueError("no room to save")
+        finally:
+            comm.disconnect()
+
+    with pytest.raises(RanksFailed) as caught:
+        ranks(2, body, grace=8.0)
+    text = str(caught.value.outcomes[1 - victim].exception)
+    assert f"rank {victim} failed first, after all_reduce #0: ValueError: no room to save" in text

@@ -238,12 +238,13 @@ class _Group:
         if differ(rows):
             raise self.error(self.axis.ranks, rows, f"number {number}")
 
-    def message(self, side: str, peer: int, words: Words) -> _Meeting | None:
+    def expect_from_any(self, count: int) -> None:
+        """Note that so many more messages are received from whoever sends."""
+        self._messages["recv"][_ANY] += count
+
+    def message(self, side: str, peer: int, words: Words) -> _Meeting:
         """Leave the words of a message that is next, and look at those of the other side."""
         axis, messages = self.axis, self._messages[side]
-        if peer < 0:
-            messages[_ANY] += 1
-            return None
         source, target = (axis.rank, peer) if side == "send" else (peer, axis.rank)
         # Transports of a device know no tags.
         is_by_tag = axis.is_on_host or words.tag >= CONTROL_TAGS
@@ -277,7 +278,7 @@ class _Group:
             ):
                 for lane in {lane for lane in (*sent, *received) if lane.startswith(pair)}:
                     counts = sent.get(lane, 0), received.get(lane, 0)
-                    if counts[0] != counts[1] and _ANY not in received:
+                    if counts[0] != counts[1] and not received.get(_ANY):
                         raise CollectiveMismatchError(
                             f"axis {axis.axis}: of the messages {lane} (ranks of the axis, tag) "
                             f"between ranks {axis.ranks[axis.rank]} and {number} {counts[0]} were "
@@ -286,7 +287,7 @@ class _Group:
 
 
 _ANY = "from any rank"
-"""Counts receives from whoever sends: they are not compared."""
+"""Counts receives from whoever sends of which nobody has waited for the end."""
 
 
 class _Meeting:
@@ -400,6 +401,37 @@ class CheckedMessage(Work):
         return True
 
 
+class MessageFromAny(Work):
+    """The handle of a message from whoever sends, which is looked at when it has come."""
+
+    def __init__(self, work: Any, group: _Group, words: Words) -> None:  # noqa: ANN401 - as above
+        super().__init__()
+        self._work = work
+        self._group = group
+        self._words: Words | None = words
+        self.is_completed = work.is_completed
+        self.get_future = work.get_future
+        group.expect_from_any(1)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait until it has ended; raises where what has come is another call."""
+        self._work.wait(timeout)
+        words, self._words = self._words, None
+        if words is not None:
+            self._group.expect_from_any(-1)
+            self._group.message("recv", self._source_rank(), words)
+        return True
+
+    def _source_rank(self) -> int:
+        """Find the rank of the group that has sent it; torch's ``recv`` asks for it."""
+        source: int = self._work._source_rank()
+        return source
+
+    def synchronize(self) -> None:
+        """Wait until it has ended."""
+        self.wait()
+
+
 class CallChecks:
     """The comparison of all calls of this process, from `install` to `release`."""
 
@@ -489,9 +521,12 @@ class CallChecks:
         tensors, *numbers = given
         peer, tag = (-1, numbers[0]) if method == "recv_anysource" else (*numbers, 0)[:2]
         call = call_of(method[:4], _tensors(tensors), label=label)
-        meeting = group.message(method[:4], peer, Words(call=call, tag=tag, line=line))
+        words = Words(call=call, tag=tag, line=line)
+        if peer < 0:
+            return MessageFromAny(go(), group, words)
+        meeting = group.message(method[:4], peer, words)
         work = go()
-        return work if work is None or meeting is None else CheckedMessage(work, meeting)
+        return work if work is None else CheckedMessage(work, meeting)
 
     def _group(self, group: Any) -> _Group | None:  # noqa: ANN401 - c10d's
         """Find what is known of ``group``; None for one that is not compared."""

@@ -306,5 +306,6 @@ class Gathering:
         return (self._board.get(f"{self.key}/said") or "").splitlines()
 
     def forget(self) -> None:
-        """Remove what was said, when nobody reads it any more."""
-        self._board.delete_key(f"{self.key}/said")
+        """Remove all of it, when every rank has come, waited and read."""
+        for key in (f"{self.key}/said", f"{self.key}/all", self.key):
+            self._board.delete_key(key)

@@ -130,7 +130,7 @@ class EventCheck:
             _wait(monitor, self._coming(event), words, compare)
         rows = dict(json.loads(line) for line in words.lines())
         if self._said is not None and self._communicator.rank == 0:
-            self._said.forget()  # who is here has read what was said before
+            self._said.forget()  # who is here has read all that was said before
         self._said = words
         return [rows[rank] for rank in range(len(ranks))]
 

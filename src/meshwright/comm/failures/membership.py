@@ -141,6 +141,9 @@ def leave_together(monitor: FailureMonitor) -> bool:
                 return False
             watch.look()
     with contextlib.suppress(RankFailedError):  # who hosts the store may have gone before
+        monitor.read()
+        if monitor.ending is not None:  # who has raised comes to the end, too, but says so before
+            return False
         ranks.gone.come()
         if is_host or rank == 0:
             _wait_for(monitor, ranks.gone, LEAVE_TIMEOUT)
