@@ -206,7 +206,7 @@ def global_norm(spread: Sequence[SpreadGradients], norm_type: float = 2.0) -> to
     counted = [
         part.to(over.device, torch.float64)
         for part, group in zip(parts, spread, strict=True)
-        if group.gradients and _counts_here(group, over)
+        if _counts_here(group, over) and group.gradients  # all ranks ask, even those without any
     ]
     none = torch.zeros((), dtype=torch.float64, device=over.device)
     norm = torch.linalg.vector_norm(torch.stack([none, *counted]), norm_type)

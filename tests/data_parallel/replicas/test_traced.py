@@ -137,7 +137,7 @@ def body_other_gradient() -> None:
     graph, rank = Graph(), communicator().rank
     for _ in range(3):
         graph.step(ALL)
-    with pytest.raises(CollectiveMismatchError, match="gradient of 'weight' is not the same"):
+    with pytest.raises(CollectiveMismatchError, match="the gradient of 'weight' is "):
         graph.steps(ALL, ALL, gradient=1.0 + rank)
     assert graph.reduced == 4
 

@@ -444,7 +444,7 @@ class Marking:
         named = zip(self._reducer.named, pairs, strict=True)
         require_equal(
             self._communicator,
-            {f"the gradient of {name!r}": list(pair) for (name, _), pair in named},
+            {f"the gradient of {name!r}": f"{pair}" for (name, _), pair in named},
             "what the backward pass of a compiled graph leaves",
             label="verify a compiled graph",
             remedy="Is the parameter used outside of the replicated module's forward, or was its "

@@ -77,9 +77,10 @@ class ShardedState:
     def padding(self) -> float:
         """Elements of padding for each element of this module's unit; 0.0 without a unit."""
         groups = () if self.unit is None else self.unit.groups
-        layouts = [group.buffer.layout for group in groups]
+        layouts = [group.buffer.layout.chunked_layout() for group in groups]
         elements = sum(layout.numel for layout in layouts)
-        return sum(layout.padded_size for layout in layouts) / elements - 1.0 if elements else 0.0
+        padding = sum(layout.padding * layout.numel for layout in layouts)
+        return padding / elements if elements else 0.0
 
     @property
     def without_effect(self) -> Mapping[str, object]:
