@@ -76,6 +76,8 @@ def leave() -> bool:
         with contextlib.suppress(RankFailedError):
             monitor.leave()
             monitor.ranks.gone.come()  # nobody who leaves in order need wait for this rank
+            if monitor.rank == 0:
+                _erased(monitor).come()  # nor for what it does not do
             _linger(monitor)
     ending = None if had_raised or is_clean else monitor.ending
     resign()
@@ -147,13 +149,17 @@ def leave_together(monitor: FailureMonitor) -> bool:
         ranks.gone.come()
         if is_host or rank == 0:
             _wait_for(monitor, ranks.gone, LEAVE_TIMEOUT)
-        erased = Gathering(monitor.board, f"erased/{ranks.roll.meeting}", 1)
         if rank == 0:
             monitor.board.end_looking()
             monitor.erase()
-            erased.come()
-        _wait_for(monitor, erased, LEAVE_TIMEOUT)
+            _erased(monitor).come()
+        _wait_for(monitor, _erased(monitor), 1.0)
     return True
+
+
+def _erased(monitor: FailureMonitor) -> Gathering:
+    """Make the place to which rank 0 comes when it has erased what the run has left."""
+    return Gathering(monitor.board, f"erased/{monitor.ranks.roll.meeting}", 1)
 
 
 def _linger(monitor: FailureMonitor) -> None:
