@@ -209,14 +209,14 @@ class Unit:
         self._streams: UnitStreams | None = None
         """None on the host."""
         self._is_there: StreamEvent | None = None
-        """What has come has come where it was sent, and may be waited for."""
+        """The end of the gather under way, on its stream."""
         self._last: SideStream | None = None
         """The stream on which the sums under way end."""
         self._is_summed: StreamEvent | None = None
         """The first sums have been made: nothing reads whole gradients any more."""
         self._gathers: list[Pending] = []
         self._sums: list[Pending] = []
-        """What is under way."""
+        """Under way."""
         self.trainable_groups: tuple[ParameterGroup, ...] = ()
         """The groups in which a parameter requires grad, as of when they were last whole."""
         self.find_trainable()
@@ -302,9 +302,7 @@ class Unit:
             return
         if self._phase is not Phase.GATHERING:
             self.unshard()
-        for pending in self._gathers:
-            pending.wait()
-        self._gathers.clear()
+        _wait_for(self._gathers)
         if self._is_there is not None:
             self._is_there.wait()
         before_freeing = None if self._streams is None else self._streams.gathers.follow
@@ -438,9 +436,7 @@ class Unit:
                 last = self._last = streams.further if self._sums_twice else streams.sums
                 last.wait_for(streams.sums.mark())
             with HERE if last is None else last.used():
-                for pending in self._sums:
-                    pending.wait()
-                self._sums.clear()
+                _wait_for(self._sums)
                 if last is not None and all(g.axes.shard for g in self.trainable_groups):
                     self._is_summed = last.mark()
                 for group in self.trainable_groups:
@@ -453,9 +449,7 @@ class Unit:
         if not self._has_second_sum:
             self.reduce_further()
         if self._last is None:
-            for pending in self._sums:
-                pending.wait()
-            self._sums.clear()
+            _wait_for(self._sums)
             for group in self.trainable_groups:
                 group.finish_reduce(self.settings)
         else:
