@@ -116,7 +116,7 @@ def require_equal(
 
     Raises ``error`` on every rank, naming the first row that differs and the ranks on all sides.
     """
-    if axis.size == 1:
+    if axis.is_alone:
         return
     everyone = differing(axis, rows, label=label, exchange=exchange)
     if everyone:
