@@ -70,10 +70,10 @@ HANG_AFTER = 10.0
 """Seconds after which a wait is reported as a hang."""
 
 TRANSPORT_TIMEOUT = timedelta(hours=24)
-"""The time by which c10d's own limit is longer than the user's. Its would close connections or end
-the process, and names nobody; it knows nothing of ranks that compile or work, which are waited for
-past the user's limit, and cannot be put off once an operation is under way. Waits end by the rules
-of `meshwright.comm.failures.waiting`."""
+"""The time by which c10d's own limit is longer than the user's. c10d's would close connections or
+end the process, and names nobody; it knows nothing of ranks that compile or work, which are waited
+for past the user's limit, and cannot be put off once an operation is under way. Waits end by the
+rules of `meshwright.comm.failures.waiting`."""
 
 _WITHOUT_PROCESSES = frozenset({"fake", "threaded"})
 """Backends whose ranks are not processes."""

@@ -31,7 +31,7 @@ class Call:
     root: int | None = None
     """The root's number in the world."""
     more: str = ""
-    """What else has to be the same, in words."""
+    """Anything else that has to be the same, in words."""
     label: str = ""
 
     def __str__(self) -> str:

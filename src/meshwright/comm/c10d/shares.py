@@ -25,7 +25,7 @@ Call = Callable[[Any], "Launched"]
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-"""What is filled, and what this rank gives."""
+"""A tensor that is filled, and the one that this rank gives."""
 
 
 def amount_of(tensor: torch.Tensor, more: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], str]:

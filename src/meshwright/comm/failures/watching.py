@@ -92,9 +92,9 @@ class Watcher:
         self._known_since: float | None = None
         self._has_told = False
         self._renewed: float | None = None
-        """When the lease was renewed last."""
+        """The time of the last renewal of the lease."""
         self._stopped_at: float | None = None
-        """When the groups of devices were aborted."""
+        """The time at which the groups of devices were aborted."""
         self._under_way: StuckCall | Flight | None = None
         """The call or operation that the last look has found, the one that began first."""
         self._inquiry: threading.Thread | None = None

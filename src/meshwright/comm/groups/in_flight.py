@@ -42,7 +42,7 @@ class Flight:
         self.line = line
         """The user's line that led to the call; empty where there is none."""
         self.since = time.monotonic()
-        """When it was called, or those before it on its communicator had ended."""
+        """The time of the call, or at which those before it on its communicator had ended."""
         self.is_over = False
         self._works: Sequence[Asked] = ()
         self._end: Event | None = None

@@ -89,7 +89,7 @@ class ProcessState:
     outstanding: dict[str, Outstanding] = field(default_factory=dict)
     """What has something to look at that a device had not come to, in the order of its asking."""
     groups_made: Counter[tuple[int, ...]] = field(default_factory=Counter)
-    """How often this process has made a group of these ranks of the world, in its run."""
+    """The number of groups that this process has made of these ranks of the world, in its run."""
     held: dict[str, Any] = field(default_factory=dict)
     """What this process keeps from others until it leaves its run or ends, by name; each has a
     method ``release``."""

@@ -73,7 +73,7 @@ class _Issuing(threading.local):
 class SharedMemoryGroup(PythonGroup):
     """A process group whose ranks share memory.
 
-    NextLabel appear in errors, and calls on which both sides carry one must carry the same.
+    Labels appear in errors, and calls on which both sides carry one must carry the same.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ class DataAxes:
     part: int = field(init=False, repr=False, compare=False)
     """The number of the shard that this rank holds."""
     is_cut: bool = field(init=False, repr=False, compare=False)
-    """Whether shards have to be brought together, and sums to be taken apart."""
+    """True when shards have to be brought together, and sums to be taken apart."""
     size: int = field(init=False, repr=False, compare=False)
     """The number of ranks whose gradients are summed."""
     communicators: tuple[Communicator, ...] = field(init=False, repr=False, compare=False)
@@ -184,7 +184,7 @@ class FlatBuffer:
         self._moves = self._plan_moves()
         self._outputs = [line for line, _, _ in self._moves]
         self._comes_staged = len(self._moves) == 1 and self.packed > 0
-        """Whether nothing that is gathered comes to where it belongs at once."""
+        """True when all that is gathered comes to memory of its own, and is copied from there."""
         self._after: _Copies | None = None
         """What is copied when the gather under way has ended."""
         self._kept: tuple[Communicator, torch.Tensor] | None = None

@@ -108,7 +108,7 @@ class GradientLine:
         self.indices = indices
         """The tensors in it."""
         self.start, self.stop = layout.stretch(indices)
-        """Where in a shard its part begins, and ends."""
+        """The elements of a shard between which its part lies."""
         self.numel = (self.stop - self.start) * layout.parts
         self._memory = line_of(self.numel, dtype, device)
         self._line = self._memory.tensor
