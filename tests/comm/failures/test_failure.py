@@ -22,6 +22,7 @@ from _pytest.mark import ParameterSet
 
 from meshwright import comm
 from meshwright.comm.failures.failure import FailureMonitor
+from meshwright.comm.failures.membership import LEAVE_TIMEOUT
 from meshwright.comm.failures.whereabouts import ENGINE, hook_frame, line_of, one_line
 from meshwright.comm.groups import registry
 from meshwright.errors import (
@@ -457,6 +458,21 @@ def test_what_a_stranger_writes_on_the_board_ends_nothing(
     finally:
         monitor.stop()
         other.stop()
+
+
+def body_rank_0_has_raised() -> float:
+    world, monitor = comm.communicator(), registry.PROCESS.monitor
+    assert monitor is not None
+    if world.rank == 0:
+        monitor.note_raised()  # and has handled it: it does not leave in order
+    begun = time.monotonic()
+    comm.disconnect()
+    return time.monotonic() - begun
+
+
+def test_nobody_waits_at_the_end_for_a_rank_0_that_has_raised(ranks: Ranks) -> None:
+    # Far below the seconds for which ranks wait for others there.
+    assert max(ranks(2, body_rank_0_has_raised)) < LEAVE_TIMEOUT / 2
 
 
 def test_of_a_long_error_the_end_is_kept() -> None:
