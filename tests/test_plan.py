@@ -6,8 +6,9 @@ import dataclasses
 import itertools
 import json
 import pickle
+import re
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -360,6 +361,21 @@ def test_plans_built_in_code_are_checked_by_the_same_rules() -> None:
         "key 'microbatches' in [pipeline] has no effect with pipeline = 1; remove it, or give "
         "pipeline more than 1 rank in [axes]",
     ]
+
+
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        ({"axes": {"replicate": 2}}, "write Plan(axes=Axes.of({'replicate': 2}))"),
+        ({"train": {"clip_norm": 1.0}}, "write Plan(train=TrainPlan(clip_norm=1.0))"),
+        ({"shard": None}, "write Plan(shard=ShardPlan(...))"),
+    ],
+)
+def test_a_table_of_another_type_is_refused_when_the_plan_is_made(
+    given: dict[str, Any], advice: str
+) -> None:
+    with pytest.raises(TypeError, match=re.escape(advice)):
+        Plan(**given)
 
 
 def test_files_and_overrides(tmp_path: Path) -> None:

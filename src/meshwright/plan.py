@@ -27,7 +27,16 @@ from typing import Annotated, Literal, Self
 from meshwright.axes import DATA_AXES, KNOWN_AXES, RESERVED_AXES, Axes
 from meshwright.errors import PlanError
 from meshwright.precision import Precision
-from meshwright.settings import Above, AtLeast, Origin, Problem, Through, nearest
+from meshwright.settings import (
+    Above,
+    AtLeast,
+    Origin,
+    Problem,
+    Through,
+    fields_of,
+    nearest,
+    unmarked,
+)
 from meshwright.toml_source import dump, plain, read, read_file, read_tree, review
 
 __all__ = [
@@ -141,6 +150,12 @@ class Plan:
     origin: Origin = field(default_factory=Origin, compare=False, repr=False)
     """Where the values were given; not part of the value."""
 
+    def __post_init__(self) -> None:
+        for item, hint in fields_of(type(self)):
+            kind, found = unmarked(hint), getattr(self, item.name)
+            if isinstance(kind, type) and not isinstance(found, kind):
+                raise TypeError(_table_of_another_type(item.name, kind, found))
+
     @classmethod
     def from_toml(cls, text: str, source: str = "", overrides: Sequence[str] = ()) -> Self:
         """Read TOML text, called ``source`` in messages; ``overrides`` such as ``train.seed=3``.
@@ -201,6 +216,17 @@ class Plan:
             found += _pattern_problems(self, known)
         if found:
             raise self.origin.error(found)
+
+
+def _table_of_another_type(name: str, kind: type, found: object) -> str:
+    written = f"{kind.__name__}(...)"
+    if isinstance(found, Mapping):
+        inner = ", ".join(f"{key}={value!r}" for key, value in found.items())
+        written = f"Axes.of({found!r})" if kind is Axes else f"{kind.__name__}({inner})"
+    return (
+        f"expected {name} of a Plan to be of {kind.__module__}.{kind.__name__}, found "
+        f"{type(found).__name__}; write Plan({name}={written}), or read all of it as TOML or JSON"
+    )
 
 
 def _once(source: str, pairs: list[tuple[str, object]]) -> dict[str, object]:
