@@ -1,5 +1,5 @@
-"""Loads the harness where the package is used from its source tree without being installed, and
-bounds the ranks that tests of several workers run at once."""
+"""Loads the harness where the package is used from its source tree without being installed, draws
+the few cases that are quick, and bounds the ranks that tests of several workers run at once."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import contextlib
 import fcntl
 import os
 import time
+import zlib
+from collections import defaultdict
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from typing import IO, Any
@@ -17,6 +19,23 @@ from meshwright.testing import Ranks
 
 if not any(entry.value == "meshwright.testing.plugin" for entry in entry_points(group="pytest11")):
     pytest_plugins = ["meshwright.testing.plugin"]
+
+
+@pytest.hookimpl(tryfirst=True)  # before what is slow is left out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Make all but a ``few`` cases of a test slow: those that their names draw."""
+    if config.getoption("--ranks-devices") == "simulated":
+        return  # where these tests run a second time, in `make test-all` only
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for drawn in cases.values():
+        drawn.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+        few = drawn[0].get_closest_marker("few")
+        assert few is not None
+        for item in drawn[few.args[0] :]:
+            item.add_marker(pytest.mark.slow)
 
 
 @contextlib.contextmanager

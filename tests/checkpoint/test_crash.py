@@ -133,6 +133,7 @@ def test_the_torso_is_named_passed_over_and_removed(
     assert loaded_step(folder) == NEW
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("killed_rank", [0, 1, 2])
 def test_one_rank_is_killed(tmp_path: Path, killed_rank: int) -> None:
     for number in range(6):

@@ -156,6 +156,7 @@ def body_shapes(name: str) -> None:
         assert wrong_in(shape, WRAPS[name]) == [], shape
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", WRAPS)
 def test_names_and_values_are_those_of_the_plain_model(ranks: Ranks, name: str) -> None:
     ranks(2, body_shapes, name)
@@ -254,6 +255,7 @@ def test_state_of_a_part_of_a_flat_parameter(ranks: Ranks) -> None:
     ranks(2, body_partly_in_one_unit)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", WRAPS)
 def test_state_of_a_part_of_the_parameters(ranks: Ranks, name: str) -> None:
     ranks(2, body_partly, name)

@@ -65,6 +65,7 @@ def test_all_ranks_name_the_one_that_failed(ranks: Ranks, tmp_path: Path, rank: 
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000100"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("rank", "at"), [(0, 700), (1, 700), (0, 2500)])
 def test_kill_9_of_a_rank_that_saves(ranks: Ranks, tmp_path: Path, rank: int, at: int) -> None:
     save(tmp_path, small(100), METADATA, step=100)

@@ -15,6 +15,7 @@ SIZES = [2, 3, 4]
 LARGE = 20_000  # elements: beyond the size from which Gloo's all-gather is replaced
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64])
 def test_sums_and_gathers(ranks: Ranks, size: int, dtype: torch.dtype) -> None:
@@ -39,6 +40,7 @@ def test_sums_and_gathers(ranks: Ranks, size: int, dtype: torch.dtype) -> None:
     ranks(size, body)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("size", SIZES)
 def test_reductions_roots_and_exchanges(ranks: Ranks, size: int) -> None:
     def body() -> None:
@@ -69,6 +71,7 @@ def test_reductions_roots_and_exchanges(ranks: Ranks, size: int) -> None:
     ranks(size, body)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("size", SIZES)
 def test_transfers_in_any_order(ranks: Ranks, size: int) -> None:
     def body() -> None:
@@ -252,6 +255,7 @@ def test_the_old_spelling_is_called_when_somebody_replaced_it(ranks: Ranks) -> N
     assert ranks(2, body) == [1, 1]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("size", SIZES)
 def test_the_list_form_of_all_gather_is_a_call_of_its_own(ranks: Ranks, size: int) -> None:
     def body() -> None:

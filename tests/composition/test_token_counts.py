@@ -83,6 +83,7 @@ def body_tokens(axes: dict[str, int], microbatches: int, accumulate: int) -> Non
     assert not any(torch.equal(value, fresh[name]) for name, value in before.items())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("axes", "microbatches", "accumulate"),
     [

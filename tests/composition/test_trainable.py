@@ -331,6 +331,7 @@ def body_empty_count() -> None:
     ],
     ids=lambda body: body.__name__[5:],
 )
+@pytest.mark.few(2)
 def test_loss_contract(ranks: Ranks, body: Callable[[], None]) -> None:
     ranks(2, body)
 
@@ -531,6 +532,7 @@ REST = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("body", REST, ids=lambda body: body.__name__[5:])
 def test_step(ranks: Ranks, body: Callable[[], None]) -> None:
     ranks(2, body)

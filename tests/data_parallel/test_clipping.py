@@ -98,6 +98,7 @@ def body(wrap: Callable[[nn.Module], nn.Module], norm_type: float) -> None:
                 torch.testing.assert_close(parameter.grad.full_tensor(), whole)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @pytest.mark.parametrize("name", WRAPS)
@@ -107,6 +108,7 @@ def test_the_norm_is_that_of_one_process(
     ranks(size, body, WRAPS[name], norm_type)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 def test_the_norm_of_a_hybrid_is_that_of_one_process(ranks: Ranks, norm_type: float) -> None:
     ranks(4, body, hybrid, norm_type)

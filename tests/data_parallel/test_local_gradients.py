@@ -275,5 +275,6 @@ def body_full_tensor() -> None:
     ],
     ids=["grad", "full_tensor", "complex", "kept", "again", "compiled", "hooks"],
 )
+@pytest.mark.few(2)
 def test_the_table_of_the_docs_is_true(ranks: Ranks, body: Callable[[], None]) -> None:
     ranks(2, body)

@@ -74,6 +74,7 @@ def body_first(strategy: str) -> None:
     communicator().barrier()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_invalid_first_iter_order(ranks: Ranks, strategy: str, size: int) -> None:
@@ -99,6 +100,7 @@ def body_later(strategy: str, iterations: int) -> None:
     run(model)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("iterations", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("size", [2, 4])
@@ -119,6 +121,7 @@ def body_train_eval(strategy: str) -> None:
     assert not [w for w in caught if re.match("Forward order differs", str(w.message))]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_train_eval(ranks: Ranks, strategy: str) -> None:
     ranks(2, body_train_eval, strategy)

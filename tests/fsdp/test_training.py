@@ -103,6 +103,7 @@ def body_numbers(strategy: str, use_orig_params: bool) -> None:
                     torch.testing.assert_close(value, one.state_dict()[name], msg=name)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_weights_are_those_of_one_process(
@@ -148,6 +149,7 @@ def body_peer(use_orig_params: bool) -> None:
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
 def test_steps_are_those_of_torch(ranks: Ranks, size: int, use_orig_params: bool) -> None:

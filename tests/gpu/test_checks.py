@@ -63,6 +63,7 @@ def cases() -> list[object]:
     ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("row", cases())
 def test_a_row_on_simulated_devices(ranks: Ranks, row: Row) -> None:
     assert found_by(row, ranks)

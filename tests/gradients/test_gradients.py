@@ -185,6 +185,7 @@ def distributed(
     return parameter
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("norm_type", NORMS)
 def test_any_mix_has_the_norm_of_one_process(ranks: Ranks, size: int, norm_type: float) -> None:
@@ -221,6 +222,7 @@ def test_any_mix_has_the_norm_of_one_process(ranks: Ranks, size: int, norm_type:
     ranks(size, body)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("norm_type", NORMS)
 def test_axes_are_summed_where_they_shard_and_not_where_they_replicate(
     ranks: Ranks, norm_type: float
@@ -310,6 +312,7 @@ def body_everything(norm_type: float) -> None:
         clip_grad_norm_(model, 1.0, norm_type, error_if_nonfinite=True)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("norm_type", [0.5, 2.0, math.inf])
 def test_every_kind_of_part_counts_once(ranks: Ranks, norm_type: float) -> None:
     ranks(4, body_everything, norm_type)

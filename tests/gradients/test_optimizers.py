@@ -535,6 +535,7 @@ def body_losses() -> None:
                 torch.testing.assert_close(found, q, rtol=1e-6, atol=1e-8, msg=f"{layout} {name}")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "body", [body_elements, body_losses, body_parts, body_dtensors, body_rows, body_whole]
 )

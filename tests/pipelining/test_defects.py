@@ -305,6 +305,7 @@ def body_prompted(name: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["Interleaved1F1B", "InterleavedZeroBubble", "DualPipeV"])
 def test_what_is_passed_on_and_the_batch_get_their_gradients(ranks: Ranks, name: str) -> None:
     ranks(2, body_prompted, name)

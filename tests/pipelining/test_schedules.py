@@ -133,6 +133,7 @@ def body_equal(name: str) -> None:
             assert stage.fwd_cache == {}
 
 
+@pytest.mark.few(5)
 @pytest.mark.backends("shm", "gloo")
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_every_schedule_is_one_process(ranks: Ranks, name: str) -> None:
@@ -182,6 +183,7 @@ def body_pytrees(name: str) -> None:
         assert out[1]["names"] == ["a", 3, None]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["1F1B", "InterleavedZeroBubble", "DualPipeV"])
 def test_any_values_cross_stages(ranks: Ranks, name: str) -> None:
     ranks(2, body_pytrees, name)
@@ -225,6 +227,7 @@ def body_skips(name: str) -> None:
     compare(layers, ones, mine(name, world.size), 1.0)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_skips(ranks: Ranks, name: str) -> None:
     ranks(4 if chunks_of(name) == 1 else 2, body_skips, name)
@@ -461,6 +464,7 @@ def body_peers(name: str, culprit: int, phase: str) -> None:
         schedule.step(*args, **kwargs)
 
 
+@pytest.mark.few(3)
 @pytest.mark.backends("shm", "gloo")
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize("phase", ["forward", "backward"])

@@ -306,6 +306,7 @@ def body_manual() -> None:
         body_manual,
     ],
 )
+@pytest.mark.few(1)
 def test_stages(ranks: Ranks, body: Callable[[], None], size: int) -> None:
     ranks(size, body)
 

@@ -144,6 +144,7 @@ def body_all_bad(sizes: Sequence[bool]) -> None:
     torch.testing.assert_close(mine.weight.grad, theirs.weight.grad, rtol=0, atol=1e-12)
 
 
+@pytest.mark.few(1)
 @pytest.mark.backends("shm", "gloo")
 @pytest.mark.parametrize("size", [2, 4])
 def test_steps_that_all_ranks_refuse_leave_the_schedule_usable(ranks: Ranks, size: int) -> None:
@@ -162,6 +163,7 @@ def body_waited() -> None:
     schedule.step(*args, **kwargs)
 
 
+@pytest.mark.few(1)
 @pytest.mark.backends("shm", "gloo")
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_step_that_the_first_rank_refuses_has_begun_nowhere(ranks: Ranks, size: int) -> None:
@@ -194,6 +196,7 @@ def body_begun(has_raised: bool, refusals: int) -> None:
         schedule.step(*args, **kwargs)
 
 
+@pytest.mark.few(2)
 @pytest.mark.backends("shm", "gloo")
 @pytest.mark.parametrize(
     ("has_raised", "refusals", "size"), [(False, 1, 2), (False, 2, 3), (True, 2, 2)]
@@ -263,6 +266,7 @@ def body_unequal(fails: bool) -> None:
     hear("raised")
 
 
+@pytest.mark.few(1)
 @pytest.mark.backends("shm", "gloo")
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.devices("host", reason="no host waits for a device's message, and looks")
@@ -321,6 +325,7 @@ def test_a_refused_step_is_told_to_those_who_come_to_it_alone() -> None:
         second.look(5)
 
 
+@pytest.mark.few(3)
 @pytest.mark.backends("shm", "gloo")
 @pytest.mark.parametrize("body", [body_ahead, body_behind, body_consumed, body_evaluated])
 @pytest.mark.devices("host", reason="no host waits for a device's message, and looks")

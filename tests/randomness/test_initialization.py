@@ -169,6 +169,7 @@ def check_layout(
     assert all(each.all() for each in seen.values())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("route", [initialize, initialize_by_blocks])
 @pytest.mark.parametrize(
     "shape",

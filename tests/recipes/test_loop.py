@@ -270,6 +270,7 @@ def refusal_with_own_seed(folder: Path) -> tuple[str, str]:
     return refusal(folder, TWO, f"train.seed={connect().rank}")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

@@ -55,6 +55,7 @@ def can_build(name: str, ranks: int, microbatches: int, chunks: int) -> bool:
     }[name]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", BUILDERS)
 def test_every_schedule_is_complete_and_in_order(name: str) -> None:
     for ranks in (1, *RANKS):
@@ -81,6 +82,7 @@ def test_gpipe_and_1f1b(ranks: int) -> None:
         assert peak_activations(build("1f1b", ranks, microbatches)) == expected
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("chunks", [1, 2, 4])
 def test_looped(ranks: int, chunks: int) -> None:

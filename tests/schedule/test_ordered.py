@@ -27,6 +27,7 @@ def found(name: str) -> list[Schedule]:
     return schedules
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", BUILDERS)
 def test_nothing_deadlocks_and_nothing_is_mixed_up(name: str) -> None:
     schedules = found(name)

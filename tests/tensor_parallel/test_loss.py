@@ -57,6 +57,7 @@ def parts(
     return loss.detach(), x.grad, [f"{c.kind} {c.shape}" for c in axis.collectives]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_losses_and_gradients_are_those_of_whole_logits(shape: tuple[int, ...], size: int) -> None:

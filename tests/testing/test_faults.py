@@ -27,6 +27,7 @@ def train(text: str, steps: int = 3) -> int:
     return steps
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", ["forward", "backward", "optimizer", "save"])
 def test_raise_at_each_place(ranks: Ranks, place: str) -> None:
     step = 0 if place == "save" else 2

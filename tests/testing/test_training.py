@@ -43,6 +43,7 @@ def test_models_is_frozen() -> None:
         MODELS["more"] = MODELS["tied"]  # type: ignore[index]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", COMPARABLE)
 def test_replicate_trains_as_one_process(ranks: Ranks, name: str) -> None:
     wrap = wrapped(partial(replicate, bucket_cap_mb=1e-4))

@@ -269,6 +269,7 @@ def body() -> list[str]:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_collectives_that_differ_are_named_on_all_ranks(ranks: Ranks, backend: str) -> None:
     for found in ranks(2, body, backend=backend):
@@ -292,6 +293,7 @@ def body_of_messages() -> list[str]:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_messages_that_differ_are_named(ranks: Ranks, backend: str) -> None:
     rows = ranks(2, body_of_messages, backend=backend)

@@ -104,6 +104,7 @@ def seconds(message: str) -> float:
     return float(message.rsplit("[after ", 1)[1].split(" s]")[0])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("phase", "victim"), phase_and_victim((0, 1)))
 def test_an_exception_is_named_with_rank_phase_and_line(
     ranks: Ranks, phase: str, victim: int
@@ -130,6 +131,7 @@ def test_an_exception_is_named_with_rank_phase_and_line(
             assert seconds(str(error)) < 5
 
 
+@pytest.mark.few(3)
 @pytest.mark.backends("shm", "gloo")
 @pytest.mark.parametrize(("phase", "victim"), phase_and_victim((0, 2)))
 def test_a_killed_rank_is_named(ranks: Ranks, phase: str, victim: int) -> None:

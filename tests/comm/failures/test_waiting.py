@@ -307,6 +307,7 @@ def own_store(port: int) -> None:
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="False", MASTER_PORT=str(port))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
 )
@@ -349,6 +350,7 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ends", ["is killed", "goes astray", "leaves"])
 def test_a_rank_lost_before_a_first_pass_is_named_soon(ranks: Ranks, ends: str) -> None:
     """Ranks ask each other about a first pass before any collective that would notice."""

@@ -64,6 +64,7 @@ def check_adjoint(operation: Operation, run: Operation) -> tuple[float, float]:
     return total[0].item(), total[1].item()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_backward_is_the_adjoint(ranks: Ranks, name: str) -> None:
     for left, right in ranks(2, check_adjoint, OPERATIONS[name], OPERATIONS[name]):
@@ -93,6 +94,7 @@ def test_sizes_that_do_not_divide_are_refused(ranks: Ranks) -> None:
     ranks(2, body)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_compiled_equals_eager_and_traces_into_one_graph(ranks: Ranks, name: str) -> None:
     def body(operation: Operation) -> tuple[float, float]:

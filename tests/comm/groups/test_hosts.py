@@ -76,6 +76,7 @@ def test_groups_within_a_host_share_memory_and_others_do_not(ranks: Ranks) -> No
     assert ranks(4, body, connected=False) == [expected] * 4
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("asked", "variable", "place", "expected"),
     [

@@ -133,6 +133,7 @@ def test_segments_leave_half_of_the_files_to_the_process(monkeypatch: pytest.Mon
 # ---------------------------------------------------------------------- in place
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_shared_tensors_give_the_same_numbers(ranks: Ranks, size: int) -> None:
     """Shared on all ranks, on some and on none: the bits are the same."""

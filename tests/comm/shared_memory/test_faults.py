@@ -94,6 +94,7 @@ def outcomes_of(ranks: Ranks, body: Callable[[], object], victim: int) -> list[O
     return others
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     "lost", [1, pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
 )

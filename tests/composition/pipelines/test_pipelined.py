@@ -39,6 +39,7 @@ def plan_of(
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] if n == "transformer" else []) for n in CUTS]
 )

@@ -66,6 +66,7 @@ def language_model(**options: Any) -> Sample:
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", RULES)
 def test_trains_as_one_process(ranks: Ranks, name: str) -> None:
     assert_same_training(

@@ -232,6 +232,7 @@ def body(strategy: str, name: str) -> tuple[str, float]:
     return "; ".join([*texts, said]), time.monotonic() - begun
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("strategy", "name"),
     [

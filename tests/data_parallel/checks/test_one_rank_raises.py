@@ -167,6 +167,7 @@ def check_one(ranks: Ranks, strategy: str, place: str) -> None:
         assert seconds < SOON
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_rank_is_told_who_raised(ranks: Ranks, strategy: str, place: str) -> None:

@@ -73,6 +73,7 @@ def test_options_are_checked() -> None:
         OrderOptions(every=0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("options", [None, FACADE])
 def test_equal_orders_cost_one_small_gather_a_forward(
@@ -149,6 +150,7 @@ def caught(step: Callable[[], None]) -> str:
     return str(raised.value)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("forwards_before", [0, 5])
@@ -195,6 +197,7 @@ def test_training_goes_on_after_an_error_in_the_first_forward(ranks: Ranks) -> N
 # --------------------------------------------------------------------- changes made together
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [None, FACADE])
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_change_made_together_is_silent(
@@ -286,6 +289,7 @@ def test_an_equal_size_swap_is_found_and_both_units_named(ranks: Ranks, size: in
     ranks(size, body)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("options", [FACADE, DETAIL])
 @pytest.mark.parametrize(("one", "other"), [([0, 1, 2], [0, 4, 2]), ([0, 1], [0]), ([0], [0, 1])])
 def test_what_could_not_mix_up_is_an_error_also_where_others_warn(

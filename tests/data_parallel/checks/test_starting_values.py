@@ -263,6 +263,7 @@ def body_of_plans() -> None:
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ranks_that_start_from_other_values(ranks: Ranks, strategy: str) -> None:
     ranks(2, body, strategy)

@@ -157,6 +157,7 @@ def body_plans() -> None:
             assert said(lambda trainable=trainable, x=x: trainable.step(x, x)) == [""]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", [body, body_later, body_plans], ids=["wraps", "later", "plans"])
 def test_it_is_said_once_where_nothing_was_chosen(ranks: Ranks, case: Callable[[], None]) -> None:
     ranks(2, case)

@@ -391,6 +391,7 @@ def body_searched() -> None:
     ],
     ids=["changes", "options", "between", "by-and-by", "lent", "lent-first", "searched"],
 )
+@pytest.mark.few(2)
 def test_parameters_that_are_given_anew_are_reduced(ranks: Ranks, body: Callable[[], None]) -> None:
     ranks(2, body)
 

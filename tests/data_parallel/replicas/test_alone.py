@@ -187,6 +187,7 @@ def test_accumulation(ranks: Ranks, settings: ReductionSettings) -> None:
     ranks(2, body_accumulation, settings)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("settings", [EVERY, SOME, VIEWS], ids=["every", "some", "views"])
 def test_the_iteration_after_a_failed_backward_trains(
@@ -207,5 +208,6 @@ def test_the_iteration_after_a_failed_backward_trains(
     ],
     ids=lambda body: body.__name__.removeprefix("body_"),
 )
+@pytest.mark.few(2)
 def test_large_gradients(ranks: Ranks, body: Callable[[], None]) -> None:
     ranks(2, body)

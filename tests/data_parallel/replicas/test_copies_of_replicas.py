@@ -181,6 +181,7 @@ def body_parts_and_files() -> None:
         torch.testing.assert_close(copy.copy(model)(share(0)), one(share(0)))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "body", [body_parts_and_files, body_average, body_goes_on, body_not_copied, body_device_ids]
 )

@@ -92,6 +92,7 @@ def body_trains(options: dict[str, object], optimizer: type[torch.optim.Optimize
             step.zero_grad()
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_trains_as_one_process(
@@ -555,6 +556,7 @@ BODIES = [
 ]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__.removeprefix("body_"))
 def test_distributed(ranks: Ranks, body: Callable[[], None]) -> None:
     ranks(2, body)

@@ -63,6 +63,7 @@ def body_uneven(
 WRAPS = pytest.mark.parametrize("wrap", [DistributedDataParallel, replicate], ids=["class", "fn"])
 
 
+@pytest.mark.few(5)
 @WRAPS
 @pytest.mark.parametrize("divides_by_all", [True, False])
 @pytest.mark.parametrize("counts", [[2, 5], [4, 1], [3, 3], [0, 2]], ids=str)

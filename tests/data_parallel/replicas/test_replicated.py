@@ -156,6 +156,7 @@ SEED = [
 ]
 
 
+@pytest.mark.few(5)
 @pytest.mark.backends("shm", "gloo")
 @pytest.mark.parametrize("body", SEED, ids=lambda body: body.__name__.removeprefix("body_seed_"))
 def test_seed(ranks: Ranks, body: Callable[[], None]) -> None:

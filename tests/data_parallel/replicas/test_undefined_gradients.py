@@ -97,6 +97,7 @@ def body_on_one_rank(name: str) -> None:
         torch.testing.assert_close(both, expected / 2)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", WRAPS)
 def test_undefined_gradients(ranks: Ranks, name: str) -> None:
     ranks(2, body_nowhere, name)

@@ -400,6 +400,7 @@ def body_cases(cases: dict[str, Callable[[], None]]) -> None:
             raise
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("part", range(3))
 def test_methods_of_a_sharded_module(ranks: Ranks, part: int) -> None:
     ranks(2, body_cases, dict(list(CASES.items())[part::3]))

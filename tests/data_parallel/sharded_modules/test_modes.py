@@ -303,6 +303,7 @@ BODIES = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("body", BODIES, ids=[b.__name__.removeprefix("body_") for b in BODIES])
 def test_modes(ranks: Ranks, body: Callable[[], None]) -> None:
     ranks(2, body)

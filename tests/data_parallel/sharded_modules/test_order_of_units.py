@@ -97,6 +97,7 @@ PATHS = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("steps_before", [0, 2])
 @pytest.mark.parametrize("case", PATHS)
@@ -232,6 +233,7 @@ def body_skip(path: list[str], other: list[str]) -> str:
     return caught(lambda: step(model))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("path", "other"),
     [(["left"], []), (["left"], ["left", "tower"]), (["left", "right"], ["right"])],

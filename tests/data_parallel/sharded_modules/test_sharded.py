@@ -115,11 +115,13 @@ def body_parity(name: str, how: str, family: str, options: dict[str, Any]) -> No
 NAMES = [n for n, sample in MODELS.items() if not sample.depends_on]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_trains_as_one_process(ranks: Ranks, name: str) -> None:
     ranks(2, body_parity, name, "all", "sgd", {})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["tied", "unused", "frozen"])
 def test_trains_as_one_process_in_one_unit(ranks: Ranks, name: str) -> None:
     ranks(2, body_parity, name, "root", "adam", {})

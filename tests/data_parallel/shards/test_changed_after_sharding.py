@@ -683,6 +683,7 @@ def body_over_axes() -> None:
             run.loss(0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["fully_shard", "flat", "original"])
 def test_programs_that_change_models(ranks: Ranks, strategy: str) -> None:
     assert ranks(2, body, strategy, timeout=120) == [{}] * 2

@@ -354,6 +354,7 @@ def body_replicas(options: dict[str, Any], first: bool) -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=["plain", "views"])
 def test_a_step_with_the_gradient_of_one_rank_is_refused(

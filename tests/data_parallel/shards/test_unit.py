@@ -156,6 +156,7 @@ def body_trains_as_one_process(row: str) -> None:
         torch.testing.assert_close(flat.detach(), mine, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("row", ["full", "grad_op", "replicate"])
 def test_trains_as_one_process(ranks: Ranks, row: str) -> None:
     ranks(2, body_trains_as_one_process, row)

@@ -182,6 +182,7 @@ def body_bounds(way: str) -> None:
     assert unit_bytes <= watcher.gradients <= 2 * unit_bytes
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["fully_shard", "flat", "orig"])
 def test_memory_of_a_step(ranks: Ranks, way: str) -> None:
     ranks(2, body_bounds, way)

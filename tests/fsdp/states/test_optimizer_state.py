@@ -91,6 +91,7 @@ def body_round_trip(kind: str, use_orig_params: bool) -> None:
         torch.testing.assert_close(value, weights[name])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_optimizer_state_round_trips(ranks: Ranks, kind: str, use_orig_params: bool) -> None:

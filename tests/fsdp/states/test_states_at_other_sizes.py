@@ -153,6 +153,7 @@ def body(folder: Path, kind: str, use_orig_params: bool) -> None:
     assert [group["lr"] for group in whole["param_groups"]] == [0.1, 0.3]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
 def test_training_goes_on(ranks: Ranks, tmp_path: Path, kind: str, use_orig_params: bool) -> None:

@@ -73,6 +73,7 @@ def test_a_rank_that_gave_up_a_pass_alone_is_stopped(
     ranks(2, body)
 
 
+@pytest.mark.few(1)
 @pytest.mark.backends("gloo", "shm")
 @pytest.mark.devices("host", "simulated")
 def test_ranks_that_do_the_same_go_on(ranks: Ranks) -> None:

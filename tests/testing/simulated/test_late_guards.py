@@ -73,6 +73,7 @@ def body_left_out(make: Callable[[], nn.Module], end: str) -> None:
     assert LATE in str(raised.value)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("end", GIVEN_OUT)
 @pytest.mark.parametrize("make", SAID)
 def test_a_step_that_a_rank_left_out_shows_before_anything_leaves(
@@ -271,6 +272,7 @@ def body_trainable(axes: str, settings: str) -> None:
         torch.testing.assert_close(many.weights()[name], wanted.detach())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("axes", "settings"),
     [
@@ -299,6 +301,7 @@ def body_not_finite(axes: str, end: str) -> None:
     assert "Its gradients were set to zero" in str(raised.value)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("end", ["state", "step"])
 @pytest.mark.parametrize("axes", ["replicate = 2", "shard = 2"])
 def test_a_step_that_is_not_finite_changes_nothing_for_good(

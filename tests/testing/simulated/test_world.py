@@ -83,6 +83,7 @@ def body(way: str) -> None:
     torch.testing.assert_close((means / world.size).tolist(), expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_trains_as_one_process_with_nothing_unordered(ranks: Ranks, size: int, way: str) -> None:
@@ -107,6 +108,7 @@ def body_without_waits(way: str) -> None:
     body(way)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_missing_wait_is_named(ranks: Ranks, way: str) -> None:
     with pytest.raises(RanksFailed) as failed:
