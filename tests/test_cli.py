@@ -241,6 +241,7 @@ def test_train_prints_parity_baseline_checkpoint_and_trace(config: Path, tmp_pat
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
 )
+@pytest.mark.slow
 def test_a_signal_saves_and_the_run_can_go_on(
     config: Path, tmp_path: Path, number: signal.Signals
 ) -> None:

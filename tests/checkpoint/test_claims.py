@@ -365,6 +365,7 @@ def body_holds(folder: Path) -> tuple[int, str]:
     return os.getpid(), text
 
 
+@pytest.mark.slow
 def test_all_ranks_are_refused_alike_and_others_by_them(ranks: Ranks, tmp_path: Path) -> None:
     with job(saves_and_stays(tmp_path)) as first:
         assert first.told() == ""

@@ -76,6 +76,7 @@ def test_kill_before_every_operation(tmp_path: Path) -> None:
     assert {OLD, NEW} == set(steps)
 
 
+@pytest.mark.slow
 def test_kill_at_200_random_bytes(tmp_path: Path) -> None:
     _, written = totals(tmp_path)
     choose = random.Random(2)

@@ -305,6 +305,7 @@ def set_field(*path: str, value: object) -> Callable[[dict[str, Any]], None]:
     return change
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize(
     "change",
     [

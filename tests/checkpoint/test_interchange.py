@@ -25,6 +25,7 @@ def table(ranks: Ranks, folder: Path, names: list[str], kinds: list[str], sizes:
         assert ranks(size, load_all, folder, sources, names, kinds, timeout=1800)[0] == {}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_some_wrappers_go_on_from_each_other(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     names = ["plain", "DistributedDataParallel", "FullyShardedDataParallel, flat"]

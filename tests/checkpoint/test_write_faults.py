@@ -42,6 +42,7 @@ def assert_old_intact(folder: Path) -> None:
     assert_equal(load(path).tensors, small(100))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.EMFILE, errno.ENOSPC])
 def test_every_operation_may_fail(tmp_path: Path, code: int) -> None:
     counting = CountingStorage()

@@ -197,6 +197,7 @@ def test_bucketing_coalesced_op(ranks: Ranks, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.slow
 def test_bucketing_concat_op(ranks: Ranks, size: int) -> None:
     first = ["aten.flatten.using_ints(", "cpp_fused_"]
     ranks(size, check_code, CONCAT, first, "all_reduce_", timeout=TIMEOUT)

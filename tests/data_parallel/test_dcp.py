@@ -173,6 +173,7 @@ def load_from_stock(folder: Path) -> None:
         assert torch.equal(found.full_tensor(), whole()[name])
 
 
+@pytest.mark.slow
 def test_views_saved_by_two_ranks_are_loaded_by_others(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, save_views, tmp_path)
     for size in (1, 2, 3, 4):

@@ -98,6 +98,7 @@ def body(way: str, set_to_none: bool) -> None:
         torch.testing.assert_close(many(x), one(x))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("set_to_none", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", WAYS)
 def test_trains_as_one_process_afterwards(ranks: Ranks, way: str, set_to_none: bool) -> None:

@@ -153,10 +153,12 @@ def body_over_axes(tensor: int) -> None:
         assert local_of(many[0].weight).untyped_storage().data_ptr() in memory
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("size", "tensor"), [(2, 2), (2, 1)])
 def test_two_ranks(ranks: Ranks, size: int, tensor: int) -> None:
     ranks(size, body_over_axes, tensor)
 
 
+@pytest.mark.slow
 def test_replicas_of_parts(ranks: Ranks) -> None:
     ranks(4, body_over_axes, 2)

@@ -118,6 +118,7 @@ def body(wrap: str, folder: Path) -> None:
         torch.testing.assert_close(values(other), values(one), rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(
     "wrap",

@@ -152,6 +152,7 @@ def check(name: str, found: list[list[str]]) -> None:
     assert "on rank 0 the gradient of 'first.0.bias' and 1 more is not finite. No rank" in second
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", WRAPS)
 def test_every_rank_stops_and_says_who(ranks: Ranks, name: str) -> None:
     check(name, ranks(2, body, name))
@@ -197,6 +198,7 @@ def body_two_culprits(**options: Any) -> str:
     [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 6e-5}, {"static_graph": True}],
     ids=str,
 )
+@pytest.mark.few(1)
 def test_each_culprit_is_told(ranks: Ranks, options: dict[str, Any]) -> None:
     first, second = ranks(2, body_two_culprits, **options)
     assert first == second
@@ -288,6 +290,7 @@ def body_scaler() -> None:
         assert torch.equal(ours, kept)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("body", [body_odd, body_accumulated, body_hooks, body_scaler])
 def test_wherever_a_gradient_is_reduced(ranks: Ranks, body: Callable[[], None]) -> None:
     ranks(2, body)

@@ -82,6 +82,7 @@ def body(strategy: str) -> dict[str, str]:
     return wrong
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "strategy",

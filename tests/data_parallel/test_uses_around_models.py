@@ -193,6 +193,7 @@ def body_instance_norm(kind: str) -> None:
     WRAPS[kind](meant)(torch.ones(2, 6))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["replicate", "DistributedDataParallel", "fully_shard", "flat"])
 def test_running_statistics_of_one_rank_are_named_once(ranks: Ranks, kind: str) -> None:
     ranks(2, body_instance_norm, kind)

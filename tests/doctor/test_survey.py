@@ -22,6 +22,7 @@ def test_every_problem_comes_with_a_remedy() -> None:
         assert bool(finding.problem) == bool(finding.remedy)
 
 
+@pytest.mark.slow
 def test_collectives_are_measured_between_two_ranks() -> None:
     found = {finding.name: finding for finding in doctor_collectives.measure()}
     assert list(found) == ["all_reduce 4 KB", "all_reduce 1 MB", "barrier"]

@@ -110,6 +110,7 @@ def body_save_load() -> None:
         assert torch.equal(found, expected)
 
 
+@pytest.mark.few(1)
 @pytest.mark.backends("shm", "gloo")
 def test_hsdp_save_load_state_dict(ranks: Ranks) -> None:
     ranks(4, body_save_load)
@@ -203,6 +204,7 @@ def body_parity(strategy: str, per_node: int) -> None:
             torch.testing.assert_close(losses[0], losses[1])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", HYBRID)
 @pytest.mark.parametrize(("size", "per_node"), [pytest.param(2, 1, marks=pytest.mark.slow), (4, 2)])
 def test_hybrid_parity(ranks: Ranks, strategy: str, size: int, per_node: int) -> None:

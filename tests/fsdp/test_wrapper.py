@@ -95,6 +95,7 @@ def body_summon(use_orig_params: bool) -> None:
         torch.testing.assert_close(gradients(model)["2.bias"], torch.full((3,), 3.0))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_summoned_parameters_are_whole_and_written_back(
     ranks: Ranks, use_orig_params: bool
@@ -197,6 +198,7 @@ def body_hook(strategy: str) -> None:
     assert len(seen) == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
 def test_a_hook_reduces_gradients(ranks: Ranks, strategy: str) -> None:
     ranks(4, body_hook, strategy)

@@ -85,6 +85,7 @@ def without_waits(place: Place, world: Communicator, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["fully_shard", "tensor parallel"])
+@pytest.mark.slow
 def test_one_rank_as_many_shows_a_missing_wait(ranks: Ranks, name: str) -> None:
     row = Row(name="planted", site=ALONE, body=without_waits, args=(name,))
     assert found_by(row, ranks), "one rank sends nothing"
@@ -165,6 +166,7 @@ print(len(rows_for_gpus(1)))
 """
 
 
+@pytest.mark.slow
 def test_nothing_but_torch_numpy_and_safetensors_is_needed() -> None:
     names = {"pytest", "_pytest", "hypothesis", "rich", "tyro", "cloudpickle", "transformers"}
     path = [str(PROGRAM.parents[1] / "src"), str(PROGRAM.parent)]

@@ -128,6 +128,7 @@ def body_counts() -> None:
     schedule.step(*((x, x, x) if is_first else ()), target=x)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [2, 4])
 def test_wrong_arguments_are_one_error_everywhere(ranks: Ranks, size: int) -> None:
     with pytest.raises(RanksFailed, match=f"^{size} of {size} ranks failed; rank 0") as failed:

@@ -183,6 +183,7 @@ def one_case(name: str, kind: str, case: str) -> None:
             )
 
 
+@pytest.mark.few(1)
 @pytest.mark.backends("shm", "gloo")
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_pair(ranks: Ranks, size: int) -> None:

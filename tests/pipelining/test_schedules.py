@@ -308,6 +308,7 @@ def body_frozen(name: str) -> None:
         compare(layers, ones, mine(name, world.size), 1.0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.backends("shm", "gloo")
 def test_parameters_may_be_frozen_and_trained_again(ranks: Ranks) -> None:
     for name in ("1F1B", "ZBVZeroBubble"):
@@ -366,6 +367,7 @@ def body_after_failures() -> None:
         torch.testing.assert_close(out, again)
 
 
+@pytest.mark.few(1)
 @pytest.mark.backends("shm", "gloo")
 @pytest.mark.devices("host", reason="no host waits for a device's message, and looks")
 def test_a_schedule_after_one_that_has_failed(ranks: Ranks) -> None:
@@ -417,6 +419,7 @@ def body_alone() -> None:
             schedule.step()
 
 
+@pytest.mark.few(1)
 @pytest.mark.backends("shm", "gloo")
 def test_rank_0_fails_alone(ranks: Ranks) -> None:
     ranks(2, body_alone)

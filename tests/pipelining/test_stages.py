@@ -246,6 +246,7 @@ def body_trained(name: str) -> None:
             schedule.step(torch.ones(8, 9).double(), **more)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])
 def test_traced_stages_train(ranks: Ranks, name: str) -> None:
     ranks(2, body_trained, name)

@@ -361,6 +361,7 @@ def shard_over(layer: nn.Module, mesh: Any) -> None:
     mw.fully_shard(layer, mesh=mesh)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("wrap", [replicate_over, shard_over])
 @pytest.mark.devices("host", reason="no host waits for a device's message, and looks")
 def test_other_pipelines_are_told(ranks: Ranks, wrap: Callable[..., Any]) -> None:

@@ -110,6 +110,7 @@ def test_parts_of_a_hidden_dim_drop_what_one_process_drops(ranks: Ranks) -> None
             torch.testing.assert_close(tensor, expected[name], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["replicate", "shard"])
 def test_dropout_trains_as_in_one_process(
     ranks: Ranks, kind: Literal["replicate", "shard"]

@@ -137,6 +137,7 @@ def go_on(folder: Path, *overrides: str) -> Outcome:
     return run_tiny(folder, *IN_DOUBLE, *overrides, "run.accept_changes=true")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_another_layout(ranks: Ranks, tmp_path: Path) -> None:
     """Copies on 4 ranks, then parts on 4 ranks, then both: the numbers of a run without a stop."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -208,6 +209,7 @@ def test_a_second_signal_quits_at_once(ranks: Ranks, tmp_path: Path) -> None:
 # ------------------------------------------------------------------- what a run refuses to use
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_plan_is_refused_unless_asked_for(
     ranks: Ranks, tmp_path: Path
 ) -> None:

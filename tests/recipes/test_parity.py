@@ -53,6 +53,7 @@ def test_a_difference_names_the_first_tensor_on_every_rank(ranks: Ranks, tmp_pat
         assert "step 0" in message
 
 
+@pytest.mark.slow
 def test_other_batches_are_found_out(ranks: Ranks, tmp_path: Path) -> None:
     for message in ranks(2, compare_another_text, tmp_path):
         assert message.startswith("step 0: the loss differs from one process")

@@ -51,6 +51,7 @@ LONG = "run.steps=16"
 """So many that ranks agree to stop before the last, also where each step is quick."""
 
 
+@pytest.mark.slow
 def test_a_stopped_pipeline_goes_on_exactly(ranks: Ranks, tmp_path: Path) -> None:
     traced = ("model.dropout=0.1", "run.trace_tensors=true", LONG)
     options = (*pipelined("interleaved1f1b", 4, pipeline=2), *traced)

@@ -75,6 +75,7 @@ def test_what_a_run_says_of_trouble_is_found() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_steps_leave_no_descriptors_or_threads_behind(tmp_path: Path) -> None:
     write_text(tmp_path)
     rarely = ("run.save_every=20", "run.validate_every=20")

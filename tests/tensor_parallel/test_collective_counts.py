@@ -94,6 +94,7 @@ def body() -> dict[str, tuple[list[list[str]], list[list[str]]]]:
     return {name: (sent(ours, name), sent(of_torch, name)) for name in plans(ours)}
 
 
+@pytest.mark.few(1)
 @pytest.mark.backends("shm", "gloo")
 def test_no_more_is_sent_than_torch_sends(ranks: Ranks) -> None:
     for found in ranks(2, body):

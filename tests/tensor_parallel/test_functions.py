@@ -85,6 +85,7 @@ def body(axis: FakeCommunicator, name: str, inputs: list[torch.Tensor], order: i
     return share, gradient, forward, backward
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("order", [1, 2])
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -137,6 +137,7 @@ class TestExceptions:
 
 
 class TestDeaths:
+    @pytest.mark.few(1)
     @pytest.mark.parametrize("victim", [0, 2])
     def test_a_killed_rank_is_named(self, ranks: Ranks, victim: int) -> None:
         def body() -> None:

@@ -154,6 +154,7 @@ def test_a_killed_rank_is_named(ranks: Ranks, phase: str, victim: int) -> None:
             assert seconds(str(error)) < 5
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("phase", "victim"), phase_and_victim((1, 0), 4))
 def test_a_stopped_rank_is_named_within_the_wait_and_does_not_come_back(
     ranks: Ranks, phase: str, victim: int
@@ -176,6 +177,7 @@ def test_a_stopped_rank_is_named_within_the_wait_and_does_not_come_back(
     assert stopped.ending == Ending.DIED and stopped.signal == signal.SIGKILL
 
 
+@pytest.mark.few(1)
 @pytest.mark.backends("shm", "gloo")
 def test_a_late_rank_is_reported_once_on_every_rank_and_the_run_goes_on(ranks: Ranks) -> None:
     def body() -> list[str]:
@@ -219,6 +221,7 @@ def test_different_operations_are_named_with_both_labels(ranks: Ranks) -> None:
     assert "unshard layers.4" in text and "reduce layers.3" in text
 
 
+@pytest.mark.few(1)
 @pytest.mark.backends("shm", "gloo")
 def test_a_receive_without_a_send_names_the_silent_peer(ranks: Ranks) -> None:
     def body() -> None:
@@ -237,6 +240,7 @@ def test_a_receive_without_a_send_names_the_silent_peer(ranks: Ranks) -> None:
     assert "rank 1 has not issued it: it is in forward, step 0 at " in str(error)
 
 
+@pytest.mark.few(1)
 @pytest.mark.backends("shm", "gloo")
 def test_an_error_that_all_ranks_handle_does_not_stop_the_run(ranks: Ranks) -> None:
     def body() -> float:

@@ -73,8 +73,9 @@ def most(body: Callable[[SimulatedRank], Used], size: int) -> Used:
     )
 
 
-def test_to_sign_in_takes_few_requests_and_bytes() -> None:
-    few, many = most(sign_in, FEW), most(sign_in, MANY)
+@pytest.mark.parametrize("size", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+def test_to_sign_in_takes_few_requests_and_bytes(size: int) -> None:
+    few, many = most(sign_in, size // 8), most(sign_in, size)
     assert many.operations <= 40 and many.bytes_read <= 64 * 1024
     assert many.operations <= 1.5 * few.operations
 
@@ -158,6 +159,7 @@ def test_a_rank_that_never_comes_ends_the_wait_of_all_at_the_limit() -> None:
     assert max(when for _, when in outcomes) < limit + 2 * (2.0 + 0.25) + 1.0
 
 
+@pytest.mark.slow
 def test_others_ask_where_those_that_asked_are_lost() -> None:
     """The first eight to wait stand still, and another that never comes, where nobody can look."""
     size = 24

@@ -126,8 +126,10 @@ def test_a_rank_that_works_alone_is_waited_for_in_silence(ranks: Ranks) -> None:
         return found
 
     *silent, named = ranks(3, body, connected=False)[0]
-    assert silent == [[], []]
-    assert any("rank 1 has not issued it: it is in alone at" in line for line in named)
+    # On a busy machine rank 1 may be late after its phase, too, and is named then.
+    at_work = "rank 1 has not issued it: it is in alone at"
+    assert not any(at_work in line for lines in silent for line in lines)
+    assert any(at_work in line for line in named)
 
 
 @ON_BOTH
@@ -167,6 +169,7 @@ def test_a_rank_that_was_stopped_for_a_while_goes_on(ranks: Ranks) -> None:
     assert ranks(2, body, connected=False) == [2.0, 2.0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("calls", ["ours", "plain"])
 def test_ranks_that_wait_for_each_other_are_named(ranks: Ranks, calls: str) -> None:
     """Each waits on a group on which the other never comes."""
@@ -216,6 +219,7 @@ def test_a_call_of_c10d_that_cannot_end_ends_its_process_by_name(ranks: Ranks) -
     assert "test_waiting.py" in text and "in body" in text
 
 
+@pytest.mark.few(1)
 @pytest.mark.backends("shm", "gloo")
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_that_dies_while_the_groups_are_made_is_named(ranks: Ranks, victim: int) -> None:
@@ -282,6 +286,7 @@ def test_a_callback_of_torch_hides_nobody(ranks: Ranks) -> None:
         assert f"rank {2 - rank} failed first" not in text
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("alike", [False, True])
 def test_who_has_raised_is_not_waited_for_at_the_end(ranks: Ranks, alike: bool) -> None:
     """Rank 0 goes on after its error, for which the others have raised, or as they; all leave."""

@@ -27,6 +27,7 @@ both = pytest.mark.backends("shm", "gloo")
 # ------------------------------------------------------------------ groups
 
 
+@pytest.mark.few(1)
 @both
 def test_destroyed_groups_give_back_threads_descriptors_and_memory(ranks: Ranks) -> None:
     for measured, left in ranks(2, rounds_of, "groups", 30, timeout=200):
@@ -139,6 +140,7 @@ def body_models(rounds: int) -> dict[str, tuple[list[Footprint], dict[str, int]]
     return {kind: rounds_of(kind, rounds) for kind in KINDS}
 
 
+@pytest.mark.few(1)
 @both
 def test_deleted_models_give_back_all_that_they_had(ranks: Ranks) -> None:
     for found in ranks(2, body_models, 8, timeout=200):
@@ -188,6 +190,7 @@ def body_after_the_wrapper() -> None:
     assert not torch.equal(mine[0], reduced[0])
 
 
+@pytest.mark.few(1)
 @both
 def test_a_model_outlives_its_wrapper(ranks: Ranks) -> None:
     ranks(2, body_after_the_wrapper)

@@ -303,6 +303,7 @@ def test_a_backward_thread_and_the_main_thread_share_a_group(ranks: Ranks) -> No
 
 @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32 - 1), size=st.sampled_from([2, 3, 4]))
+@pytest.mark.slow
 def test_random_calls_equal_the_sums_in_rank_order(ranks: Ranks, seed: int, size: int) -> None:
     """Operations, sizes, dtypes, groups and waits drawn from one seed on all ranks."""
     ranks(size, random_calls, seed, 60, connected=False)

@@ -245,11 +245,13 @@ CASES: list[Case] = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_hooks_and_weights_in_losses_are_those_of_one_process(ranks: Ranks, schedule: str) -> None:
     ranks(2, body_as_alone, plan_of(schedule, pipeline=2), CASES, is_made_before=schedule == "zbv")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "other", [pytest.param("replicate", marks=pytest.mark.slow), "shard", "tensor"]
 )
@@ -257,6 +259,7 @@ def test_hooks_and_weights_in_losses_beside_other_axes(ranks: Ranks, other: str)
     ranks(4, body_as_alone, plan_of("zbv", pipeline=2, **{other: 2}), FEW)
 
 
+@pytest.mark.slow
 def test_flat_gradients_of_shards_are_what_hooks_have_made_of_them(ranks: Ranks) -> None:
     cases: list[Case] = [(Graph, step_in_backward, mse), (Graph, gradients_anew, mse)]
     ranks(2, body_as_alone, no_pipeline(TrainPlan(flat=True), shard=2), cases)
@@ -867,6 +870,7 @@ def late_hooks_on_what_two_stages_of_a_rank_hold(schedule: str) -> None:
             torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("schedule", ["zbv", "interleaved1f1b"])
 def test_late_hooks_on_what_two_stages_of_a_rank_hold_run_once(ranks: Ranks, schedule: str) -> None:
     ranks(2, late_hooks_on_what_two_stages_of_a_rank_hold, schedule)

@@ -74,6 +74,7 @@ def test_trains_as_one_process(ranks: Ranks, name: str) -> None:
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("other", ["replicate", "shard"])
 def test_trains_as_one_process_beside_data_axes(ranks: Ranks, other: str) -> None:
     plan = plan_of("language-model", CLIPPED, **{other: 2, "tensor": 2})
@@ -250,6 +251,7 @@ FUSED = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", FUSED)
 def test_several_matrices_in_one_layer_train_as_one_process(ranks: Ranks, kind: str) -> None:
     rules = "gpt2" if kind == "conv1d" else {"mixed": "colwise_3", "down": "rowwise"}
@@ -511,6 +513,7 @@ def body_raised() -> None:
             trainable.step(rows, rows)
 
 
+@pytest.mark.few(1)
 @pytest.mark.backends("gloo", "shm")
 def test_a_rank_that_gave_up_a_pass_alone_does_not_go_on(ranks: Ranks) -> None:
     ranks(2, body_raised)

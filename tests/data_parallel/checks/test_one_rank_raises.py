@@ -191,6 +191,7 @@ def body_unconnected(strategy: str) -> None:
         model(batch(step, dist.get_rank())).square().sum().backward()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_who_raised_is_named_without_connect(ranks: Ranks, strategy: str) -> None:
     with pytest.raises(RanksFailed) as caught:
@@ -230,6 +231,7 @@ def body_retry(strategy: str, raises_on: tuple[int, ...]) -> None:
         torch.testing.assert_close(whole, one.state_dict()[name], msg=name)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_forward_pass_may_be_repeated(ranks: Ranks, strategy: str) -> None:
     """By all ranks; by one where nothing was sent."""
@@ -266,6 +268,7 @@ def body_skips(ends_with: str) -> None:
         torch.testing.assert_close(ours, expected)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ends_with", ["the end", "something else"])
 def test_a_replica_that_skips_a_batch(ranks: Ranks, ends_with: str) -> None:
     ranks(2, body_skips, ends_with)
@@ -300,6 +303,7 @@ def test_a_rank_whose_weights_others_change(ranks: Ranks) -> None:
     ranks(3, body_split_optimizer)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
     "place", [pytest.param("optimizer", marks=pytest.mark.slow), "half a step"]

@@ -110,6 +110,7 @@ def test_one_rank_sends_nothing(ranks: Ranks) -> None:
 # ------------------------------------------------------------------------ the first forward
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_first_forward_that_differs_under_detail(ranks: Ranks, size: int) -> None:
     def body() -> None:

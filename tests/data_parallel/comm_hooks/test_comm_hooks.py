@@ -369,6 +369,7 @@ def body_error_feedback_trains(hook: Any) -> None:
     assert rows[0] == rows[1], "the ranks stay equal, bit by bit"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("hook", [hooks.powerSGD_hook, hooks.batched_powerSGD_hook])
 def test_power_sgd_of_full_rank_is_exact(ranks: Ranks, hook: Any, dtype: torch.dtype) -> None:
@@ -426,6 +427,7 @@ def body_local_sgd(is_torch: bool) -> None:
                 same(ours, own)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_torch", [False, True])
 def test_post_local_sgd(ranks: Ranks, is_torch: bool) -> None:
     ranks(4, body_local_sgd, is_torch)

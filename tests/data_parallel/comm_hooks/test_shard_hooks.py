@@ -172,6 +172,7 @@ def body_all() -> None:
     body_means(False)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [2, 4])
 def test_hooks_on_shards(ranks: Ranks, size: int) -> None:
     ranks(size, body_all)

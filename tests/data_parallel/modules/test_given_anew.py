@@ -435,6 +435,7 @@ def body_on_one_rank(
     return str(caught.value), time.monotonic() - begun
 
 
+@pytest.mark.few(1)
 @pytest.mark.backends("shm", "gloo")
 @pytest.mark.parametrize(
     ("change", "odd", "named"),
@@ -475,6 +476,7 @@ def body_different_ones() -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_ranks_that_are_given_different_ones_are_named(ranks: Ranks) -> None:
     for text in ranks(2, body_different_ones):
         assert "'0.weight' was given anew" in text
@@ -605,6 +607,7 @@ def body_plan(*, is_frozen: bool, **axes: int) -> dict[str, list[float]]:
     return {name: b.flatten().tolist() for name, b in trainable.module.named_buffers()}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("axis", ["replicate", "shard"])
 def test_plans_keep_them_equal(ranks: Ranks, axis: str) -> None:
     first, second = ranks(2, body_plan, is_frozen=False, **{axis: 2})

@@ -182,6 +182,7 @@ def body_collectives() -> None:
     ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("settings", [EVERY, SOME], ids=["every", "some"])
 def test_accumulation(ranks: Ranks, settings: ReductionSettings) -> None:
     ranks(2, body_accumulation, settings)

@@ -157,6 +157,7 @@ def body_steps_in_the_backward(options: dict[str, Any]) -> None:
     assert inner[0].weight.grad is not None
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
 def test_steps_in_the_backward(ranks: Ranks, options: dict[str, Any]) -> None:
     ranks(2, body_steps_in_the_backward, options)

@@ -101,6 +101,7 @@ def test_trains_as_one_process(
     ranks(2, body_trains, options, optimizer)
 
 
+@pytest.mark.few(1)
 @pytest.mark.backends("shm", "gloo")
 def test_trains_as_one_process_on_four_ranks(ranks: Ranks) -> None:
     ranks(4, body_trains, {"bucket_cap_mb": 5e-5}, torch.optim.Adam)
@@ -622,6 +623,7 @@ def body_static_reentrant() -> None:
         ours.zero_grad()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_swap", [False, True])
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, replicate], ids=["class", "function"])
 def test_static_graph_names_what_deviates(

@@ -126,6 +126,7 @@ def body_two_backwards_of_one_forward(is_view: bool) -> None:
     ],
     ids=lambda body: body.__name__.removeprefix("body_"),
 )
+@pytest.mark.few(3)
 def test_accumulation(ranks: Ranks, body: Callable[[bool], None], is_view: bool) -> None:
     ranks(2, body, is_view)
 
@@ -274,6 +275,7 @@ def body_late_gradient() -> None:
     assert "no gradient yet: parameters spare.bias, spare.weight (of spare)" in text
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_view", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
 def test_parameters_unused_on_some_ranks(ranks: Ranks, size: int, is_view: bool) -> None:
@@ -292,6 +294,7 @@ def test_parameters_unused_on_some_ranks(ranks: Ranks, size: int, is_view: bool)
     ],
     ids=lambda body: body.__name__.removeprefix("body_"),
 )
+@pytest.mark.few(2)
 def test_models(ranks: Ranks, body: Callable[[], None]) -> None:
     ranks(2, body)
 

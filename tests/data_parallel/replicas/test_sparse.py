@@ -297,5 +297,6 @@ def body_sharded() -> None:
     [body_clipping, body_unused, body_bytes, body_gives_up, body_refusals, body_sharded],
     ids=lambda body: body.__name__.removeprefix("body_"),
 )
+@pytest.mark.few(2)
 def test_sparse(ranks: Ranks, body: Callable[[], None]) -> None:
     ranks(2, body)

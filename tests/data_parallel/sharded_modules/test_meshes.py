@@ -206,6 +206,7 @@ def body_mesh_of_parameters() -> None:
             method(lambda *_: None)
 
 
+@pytest.mark.slow
 def test_parameters_with_a_mesh_of_their_own(ranks: Ranks) -> None:
     ranks(4, body_mesh_of_parameters)
 

@@ -219,6 +219,7 @@ def body_swap() -> None:
         step(model)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [2, 4])
 def test_an_equal_size_swap_is_found_outside_detail(ranks: Ranks, size: int) -> None:
     ranks(size, body_swap)

@@ -127,6 +127,7 @@ def test_trains_as_one_process_in_one_unit(ranks: Ranks, name: str) -> None:
     ranks(2, body_parity, name, "root", "adam", {})
 
 
+@pytest.mark.few(1)
 @pytest.mark.backends("shm", "gloo")
 @pytest.mark.parametrize("name", ["uneven", pytest.param("transformer", marks=pytest.mark.slow)])
 def test_trains_as_one_process_in_hybrid(ranks: Ranks, name: str) -> None:

@@ -138,6 +138,7 @@ def body_uneven(counts: Sequence[int], builds: Sequence[Build]) -> None:
                     torch.testing.assert_close(a.grad.full_tensor(), b.grad)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("counts", [[1, 3], [2, 0]], ids=str)
 def test_uneven_inputs(ranks: Ranks, counts: list[int]) -> None:
     ranks(2, body_uneven, counts, BUILDS)
@@ -231,6 +232,7 @@ def body_unknown_optimizer() -> None:
     [body_accumulation, body_throw, body_refusals],
     ids=lambda body: body.__name__.removeprefix("body_"),
 )
+@pytest.mark.few(1)
 def test_join(ranks: Ranks, body: Callable[[], None]) -> None:
     ranks(2, body)
 

@@ -72,6 +72,7 @@ def body_streams(hybrid: bool) -> dict[str, set[str]]:
     return {kind: {line.name for line in each} for kind, each in found.items()}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_gathers_and_sums_run_on_streams_of_their_own(ranks: Ranks, hybrid: bool) -> None:
     kinds = ["all_gather", "reduce_scatter"] + ["all_reduce"] * hybrid

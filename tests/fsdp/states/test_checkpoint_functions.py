@@ -154,6 +154,7 @@ def body_into_torch(folder: Path) -> None:
         is_trained(model, kind, 7)
 
 
+@pytest.mark.slow
 def test_training_goes_on_at_other_sizes_and_in_torch(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, body_goes_on, tmp_path, 0)
     ranks(4, body_goes_on, tmp_path, 2)

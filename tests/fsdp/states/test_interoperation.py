@@ -97,6 +97,7 @@ def body_load(folder: str, use_orig_params: bool) -> None:
         torch.testing.assert_close(peer.state_dict()[name].full_tensor(), value)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_checkpoints_go_to_other_world_sizes_and_to_torch(
     ranks: Ranks, tmp_path: Path, use_orig_params: bool

@@ -133,6 +133,7 @@ def body_sharded(use_orig_params: bool, use_mesh: bool) -> None:
     return None
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("use_mesh", [False, True])
 def test_sharded_state_dicts_round_trip(
@@ -259,6 +260,7 @@ def body_all_policies(use_orig_params: bool) -> None:
         body_policies(policy, use_orig_params)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["views", "flat"])
 def test_policies_wrap_a_module_under_two_names_once(ranks: Ranks, use_orig_params: bool) -> None:
     ranks(2, body_all_policies, use_orig_params)

@@ -145,6 +145,7 @@ def body_to_torch(folder: Path, use_orig_params: bool) -> None:
         torch.testing.assert_close(model.state_dict()[name], value, msg=name)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_training_goes_to_torch_and_back(
     ranks: Ranks, tmp_path: Path, use_orig_params: bool

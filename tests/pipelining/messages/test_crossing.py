@@ -115,6 +115,7 @@ def test_constants_that_change_on_four_ranks(ranks: Ranks) -> None:
     ranks(4, body_constants, "Interleaved1F1B")
 
 
+@pytest.mark.few(1)
 @pytest.mark.backends("shm", "gloo")
 def test_constants_that_change(ranks: Ranks) -> None:
     for name in ("1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"):
@@ -159,6 +160,7 @@ def body_traced() -> None:
         torch.testing.assert_close(parameter.grad, wanted[name].grad, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [2, 4])
 def test_numbers_of_traced_stages(ranks: Ranks, size: int) -> None:
     ranks(size, body_traced)
@@ -228,6 +230,7 @@ def body_bounded() -> None:
             assert len(kept) <= 3
 
 
+@pytest.mark.few(1)
 @pytest.mark.backends("shm", "gloo")
 def test_what_is_kept_in_mind_is_bounded(ranks: Ranks) -> None:
     ranks(2, body_bounded)

@@ -85,6 +85,7 @@ def exported(model: nn.Module, x: torch.Tensor) -> fx.GraphModule:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_parameters_and_operations(stages: int) -> None:
     torch.manual_seed(0)

@@ -114,6 +114,7 @@ def body_peak() -> None:
         assert len(losses) == (m if count - 1 in mine else 0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [2, 4])
 def test_peak_activations_are_those_of_the_schedule(ranks: Ranks, size: int) -> None:
     ranks(size, body_peak)

@@ -178,6 +178,7 @@ def body_ours(name: str, kinds: Sequence[str]) -> None:
                     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name",
     [
@@ -190,6 +191,7 @@ def test_ours_is_one_process(ranks: Ranks, name: str) -> None:
     ranks(4, body_ours, name, list(KINDS))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", QUICK)
 def test_a_stage_alone_on_its_mesh(ranks: Ranks, name: str) -> None:
     ranks(2, body_ours, name, list(KINDS))
@@ -325,6 +327,7 @@ def test_details_of_sharded_stages(ranks: Ranks) -> None:
     ranks(4, body_schedules_that_differ, replicate_on, CollectiveMismatchError)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "wrap"),
     [

@@ -43,6 +43,7 @@ def give_up_between_layers(model: nn.Module) -> None:
     raise KeyError("a bad row")
 
 
+@pytest.mark.few(1)
 @pytest.mark.backends("gloo", "shm")
 @pytest.mark.parametrize(
     "give_up",
@@ -132,6 +133,7 @@ def test_what_a_first_step_would_train_apart_or_not_at_all_is_refused(ranks: Ran
     ranks(2, body)
 
 
+@pytest.mark.few(1)
 @pytest.mark.backends("gloo", "shm")
 def test_a_rank_that_leaves_out_a_batch_is_stopped(ranks: Ranks) -> None:
     """It computes on other batches than the others, with as many collectives in the same order."""
@@ -195,6 +197,7 @@ def scaled(optimizer: type[torch.optim.Optimizer]) -> tuple[nn.Module, torch.opt
     return model, optimizer(model.parameters(), lr=0.01)
 
 
+@pytest.mark.few(1)
 @pytest.mark.backends("gloo", "shm")
 @pytest.mark.parametrize("late", [0, 6])
 def test_a_gradient_of_which_each_rank_has_a_share_is_refused(ranks: Ranks, late: int) -> None:

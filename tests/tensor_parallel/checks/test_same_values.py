@@ -97,6 +97,7 @@ def a_partial_gradient() -> None:
     torch.testing.assert_close(model[0].factor.to_local(), expected, msg=f"rank {rank}")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "program", [a_cache_that_is_given_back, a_layer_that_begins_with_zeros, a_partial_gradient]
 )

@@ -112,6 +112,7 @@ def body_unwaited() -> None:
         dist.barrier()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("body", [body_in_order, body_blocked, body_at_once, body_unwaited])
 def test_transfers_go_by_order_alone(ranks: Ranks, body: Callable[[], None]) -> None:
     ranks(2, body, backend="gloo", timeout=60)
