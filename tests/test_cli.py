@@ -393,10 +393,28 @@ def test_report_draws_a_timeline(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert (tmp_path / "report.html").read_text(encoding="utf-8").count("<svg") == 2
     page = tmp_path / "zbv.html"
     assert main(["simulate", "zbv", "--ranks", "2", "--page", str(page)]) == 0
-    assert "Simulated" in page.read_text(encoding="utf-8")
+    assert page.read_text(encoding="utf-8").count("<svg") == 1
+    assert "Measured" not in page.read_text(encoding="utf-8")
     assert main(["report", str(tmp_path / "none.json")]) == 2
     assert main(["report", str(page)]) == 2
     assert "expected a Chrome trace written by Meshwright" in capsys.readouterr().err
+
+
+def test_report_of_a_run_that_has_not_ended(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 5.5}\n{"step": 2, "loss": 5.25}\n')
+    assert main(["report", str(tmp_path)]) == 0
+    assert (tmp_path / "report.html").read_text(encoding="utf-8").count("<svg") == 1
+
+
+def test_an_unknown_tracker_is_named_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "train.toml"
+    file.write_text('[run]\ntrackers = ["wandbb"]\n')
+    assert main(["train", str(file)]) == 2
+    assert "[run] trackers: unknown tracker 'wandbb'; expected tensorboard" in (
+        capsys.readouterr().err
+    )
 
 
 def test_simulate_reads_files_of_torch(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import meshwright
 from meshwright import tensor_parallel
 from meshwright.axes import KNOWN_AXES
 from meshwright.comm import communicator
+from meshwright.integrations.trackers import Tracker
 from meshwright.pipelining import PipelineStage, Schedule1F1B
 from meshwright.testing import Ranks
 from support.recipes.runs import CONFIG, write_text
@@ -149,7 +150,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def test_the_code_of_the_performance_page_runs(ranks: Ranks, tmp_path: Path) -> None:
-    of_a_run, of_a_pipeline = blocks("performance.md", "python")
+    of_a_run, of_a_tracker, of_a_pipeline = blocks("performance.md", "python")
 
     def body() -> list[int]:
         os.chdir(tmp_path)
@@ -163,6 +164,8 @@ def test_the_code_of_the_performance_page_runs(ranks: Ranks, tmp_path: Path) -> 
 
         names: dict[str, Any] = {"schedule": SimpleNamespace(step=step)}
         names |= {"x": torch.ones(4, 2), "y": torch.ones(4, 2), "communicator": communicator}
+        exec(of_a_tracker, names)
+        assert isinstance(names["Tracker"](), Tracker)
         exec(of_a_run.replace("...  #", "communicator().barrier()  #"), names)
         events = [len(names["timer"].timeline(world.rank).events)]
         exec(of_a_pipeline, names)

@@ -33,14 +33,20 @@ from meshwright.comm.groups.launch import is_launched, launch, record_failure
 from meshwright.composition import check_model
 from meshwright.doctor import examine, report_lines
 from meshwright.errors import MeshwrightError, PlanError, ScheduleError
+from meshwright.integrations.trackers import tracker_of
 from meshwright.recipes.config import TrainConfig, option_lines, read_config
 from meshwright.recipes.language_model import LanguageModel
 from meshwright.recipes.loop import Outcome, train
-from meshwright.recipes.run_folder import require_folder, require_start
+from meshwright.recipes.run_folder import METRICS, require_folder, require_start
 from meshwright.recipes.tensors.compare import compare_runs
 from meshwright.recipes.tensors.trace import traced_modules
 from meshwright.recipes.text import open_text
-from meshwright.report import read_chrome_trace, write_page
+from meshwright.report import (
+    read_chrome_trace,
+    read_metrics,
+    write_page,
+    write_simulation,
+)
 from meshwright.schedule.actions import Schedule
 from meshwright.schedule.builders import build
 from meshwright.schedule.lowering import lower
@@ -162,9 +168,10 @@ class _VerifyCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class _ReportCommand:
-    """Draw the timeline of a run's last steps as a page for a browser.
+    """Draw a run as a page for a browser: its numbers over the steps, and its last steps in time.
 
-    Of a pipeline the last step is drawn, and under it what its schedule should have done.
+    A run that has not ended has no timeline yet. Of a pipeline the last step is drawn, and under it
+    what its schedule should have done.
     """
 
     timeline: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
@@ -174,12 +181,16 @@ class _ReportCommand:
 
     def run(self, words: list[str]) -> int:
         """Write the page."""
-        path = Path(self.timeline)
-        path = path / "timeline.json" if path.is_dir() else path
-        output = Path(self.output) if self.output else path.with_name("report.html")
+        given = Path(self.timeline)
+        folder = given if given.is_dir() else given.parent
+        output = Path(self.output) if self.output else folder / "report.html"
+        trace = folder / "timeline.json" if given.is_dir() else given
+        metrics = folder / METRICS
         try:
-            timeline = read_chrome_trace(path)
-            write_page(timeline, output, title=f"Timeline of {path.resolve().parent.name}")
+            is_there = metrics.exists() and given.is_dir()
+            rows = read_metrics(metrics) if is_there else []
+            timeline = None if is_there and not trace.exists() else read_chrome_trace(trace)
+            write_page(timeline, output, title=f"Run {folder.resolve().name}", metrics=rows)
         except (ValueError, ScheduleError) as error:
             raise PlanError(str(error)) from error
         print(f"wrote {output}")
@@ -237,7 +248,7 @@ class _SimulateCommand:
         if self.write:
             dump_csv(lowered, self.write)
         if self.page:
-            write_page(found.timeline, self.page, title=f"{self.schedule}, simulated")
+            write_simulation(found.timeline, self.page, title=f"{self.schedule}, simulated")
         return 0
 
     def _schedule(self) -> Schedule:
@@ -310,6 +321,11 @@ def _check(config: TrainConfig, ranks: int) -> None:
             )
     except PlanError as error:
         problems.extend(str(error).splitlines())
+    for name in config.run.trackers:
+        try:
+            tracker_of(name)
+        except PlanError as error:
+            problems.append(f"[run] trackers: {error}")
     resume = config.run.resume
     try:
         require_start(resume)
@@ -365,9 +381,11 @@ def _summary(outcome: Outcome) -> list[str]:
     if outcome.parity:
         lines.append(outcome.parity)
     lines.append(f"checkpoint {outcome.checkpoint}")
-    lines.append(f"metrics    {os.path.join(outcome.folder, 'metrics.jsonl')}")
+    lines.append(f"metrics    {os.path.join(outcome.folder, METRICS)}")
     if outcome.trace:
         lines.append(f"trace      {outcome.trace} (opens in https://ui.perfetto.dev)")
+    if outcome.report:
+        lines.append(f"report     {outcome.report} (open it in a browser)")
     if outcome.tensors:
         lines.append(
             f"tensors    {outcome.tensors} (meshwright compare {outcome.folder} OTHER_RUN)"

@@ -22,11 +22,20 @@ from meshwright.errors import (
     PlanError,
 )
 from meshwright.recipes.loop import Outcome, train
-from meshwright.report import read_chrome_trace
+from meshwright.recipes.usage import flops_a_token
+from meshwright.report import read_chrome_trace, read_metrics
 from meshwright.testing import Ranks
 from support.checkpoint.jobs import job
-from support.recipes.runs import losses, read_run, run_tiny, saved_tensors, stop_in_step
+from support.recipes.runs import (
+    FailingTracker,
+    losses,
+    read_run,
+    run_tiny,
+    saved_tensors,
+    stop_in_step,
+)
 
+TRACKED = 'run.trackers=["support.recipes.runs:FailingTracker"]'
 TWO = "axes.replicate=2"
 
 
@@ -53,6 +62,32 @@ def test_a_run_leaves_metrics_checkpoint_summary_and_trace(ranks: Ranks, tmp_pat
     assert json.loads((folder / "summary.json").read_text())["step"] == 6
     assert read_run(tmp_path).model.dim == 16
     assert "validation_loss" in (folder / "metrics.jsonl").read_text()
+
+
+def test_metrics_tell_speed_and_memory_and_become_a_report(ranks: Ranks, tmp_path: Path) -> None:
+    (outcome, _) = ranks(2, run_tiny, tmp_path, "axes.shard=2", "run.peak_tflops=0.001")
+    first, *_ = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    needed = flops_a_token(read_run(tmp_path).model) * first["tokens"] / first["seconds"]
+    assert first["mfu"] == pytest.approx(needed / (2 * 0.001e12))
+    memory = first["memory"]
+    # AdamW keeps two moments of each element, and a step of four bytes for each parameter.
+    assert memory["parameters"] < memory["optimizer"] / 2 < 1.2 * memory["parameters"]
+    assert memory["peak"] > 2**20
+    page = Path(outcome.report).read_text(encoding="utf-8")
+    assert page.count("<svg") == 8 and "gather parameters" in page
+
+
+def run_tracked(folder: Path) -> tuple[list[int], list[str]]:
+    lines: list[str] = []
+    run_tiny(folder, TWO, TRACKED, tell=lines.append)
+    return FailingTracker.told, [line for line in lines if line.startswith("error")]
+
+
+def test_a_tracker_that_fails_is_told_once_and_left_out(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(2, run_tracked, tmp_path)
+    said = "error: tracker support.recipes.runs:FailingTracker: no answer; training goes on without"
+    assert first == ([1, 2], [f"{said} it"])
+    assert second == ([], [])
 
 
 def test_the_trace_shows_every_rank_lane_and_reason(ranks: Ranks, tmp_path: Path) -> None:

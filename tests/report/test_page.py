@@ -7,11 +7,18 @@ import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
-from meshwright.report import draw_timeline, read_chrome_trace, write_chrome_trace, write_page
+from meshwright.report import (
+    draw_timeline,
+    read_chrome_trace,
+    write_chrome_trace,
+    write_page,
+    write_simulation,
+)
 from meshwright.schedule.builders import zbv
 from meshwright.schedule.lowering import lower
 from meshwright.schedule.simulate import Costs, simulate
 from meshwright.timeline import Event, Timeline
+from support.report import layouts
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -63,6 +70,26 @@ def test_a_page_stands_alone_and_compares(tmp_path: Path) -> None:
     assert re.search(r"Simulated: [0-9.]+ s, [0-9.]+% of it idle", text)
     write_page(Timeline([Event(name="forward", lane="compute", rank=0, start=0.0, end=1.0)]), file)
     assert file.read_text(encoding="utf-8").count("<svg") == 1
+
+
+def test_a_simulation_is_drawn_once_and_called_nothing_else(tmp_path: Path) -> None:
+    file = tmp_path / "simulated.html"
+    write_simulation(step(), file, title="zbv, simulated")
+    text = file.read_text(encoding="utf-8")
+    assert text.count("<svg") == 1 and "Measured" not in text
+
+
+def test_every_kind_of_event_has_a_colour_that_the_legend_names(tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    write_page(layouts(), file)
+    text = file.read_text(encoding="utf-8")
+    named = dict(re.findall(r'<i style="background:(#\w+)"></i>([^<]*)</span>', text))
+    drawn = set(re.findall(r'fill="(#[0-9a-f]{6})"', text))
+    assert drawn == set(named)
+    assert set(named.values()) == {
+        *("forward", "backward", "optimizer", "other compute", "gather parameters"),
+        *("reduce gradients", "axis tensor", "checks, norms, losses"),
+    }
 
 
 def test_a_trace_shows_the_simulation_beside_and_reads_back_without(tmp_path: Path) -> None:

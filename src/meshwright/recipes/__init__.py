@@ -6,6 +6,7 @@ Bottom-up:
     text            text as bytes, and windows of them
     language_model  the model, its optimizer and the learning rate
     metrics         a line of JSON a step, progress, and the last steps as a timeline
+    usage           memory by category, and the operations that the model needs
     run_folder      where a run writes, what it resumes from, and its state as a checkpoint
     tensors         traces of tensors, and two runs compared
     loop            the main job, its loss on held-out text, and its stop on request

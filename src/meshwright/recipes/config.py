@@ -156,6 +156,12 @@ class RunConfig:
     """Names of modules whose outputs are traced, with wildcards; by default the innermost."""
     trace_mb: Annotated[float, Above(0)] = 256.0
     """The tensor trace of a rank ends before it grows beyond so many MiB."""
+    trackers: tuple[str, ...] = ()
+    """Where rank 0 sends the numbers of each step, too: tensorboard, wandb, mlflow, trackio, or
+    package.module:Class of your own."""
+    peak_tflops: Annotated[float, Above(0)] | None = None
+    """Floating-point operations of a rank's device, in 1e12 a second, for the utilisation in the
+    metrics; by default what one large matrix product reaches when the run begins."""
     timeout: Annotated[float, Above(0)] | None = None
     """Seconds after which a wait for another rank ends in any case; by default a rank is waited for
     as long as it works."""

@@ -34,6 +34,7 @@ from meshwright.comm import Communicator, Pending, check_peers, phase, settle
 from meshwright.comm.failures.sameness import require_equal
 from meshwright.composition import StepResult, Trainable, parallelize
 from meshwright.errors import CheckpointWriteError, NonFiniteError, PlanError
+from meshwright.integrations.trackers import Tracker, flat, tracker_of
 from meshwright.randomness import name_seed
 from meshwright.recipes.config import TrainConfig
 from meshwright.recipes.language_model import (
@@ -47,6 +48,7 @@ from meshwright.recipes.language_model import (
 from meshwright.recipes.metrics import MetricsFile, StepTrace, show_progress
 from meshwright.recipes.parity import Parity, check_parity
 from meshwright.recipes.run_folder import (
+    METRICS,
     RunFolder,
     choose_folder,
     describe_run,
@@ -56,6 +58,8 @@ from meshwright.recipes.run_folder import (
 from meshwright.recipes.tensors.rows import Header, trace_file
 from meshwright.recipes.tensors.trace import TensorTrace, open_trace
 from meshwright.recipes.text import ByteText, example_of, open_text, unigram_loss
+from meshwright.recipes.usage import flops_a_token, matrix_flops, memory_of
+from meshwright.report import read_chrome_trace, read_metrics, write_page
 from meshwright.sampling import Sampler
 from meshwright.toml_source import dump
 
@@ -87,6 +91,8 @@ class Outcome:
     folder: str
     checkpoint: str
     trace: str
+    report: str
+    """A page for a browser; empty when the timeline was not asked for."""
     tensors: str
     """Folder of the tensor traces; empty when they were not asked for."""
 
@@ -161,6 +167,9 @@ class _Training:
             write(f"resumed from {folder.checkpoint} after step {self._step}")
         self._first = self._step + 1
         self._metrics = self._open_metrics()
+        self._trackers = self._start_trackers()
+        self._needed = flops_a_token(config.model)
+        self._flops = self._measure_flops()
         options = config.run
         self._progress = show_progress(write, steps=options.steps, every=options.log_every)
 
@@ -192,6 +201,7 @@ class _Training:
             for file in (self._metrics, traced):
                 if file is not None:
                     file.close()
+            self._track(lambda tracker: tracker.finish())
 
     def finish(self, parity: Parity | None) -> Outcome:
         """Validate, write trace and summary, and return how the run ended."""
@@ -199,6 +209,7 @@ class _Training:
             is_finished = self._step >= self._config.run.steps
             validation = self._validate() if is_finished else None
             trace = self._trace.write(self._folder.path / "timeline.json", self._world)
+            report = self._report(trace)
         data = self._config.data
         sample = self._text.validation_sample(data.validation_windows)
         _, targets = self._text.validation.batch(sample)
@@ -218,6 +229,7 @@ class _Training:
             folder=str(self._folder.path),
             checkpoint=str(self._saved or ""),
             trace=str(trace or ""),
+            report=str(report or ""),
             tensors=str(trace_file(self._folder.path, 0).parent)
             if self._config.run.trace_tensors
             else "",
@@ -239,14 +251,68 @@ class _Training:
         path = self._folder.path
         path.mkdir(parents=True, exist_ok=True)
         (path / "config.toml").write_text(dump(self._config), encoding="utf-8")
-        return MetricsFile(path / "metrics.jsonl", step=self._step)
+        return MetricsFile(path / METRICS, step=self._step)
+
+    def _start_trackers(self) -> dict[str, Tracker]:
+        if self._world.rank:
+            return {}
+        trackers = {name: tracker_of(name) for name in self._config.run.trackers}
+        for tracker in trackers.values():
+            tracker.start(self._folder.path, self._run)
+        return trackers
+
+    def _track(self, call: Callable[[Tracker], None]) -> None:
+        """Call each tracker; one that fails is told of once and left out."""
+        for name, tracker in list(self._trackers.items()):
+            try:
+                call(tracker)
+            except Exception as error:  # software of others may raise anything
+                del self._trackers[name]
+                self._note(f"error: tracker {name}: {error}; training goes on without it")
+
+    def _measure_flops(self) -> float:
+        """Find what the devices of all ranks can do; 0 on ranks that write no metrics."""
+        if self._world.rank:
+            return 0.0
+        given, precision = self._config.run.peak_tflops, self._config.plan.precision.resolved()
+        one = (
+            given * 1e12
+            if given is not None
+            else matrix_flops(self._world.device, str(precision.compute))
+        )
+        return one * self._world.size
+
+    def _report(self, trace: Path | None) -> Path | None:
+        """Draw the run for a browser; a full disk is no reason to lose its end."""
+        if trace is None:
+            return None
+        path, metrics = self._folder.path / "report.html", self._folder.path / METRICS
+        if self._world.rank == 0:
+            try:
+                write_page(
+                    read_chrome_trace(trace),
+                    path,
+                    title=f"Run {self._folder.path.name}",
+                    metrics=read_metrics(metrics),
+                )
+            except OSError as error:
+                self._note(f"error: {path} cannot be written: {error.strerror}")
+        return path
 
     def _note(self, text: str) -> None:
         self._progress.note(text)
 
-    def _record(self, **record: float) -> None:
-        if self._metrics is not None and (problem := self._metrics.write(record)):
+    def _record(self, step: int, **values: object) -> None:
+        if self._metrics is None:
+            return
+        if problem := self._metrics.write({"step": step, **values}):
             self._note(f"error: {problem}; training goes on")
+        numbers = {
+            name.replace("memory.", "memory/"): float(value)
+            for name, value in flat(values).items()
+            if isinstance(value, int | float)
+        }
+        self._track(lambda tracker: tracker.log(step, numbers))
 
     def _trace_tensors(self) -> MetricsFile:
         """Make each step write its tensors until the file is full."""
@@ -290,6 +356,8 @@ class _Training:
             learning_rate=rate,
             tokens=number * tokens,
             seconds=seconds,
+            mfu=self._needed * tokens / seconds / self._flops if self._flops else 0.0,
+            memory=memory_of(self._trainable, self._world.device) if self._metrics else {},
         )
         mean = self._seconds / len(self._losses)
         left = mean * (self._config.run.steps - number)

@@ -8,7 +8,8 @@
     ├── checkpoints/
     │   └── step_00000300/       what `resume` takes
     ├── summary.json
-    └── timeline.json            a Chrome trace of the last steps
+    ├── timeline.json            a Chrome trace of the last steps
+    └── report.html              curves and timeline, for a browser
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from meshwright.sampling import Sampler
 from meshwright.toml_source import plain
 
 CHECKPOINTS = "checkpoints"
+METRICS = "metrics.jsonl"
 FORMAT = 1
 _FINGERPRINT_BYTES = 64 * 2**20
 

@@ -1,14 +1,26 @@
-"""Timelines of runs shown to readers, as files that viewers open.
+"""Runs shown to readers, as files that viewers open.
 
 Bottom-up:
 
     chrome_trace  a `Timeline` as a Chrome trace, and back
-    page          an HTML file of what was measured and simulated, drawn as SVG
+    svg           texts and round numbers of drawings
+    lanes         a `Timeline` drawn as SVG
+    curves        the numbers of a run's steps, read and drawn as SVG
+    page          an HTML file of all that, with what was simulated beside what was measured
 """
 
 from __future__ import annotations
 
 from meshwright.report.chrome_trace import read_chrome_trace, write_chrome_trace
-from meshwright.report.page import draw_timeline, write_page
+from meshwright.report.curves import read_metrics
+from meshwright.report.lanes import draw_timeline
+from meshwright.report.page import write_page, write_simulation
 
-__all__ = ["draw_timeline", "read_chrome_trace", "write_chrome_trace", "write_page"]
+__all__ = [
+    "draw_timeline",
+    "read_chrome_trace",
+    "read_metrics",
+    "write_chrome_trace",
+    "write_page",
+    "write_simulation",
+]

@@ -1,22 +1,16 @@
-"""A report as one HTML file that loads nothing: what was measured, and the same simulated.
-
-A timeline is drawn as SVG, a band for each rank, a row in it for each lane::
-
-    rank 0  | 0 | 1 | 2 |   | 0 |   | 1 |      compute: a box for each action, by kind of action
-            '-'   '-'           '-'            transfer, gather, reduce: thin rows below
-"""
+"""A report as one HTML file that loads nothing: curves, a timeline, and the same simulated."""
 
 from __future__ import annotations
 
 import html
-import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
+from meshwright.report.curves import charts, draw_chart
+from meshwright.report.lanes import draw_timeline, keys, legend
+from meshwright.report.svg import seconds
 from meshwright.schedule.measured import Comparison, compare
-from meshwright.timeline import LANES, Event, Timeline
+from meshwright.timeline import LANES, Timeline
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #202124; background: #fff; margin: 2rem auto;
@@ -29,43 +23,50 @@ svg { width: 100%; height: auto; display: block; font-family: system-ui, sans-se
 table { border-collapse: collapse; margin: .6rem 0; } td, th { padding: .15rem .9rem .15rem 0;
   text-align: right; font-variant-numeric: tabular-nums; } th:first-child, td:first-child
   { text-align: left; } th { font-weight: 600; border-bottom: 1px solid #b0b6bb; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(26rem, 1fr)); gap: 1rem; }
+.legend { margin: .2rem 0; } .charts .legend { padding-left: 11%; }
 .legend span { display: inline-block; margin-right: 1.1rem; }
 .legend i { display: inline-block; width: .8em; height: .8em; margin-right: .35em; }
 p.note { color: #5f6368; max-width: 60rem; }
 """
 
-
-_COLOURS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "F": ("#3b76c4", "forward"),
-        "B": ("#3d9a50", "backward"),
-        "I": ("#2fa3a0", "backward, input half"),
-        "W": ("#d98a26", "backward, weight half"),
-        "SEND_F": ("#8fb4e6", "outputs on their way"),
-        "SEND_B": ("#97cfa2", "gradients on their way"),
-        "UNSHARD": ("#8e6bbf", "gather parameters"),
-        "RESHARD": ("#c9b6e2", "free parameters"),
-        "REDUCE_GRAD": ("#c2475b", "reduce gradients"),
-        "": ("#9aa0a6", "other"),
-    }
+_MFU = (
+    "MFU is the number of floating-point operations that the model needs for the tokens of a "
+    "second, over what the devices of all ranks could do. A token needs 6 operations for each "
+    "parameter that multiplies (not the embedding's) and 12 x layers x width x context for "
+    "attention, forward and backward (Chowdhery et al., PaLM, 2022, appendix B). A device can do "
+    "[run] peak_tflops, or what one large matrix product reached on rank 0 when the run began."
 )
-"""By operation, its colour and what it is."""
-
-_ACTION = re.compile(r"([0-9]+)(SEND_[FB]|RECV_[FB]|UNSHARD|RESHARD|REDUCE_GRAD|[FBIW])([0-9]*)")
-_LEFT, _WIDTH, _RIGHT = 70, 1060, 20
-_HIGH, _THIN, _GAP, _TOP, _AXIS = 24, 7, 12, 6, 26
-_SHADES = (1.0, 0.82, 0.66, 0.9, 0.74)
-"""Of stages beside each other on one rank."""
 
 
-def write_page(timeline: Timeline, path: str | Path, *, title: str = "Timeline") -> None:
-    """Write a page on ``timeline`` to ``path``.
+def write_page(
+    timeline: Timeline | None,
+    path: str | Path,
+    *,
+    title: str = "Timeline",
+    metrics: Iterable[Mapping[str, object]] = (),
+) -> None:
+    """Write a page on ``timeline`` and ``metrics``, the objects of a run's steps, to ``path``.
 
-    Where it holds a pipeline's steps the last one is drawn, and under it what its schedule should
-    have done had each action taken its measured median; other timelines are drawn whole.
+    Where the timeline holds a pipeline's steps the last one is drawn, and under it what its
+    schedule should have done had each action taken its measured median; others are drawn whole.
     """
-    comparison = compare(timeline)
-    parts = _whole(timeline) if comparison is None else _compared(comparison)
+    parts = _curves(metrics)
+    if timeline is not None:
+        comparison = compare(timeline)
+        parts += _whole(timeline) if comparison is None else _compared(comparison)
+    _write(parts, path, title)
+
+
+def write_simulation(timeline: Timeline, path: str | Path, *, title: str) -> None:
+    """Write a page on a simulated ``timeline``, which is drawn once, to ``path``.
+
+    Its times are in the unit that its costs had.
+    """
+    _write([legend([timeline]), draw_timeline(timeline)], path, title)
+
+
+def _write(parts: Iterable[str], path: str | Path, title: str) -> None:
     name = html.escape(title)
     document = (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
@@ -74,14 +75,28 @@ def write_page(timeline: Timeline, path: str | Path, *, title: str = "Timeline")
     Path(path).write_text(document + "\n</body></html>\n", encoding="utf-8")
 
 
+def _curves(metrics: Iterable[Mapping[str, object]]) -> list[str]:
+    found = charts(metrics)
+    if not found:
+        return []
+    drawn = []
+    for chart in found:
+        named = [(colour, name) for colour, name in chart.names if name]
+        drawn.append(f"<div>{draw_chart(chart)}{keys(named) if named else ''}</div>")
+    parts = ["<h2>Over the steps</h2>", f'<div class="charts">{"".join(drawn)}</div>']
+    if any(chart.title.endswith("(MFU)") for chart in found):
+        parts.append(f'<p class="note">{html.escape(_MFU)}</p>')
+    return parts
+
+
 def _compared(found: Comparison) -> list[str]:
     both = (found.measured, found.simulated)
     span = max(_span(timeline) for timeline in both)
     return [
-        _legend(both),
-        f"<h2>Measured: {_seconds(_span(found.measured))}, {found.bubble:.1%} of it idle</h2>",
+        f"<h2>Measured: {seconds(_span(found.measured))}, {found.bubble:.1%} of it idle</h2>",
+        legend(both),
         draw_timeline(found.measured, span=span),
-        f"<h2>Simulated: {_seconds(_span(found.simulated))}, "
+        f"<h2>Simulated: {seconds(_span(found.simulated))}, "
         f"{found.simulated_bubble:.1%} of it idle</h2>",
         draw_timeline(found.simulated, span=span),
         _table(found),
@@ -96,14 +111,15 @@ def _whole(timeline: Timeline) -> list[str]:
     rows = [
         [
             f"rank {rank}",
-            *(_seconds(timeline.busy(rank, lane)) for lane in LANES),
-            _seconds(timeline.exposed(rank)),
+            *(seconds(timeline.busy(rank, lane)) for lane in LANES),
+            seconds(timeline.exposed(rank)),
         ]
         for rank in timeline.ranks
     ]
     head = ["", *LANES, "exposed"]
     return [
-        _legend([timeline]),
+        f"<h2>The last steps: {seconds(timeline.end - timeline.start)}</h2>",
+        legend([timeline]),
         draw_timeline(timeline),
         _rows(head, rows),
         '<p class="note">Seconds during which each lane was busy. Exposed is communication beside '
@@ -117,7 +133,7 @@ def _table(found: Comparison) -> str:
         cells = [f"rank {rank}"]
         for timeline in (found.measured, found.simulated):
             busy = timeline.busy(rank, "compute")
-            cells += [_seconds(busy), f"{1 - busy / max(_span(timeline), 1e-12):.1%}"]
+            cells += [seconds(busy), f"{1 - busy / max(_span(timeline), 1e-12):.1%}"]
         rows.append([*cells, f"{peak:g}"])
     head = ["", "computes", "idle", "simulated", "idle", "microbatches held at most"]
     return _rows(head, rows)
@@ -130,104 +146,7 @@ def _rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"<table>{line('th', head)}{''.join(line('td', row) for row in rows)}</table>"
 
 
-def _legend(timelines: Iterable[Timeline]) -> str:
-    events = [e for timeline in timelines for e in timeline.events if e.category != "recv"]
-    kinds = {_kind_of(event) for event in events}
-    spans = [
-        f'<span><i style="background:{colour}"></i>{html.escape(what)}</span>'
-        for kind, (colour, what) in _COLOURS.items()
-        if kind in kinds
-    ]
-    return f'<p class="legend">{"".join(spans)}</p>'
-
-
 def _span(timeline: Timeline) -> float:
     """Count the seconds from the first to the last compute."""
     computing = timeline.select(lane="compute")
     return computing.end - computing.start
-
-
-# -------------------------------------------------------------------------------- one timeline
-
-
-def _kind_of(event: Event) -> str:
-    """Find the operation of the action that ``event`` is named after; empty for other events."""
-    match = _ACTION.fullmatch(event.name)
-    return match[2] if match is not None and (match[2] in _COLOURS) else ""
-
-
-def draw_timeline(timeline: Timeline, *, span: float | None = None) -> str:
-    """Write an ``<svg>`` element, 1150 units wide, which stand for ``span`` seconds.
-
-    Posted receives are left out: a message is drawn where it is sent.
-    """
-    shown = Timeline(event for event in timeline.events if event.category != "recv")
-    origin = shown.start
-    whole = span or shown.end - origin
-    scale = _WIDTH / whole if whole > 0 else 0.0
-    parts: list[str] = []
-    top = float(_TOP)
-    for rank in timeline.ranks:
-        parts.append(_text(_LEFT - 10, top + 16, f"rank {rank}", "end", "rank"))
-        size = f'width="{(shown.end - origin) * scale:.2f}" height="{_HIGH}"'
-        parts.append(f'<rect x="{_LEFT}" y="{top:.1f}" {size} class="idle"/>')
-        for lane in LANES:
-            drawn = shown.select(rank=rank, lane=lane).events
-            if drawn or lane == "compute":
-                high = _HIGH if lane == "compute" else _THIN
-                parts += [_event(event, origin, scale, top, high) for event in drawn]
-                top += high + 2
-        top += _GAP
-    parts += _axis(whole, scale, top - _GAP / 2)
-    size = f"0 0 {_LEFT + _WIDTH + _RIGHT} {top + _AXIS:.0f}"
-    return f'<svg viewBox="{size}" xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>'
-
-
-def _event(event: Event, origin: float, scale: float, top: float, high: float) -> str:
-    kind = _kind_of(event)
-    colour, _ = _COLOURS[kind]
-    left, wide = _LEFT + (event.start - origin) * scale, max(0.4, event.duration * scale)
-    title = f"{event.name}: {_seconds(event.duration)}, at {_seconds(event.start - origin)}"
-    if event.bytes:
-        title += f", {event.bytes:,} bytes"
-    match = _ACTION.fullmatch(event.name)
-    shade = 1.0 if match is None or high < _HIGH else _SHADES[int(match[1]) % 5]
-    box = (
-        f'<rect x="{left:.2f}" y="{top:.1f}" width="{wide:.2f}" height="{high}" fill="{colour}" '
-        f'fill-opacity="{shade:.2f}" stroke="#fff" stroke-width="{0.5 if wide > 2 else 0}">'
-        f"<title>{html.escape(title)}</title></rect>"
-    )
-    label = (match[3] if match is not None else event.name) if high == _HIGH else ""
-    if label and wide > 6.5 * len(label) + 3:
-        box += _text(left + wide / 2, top + high / 2 + 4, label, "middle", "label")
-    return box
-
-
-def _axis(whole: float, scale: float, top: float) -> Sequence[str]:
-    """Draw marks at round times."""
-    if whole <= 0:
-        return []
-    size = 10.0 ** math.floor(math.log10(whole / 8))
-    step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= whole / 8 * 0.999)
-    count = int(whole / step * (1 + 1e-9)) + 1
-    parts = []
-    for number in range(count):
-        x = _LEFT + number * step * scale
-        parts.append(
-            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{top + 4:.1f}" class="tick"/>'
-        )
-        parts.append(_text(x, top + 18, _seconds(number * step), "middle", "time"))
-    return parts
-
-
-def _text(x: float, y: float, text: str, anchor: str, kind: str) -> str:
-    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}"'
-    return f"<text {place}>{html.escape(text)}</text>"
-
-
-def _seconds(value: float) -> str:
-    """Write a time in a unit that fits it."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if value >= size:
-            return f"{value / size:.4g} {unit}"
-    return f"{value * 1e6:.4g} µs" if value else "0"

@@ -99,9 +99,10 @@ ALLOWED: dict[str, frozenset[str]] = {
     "reference": _WHOLE,
     "planner": _PURE,
     "report": _PURE,
-    "recipes": _TOP,
+    "integrations": _COMM,
+    "recipes": _TOP | {"integrations"},
     "doctor": _WHOLE,
-    "cli": _TOP | {"doctor", "recipes"},
+    "cli": _TOP | {"doctor", "integrations", "recipes"},
     "__main__": frozenset({"cli"}),
     "testing": _TOP,
 }

@@ -6,8 +6,9 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import ClassVar
 
 from meshwright.checkpoint import latest, load
 from meshwright.comm import connect
@@ -74,6 +75,27 @@ def stop_in_step(folder: Path, step: int, *overrides: str) -> Outcome:
             time.sleep(0.2)
 
     return train(config, world, tell)
+
+
+class FailingTracker:
+    """A tracker that takes a step and loses its connection in the second."""
+
+    told: ClassVar[list[int]] = []
+
+    def start(self, folder: Path, config: Mapping[str, object]) -> None:
+        """Begin."""
+        assert folder.name == "run" and "config" in config
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the numbers."""
+        assert values["loss"] > 0 and values["memory/parameters"] > 0
+        self.told.append(step)
+        if step == 2:
+            raise ConnectionError("no answer")
+
+    def finish(self) -> None:
+        """Be left out long since."""
+        raise AssertionError("it had failed")
 
 
 def losses(folder: Path) -> dict[int, float]:

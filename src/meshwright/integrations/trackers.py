@@ -1,0 +1,172 @@
+"""Metrics of a run sent to TensorBoard, Weights & Biases, MLflow, Trackio or a tracker of yours.
+
+A tracker of your own is a class with the three methods of `Tracker`; name it as
+``"package.module:Class"``. It is made on rank 0 alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from meshwright.errors import PlanError
+
+Values = Mapping[str, float]
+
+
+@runtime_checkable
+class Tracker(Protocol):
+    """A receiver of the numbers of one run."""
+
+    def start(self, folder: Path, config: Mapping[str, object]) -> None:
+        """Begin, or go on with, the run that writes to ``folder``."""
+
+    def log(self, step: int, values: Values) -> None:
+        """Take the numbers of one step."""
+
+    def finish(self) -> None:
+        """Send what is left, and end."""
+
+
+class TensorBoard:
+    """Event files in the run's folder, ``tensorboard``."""
+
+    def __init__(self) -> None:
+        self._module = _load("tensorboard", "torch.utils.tensorboard")
+
+    def start(self, folder: Path, config: Mapping[str, object]) -> None:
+        """Open the event file."""
+        self._writer = self._module.SummaryWriter(str(folder / "tensorboard"))
+        rows = "\n".join(f"    {key} = {value}" for key, value in flat(config).items())
+        self._writer.add_text("config", rows)
+
+    def log(self, step: int, values: Values) -> None:
+        """Add a scalar for each number."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def finish(self) -> None:
+        """Close the event file."""
+        self._writer.close()
+
+
+class WandB:
+    """A run of Weights & Biases, in the project that ``WANDB_PROJECT`` names or "meshwright"."""
+
+    def __init__(self) -> None:
+        self._module = _load("wandb", "wandb")
+
+    def start(self, folder: Path, config: Mapping[str, object]) -> None:
+        """Begin the run, or go on with the one of this folder."""
+        self._run = self._module.init(
+            project=os.environ.get("WANDB_PROJECT", "meshwright"),
+            name=folder.name,
+            id=folder.name,
+            resume="allow",
+            dir=str(folder),
+            config=dict(config),
+        )
+
+    def log(self, step: int, values: Values) -> None:
+        """Send the numbers."""
+        self._run.log(dict(values), step=step)
+
+    def finish(self) -> None:
+        """End the run."""
+        self._run.finish()
+
+
+class MLflow:
+    """A run of MLflow, at the place that ``MLFLOW_TRACKING_URI`` names."""
+
+    def __init__(self) -> None:
+        self._module = _load("mlflow", "mlflow")
+
+    def start(self, folder: Path, config: Mapping[str, object]) -> None:
+        """Begin a run and note the configuration as its parameters."""
+        self._module.start_run(run_name=folder.name)
+        self._module.log_params(flat(config))
+
+    def log(self, step: int, values: Values) -> None:
+        """Send the numbers."""
+        self._module.log_metrics(dict(values), step=step)
+
+    def finish(self) -> None:
+        """End the run."""
+        self._module.end_run()
+
+
+class Trackio:
+    """A run of Trackio, in the project "meshwright"."""
+
+    def __init__(self) -> None:
+        self._module = _load("trackio", "trackio")
+
+    def start(self, folder: Path, config: Mapping[str, object]) -> None:
+        """Begin the run, or go on with the one of this folder."""
+        self._module.init(
+            project="meshwright", name=folder.name, config=dict(config), resume="allow"
+        )
+
+    def log(self, step: int, values: Values) -> None:
+        """Send the numbers."""
+        self._module.log(dict(values), step=step)
+
+    def finish(self) -> None:
+        """End the run."""
+        self._module.finish()
+
+
+TRACKERS: Mapping[str, type[Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WandB,
+    "mlflow": MLflow,
+    "trackio": Trackio,
+}
+
+
+def tracker_of(name: str) -> Tracker:
+    """Make the tracker called ``name``: one of `TRACKERS`, or ``"package.module:Class"``.
+
+    Raises ``PlanError`` when it is unknown, is no tracker, or needs a package that is not there.
+    """
+    kind: Any = TRACKERS.get(name)
+    if kind is None:
+        module, colon, attribute = name.partition(":")
+        if not colon:
+            known = ", ".join(TRACKERS)
+            raise PlanError(
+                f"unknown tracker {name!r}; expected {known}, or package.module:Class of your own"
+            )
+        kind = getattr(_load(module, module), attribute, None)
+        if not callable(kind):
+            raise PlanError(f"tracker {name!r}: expected a class there, found {kind!r}")
+    made = kind()
+    if not isinstance(made, Tracker):
+        raise PlanError(
+            f"tracker {name!r}: expected an object with start, log and finish, found "
+            f"{type(made).__name__}"
+        )
+    return made
+
+
+def flat(config: Mapping[str, object], before: str = "") -> dict[str, object]:
+    """List the values of nested tables under dotted keys."""
+    found: dict[str, object] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{before}{key}.")
+        else:
+            found[before + key] = value
+    return found
+
+
+def _load(package: str, module: str) -> Any:  # noqa: ANN401 - whatever it holds
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        advice = f"pip install 'meshwright[{package}]'" if package in TRACKERS else "is it there?"
+        raise PlanError(f"tracker {package!r} cannot be loaded: {error}; {advice}") from error

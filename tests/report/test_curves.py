@@ -1,0 +1,82 @@
+"""Curves: read from what a run has written, each value where it belongs, no peak lost."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from meshwright.report import read_metrics, write_page
+from meshwright.report.curves import Chart, charts, draw_chart
+from support.report import rows
+
+
+def test_all_numbers_of_a_run_become_curves() -> None:
+    found = {chart.title: chart for chart in charts(rows(4))}
+    assert list(found) == [
+        "Loss",
+        "Learning rate",
+        "Gradient norm",
+        "Tokens a second",
+        "Model FLOPs utilisation (MFU)",
+        "Bytes of tensors on rank 0, between steps",
+        "Largest memory of rank 0 so far, in bytes",
+    ]
+    assert found["Loss"].lines["validation"] == [(2.0, 3.0), (4.0, 1.5)]
+    assert found["Tokens a second"].lines[""] == [(step, 200.0) for step in range(1, 5)]
+    memory = found["Bytes of tensors on rank 0, between steps"]
+    assert [name for _, name in memory.names] == ["parameters", "optimizer"]
+
+
+def test_the_first_step_after_a_resumption_has_no_speed_of_earlier_ones() -> None:
+    found = {chart.title: chart for chart in charts(rows(6)[4:])}
+    assert [step for step, _ in found["Tokens a second"].lines[""]] == [5, 6]
+
+
+def test_numbers_that_are_not_there_draw_nothing() -> None:
+    assert charts([]) == []
+    assert [chart.title for chart in charts([{"step": 1, "loss": 2.0}])] == ["Loss"]
+
+
+@pytest.mark.parametrize("values", [[math.nan], [1.0, math.inf, 2.0], [3.0], [1.0, 1.0]])
+def test_values_that_cannot_be_drawn_leave_a_gap(values: list[float]) -> None:
+    svg = draw_chart(Chart("Loss", {"": list(enumerate(values))}, {}))
+    assert "nan" not in svg and "inf" not in svg
+    assert svg.count("<polyline") + svg.count("<circle") == {1: 1, 2: 1, 3: 2}[len(values)] - (
+        math.isnan(values[0])
+    )
+
+
+def test_a_long_run_keeps_its_peaks() -> None:
+    line = [(float(step), 1.0) for step in range(100_000)]
+    line[77_777] = (77_777.0, 9.0)
+    svg = draw_chart(Chart("Loss", {"": line}, {}))
+    places = re.findall(r"([0-9.]+),([0-9.]+)", svg)
+    assert len(places) < 2_000
+    assert min(float(y) for _, y in places) == 26.0  # the top of the frame
+
+
+def test_parts_of_a_whole_stand_on_each_other() -> None:
+    stack = {"a": [(1.0, 10.0), (2.0, 10.0)], "b": [(1.0, 30.0), (2.0, 30.0)]}
+    lower, upper = re.findall(r'points="([^"]*)"', draw_chart(Chart("Memory", {}, stack)))
+    heights = [float(place.split(",")[1]) for place in (lower.split()[0], upper.split()[0])]
+    assert heights == [146.0, 26.0]  # a quarter of the frame of 160, and all of it
+
+
+def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows(2)) + '{"step": 3, "lo')
+    assert read_metrics(file) == rows(2)
+    file.write_text("no json\n")
+    with pytest.raises(ValueError, match=r"line 1: expected a JSON object, found .no json"):
+        read_metrics(file)
+
+
+def test_a_page_has_all_curves_and_says_what_mfu_is(tmp_path: Path) -> None:
+    write_page(None, tmp_path / "report.html", title="Run a", metrics=rows(4))
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert text.count("<svg") == 7
+    assert "6 operations for each parameter" in text
