@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
@@ -9,6 +10,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +25,7 @@ from meshwright.axes import KNOWN_AXES
 from meshwright.comm import communicator
 from meshwright.integrations.trackers import Tracker
 from meshwright.pipelining import PipelineStage, Schedule1F1B
+from meshwright.plan import Plan
 from meshwright.testing import Ranks
 from support.recipes.runs import CONFIG, write_text
 
@@ -174,6 +177,67 @@ def test_the_code_of_the_performance_page_runs(ranks: Ranks, tmp_path: Path) -> 
     for of_a_rank, of_all in ranks(2, body):
         assert of_all > of_a_rank > 0
     assert {file.name for file in tmp_path.iterdir()} == {"step.html", "step.json"}
+
+
+def test_the_tutorial_trains_one_model_in_each_of_its_ways(
+    ranks: Ranks, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, several, sharded, planned = blocks("tutorial.md", "python")
+
+    def weights(model: nn.Module) -> list[torch.Tensor]:
+        state = model.state_dict().values()
+        return [getattr(each, "full_tensor", lambda each=each: each)() for each in state]
+
+    def body() -> list[list[torch.Tensor]]:
+        made, loop = several.split("mw.replicate(model)", 1)
+        found = []
+        for middle in ("mw.replicate(model)", sharded):
+            names: dict[str, Any] = {}
+            exec(made + middle + loop, names)
+            found.append(weights(names["model"]))
+        names = {}
+        exec(made, names)
+        names["data"] = torch.randn(4096, 8)
+        exec(planned.replace("clip_norm = 1.0", ""), names)
+        found.append([*names["trainable"].weights().values()])
+        return found
+
+    alone: dict[str, Any] = {}
+    exec(one, alone)
+    assert float(capsys.readouterr().out.split()[-1]) < 0.5
+    for found in ranks(4, body, connected=False)[0]:
+        for mine, theirs in zip(weights(alone["model"]), found, strict=True):
+            torch.testing.assert_close(theirs, mine, rtol=1e-3, atol=1e-4)
+
+
+def test_every_name_on_the_page_for_users_of_others_is_there() -> None:
+    page = (ROOT / "docs" / "coming_from.md").read_text()
+    dotted = set(re.findall(r"`((?:meshwright|torch)\.[\w.]+)", page))
+    assert len(dotted) > 25
+    for name in sorted(dotted):
+        assert resolves(name), name
+    for line in page.splitlines():
+        cells = line.strip("|").split("|")
+        if "under the same names" in line or "`meshwright.tensor_parallel`" in line:
+            (home,) = re.findall(r"`(meshwright\.[a-z_]+)`(?!; )", cells[1])[:1]
+            theirs = re.findall(r"`(?:torch\.[\w.]+\.)?(\w+)`", cells[0])
+            assert all(hasattr(importlib.import_module(home), name) for name in theirs[1:]), line
+    (plan,) = blocks("coming_from.md", "toml")
+    Plan.from_toml(plan).check(4)
+
+
+def resolves(dotted: str) -> bool:
+    """Look ``dotted`` up: modules as far as they go, then attributes."""
+    parts = dotted.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of torch, for its own
+                found: Any = importlib.import_module(".".join(parts[:count]))
+        except ModuleNotFoundError:
+            continue
+        return all((found := getattr(found, part, None)) is not None for part in parts[count:])
+    return False
 
 
 @pytest.mark.slow
