@@ -219,6 +219,29 @@ class Gated(nn.Module):
         return self.down(self.norm(hidden).flatten(-2))
 
 
+class Heads(nn.Module):
+    """Two heads of four features, whose number is written down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x).view(len(x), 2, 4).flatten(1)
+
+
+class Counted(nn.Module):
+    """A module of heads that a cut does not fit, and one that would take its part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = Heads()
+        self.down = nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.heads(x))
+
+
 class Mixed(nn.Module):
     """Three matrices side by side in one layer: a part of it is not a part of each."""
 
@@ -339,10 +362,12 @@ def body_check() -> None:
     with pytest.raises(PlanError, match=r"gradient of 'norm\.weight' .* differs .*\"replicated\""):
         lay_out(both)
     lay_out({**both, "norm": "replicated"})
-    with pytest.raises(PlanError, match=r"cannot run then: down .* found shape \(4, 8\)"):
+    with pytest.raises(PlanError, match=r"then: 'down' raised down .* found shape \(4, 8\)"):
         lay_out({"up": "colwise_gathered", "norm": "replicated", "down": "rowwise"})
     with pytest.raises(PlanError, match="as a whole .* Give the last module a style that gathers"):
         lay_out({"up": "colwise_gathered", "down": "colwise"})
+    with pytest.raises(PlanError, match=r"cannot run then: 'heads' raised shape '\[4, 2, 4\]'"):
+        lay_out({"heads.up": "colwise", "down": "rowwise"}, Counted)
     with pytest.raises(PlanError, match="an output of shape .* differs from the whole"):
         lay_out({"mixed": "colwise", "down": "rowwise"}, Mixed)
     with pytest.raises(PlanError, match=r"axis tensor is checked against the whole model: give"):

@@ -17,9 +17,11 @@ import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from meshwright.comm import Communicator, Recorder, observe, phase
 from meshwright.comm.dtensors.dtensor import is_dtensor, local_of
@@ -37,6 +39,29 @@ from meshwright.torch_internals.trees import tree_leaves
 
 _PARTIAL = "partial gradients"
 """The label of sums that belong to no single module."""
+
+
+@contextlib.contextmanager
+def _running(model: nn.Module) -> Iterator[list[str]]:
+    """Keep the names of the modules of ``model`` that run, the innermost last."""
+    running: list[str] = []
+
+    def end(*_: object) -> None:
+        running.pop()
+
+    hooks: list[RemovableHandle] = []
+    for name, module in model.named_modules():
+        begin = partial(_append, running, name or type(module).__name__)
+        hooks += [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
+    try:
+        yield running
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _append(running: list[str], name: str, *_: object) -> None:
+    running.append(name)
 
 
 def _leaves(output: object) -> list[object]:
@@ -87,11 +112,13 @@ class WholeRun:
         with phase("compare with the whole model"):
             outputs: list[torch.Tensor] = []
             refused: list[str] = []
-            try:
-                outputs = self._forward(model)
-            except (ValueError, RuntimeError) as error:
-                # Ranks may find different sizes, so they agree before any of them goes on.
-                refused.append(f"[tensor] rules cut a model that cannot run then: {error}")
+            with _running(model) as running:
+                try:
+                    outputs = self._forward(model)
+                except (ValueError, RuntimeError) as error:
+                    # Ranks may find different sizes, so they agree before any of them goes on.
+                    where = f"{running[-1]!r} raised {error}" if running else f"{error}"
+                    refused.append(f"[tensor] rules cut a model that cannot run then: {where}")
             self._agree(refused)
             pairs = [*zip(outputs, self._outputs, strict=False)]
             # A cache of keys and values is cut as the heads are; it is nobody's loss.

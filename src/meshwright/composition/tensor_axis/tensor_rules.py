@@ -73,6 +73,15 @@ _LLAMA = {
     "**.lm_head": "colwise_gathered",
 }
 
+_ATTENTION_OF_CLIP = {
+    "**.q_proj": "colwise",
+    "**.k_proj": "colwise",
+    "**.v_proj": "colwise",
+    "**.out_proj": "rowwise",
+    "**.fc1": "colwise",
+    "**.fc2": "rowwise",
+}
+
 RULES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "language-model": {
@@ -90,6 +99,9 @@ RULES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "mistral": _LLAMA,
         "qwen2": _LLAMA,
         "qwen3": _LLAMA,
+        "gemma": _LLAMA,
+        # Experts are parameters of three dims, and whole on every rank.
+        "mixtral": _LLAMA,
         "gpt2": {
             "**.wte": "embedding",
             "**.attn.c_attn": "colwise_3",
@@ -98,12 +110,63 @@ RULES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "**.mlp.c_proj": "rowwise",
             "**.lm_head": "colwise_gathered",
         },
+        # Query, key and value of one head stand side by side, so that whole heads are cut.
+        "gpt_neox": {
+            "**.embed_in": "embedding",
+            "**.attention.query_key_value": "colwise",
+            "**.attention.dense": "rowwise",
+            "**.mlp.dense_h_to_4h": "colwise",
+            "**.mlp.dense_4h_to_h": "rowwise",
+            "**.lm_head": "colwise_gathered",
+        },
+        # The table of words is tied to a head whose bias no module of its own has: both are whole.
+        "bert": {
+            "**.self.query": "colwise",
+            "**.self.key": "colwise",
+            "**.self.value": "colwise",
+            "**.intermediate.dense": "colwise",
+            "**.output.dense": "rowwise",
+        },
+        "t5": {
+            "**.shared": "embedding",
+            "**.embed_tokens": "embedding",
+            "**.q": "colwise",
+            "**.k": "colwise",
+            "**.v": "colwise",
+            "**.o": "rowwise",
+            "**.relative_attention_bias": "colwise",
+            "**.wi": "colwise",
+            "**.wi_0": "colwise",
+            "**.wi_1": "colwise",
+            "**.wo": "rowwise",
+            "**.lm_head": "colwise_gathered",
+        },
+        "vit": {
+            "**.attention.q_proj": "colwise",
+            "**.attention.k_proj": "colwise",
+            "**.attention.v_proj": "colwise",
+            "**.attention.o_proj": "rowwise",
+            "**.mlp.fc1": "colwise",
+            "**.mlp.fc2": "rowwise",
+        },
+        "clip": {**_ATTENTION_OF_CLIP, "**.token_embedding": "embedding"},
+        "whisper": {
+            **_ATTENTION_OF_CLIP,
+            "**.embed_tokens": "embedding",
+            "**.proj_out": "colwise_gathered",
+        },
     }
 )
 """Sets of rules by name: of this library's language model, and of Hugging Face's models."""
 
-WIDTHS: Mapping[str, Mapping[str, str]] = MappingProxyType({"gpt2": {"**.attn": "split_size"}})
-"""Where modules of a set's models keep how many of the features that are cut they take at once."""
+WIDTHS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "gpt2": {"**.attn": "split_size"},
+        "t5": {"**.SelfAttention": "n_heads", "**.EncDecAttention": "n_heads"},
+        "whisper": {"**.self_attn": "num_heads", "**.encoder_attn": "num_heads"},
+    }
+)
+"""Where modules of a set's models keep a number of features or heads of which a rank has a part."""
 
 _HEADS = (
     "num_heads",
