@@ -260,11 +260,11 @@ def test_a_process_whose_monitor_is_dead_ends(ranks: Ranks, ended_by: str) -> No
 
 
 RANK = """
-import signal, sys, time
+import runpy, signal, sys, time
 sys.path.insert(0, {tests!r})
-from comm.failures import test_devices as tests
-act = {{"kill": tests.kill_own(signal.SIGKILL), "hang": lambda: time.sleep(60)}}[sys.argv[1]]
-tests.train(tests.only(1, 1, act))
+tests = runpy.run_path({file!r})
+act = {{"kill": tests["kill_own"](signal.SIGKILL), "hang": lambda: time.sleep(60)}}[sys.argv[1]]
+tests["train"](tests["only"](1, 1, act))
 """
 
 
@@ -272,7 +272,7 @@ tests.train(tests.only(1, 1, act))
 @pytest.mark.parametrize("how", ["kill", "hang"])
 def test_the_launcher_names_the_first_rank(tmp_path: Path, how: str) -> None:
     script = tmp_path / "rank.py"
-    script.write_text(RANK.format(tests=str(Path(__file__).parents[2])))
+    script.write_text(RANK.format(tests=str(Path(__file__).parents[2]), file=__file__))
     with pytest.raises(LaunchError) as caught:
         launch([sys.executable, str(script), how], 2, grace=5.0)
     if how == "kill":

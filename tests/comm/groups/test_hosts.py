@@ -23,6 +23,7 @@ from meshwright.comm.groups.launch import launch
 from meshwright.comm.shared_memory import arena, joining
 from meshwright.errors import CommunicationError
 from meshwright.testing import Ranks
+from support.comm.operations import check_operations
 
 
 def pretend_host(name: str) -> None:
@@ -30,25 +31,6 @@ def pretend_host(name: str) -> None:
     identity = f"{name}/boot/namespace/0"
     shared_memory.host_identity = joining.host_identity = lambda: identity
     socket.gethostname = lambda: name
-
-
-def check_operations(world: comm.Communicator) -> None:
-    """Every kind of operation through ``world``, whatever moves it."""
-    rank, size = world.rank, world.size
-    mine = torch.arange(40_000.0) + rank
-    expected = torch.arange(40_000.0) * size + size * (size - 1) / 2
-    assert torch.equal(world.all_reduce(mine.clone()).wait(), expected)
-    share = torch.empty(40_000 // size)
-    world.reduce_scatter(share, mine).wait()
-    gathered = torch.empty(40_000)
-    world.all_gather(gathered, share).wait()
-    assert torch.equal(gathered, expected)
-    received = torch.empty(3)
-    receive = world.recv(received, (rank - 1) % size)
-    world.send(torch.full((3,), float(rank)), (rank + 1) % size).wait()
-    receive.wait()
-    assert received.tolist() == [(rank - 1) % size] * 3
-    world.barrier()
 
 
 def test_groups_within_a_host_share_memory_and_others_do_not(ranks: Ranks) -> None:
@@ -198,7 +180,7 @@ def test_another_user_gets_nothing(ranks: Ranks) -> None:
 
 RANK = """
     from meshwright import comm
-    from comm.groups.test_hosts import check_operations
+    from support.comm.operations import check_operations
     world = comm.connect()
     check_operations(world)
     assert world.backend == "meshwright", world.backend
@@ -218,7 +200,7 @@ if __name__ == "__main__":
     from meshwright.comm import host_store
     store = host_store()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["comm.groups.test_hosts"])
+    context.set_forkserver_preload(["support.comm.operations"])
     ranks = [context.Process(target=rank, args=(number, store.port)) for number in range(2)]
     for process in ranks:
         process.start()
@@ -285,7 +267,7 @@ def _remove(names: tuple[str, ...]) -> None:
 
 RANK_OF_TWO_HOSTS = """
     import socket, torch
-    from comm.groups.test_hosts import check_operations
+    from support.comm.operations import check_operations
     from meshwright import comm
     world = comm.connect(timeout=30.0)
     row = comm.subgroup(world, [(0, 1), (2, 3)], "inner")
