@@ -430,7 +430,7 @@ class Communicator:
         longest = max(counts)
         if longest == 0:
             return [b""] * self.size
-        rows = self.gather_equal(payload + bytes(longest - len(payload)), label)
+        rows = self.start_equal(payload + bytes(longest - len(payload)), label)()
         return [row[:count] for row, count in zip(rows, counts, strict=True)]
 
     def gather_values(self, value: object, *, label: str) -> list[Any]:
@@ -446,18 +446,17 @@ class Communicator:
     ) -> Callable[[], list[tuple[float, ...]]]:
         """Start `gather_numbers`. Returns a function that waits for the others' and lists all."""
         form = f"<{len(numbers)}d"
-        started = self._start_equal(struct.pack(form, *numbers), label)
+        started = self.start_equal(struct.pack(form, *numbers), label)
         return lambda: [struct.unpack(form, row) for row in started()]
 
-    def gather_equal(self, payload: bytes, label: str) -> list[bytes]:
-        """List every rank's ``payload``, equally long on each, over the control channel."""
-        return self._start_equal(payload, label)()
+    def start_equal(self, payload: bytes, label: str) -> Callable[[], list[bytes]]:
+        """Start to gather ``payload``, equally long on each rank, over the control channel.
 
-    def _start_equal(self, payload: bytes, label: str) -> Callable[[], list[bytes]]:
+        Returns a function that waits for the others' and lists all, in rank order.
+        """
         mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         everyone = torch.empty(self.size * mine.numel(), dtype=torch.uint8)
-        with shown.unseen():
-            pending = self.control.all_gather(everyone, mine, label=label)
+        pending = self.control.all_gather_list(everyone, mine, label=label)
 
         def read() -> list[bytes]:
             pending.wait()
