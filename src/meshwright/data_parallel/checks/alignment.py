@@ -328,7 +328,8 @@ class UseCounts:
             if all(flags):
                 self._told.append(started)
                 continue
-            flags = [any(found) for found in zip(*started(), strict=True)]
+            everyones = started()
+            flags = [any(everyones[n :: len(flags)]) for n in range(len(flags))]
         return flags
 
 

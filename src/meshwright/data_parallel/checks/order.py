@@ -69,8 +69,8 @@ STEPS = MappingProxyType(
 )
 """What messages say of ranks that know something of their weights."""
 
-Rows = list[tuple[int, int]]
 _ROW = "<2q"
+"""Two integers of a rank, as they travel: a unit or a digest of some, and a count or weights."""
 
 REMEDY = (
     "Every rank must run the same units in the same order. Run the unit on every rank (on an empty "
@@ -102,8 +102,8 @@ class OrderOptions:
 class _Comparison:
     """A comparison of hashes on its way."""
 
-    rows: Callable[[], Rows]
-    """Waits for the hash and the weights of each rank, and returns them."""
+    started: Callable[[], bytes]
+    """Waits for a `_ROW` of each rank."""
     forwards: tuple[tuple[int, OrderRecord, int], ...]
     """The forwards it covers: number, order, and what is known of the weights."""
     has_left: bool
@@ -368,7 +368,8 @@ class OrderCheck:
 
     def _exchange(self, unit: int) -> None:
         """Compare the next unit with the other ranks', before its gather."""
-        rows = self._gather(unit, self._now.position)()
+        everyones = self._start(unit, self._now.position)()
+        rows = struct.iter_unpack(_ROW, everyones)
         found = sides(self._communicator.ranks, [theirs for theirs, _ in rows])
         if len(found) == 1:
             return
@@ -387,10 +388,9 @@ class OrderCheck:
             f"Forward order differs across ranks: {' while '.join(texts)}. {REMEDY}"
         )
 
-    def _gather(self, number: int, count: int) -> Callable[[], Rows]:
-        """Start gathering two integers of each rank, one row a rank."""
-        started = self._communicator.start_equal(struct.pack(_ROW, number, count), "order")
-        return lambda: [struct.unpack(_ROW, row) for row in started()]
+    def _start(self, number: int, count: int) -> Callable[[], bytes]:
+        """Start to gather two integers of each rank, a `_ROW`."""
+        return self._communicator.start_equal(struct.pack(_ROW, number, count), "order")
 
     def _issue(self) -> None:
         """Start comparing one hash of all forwards since the last comparison."""
@@ -404,7 +404,7 @@ class OrderCheck:
                 weights = weights * 4 + known
         self._comparisons.append(
             _Comparison(
-                rows=self._gather(digest, weights),
+                started=self._start(digest, weights),
                 forwards=tuple(each[:3] for each in waiting),
                 has_left=any(has_left for *_, has_left in waiting),
             )
@@ -414,8 +414,8 @@ class OrderCheck:
         """Take in the oldest comparison; raise or warn when ranks differ."""
         comparison = self._comparisons.pop(0)
         self._due = max(self._due - 1, 0)
-        rows = comparison.rows()
-        if all(row[0] == rows[0][0] for row in rows) and same_weights([row[1] for row in rows]):
+        digests, weights = zip(*struct.iter_unpack(_ROW, comparison.started()), strict=True)
+        if len(set(digests)) == 1 and same_weights(weights):
             self._agreed(comparison)
             return
         if self.is_unchecked:
