@@ -96,7 +96,7 @@ def body_non_finite() -> None:
     x = torch.ones(2, 6).double()
     if world.rank == 1:
         x[0, 0] = float("nan")
-    with pytest.raises(NonFiniteError, match="on rank 1 the gradient of '.*' and .* more is not"):
+    with pytest.raises(NonFiniteError, match="the gradient of '.*' and .* more on ranks .1."):
         trainable.step(x, torch.zeros(2, 3).double())
 
 

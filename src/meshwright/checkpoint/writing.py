@@ -54,6 +54,7 @@ from meshwright.checkpoint.steps import prune, remove_torsos, step_directory, to
 from meshwright.checkpoint.storage import Storage
 from meshwright.checkpoint.tensor_file import Entry, FileMap, file_map, file_name
 from meshwright.comm import Communicator, settle
+from meshwright.comm.failures.sameness import first_difference
 from meshwright.errors import CheckpointClaimedError, CheckpointError, CheckpointWriteError
 
 _log = logging.getLogger(__name__)
@@ -233,10 +234,9 @@ def _plan(request: _Request, rows: Sequence[bytes]) -> _Writes:
         ("step", "call save on all ranks at the same step"),
         ("metadata", "pass the same on all ranks, with what is per rank under one key for each"),
     ):
-        values = [each.count(key) for each in fields]
-        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
-        if other is not None:
-            raise ValueError(f"{key} differs between ranks 0 and {other}; {advice}")
+        said = [{key: each.count(key)} for each in fields]
+        if (found := first_difference(range(len(said)), said)) is not None:
+            raise ValueError(f"{found}; {advice}")
     held = [[held_from_json(row) for row in each.items("held")] for each in fields]
     known, by_rank = assign(held)
     rank = request.group.rank

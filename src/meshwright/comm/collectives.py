@@ -430,8 +430,9 @@ class Communicator:
         longest = max(counts)
         if longest == 0:
             return [b""] * self.size
-        rows = self.gather_equal(payload + bytes(longest - len(payload)), label)
-        return [row[:count] for row, count in zip(rows, counts, strict=True)]
+        everyones = self.start_equal(payload + bytes(longest - len(payload)), label)()
+        places = range(0, len(everyones), longest)
+        return [everyones[at : at + n] for at, n in zip(places, counts, strict=True)]
 
     def gather_values(self, value: object, *, label: str) -> list[Any]:
         """List every rank's ``value``, in rank order, as JSON carries it."""
@@ -446,22 +447,21 @@ class Communicator:
     ) -> Callable[[], list[tuple[float, ...]]]:
         """Start `gather_numbers`. Returns a function that waits for the others' and lists all."""
         form = f"<{len(numbers)}d"
-        started = self._start_equal(struct.pack(form, *numbers), label)
-        return lambda: [struct.unpack(form, row) for row in started()]
+        started = self.start_equal(struct.pack(form, *numbers), label)
+        return lambda: list(struct.iter_unpack(form, started()))
 
-    def gather_equal(self, payload: bytes, label: str) -> list[bytes]:
-        """List every rank's ``payload``, equally long on each, over the control channel."""
-        return self._start_equal(payload, label)()
+    def start_equal(self, payload: bytes, label: str) -> Callable[[], bytes]:
+        """Start to gather ``payload``, equally long on each rank, over the control channel.
 
-    def _start_equal(self, payload: bytes, label: str) -> Callable[[], list[bytes]]:
+        Returns a function that waits for the others' and joins all, in rank order.
+        """
         mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         everyone = torch.empty(self.size * mine.numel(), dtype=torch.uint8)
-        with shown.unseen():
-            pending = self.control.all_gather(everyone, mine, label=label)
+        pending = self.control.all_gather_list(everyone, mine, label=label)
 
-        def read() -> list[bytes]:
+        def read() -> bytes:
             pending.wait()
-            return [row.numpy().tobytes() for row in everyone.view(self.size, -1)]
+            return everyone.numpy().tobytes()
 
         return read
 

@@ -31,6 +31,7 @@ from meshwright.comm.collectives import Communicator
 from meshwright.comm.failures import membership, watching
 from meshwright.comm.failures.board import STORE
 from meshwright.comm.failures.failure import FailureMonitor
+from meshwright.comm.failures.sameness import require_equal
 from meshwright.comm.failures.waiting import explain
 from meshwright.comm.failures.whereabouts import one_line
 from meshwright.comm.groups import device_choice, rendezvous
@@ -372,16 +373,12 @@ def union(axes: Sequence[Communicator]) -> Communicator:
             del first.unions[gone]
         name = "+".join(axis.axis for axis in (first, *others))
         ranks = {dist.get_rank()}
-        for is_check in (False, True):
-            for axis in (first, *others):
-                rows = axis.gather_values(sorted(ranks), label=f"ranks of {name}")
-                reached = {rank for row in rows for rank in row}
-                if is_check and reached != ranks:
-                    raise LayoutError(
-                        f"the axes {name} form no grid: of rank {dist.get_rank()} they reach "
-                        f"{sorted(ranks)}, of its peers on {axis.axis} {sorted(reached)}"
-                    )
-                ranks = reached
+        for axis in (first, *others):
+            rows = axis.gather_values(sorted(ranks), label=f"ranks of {name}")
+            ranks = {rank for row in rows for rank in row}
+        for axis in (first, *others):
+            meaning = f"the ranks of the grid {name}"
+            require_equal(axis, [sorted(ranks)], meaning, label=f"grid {name}", error=LayoutError)
         first.unions[key] = peers(communicator(), sorted(ranks), name)
     return first.unions[key]
 

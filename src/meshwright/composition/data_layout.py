@@ -158,7 +158,7 @@ class LoneLayout(DataLayout):
     """
 
     def __init__(self, module: nn.Module, peers: Peers) -> None:
-        alone = peers.data.size == 1
+        alone = peers.data.is_alone
         super().__init__(module, {}, () if alone else (EqualBuffers(module, peers.data),))
         self._rank = peers.everyone.rank
         self._is_on_host = peers.everyone.is_on_host

@@ -343,7 +343,7 @@ class Trainable:
             self._draws.begin_step(self.steps)
         data, first = self._peers.data, self._numbered
         sizes = [size]
-        if data.size > 1:
+        if not data.is_alone:
             sizes = data.gather_values(size, label="sizes of shares")
         self._numbered += sum(sizes)
         return first + sum(sizes[: data.rank])
@@ -461,15 +461,16 @@ class Trainable:
 
     def _judge_batches(self, number: int, held: Sequence[Held], digests: Sequence[str]) -> None:
         """Raise ValueError where other ranks have found other ``digests`` in call ``number``."""
-        alike = self._peers.alike
-        everyone = self._passes.exchange(Event(f"batch {number}"), json.dumps(list(digests)))
-        others = [r for r, d in zip(alike.ranks, everyone, strict=True) if d != everyone[0]]
-        if others:
-            raise ValueError(
-                f"ranks {others} were given another batch than rank {alike.ranks[0]}: all ranks "
-                "that differ only on the axes tensor and pipeline get the same share, that of "
-                "their data_rank"
-            )
+        require_equal(
+            self._peers.alike,
+            {f"tensor {place}": digest for place, digest in enumerate(digests)},
+            f"batch {number}",
+            label="compare batches",
+            error=ValueError,
+            remedy="All ranks that differ only on the axes tensor and pipeline get the same share, "
+            "that of their data_rank",
+            exchange=partial(self._passes.exchange, Event(f"batch {number}")),
+        )
 
     def _compare_gradients(self, loss: torch.Tensor) -> None:
         """Check that tensor ranks have one ``loss``, and that what they hold whole will stay equal.
@@ -488,14 +489,17 @@ class Trainable:
             ]
 
         def judge(numbers: Sequence[float]) -> None:
-            losses = exchange("loss", str(numbers[0]))
-            if len({*losses}) > 1:
-                raise LayoutError(
-                    f"the ranks {list(tensor.ranks)} of axis tensor found the losses "
-                    f"{', '.join(losses)} of one batch: the loss reads a parameter of which each "
-                    "has a part. Take its `full_tensor()` there, or, beside axis shard, compute "
-                    "the term in the model's forward and return it with the output"
-                )
+            require_equal(
+                tensor,
+                {"it": numbers[0]},
+                "the loss of one batch",
+                label="compare losses",
+                error=LayoutError,
+                remedy="The loss reads a parameter of which each has a part. Take its "
+                "`full_tensor()` there, or, beside axis shard, compute the term in the model's "
+                "forward and return it with the output",
+                exchange=partial(exchange, "loss"),
+            )
 
         with phase("compare gradients", step=step):
             held = list(self.named_parameters().items())

@@ -62,7 +62,7 @@ class ShardedGradScaler(GradScaler):
         worst = torch.zeros(1, dtype=torch.float32, device=group.device)
         for value in found.values():
             worst = torch.maximum(worst, value.detach().to(worst))
-        if group.size > 1:
+        if not group.is_alone:
             group.all_reduce(worst, reduction="max", label="gradients that are not finite").wait()
         # A rank without gradients has to skip as well: GradScaler looks at this dict.
         devices = list(found) or [inv_scale.device]

@@ -9,6 +9,7 @@ import torch
 
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.sharded_axes import local_part
+from meshwright.comm.failures.sameness import told
 from meshwright.comm.streams import is_host
 from meshwright.errors import NonFiniteError
 from meshwright.torch_internals.tensors import foreach_norm
@@ -140,16 +141,10 @@ def non_finite_error(
             f"{what}, although every rank's own values are finite: their sum overflows{whose}. "
             f"Lower the learning rate or the loss, or reduce in a wider dtype. {harm}"
         )
-    rank, names = next(iter(culprits.items()))
-    also = "".join(
-        f"; also on rank {other}" + (f" {first}" if first != names[0] else "")
-        for other, (first, *_) in culprits.items()
-        if other != rank
-    )
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    first = [n[0] + (f" and {len(n) - 1} more" if n[1:] else "") for n in culprits.values()]
     return NonFiniteError(
-        f"{what}: on rank {rank} {names[0]}{more} is not finite{also}. {harm}; "
-        "look at that rank's batch and at the learning rate"
+        f"{what}: not finite: {told(culprits, first)}. {harm}; look at the batches there and the "
+        "learning rate"
     )
 
 

@@ -22,6 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from meshwright.comm import Communicator, Pending
 from meshwright.comm.dtensors.dtensor import is_dtensor
+from meshwright.comm.failures.sameness import told
 from meshwright.comm.streams import moved
 from meshwright.errors import InternalError
 from meshwright.torch_internals.tensors import foreach_mul_
@@ -279,10 +280,7 @@ class LossWindow:
         if sums or batches * squares == samples * samples:
             return
         everyones = self._communicator.gather_values(self._sizes, label="batch sizes")
-        found = "; ".join(
-            f"rank {rank}: {', '.join(map(str, sizes))}"
-            for rank, sizes in zip(self._communicator.ranks, everyones, strict=True)
-        )
+        found = told(self._communicator.ranks, (", ".join(map(str, sizes)) for sizes in everyones))
         raise ValueError(
             "the loss is a mean, so all microbatches of a step must have equally many samples; "
             f"found {found}. Give every rank an equal share, or return (sum, count) from the loss "

@@ -139,7 +139,7 @@ def mark_mean(parameters: Iterable[torch.Tensor], axes: Sequence[Communicator]) 
 
 
 def _mark(parameters: Iterable[torch.Tensor], name: str, axes: Sequence[Communicator]) -> None:
-    wide = [axis for axis in axes if axis.size > 1]
+    wide = [axis for axis in axes if not axis.is_alone]
     if wide:
         look_at_optimizers()
         for parameter in parameters:

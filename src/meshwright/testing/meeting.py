@@ -14,7 +14,7 @@ from datetime import timedelta
 
 import torch
 
-from meshwright.comm.failures.sameness import sides, told
+from meshwright.comm.failures.sameness import told
 from meshwright.comm.shared_memory.reductions import accumulate
 from meshwright.errors import (
     CollectiveMismatchError,
@@ -214,7 +214,7 @@ def _perform(calls: Sequence[Call]) -> None:
 
 def _check_equal(calls: Sequence[Call]) -> None:
     if len({call.form() for call in calls}) > 1:
-        found = told(sides((c.world_rank for c in calls), (f"issued {c}" for c in calls)))
+        found = told((c.world_rank for c in calls), (f"issued {c}" for c in calls))
         raise CollectiveMismatchError(f"the ranks issued different operations: {found}")
 
 

@@ -29,7 +29,7 @@ def test_the_first_difference_of_mappings_is_named_by_dotted_key() -> None:
 def test_what_a_rank_does_not_know_can_be_left_out() -> None:
     found = first_difference((0, 1), [[1, None, 3], [1, 2, 4]], of_all=True)
     assert found is not None
-    assert (found.place, found.ranks) == (2, "ranks [0], others on ranks [1]")
+    assert (found.place, found.sides) == (2, "ranks [0], others on ranks [1]")
     assert first_difference((0, 1), [[1, None], [1, 2, 3]], of_all=True) is None
 
 

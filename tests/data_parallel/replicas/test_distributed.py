@@ -593,9 +593,10 @@ def body_static_graph(wrap: Callable[..., nn.Module], is_swap: bool) -> None:
     prefix = "" if wrap is replicate else "layers."
     used = "layers.1" if is_swap else "layers.3"
     lost = "layers.2" if is_swap else "layers.1"
-    assert f"rank 1 did not use parameters {lost}.weight, {lost}.bias (of {lost})" in text, prefix
-    assert f"rank 1 used parameters {used}.weight, {used}.bias (of {used})" in text
-    assert ("rank 0 did not use" in text) is is_swap
+    lacks = f"did not use parameters {lost}.weight, {lost}.bias (of {lost})"
+    more = f"used parameters {used}.weight, {used}.bias (of {used})"
+    assert f"{lacks} and {more} on ranks [1]" in text, prefix
+    assert ("used the same on ranks [0]" in text) is not is_swap
 
 
 def body_static_reentrant() -> None:

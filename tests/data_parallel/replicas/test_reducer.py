@@ -364,7 +364,7 @@ def body_one_rank_gives_up() -> None:
         ours(share)
     else:
         output = ours(share).square().mean()
-        with pytest.raises(CollectiveMismatchError, match="rank 0 gave up a backward pass"):
+        with pytest.raises(CollectiveMismatchError, match="was given up, on ranks .0."):
             output.backward()
 
 

@@ -203,7 +203,7 @@ def body_gives_up() -> None:
             value.backward()
         ours(share)
     else:
-        with pytest.raises(CollectiveMismatchError, match="rank 0 gave up a backward pass"):
+        with pytest.raises(CollectiveMismatchError, match="was given up, on ranks .0."):
             value.backward()
 
 

@@ -35,7 +35,7 @@ from meshwright.comm.collectives import Communicator
 from meshwright.comm.failures.attendance import Answers
 from meshwright.comm.failures.events import Event, EventCheck
 from meshwright.comm.failures.failure import FailureMonitor
-from meshwright.comm.failures.sameness import sides, told
+from meshwright.comm.failures.sameness import told
 from meshwright.comm.failures.waiting import Awaited, Watch
 from meshwright.comm.failures.whereabouts import line_of, object_of
 from meshwright.comm.groups.python_group import PythonGroup
@@ -257,7 +257,7 @@ class _Group:
 
     def error(self, ranks: Sequence[int], rows: Sequence[Any], where: str) -> Exception:
         """Make the error for ranks whose words are ``rows``."""
-        found = told(sides(ranks, map(_as_told, rows)))
+        found = told(ranks, map(_as_told, rows))
         return CollectiveMismatchError(
             f"the ranks call different things, at {where} of axis {self.axis.axis}: {found}. "
             f"{REMEDY}"

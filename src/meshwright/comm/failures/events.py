@@ -98,7 +98,7 @@ class EventCheck:
         another rank waits for what this one left out.
         """
         monitor = PROCESS.monitor
-        if monitor is None or self._communicator.size == 1:
+        if monitor is None or self._communicator.is_alone:
             return
         self._count(event)
         turn = (*self._last, event)
@@ -117,7 +117,7 @@ class EventCheck:
         `RankFailedError` and `CollectiveTimeoutError` as a collective does.
         """
         monitor, ranks = PROCESS.monitor, self._communicator.ranks
-        if monitor is None or self._communicator.size == 1:
+        if monitor is None or self._communicator.is_alone:
             return self._communicator.gather_values(said, label=event.text)
         self._count(event)
         words = Gathering(monitor.board, f"{self._key}/{self._number}", len(ranks))
@@ -248,7 +248,7 @@ def register(kind: str, communicator: Communicator, describer: Describer) -> str
     The name is "" where nobody asks.
     """
     monitor = PROCESS.monitor
-    if monitor is None or communicator.size == 1:
+    if monitor is None or communicator.is_alone:
         return ""
     rank = communicator.ranks[communicator.rank]
     number = monitor.board.add(f"{kind}/{communicator.name}/{rank}", 1)

@@ -33,17 +33,19 @@ class Difference:
     """The first row in which ranks differ: a number, or a dotted key."""
 
     place: int | str
-    sides: Mapping[str, Sequence[int]]
-    """The ranks by what they have there, as JSON."""
+    ranks: Sequence[int]
+    found: Sequence[str]
+    """What each rank has there, in words or as JSON."""
 
     def __str__(self) -> str:
         place = f"number {self.place}" if isinstance(self.place, int) else self.place
-        return f"{place} is {told(self.sides)}"
+        return f"{place} is {told(self.ranks, self.found)}"
 
     @property
-    def ranks(self) -> str:
+    def sides(self) -> str:
         """The ranks on all sides, where what they have says nothing, as a digest."""
-        return ", others on ".join(f"ranks {ranks}" for ranks in self.sides.values())
+        by_value = sides(self.ranks, self.found)
+        return ", others on ".join(f"ranks {ranks}" for ranks in by_value.values())
 
 
 def sides(ranks: Iterable[int], found: Iterable[_T]) -> dict[_T, list[int]]:
@@ -54,9 +56,9 @@ def sides(ranks: Iterable[int], found: Iterable[_T]) -> dict[_T, list[int]]:
     return by_value
 
 
-def told(by_value: Mapping[Any, Sequence[int]]) -> str:
+def told(ranks: Iterable[int], found: Iterable[Hashable]) -> str:
     """Write `sides` in words."""
-    return "; ".join(f"{value} on ranks {list(ranks)}" for value, ranks in by_value.items())
+    return "; ".join(f"{value} on ranks {on}" for value, on in sides(ranks, found).items())
 
 
 def first_difference(
@@ -70,7 +72,7 @@ def first_difference(
         found = [NOTHING if value is NOTHING else json.dumps(value) for value in values]
         is_known = NOTHING not in found and "null" not in found
         if len(set(found)) > 1 and (is_known or not of_all):
-            return Difference(place, sides(ranks, found))
+            return Difference(place, ranks, found)
     return None
 
 
@@ -93,8 +95,11 @@ def differing(
 ) -> list[Any]:
     """List every rank's ``rows``, in rank order, unless all are equal: then none. Collective."""
     digest = hashlib.sha256(json.dumps(rows).encode()).digest()
-    everyones = axis.gather_equal(digest, label) if exchange is None else exchange(digest.hex())
-    if len(set(everyones)) == 1:
+    if exchange is None:
+        is_equal = axis.start_equal(digest, label)() == digest * axis.size
+    else:
+        is_equal = len(set(exchange(digest.hex()))) == 1
+    if is_equal:
         return []
     return axis.gather_values(rows, label=f"{label}: what differs")
 
@@ -121,7 +126,12 @@ def require_equal(
     everyone = differing(axis, rows, label=label, exchange=exchange)
     if everyone:
         found = first_difference(axis.ranks, everyone) or "the same rows in another order"
-        raise error(
-            f"axis {axis.axis}: expected {meaning} to be the same on ranks {list(axis.ranks)}, but "
-            f"{found}. {remedy}".rstrip()
-        )
+        raise error(refusal(axis, meaning, found, remedy))
+
+
+def refusal(axis: Communicator, meaning: str, found: Difference | str, remedy: str) -> str:
+    """Write that ranks of ``axis`` differ, in the one form of all such errors."""
+    return (
+        f"axis {axis.axis}: expected {meaning} to be the same on ranks {list(axis.ranks)}, but "
+        f"{found}. {remedy}".rstrip()
+    )

@@ -165,7 +165,7 @@ def _stages_of(
 def _stage_layout(module: nn.Module, plan: Plan, peers: Peers) -> DataLayout:
     if plan.axes.size("shard") > 1:
         return shard_module(module, plan, peers)
-    if peers.data.size > 1 and any(parameter.requires_grad for parameter in module.parameters()):
+    if not peers.data.is_alone and any(p.requires_grad for p in module.parameters()):
         return replicate_module(module, plan, peers)
     return LoneLayout(module, peers)
 

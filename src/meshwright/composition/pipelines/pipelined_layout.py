@@ -121,7 +121,7 @@ class PipelinedLayout(DataLayout):
     def gradients(self) -> list[SpreadGradients]:
         """See `DataLayout`. Groups are the same on all ranks, whatever their stages hold."""
         cutting = (self.communicators.get("shard"), self._peers.tensor)
-        over = [axis for axis in cutting if axis is not None and axis.size > 1]
+        over = [axis for axis in cutting if axis is not None and not axis.is_alone]
         parameters = [p for s in self._stages for p in s.parameters() if id(p) not in self._copies]
         found = group_by_spread(parameters)
         wanted = [axes for n in range(len(over) + 1) for axes in itertools.combinations(over, n)]

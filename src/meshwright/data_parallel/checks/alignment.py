@@ -32,14 +32,15 @@ import hashlib
 import math
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from meshwright.comm import Communicator, Pending, union
+from meshwright.comm import Communicator, union
 from meshwright.comm.dtensors.dtensor import is_dtensor, local_of
+from meshwright.comm.failures.sameness import told
 from meshwright.data_parallel.checks.step_watch import Steps, StepWatch
 from meshwright.data_parallel.replicas.options import ReductionSettings
 from meshwright.data_parallel.replicas.static_graph import StaticGraph
@@ -143,20 +144,17 @@ class Alignment:
             self._sees_changes = self._sees_changes and weights == most
             self._weights += most - weights
             return None
-        texts: list[str] = []
-        for rank, (weights, backwards, is_void, _) in zip(communicator.ranks, rows, strict=True):
-            where = (
-                f"was in backward pass {backwards} of a forward pass, after {weights - 1} changes "
-                "of its weights"
-            )
-            if is_void:
-                where = "gave up a backward pass, in which it had raised"
-            texts.append(f"rank {rank} {where}")
+        found = (
+            "a backward pass that raised and was given up,"
+            if is_void
+            else f"backward pass {backwards} of a forward pass, after {weights - 1} weight changes,"
+            for weights, backwards, is_void, _ in rows
+        )
         is_late = not communicator.is_on_host
         used = "One step of an optimizer may have" if is_late else "No optimizer has"
         return CollectiveMismatchError(
             f"axis {communicator.axis}: the ranks reduced gradients of different passes together: "
-            f"{'; '.join(texts)}. {used} used them. Run as many backward passes on "
+            f"{told(communicator.ranks, found)}. {used} used them. Run as many backward passes on "
             "every rank for each optimizer step, or use join() where ranks run out of batches"
         )
 
@@ -244,7 +242,7 @@ class PassNotes:
         self,
         communicator: Communicator,
         place: tuple[int, int],
-        differences: Mapping[str, list[str]],
+        differences: str,
         sums: Sequence[float],
     ) -> Exception | None:
         """Make the error that every rank raises for a pass that is void, if one has said so.
@@ -316,24 +314,22 @@ class UseCounts:
     """
 
     def __init__(self) -> None:
-        self._told: list[Pending] = []
+        self._told: list[Callable[[], object]] = []
 
     def begin_pass(self) -> None:
         """Take in what was said in the pass before."""
         while self._told:
-            self._told.pop().wait()
+            self._told.pop()()
 
     def on_any(self, flags: list[bool], communicators: Sequence[Communicator]) -> list[bool]:
         """Find the ``flags`` that are set on any rank of all ``communicators`` together."""
         for axis in communicators:
-            mine = torch.tensor(flags, dtype=torch.uint8)
-            everyone = torch.empty((axis.size, len(flags)), dtype=torch.uint8)
-            pending = axis.control.all_gather_list(everyone, mine, label="use counts")
+            started = axis.start_equal(bytes(flags), "use counts")
             if all(flags):
-                self._told.append(pending)
+                self._told.append(started)
                 continue
-            pending.wait()
-            flags = [bool(flag) for flag in everyone.amax(0).tolist()]
+            everyones = started()
+            flags = [any(everyones[n :: len(flags)]) for n in range(len(flags))]
         return flags
 
 

@@ -21,8 +21,9 @@ make together is silent and becomes the order to compare with.
 from __future__ import annotations
 
 import logging
+import struct
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -30,10 +31,11 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
-from meshwright.comm import Communicator, Pending
+from meshwright.comm import Communicator
 from meshwright.comm.failures.attendance import Answers
 from meshwright.comm.failures.events import Coming, register, wait_for_all
 from meshwright.comm.failures.failure import FailureMonitor
+from meshwright.comm.failures.sameness import first_difference, sides, told
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.comm.observing.late import note
 from meshwright.data_parallel.checks.order_record import (
@@ -60,12 +62,15 @@ ON_THEIR_WAY = 8
 
 STEPS = MappingProxyType(
     {
-        STEPPED: "have changed their weights",
-        ACCUMULATES: "accumulate gradients or have left a step out",
-        INTERRUPTED: "raised in an optimizer step, which may have changed some weights",
+        STEPPED: "weights were changed",
+        ACCUMULATES: "gradients accumulate or a step was left out",
+        INTERRUPTED: "an optimizer step raised, which may have changed some weights,",
     }
 )
 """What messages say of ranks that know something of their weights."""
+
+_ROW = "<2q"
+"""Two integers of a rank, as they travel: a unit or a digest of some, and a count or weights."""
 
 REMEDY = (
     "Every rank must run the same units in the same order. Run the unit on every rank (on an empty "
@@ -97,9 +102,8 @@ class OrderOptions:
 class _Comparison:
     """A comparison of hashes on its way."""
 
-    pending: Pending
-    rows: torch.Tensor
-    """Hash and count of each rank, when it has arrived."""
+    started: Callable[[], bytes]
+    """Waits for a `_ROW` of each rank."""
     forwards: tuple[tuple[int, OrderRecord, int], ...]
     """The forwards it covers: number, order, and what is known of the weights."""
     has_left: bool
@@ -154,11 +158,6 @@ class OrderCheck:
 
     # ------------------------------------------------------------------ what the driver calls
 
-    @property
-    def iteration(self) -> int:
-        """The number of forwards that were recorded, a running one included."""
-        return self._now.number
-
     def begin(self, *, training: bool = True, weights: int = UNKNOWN) -> None:
         """Begin the root's forward. It counts in train mode with gradients enabled only.
 
@@ -212,7 +211,7 @@ class OrderCheck:
         self._has_warned |= now.has_left and self._options.warn_at_once
         self._together = self._together + 1 if now.has_left else 0
         self.reference = record
-        if self._is_alone or self.is_unchecked:
+        if self._communicator.is_alone or self.is_unchecked:
             return
         self._waiting.append((now.number, record, now.weights, now.has_left))
         if now.number % self._options.every == 0:
@@ -252,10 +251,6 @@ class OrderCheck:
     # ------------------------------------------------------------------ this rank's own order
 
     @property
-    def _is_alone(self) -> bool:
-        return self._communicator.is_alone
-
-    @property
     def _is_error(self) -> bool:
         return self._options.action == "raise"
 
@@ -264,7 +259,7 @@ class OrderCheck:
         if not self._is_error:
             for axis in self._axes:
                 axis.forgo_labels()
-        if self._is_alone or self.is_unchecked or PROCESS.monitor is None:
+        if self._communicator.is_alone or self.is_unchecked or PROCESS.monitor is None:
             return
         PROCESS.monitor.deviate(self._deviation(position, unit))
         self._now.ask(self._together < CONFIRMATIONS)
@@ -275,7 +270,7 @@ class OrderCheck:
         In a first forward this can be a collective, on request. Else it goes through the board,
         because ranks that have not left their order do not take part.
         """
-        if self._is_alone:
+        if self._communicator.is_alone:
             return
         monitor = PROCESS.monitor
         if self._options.exchange_first and self._now.reference is None:
@@ -333,20 +328,16 @@ class OrderCheck:
 
         Raises when one has another unit there and that is an error.
         """
-        missing = self._communicator.size - 1
-        others: list[int] = []
-        texts: list[str] = []
+        units: dict[int, int] = {}
         for rank in self._communicator.ranks:
             record = None if rank == self._rank else self._record(answers.get(rank), position)
-            if record is None:
-                continue
-            missing -= 1
-            if record.at(position) != unit:
-                others.append(record.at(position))
-                texts.append(f"rank {rank} has {self._names.of(record.at(position))}")
-        if others and (self._is_error or not all(self._names.may_mix(unit, o) for o in others)):
-            self._fail(monitor, position, "; ".join(texts))
-        return missing == 0
+            if record is not None:
+                units[rank] = record.at(position)
+        others = {rank: other for rank, other in units.items() if other != unit}
+        mix = all(self._names.may_mix(unit, other) for other in others.values())
+        if others and (self._is_error or not mix):
+            self._fail(monitor, position, told(others, map(self._names.of, others.values())))
+        return len(units) == self._communicator.size - 1
 
     def _record(self, answer: Mapping[str, Any] | None, position: int) -> OrderRecord | None:
         """Find the order of another rank by its ``answer``, where it has come to ``position``."""
@@ -362,7 +353,7 @@ class OrderCheck:
     def _fail(self, monitor: FailureMonitor, position: int, others: str) -> NoReturn:
         now = self._now
         record = now.record()
-        here = f"{self._deviation(position, record.at(position))}, while {others}"
+        here = f"{self._deviation(position, record.at(position))}, while it is {others}"
         orders = f"Order on rank {self._rank}: {self._names.drawn(record, position)}"
         if now.reference is not None:
             orders += f"; in the forward before: {self._names.drawn(now.reference, position)}"
@@ -377,32 +368,29 @@ class OrderCheck:
 
     def _exchange(self, unit: int) -> None:
         """Compare the next unit with the other ranks', before its gather."""
-        pending, rows = self._gather(unit, self._now.position)
-        pending.wait()
-        found = [int(number) for number in rows[:, 0].tolist()]
-        other = next((at for at, theirs in enumerate(found) if theirs != found[0]), None)
-        if other is None:
+        everyones = self._start(unit, self._now.position)()
+        rows = struct.iter_unpack(_ROW, everyones)
+        found = sides(self._communicator.ranks, [theirs for theirs, _ in rows])
+        if len(found) == 1:
             return
         self._is_active = False
         self.reference = None
         texts = [
-            f"rank {self._communicator.ranks[at]} "
+            f"rank {ranks[0]} "
             + (
-                f"is all-gathering parameters for {self._names.parameters(found[at])}"
-                if found[at] > END
+                f"is all-gathering parameters for {self._names.parameters(other)}"
+                if other > END
                 else "ends its forward"
             )
-            for at in (0, other)
+            for other, ranks in [*found.items()][:2]
         ]
         raise CollectiveMismatchError(
             f"Forward order differs across ranks: {' while '.join(texts)}. {REMEDY}"
         )
 
-    def _gather(self, number: int, count: int) -> tuple[Pending, torch.Tensor]:
-        """Start gathering two integers of each rank, one row a rank."""
-        mine = torch.tensor([number, count])
-        rows = torch.empty(self._communicator.size, 2, dtype=torch.int64)
-        return self._communicator.control.all_gather_list(rows, mine, label="order"), rows
+    def _start(self, number: int, count: int) -> Callable[[], bytes]:
+        """Start to gather two integers of each rank, a `_ROW`."""
+        return self._communicator.start_equal(struct.pack(_ROW, number, count), "order")
 
     def _issue(self) -> None:
         """Start comparing one hash of all forwards since the last comparison."""
@@ -414,11 +402,9 @@ class OrderCheck:
             digest = record.digest(digest)
             if number < 30:  # what fits into the integer
                 weights = weights * 4 + known
-        pending, rows = self._gather(digest, weights)
         self._comparisons.append(
             _Comparison(
-                pending=pending,
-                rows=rows,
+                started=self._start(digest, weights),
                 forwards=tuple(each[:3] for each in waiting),
                 has_left=any(has_left for *_, has_left in waiting),
             )
@@ -428,15 +414,14 @@ class OrderCheck:
         """Take in the oldest comparison; raise or warn when ranks differ."""
         comparison = self._comparisons.pop(0)
         self._due = max(self._due - 1, 0)
-        comparison.pending.wait()
-        rows = comparison.rows.tolist()
-        if all(row[0] == rows[0][0] for row in rows) and same_weights([row[1] for row in rows]):
+        digests, weights = zip(*struct.iter_unpack(_ROW, comparison.started()), strict=True)
+        if len(set(digests)) == 1 and same_weights(weights):
             self._agreed(comparison)
             return
         if self.is_unchecked:
             return
         text, is_of_weights = self._difference(comparison)
-        if is_of_weights or self._options.action == "raise":
+        if is_of_weights or self._is_error:
             self.reference = None
             self._comparisons.clear()
             self._due = 0
@@ -469,39 +454,30 @@ class OrderCheck:
         takes part.
         """
         mine = [[n, record.units, known] for n, record, known in comparison.forwards]
-        everyone = [
-            [(number, OrderRecord(tuple(units)), known) for number, units, known in forwards]
-            for forwards in self._communicator.gather_values(mine, label="order lists")
-        ]
-        ranks = self._communicator.ranks
+        everyone = self._communicator.gather_values(mine, label="order lists")
+        ranks, names = self._communicator.ranks, self._names
         for step in zip(*everyone, strict=False):
-            number, first, _ = step[0]
-            by_knowledge = {
-                text: [r for r, (*_, known) in zip(ranks, step, strict=True) if known == code]
-                for code, text in STEPS.items()
-            }
-            found = [f"ranks {those} {text}" for text, those in by_knowledge.items() if those]
-            if len(found) > 1:
+            number = step[0][0]
+            steps = {r: STEPS[known] for r, (*_, known) in zip(ranks, step, strict=True) if known}
+            if len(set(steps.values())) > 1:
                 text = (
                     f"Optimizer steps differ across ranks: before forward {number}{self._root} "
-                    f"{', and '.join(found)}. Run as many passes for each optimizer step on every "
-                    "rank, and skip a step on all ranks or on none"
+                    f"{told(steps, steps.values())}. Run as many passes for each optimizer step on "
+                    "every rank, and skip a step on all ranks or on none"
                 )
                 return text, True
-            for other, (_, record, _) in enumerate(step):
-                at = first.differs_at(record)
-                if at is not None:
-                    text = (
-                        f"Forward order differs across ranks in forward {number}{self._root}, "
-                        f"position {at}: {self._names.of(first.at(at))} on rank {ranks[0]}, "
-                        f"{self._names.of(record.at(at))} on rank {ranks[other]}. Order on rank "
-                        f"{ranks[0]}: {self._names.drawn(first, at)}; on rank {ranks[other]}: "
-                        f"{self._names.drawn(record, at)}"
-                    )
-                    return text, False
-        counts = [len(forwards) for forwards in everyone]
+            found = first_difference(ranks, [units for _, units, _ in step])
+            if found is not None:
+                at = int(found.place)
+                records = [OrderRecord(tuple(units)) for _, units, _ in step]
+                text = (
+                    f"Forward order differs across ranks in forward {number}{self._root}, "
+                    f"position {at}: {told(ranks, [names.of(r.at(at)) for r in records])}. Order: "
+                    f"{told(ranks, [names.drawn(r, at) for r in records])}"
+                )
+                return text, False
+        counts = told(ranks, [f"{len(forwards)} forwards" for forwards in everyone])
         text = (
-            f"Forward order differs across ranks{self._root}: ranks {list(ranks)} ran {counts} "
-            "forwards since the last comparison"
+            f"Forward order differs across ranks{self._root}, since the last comparison: {counts}"
         )
         return text, False

@@ -6,7 +6,6 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
 END = -1
 """Stands for "the forward ends here" where a unit could come."""
@@ -48,11 +47,6 @@ class OrderRecord:
     def at(self, position: int) -> int:
         """Find the unit at ``position``, or `END` behind the last."""
         return self.units[position] if position < len(self.units) else END
-
-    def differs_at(self, other: OrderRecord) -> int | None:
-        """Find the first position where ``other`` has another unit, or has ended; None if none."""
-        pairs = zip_longest(self.units, other.units, fillvalue=END)
-        return next((at for at, (mine, theirs) in enumerate(pairs) if mine != theirs), None)
 
 
 class Forward:

@@ -198,7 +198,7 @@ def synchronise(
     """
     rows = [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in named]
     for axis in (replicate, shard):
-        if axis is None or axis.size == 1:
+        if axis is None or axis.is_alone:
             continue
         for name, tensor in named:
             if tensor.is_meta:
@@ -335,7 +335,7 @@ def compare_digests(
         return ""
     return (
         f"axis {axis.axis}: expected {names[int(difference.place)]!r} to have the same values on "
-        f"all ranks, found some on {difference.ranks}. {remedy}"
+        f"all ranks, found some on {difference.sides}. {remedy}"
     )
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
 from meshwright.comm import Communicator
+from meshwright.comm.failures.sameness import told
 from meshwright.data_parallel.replicas.replica import Replica
 from meshwright.errors import CollectiveMismatchError
 
@@ -62,37 +63,36 @@ class Attendance:
                 for row in gathered
                 for at in range(0, len(row), 3)
             ]
-        ranks = [int(row[0]) for row in rows]
-        notices = [Notice(int(row[1])) for row in rows]
-        active = [r for r, n in enumerate(notices) if n not in (Notice.DONE, Notice.STOP)]
-        if not active:
+        said = [(int(rank), Notice(int(kind)), int(more)) for rank, kind, more in rows]
+        train = {
+            place: (rank, (notice, more))
+            for place, (rank, notice, more) in enumerate(said)
+            if notice not in (Notice.DONE, Notice.STOP)
+        }
+        if not train:
             return None
-        self.active = active
-        self.was_uneven = self.was_uneven or len(active) < len(notices)
-        if Notice.STOP in notices and own is not Notice.STOP:
-            ended = [r for r, n in zip(ranks, notices, strict=True) if n is Notice.STOP]
+        self.active = list(train)
+        self.was_uneven = self.was_uneven or len(train) < len(said)
+        ended = [rank for rank, notice, _ in said if notice is Notice.STOP]
+        if ended and own is not Notice.STOP:
             raise RuntimeError(
                 "Detected at least one rank that exhausted inputs. Throwing across all ranks: "
                 f"{ended} had no more, and throw_on_early_termination=True was asked for"
             )
-        kinds = {(notices[place], int(rows[place][2])) for place in active}
-        if len(kinds) > 1:
-            sides = ", ".join(
-                f"rank {ranks[place]}: {notices[place].name}"
-                + (f" {int(rows[place][2])}" if rows[place][2] else "")
-                for place in active
-            )
+        ranks, kinds = zip(*train.values(), strict=True)
+        if len(set(kinds)) > 1:
+            found = told(ranks, [f"{notice.name} {more or ''}".rstrip() for notice, more in kinds])
             raise CollectiveMismatchError(
                 f"axis {self.communicators[0].axis}: inside join the ranks that train expect the "
-                f"same collective next, found {sides}. Let every rank run the same kind of "
+                f"same collective next, found {found}. Let every rank run the same kind of "
                 "iterations"
             )
         if own is Notice.STOP:
             raise RuntimeError(
-                f"Rank {self._rank} exhausted all inputs. Ranks {[ranks[r] for r in active]} still "
+                f"Rank {self._rank} exhausted all inputs. Ranks {list(ranks)} still "
                 "had some, and throw_on_early_termination=True stops all of them"
             )
-        return kinds.pop()
+        return kinds[0]
 
     def leave(self) -> tuple[Notice, int] | None:
         """Give the notice of a rank that has no more inputs."""

@@ -548,7 +548,7 @@ class GradientReducer:
             return None
         place = self.alignment.place if is_own and not is_local else NOWHERE
         static = self._static
-        differences = static.differences() if static is not None and static.deviates() else {}
+        differences = static.differences() if static is not None and static.deviates() else ""
         sums = notes.real if notes.is_complex() else notes
         self.late.look(sums, partial(self._refuse, self._notes, place, differences))
         return self._notes.refuse_non_finite(notes, self.communicator, is_local=is_local)
@@ -557,7 +557,7 @@ class GradientReducer:
         self,
         notes: PassNotes,
         place: tuple[int, int],
-        differences: Mapping[str, list[str]],
+        differences: str,
         sums: Sequence[float],
     ) -> None:
         """Raise for the pass of which ``sums`` of ``notes`` have come."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from meshwright.comm import Communicator
+from meshwright.comm.failures.sameness import told
 from meshwright.data_parallel.replicas.slots import Reduction
 
 
@@ -47,32 +48,26 @@ class StaticGraph:
         self._seen = [0] * len(self._names)
         self._is_skipped = False
 
-    def differences(self) -> dict[str, list[str]]:
-        """List the parameters with a gradient in only one of the two passes."""
-        expected = self._expected or self._seen
-        rows = list(zip(self._names, expected, self._seen, strict=True))
-        return {
-            "did not use": [name for name, before, now in rows if now < before],
-            "used": [name for name, before, now in rows if now > before],
-        }
+    def differences(self) -> str:
+        """Name the parameters with a gradient in only one of the two passes."""
+        rows = list(zip(self._names, self._expected or self._seen, self._seen, strict=True))
+        lacks = [name for name, before, now in rows if now < before]
+        more = [name for name, before, now in rows if now > before]
+        found = [f"did not use {_named_with_modules(lacks)}"] if lacks else []
+        return " and ".join([*found, f"used {_named_with_modules(more)}"] if more else found)
 
-    def refuse(
-        self, communicator: Communicator, differences: Mapping[str, list[str]]
-    ) -> RuntimeError:
+    def refuse(self, communicator: Communicator, differences: str) -> RuntimeError:
         """Make the error that every rank raises when one deviates; collective.
 
         ``differences`` are this rank's in the pass that it is about.
         """
-        rows = communicator.gather_values(dict(differences), label="static graph: what differs")
-        sentences: list[str] = []
-        for rank, row in zip(communicator.ranks, rows, strict=True):
-            for verb, names in row.items():
-                if names:
-                    sentences.append(f"rank {rank} {verb} {_named_with_modules(names)}")
+        said = differences or "used the same"
+        everyone = communicator.gather_values(said, label="static graph: what differs")
+        found = told(communicator.ranks, everyone)
         return RuntimeError(
             "Your training graph has changed in this iteration: static_graph=True expects every "
-            f"one to use the parameters of the first, but {'; '.join(sentences)}. Leave "
-            "static_graph out, or make forward take the same path each time"
+            f"one to use the parameters of the first, but this one {found}. Leave static_graph "
+            "out, or make forward take the same path each time"
         )
 
 

@@ -107,7 +107,7 @@ def compare_values(drivers: Sequence[Driver], names: Mapping[nn.Module, str]) ->
                 by_axis.setdefault(axis, []).append((name, buffer.compared))
     difference = ""
     for axis, rows in by_axis.items():
-        if axis.size > 1:
+        if not axis.is_alone:
             remedy = SAME_COPIES if axis in copying else SAME_MODEL
             difference = compare_digests(axis, rows, difference, remedy)
     if difference:

@@ -11,10 +11,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -26,7 +24,13 @@ from meshwright.comm.dtensors.dtensor import (
     local_of,
     mesh_communicators,
 )
-from meshwright.comm.failures.sameness import Exchange, require_equal, sides, told
+from meshwright.comm.failures.sameness import (
+    Difference,
+    Exchange,
+    differing,
+    refusal,
+    require_equal,
+)
 from meshwright.comm.streams import is_host, moved
 from meshwright.errors import LayoutError
 from meshwright.gradients import checksum
@@ -95,25 +99,24 @@ def verify_gradients(
     Raises `LayoutError` on all of them: a step would train copies of one parameter apart. On a
     device ``late`` raises it.
     """
-    gradients = [(name, held_whole(p, axis, p.grad)) for name, p in named]
+    gradients = [(f"the gradient of {n}", held_whole(p, axis, p.grad)) for n, p in named]
 
     def judge(held: Sequence[Held], digests: Sequence[str]) -> None:
-        if len(set(exchange(_digest_of_texts(digests)))) > 1:
-            _refuse_gradients(axis, held)
+        everyone = differing(axis, digests, label=_LABEL, exchange=exchange)
+        if everyone:
+            require_close(
+                axis,
+                held,
+                everyone,
+                "all that each of them holds whole",
+                error=LayoutError,
+                remedy="A step would train the copies apart. Either each rank computed a share of "
+                "the gradient, and the module needs a style that sums them (SequenceParallel, or "
+                '"replicated" in [tensor] rules), or the ranks took different branches or were '
+                "given different batches",
+            )
 
     look_at_bits(gradients, late, judge)
-
-
-def _refuse_gradients(axis: Communicator, gradients: Sequence[Held]) -> None:
-    found = first_difference(axis, gradients)
-    if found is not None:
-        raise LayoutError(
-            f"axis {axis.axis}: each of the ranks {list(axis.ranks)} holds {found.name} whole, and "
-            f"its gradient {found.text}: a step would train the copies apart. Either each rank "
-            "computed a share of the gradient, and the module needs a style that sums them "
-            '(SequenceParallel, or "replicated" in [tensor] rules), or the ranks took different '
-            "branches or were given different batches"
-        )
 
 
 def held_whole(
@@ -140,15 +143,6 @@ def _is_cut(tensor: torch.Tensor, axis: Communicator) -> bool:
     return any(each.ranks == axis.ranks and not is_replicated(placed) for each, placed in over)
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """The first of several tensors that ranks do not hold alike."""
-
-    name: str
-    text: str
-    """In what it differs, after "it"."""
-
-
 def look_at_bits(
     named: Sequence[Held],
     late: LateNumbers,
@@ -158,7 +152,7 @@ def look_at_bits(
 ) -> None:
     """Give ``judge`` the tensors, and a digest of the bits of each: those on a device by ``late``.
 
-    What it is given it may keep. Names, shapes and dtypes belong to digests. With
+    What it is given it may keep. Shapes and dtypes belong to digests. With
     ``only_telling`` one is "" of a single number, however often, or none.
     """
     devices = [tensor.device for _, tensor in named if tensor is not None]
@@ -175,8 +169,8 @@ def look_at_bits(
     def read(numbers: Sequence[float]) -> None:
         rest = iter(zip(numbers[::2], numbers[1::2], strict=True))
         digests = [
-            _digest_of_sums(name, tensor, list(itertools.islice(rest, span)), only_telling)
-            for (name, tensor), span in zip(held, spans, strict=True)
+            _digest_of_sums(tensor, list(itertools.islice(rest, span)), only_telling)
+            for (_, tensor), span in zip(held, spans, strict=True)
         ]
         judge(held, digests)
 
@@ -193,67 +187,49 @@ def digest_of(tensor: torch.Tensor) -> str:
 
 
 def _digest_of_sums(
-    name: str,
-    tensor: torch.Tensor | None,
-    sums: Sequence[tuple[float, float]],
-    only_telling: bool,
+    tensor: torch.Tensor | None, sums: Sequence[tuple[float, float]], only_telling: bool
 ) -> str:
     if tensor is None:
-        return f"{name} is missing"
+        return "missing"
     if only_telling and len(sums) == 1 and sums[0][1]:
         return ""
-    return f"{name} {_kind(tensor)} {[each for each, _ in sums]}"
-
-
-def _digest_of_texts(texts: Sequence[str]) -> str:
-    return hashlib.sha256(json.dumps(list(texts)).encode()).hexdigest()
+    return f"{_kind(tensor)} {[each for each, _ in sums]}"
 
 
 @torch.no_grad()
-def first_difference(
-    axis: Communicator, named: Sequence[tuple[str, torch.Tensor | None]]
-) -> Difference | None:
-    """Find what differs between ranks by more than rounding, the same on all of them, or None.
+def require_close(
+    axis: Communicator,
+    named: Sequence[Held],
+    digests: Sequence[Sequence[object]],
+    meaning: str,
+    *,
+    error: Callable[[str], Exception],
+    remedy: str,
+) -> None:
+    """Check that tensors differ between ranks by rounding alone, where ``digests`` do. Collective.
 
-    All ranks of ``axis`` call it together, where they know that bits differ.
+    ``digests`` has those of each rank. Raises ``error`` on every rank as `require_equal` does.
     """
-    lists = axis.gather_values(_digests(named), label=f"{_LABEL}, and differs")
-    names = [[name for name, *_ in rows] for rows in lists]
-    for rank, other in zip(axis.ranks, names, strict=True):
-        if other != names[0]:
-            return Difference(
-                "other tensors", f"is compared on rank {rank} than on rank {axis.ranks[0]}"
-            )
+    kinds = [(name, "missing" if t is None else _kind(t)) for name, t in named]
+    require_equal(axis, kinds, meaning, label=f"{_LABEL}: kinds", error=error, remedy=remedy)
     floor = rounding_floor([t for _, t in named if t is not None and _is_real(t)])
-    for position, (name, mine) in enumerate(named):
-        kinds = [rows[position][1] for rows in lists]
-        if len(set(kinds)) > 1:
-            return Difference(name, f"is {told(sides(axis.ranks, kinds))}")
-        digests = sides(axis.ranks, [rows[position][2] for rows in lists])
-        if mine is None or len(digests) == 1:
+    for (name, mine), said in zip(named, zip(*digests, strict=True), strict=True):
+        if mine is None or len(set(said)) == 1:
             continue
-        if not _is_real(mine):
-            return Difference(
-                name, f"differs between ranks {' and '.join(map(str, digests.values()))}"
-            )
-        errors = _distances(axis, name, mine, floor)
-        if any(errors):
-            others = [r for r, e in zip(axis.ranks, errors, strict=True) if e]
-            return Difference(
-                name,
-                f"differs on ranks {others} from that on rank {axis.ranks[0]}, by up to "
-                f"{max(errors):.3g} of its norm",
-            )
-    return None
+        found = _distances(axis, name, mine, floor) if _is_real(mine) else [*map(str, said)]
+        if len(set(found)) > 1:
+            raise error(refusal(axis, meaning, Difference(name, axis.ranks, found), remedy))
 
 
-def _distances(axis: Communicator, name: str, mine: torch.Tensor, floor: float) -> list[float]:
-    """Measure by rank how far its values are from the first one's, see `beyond_rounding`."""
+def _distances(axis: Communicator, name: str, mine: torch.Tensor, floor: float) -> list[str]:
+    """Say by rank how far its values are from the first one's, see `beyond_rounding`."""
     first = mine.coalesce().to_dense() if mine.is_sparse else mine.clone().contiguous()
     values = first.clone()
     axis.broadcast(first, label=f"values of {name}, which differ").wait()
     error = beyond_rounding(values, first, floor)
-    return [e for (e,) in axis.gather_numbers([error], label=f"differences of {name}")]
+    errors = axis.gather_numbers([error], label=f"differences of {name}")
+    near = f"that of rank {axis.ranks[0]}"
+    return [f"off by {error:.3g} of its norm" if error else near for (error,) in errors]
 
 
 def rounding_floor(tensors: Iterable[torch.Tensor]) -> float:
@@ -301,26 +277,18 @@ def _verify(
     hint: str,
     exchange: Exchange,
 ) -> None:
-    rows = {name: f"{kind}, {content[:16]}" for name, kind, content in _digests(named)}
+    rows = {name: f"{_kind(tensor)}, {_digest(tensor)}" for name, tensor in named}
     meaning = "the parameters that they replicate, by digests,"
     require_equal(
         axis, rows, meaning, label=_LABEL, error=LayoutError, remedy=hint, exchange=exchange
     )
 
 
-def _digests(named: Sequence[tuple[str, torch.Tensor | None]]) -> list[list[str]]:
-    return [[name, *_digest(tensor)] for name, tensor in named]
-
-
-def _digest(tensor: torch.Tensor | None) -> tuple[str, str]:
-    """Describe ``tensor``, and make a digest of its values."""
-    if tensor is None:
-        return "missing", ""
-    parts = _parts_of(tensor)
+def _digest(tensor: torch.Tensor) -> str:
     content = hashlib.sha256()
-    for part in parts:
+    for part in _parts_of(tensor):
         content.update(_bytes_of(part).numpy().tobytes())
-    return _kind(tensor), content.hexdigest()
+    return content.hexdigest()[:16]
 
 
 def _parts_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:

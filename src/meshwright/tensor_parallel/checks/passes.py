@@ -37,10 +37,10 @@ from meshwright.gradients import look_at_optimizers
 from meshwright.tensor_parallel.checks.equality import (
     Exchange,
     Held,
-    first_difference,
     held_whole,
     is_due,
     look_at_bits,
+    require_close,
     verify_gradients,
     verify_plain,
 )
@@ -234,11 +234,13 @@ class _Begin:
             if together != {(rows[0][0], "")}:
                 for key in keys:
                     self._are_alike.setdefault(key, len(together) == 1)
-        found = first_difference(axis, [(n, tensors.get(n)) for n in differ]) if differ else None
-        if found is not None:
-            raise ValueError(
-                f"axis {axis.axis}: the ranks {list(axis.ranks)} compute one {self._root} together "
-                f"and were given the same until now, but in its pass {number} {found.name} "
-                f"{found.text}. Give all of them the same batches in the same order; parts of a "
-                "batch give as DTensors"
+        if differ:
+            require_close(
+                axis,
+                [(name, tensors.get(name)) for name in differ],
+                [[found.get(name) for name in differ] for _, found in rows],
+                f"what is given to pass {number} of one {self._root}, as it was until now,",
+                error=ValueError,
+                remedy="Give all of them the same batches in the same order; parts of a batch give "
+                "as DTensors",
             )
