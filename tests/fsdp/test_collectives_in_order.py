@@ -200,7 +200,7 @@ def body_as_torch() -> None:
                 process_group=groups if is_hybrid else None,
                 sharding_strategy=PeerStrategy[strategy],
                 auto_wrap_policy=PeerPolicy({nn.Linear}),
-                device_id=torch.device("cpu"),
+                device_id=communicator().device,
             )
         run(peer, "train", mine(0))
         for mode in ("train", "no_sync", "no_sync again", "after no_sync"):

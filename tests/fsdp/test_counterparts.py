@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed import fsdp as peer
 
 from meshwright import fsdp
+from meshwright.comm import communicator
 from meshwright.data_parallel.shards.policies import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -60,7 +61,7 @@ def body() -> None:
     assert fsdp.fully_shard(layer, mp_policy=policy)(torch.randn(2, 4)).dtype is torch.bfloat16
     wrapped = fsdp.FullyShardedDataParallel(
         nn.Linear(4, 4),
-        device_id=torch.device("cpu"),
+        device_id=communicator().device,
         sharding_strategy=peer.ShardingStrategy.SHARD_GRAD_OP,  # pyrefly: ignore[bad-argument-type]
         backward_prefetch=peer.BackwardPrefetch.BACKWARD_POST,  # pyrefly: ignore[bad-argument-type]
     )

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from meshwright.comm import communicator
 from meshwright.errors import CommunicationError
 from meshwright.fsdp import (
     BackwardPrefetch,
@@ -57,8 +58,9 @@ class Seats:
 
 
 def attributes() -> None:
-    for device in ("cpu", "cpu:0", torch.device("cpu")):
-        assert FSDP(net(), device_id=device).compute_device == torch.device("cpu")
+    here = communicator().device
+    for device in ("cpu:0", str(here), here):
+        assert FSDP(net(), device_id=device).compute_device == here
     model = FSDP(net())
     assert (model.cpu_offload, model.mixed_precision) == (CPUOffload(), MixedPrecision())
     assert model.backward_prefetch is BackwardPrefetch.BACKWARD_PRE

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import parallel as peer_styles
 
 from meshwright import fsdp, tensor_parallel
-from meshwright.comm import Recorder, observe
+from meshwright.comm import Recorder, communicator, observe
 from meshwright.errors import LayoutError
 from meshwright.fsdp import (
     FullOptimStateDictConfig,
@@ -216,7 +216,7 @@ def side(
     plan = {"up": styles.ColwiseParallel(), "down": styles.RowwiseParallel()}
     model = styles.parallelize_module(Even().double(), mesh["tensor"], plan)
     model = library.FullyShardedDataParallel(
-        model, device_mesh=mesh["shard"], device_id=torch.device("cpu"), **options
+        model, device_mesh=mesh["shard"], device_id=communicator().device, **options
     )
     model_optimizer = adam(model)
     step(model, model_optimizer, mesh)

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecision as PeerPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as PeerPolicy
 from torch.nn.parallel.distributed import _MixedPrecision as LowPrecision
 
-from meshwright.comm import Recorder, observe
+from meshwright.comm import Recorder, communicator, observe
 from meshwright.data_parallel import DistributedDataParallel, MixedPrecisionPolicy, fully_shard
 from meshwright.data_parallel.shards.buffer import BufferTypes, DataAxes
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup
@@ -73,7 +73,7 @@ def body_low_gradients() -> None:
             auto_wrap_policy=PeerPolicy({nn.Linear}),
             mixed_precision=PeerPrecision(**options),
             use_orig_params=use_orig_params,
-            device_id=CPU,
+            device_id=communicator().device,
         )
         for _ in range(2):
             for model in (ours, theirs):
@@ -221,7 +221,7 @@ def body_classes_left_out() -> None:
                 Ended(),
                 auto_wrap_policy=PeerPolicy({nn.Linear}),
                 mixed_precision=PeerPrecision(**options),
-                device_id=CPU,
+                device_id=communicator().device,
             ),
         )
         found = []

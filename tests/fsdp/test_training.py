@@ -124,7 +124,7 @@ def body_peer(use_orig_params: bool) -> None:
         copy.deepcopy(plain),
         auto_wrap_policy=PeerPolicy({nn.Linear}),
         use_orig_params=use_orig_params,
-        device_id=torch.device("cpu"),
+        device_id=communicator().device,
     )
     assert [n for n, _ in ours.named_parameters()] == [n for n, _ in theirs.named_parameters()]
     pairs = [(m, torch.optim.AdamW(m.parameters(), lr=0.1)) for m in (ours, theirs)]

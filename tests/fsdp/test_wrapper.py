@@ -51,7 +51,7 @@ def body_attributes() -> None:
     assert model._inter_node_pg is None
     assert model.sharding_strategy is ShardingStrategy.FULL_SHARD
     assert model.training_state is TrainingState.IDLE
-    assert model.compute_device == torch.device("cpu")
+    assert model.compute_device == communicator().device
     assert model.check_is_root() and not model.module[0].check_is_root()
     assert isinstance(model[1], nn.Tanh)
     assert "Tanh" in repr(model)
@@ -136,7 +136,7 @@ def body_meta() -> None:
         empty = net()
     torch.manual_seed(dist.get_rank())
     model = FSDP(
-        empty, auto_wrap_policy=LINEARS, sync_module_states=True, device_id=torch.device("cpu")
+        empty, auto_wrap_policy=LINEARS, sync_module_states=True, device_id=communicator().device
     )
     everyone = communicator().gather_numbers([model(batch()).sum().item()], label="sums")
     assert len(set(everyone)) == 1

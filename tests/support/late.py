@@ -1,4 +1,4 @@
-"""Errors that a check raises at once on a host, and on a device when it has looked."""
+"""Errors that a check raises at once on a host, and on a device when it has looked; deadlines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from meshwright.comm import settle
+from meshwright.comm import communicator, settle
+from meshwright.testing.pool import SLOWER
 
 
 @contextmanager
@@ -18,3 +19,8 @@ def raises_by_now(
     with pytest.raises(kind, match=match) as raised:  # noqa: PT012 - what looks late is one of two
         yield raised
         settle()
+
+
+def as_on_a_host(seconds: float) -> float:
+    """Divide what a rank has taken by what a simulated device takes longer than a host."""
+    return seconds if communicator().is_on_host else seconds / SLOWER

@@ -16,12 +16,13 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.comm import communicator
+from meshwright.comm import communicator, settle
 from meshwright.data_parallel import replicate
 from meshwright.data_parallel.sharded_modules.sharded import fully_shard
 from meshwright.errors import CommunicationError
 from meshwright.fsdp import FullyShardedDataParallel, ShardingStrategy
 from meshwright.testing import Ranks
+from support.late import as_on_a_host
 
 SOON = 30.0
 STRATEGIES = ("replicate", "fully_shard", "facade")
@@ -226,10 +227,11 @@ def body(strategy: str, name: str) -> tuple[str, float]:
         warnings.simplefilter("always")
         try:
             case(strategy, world.rank == world.size - 1)
+            settle()
         except CommunicationError as error:
             said = f"{type(error).__name__}: {error}"
     texts = [str(warning.message) for warning in told if "differ" in str(warning.message)]
-    return "; ".join([*texts, said]), time.monotonic() - begun
+    return "; ".join([*texts, said]), as_on_a_host(time.monotonic() - begun)
 
 
 @pytest.mark.few(5)

@@ -143,7 +143,9 @@ def materialised_since(strategy: str) -> Any:
     with torch.device("meta"):
         model = build()
     if strategy != "fully_shard":
-        return laid_out(model, strategy, param_init_fn=given_values, device_id=torch.device("cpu"))
+        return laid_out(
+            model, strategy, param_init_fn=given_values, device_id=communicator().device
+        )
     model = laid_out(model, strategy)
     model.to_empty(device="cpu")
     for parameter in model.parameters():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.comm import observe
+from meshwright.comm import communicator, observe
 from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.comm.streams import Mark
 from meshwright.data_parallel.sharded_modules.sharded import fully_shard
@@ -158,7 +158,10 @@ def body_bounds(way: str) -> None:
     else:
         policy = ModuleWrapPolicy({nn.Linear})
         model = FullyShardedDataParallel(
-            model, device_id=CPU, auto_wrap_policy=policy, use_orig_params=way == "orig"
+            model,
+            device_id=communicator().device,
+            auto_wrap_policy=policy,
+            use_orig_params=way == "orig",
         )
         units = fsdp_units(model)
     units = [unit for unit in units if unit is not None]

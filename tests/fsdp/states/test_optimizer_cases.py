@@ -65,7 +65,7 @@ def wrapped(
         auto_wrap_policy=PeerPolicy({nn.Linear}),
         use_orig_params=use_orig_params,
         ignored_states=ignored[1],
-        device_id=torch.device("cpu"),
+        device_id=communicator().device,
     )
     return ours, theirs
 

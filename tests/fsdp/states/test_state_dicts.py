@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as Peer
 from torch.distributed.fsdp import StateDictType as PeerType
 
-from meshwright.comm import Recorder, observe
+from meshwright.comm import Recorder, communicator, observe
 from meshwright.comm.dtensors.shard_view import ShardView
 from meshwright.data_parallel import keep_batch_norm_local
 from meshwright.fsdp import (
@@ -144,7 +144,7 @@ def test_sharded_state_dicts_round_trip(
 
 def body_local() -> None:
     model = FSDP(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)))
-    peer = Peer(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)), device_id=torch.device("cpu"))
+    peer = Peer(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)), device_id=communicator().device)
     assert model._flat_param.shape == peer._flat_param.shape == (17,)
     with kind(model, LOCAL, LocalStateDictConfig()):
         state = model.state_dict()

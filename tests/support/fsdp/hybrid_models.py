@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import TransformerDecoderLayer, TransformerEncoderLayer
 
+from meshwright.comm import communicator
 from meshwright.data_parallel import keep_batch_norm_local
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.fsdp import ModuleWrapPolicy, ShardingStrategy
@@ -80,7 +81,7 @@ def hybrid_model(
     mesh: Any = None,
 ) -> FSDP:
     options: dict[str, Any] = {
-        "device_id": torch.device("cpu"),
+        "device_id": communicator().device,
         "auto_wrap_policy": POLICY,
         "sharding_strategy": strategy,
         "use_orig_params": use_orig_params,

@@ -259,8 +259,8 @@ class CommunicationStream:
         device, line = self._device, self.line
         line.wait_for(device.current)
         device.launch(text, reads, writes, line)
+        held = list(tensors_in([*reads, *writes]))  # before it runs: a sparse sum gets new parts
         job = Job(text, run)
         self.queue.put(job)
-        held = list(tensors_in([*reads, *writes]))
         device.keep(device.record(text, line), held)
         return SimulatedWork(job, line.snapshot(), device, self.queue, held, writes)
