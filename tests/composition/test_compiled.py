@@ -102,6 +102,7 @@ def laid_out(plan: Plan, model: nn.Module, training: Training) -> Trainable:
     return trainable
 
 
+@pytest.mark.devices("host", reason="nothing is compiled under a dispatch mode")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n == QUICK else pytest.mark.slow) for n in CASES]
 )

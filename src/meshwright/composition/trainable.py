@@ -457,7 +457,8 @@ class Trainable:
             return
         held = [("", tensor) for tensor in tensors_in((batch, target))]
         with phase("compare batches", step=self.steps):
-            look_at_bits(held, self._late, partial(self._judge_batches, self._calls))
+            judge = partial(self._judge_batches, self._calls)
+            look_at_bits(held, self._late, judge, is_late=not alike.is_on_host)
 
     def _judge_batches(self, number: int, held: Sequence[Held], digests: Sequence[str]) -> None:
         """Raise ValueError where other ranks have found other ``digests`` in call ``number``."""

@@ -32,7 +32,7 @@ class LateNumbers:
     def __init__(self, name: str = "") -> None:
         """Give it a ``name`` by which `known` finds it as long as something is outstanding."""
         self._key = name or str(id(self))
-        self.coming: list[Callable[[], None]] = []
+        self.coming: list[Callable[[], object]] = []
         """Judgements of what the device or other ranks may not have come to: each waits first."""
 
     @classmethod
@@ -41,13 +41,18 @@ class LateNumbers:
         found = PROCESS.outstanding.get(name)
         return found if isinstance(found, LateNumbers) else cls(name)
 
-    def look(self, numbers: torch.Tensor, judge: Judge) -> None:
+    def look(self, numbers: torch.Tensor, judge: Judge, *, is_late: bool = False) -> None:
         """Have ``numbers``, 1-D, judged: now those of the host, with the next `settle` a device's.
 
-        They may be written to again at once.
+        They may be written to again at once. With ``is_late`` those of the host wait, too: where
+        judges ask other ranks, all have to come in one order.
         """
         if is_host(numbers.device):
-            judge(numbers.tolist())
+            judged = partial(judge, numbers.tolist())
+            if is_late:
+                self._note(judged)
+            else:
+                judged()
             return
         here = numbers.detach().to("cpu", non_blocking=True)  # pinned, as torch makes it for this
         self._note(partial(_read, here, record(numbers.device), judge))
@@ -65,7 +70,7 @@ class LateNumbers:
         else:
             judge(started())
 
-    def _note(self, judged: Callable[[], None]) -> None:
+    def _note(self, judged: Callable[[], object]) -> None:
         self.coming.append(judged)
         note(self, self._key)
 

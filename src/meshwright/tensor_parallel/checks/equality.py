@@ -116,7 +116,7 @@ def verify_gradients(
                 "given different batches",
             )
 
-    look_at_bits(gradients, late, judge)
+    look_at_bits(gradients, late, judge, is_late=not axis.is_on_host)
 
 
 def held_whole(
@@ -148,16 +148,17 @@ def look_at_bits(
     late: LateNumbers,
     judge: Callable[[Sequence[Held], Sequence[str]], None],
     *,
+    is_late: bool,
     only_telling: bool = False,
 ) -> None:
-    """Give ``judge`` the tensors, and a digest of the bits of each: those on a device by ``late``.
+    """Give ``judge`` the tensors, and a digest of the bits of each: by ``late`` if it ``is_late``.
 
-    What it is given it may keep. Shapes and dtypes belong to digests. With
-    ``only_telling`` one is "" of a single number, however often, or none.
+    That is alike on ranks whose judges ask each other, also where one has no tensors. What it is
+    given the judge may keep. Shapes and dtypes belong to digests. With ``only_telling`` one is ""
+    of a single number, however often, or none.
     """
     devices = [tensor.device for _, tensor in named if tensor is not None]
     device = next((each for each in devices if not is_host(each)), torch.device("cpu"))
-    is_late = not is_host(device)
     held = [(n, None if t is None else t.detach().clone() if is_late else t) for n, t in named]
     sums: list[torch.Tensor] = []
     spans: list[int] = []
@@ -174,14 +175,18 @@ def look_at_bits(
         ]
         judge(held, digests)
 
-    late.look(torch.cat(sums) if sums else torch.empty(0), read)
+    late.look(torch.cat(sums) if sums else torch.empty(0), read, is_late=is_late)
 
 
 def digest_of(tensor: torch.Tensor) -> str:
     """Make the digest of one tensor that `look_at_bits` makes, now."""
     found: list[str] = []
     late = LateNumbers()
-    look_at_bits([("", tensor)], late, lambda _, said: found.extend(said), only_telling=True)
+
+    def keep(_: Sequence[Held], said: Sequence[str]) -> None:
+        found.extend(said)
+
+    look_at_bits([("", tensor)], late, keep, is_late=False, only_telling=True)
     late.settle()
     return found[0]
 

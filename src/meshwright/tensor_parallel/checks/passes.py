@@ -214,7 +214,8 @@ class _Begin:
         ]
         of = hashlib.sha256(str(structure).encode()).hexdigest()
         judge = partial(self._judge_inputs, self._number, of)
-        look_at_bits(tensors, self._passes.late, judge, only_telling=True)
+        late, is_late = self._passes.late, not axis.is_on_host
+        look_at_bits(tensors, late, judge, is_late=is_late, only_telling=True)
 
     def _judge_inputs(
         self, number: int, structure: str, held: Sequence[Held], digests: Sequence[str]
