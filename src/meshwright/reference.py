@@ -226,7 +226,7 @@ def _relative(found: torch.Tensor, wanted: torch.Tensor, floor: float) -> float:
     wide = torch.complex128 if wanted.is_complex() else torch.float64
     a, b = found.detach().cpu().to(wide), wanted.detach().cpu().to(wide)
     same = (a == b) | (a.isnan() & b.isnan())
-    error = torch.where(same, 0.0, (a - b).abs())
+    error = (a - b).abs().masked_fill(same, 0.0)
     if not error.numel():
         return 0.0
     largest = error.max().item() if not bool(error.isnan().any()) else math.inf
