@@ -101,8 +101,8 @@ _HOME = MappingProxyType(
 
 
 def __getattr__(name: str) -> object:
-    if name == "compiler":
-        return import_module(f"{__name__}.compiler")
+    if name in ("compiler", "data"):
+        return import_module(f"{__name__}.{name}")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_HOME.get(name, 'errors')}"), name)

@@ -35,6 +35,7 @@ __all__ = [
 PUBLIC_FILES = frozenset(
     {
         "comm/process_groups.py",
+        "data.py",
         "fsdp/wrap.py",
         "mesh.py",
         "pipelining/microbatch.py",
@@ -79,7 +80,7 @@ _COMM = _PURE | {"comm", "mesh", "torch_internals"}
 _STRATEGY = _COMM | {"gradients", "randomness"}
 _STRATEGIES = _STRATEGY | {"data_parallel", "fsdp", "tensor_parallel", "pipelining"}
 _WHOLE = _STRATEGIES | {"checkpoint", "compiler"}
-_TOP = _WHOLE | {"composition", "planner", "reference", "report"}
+_TOP = _WHOLE | {"composition", "data", "planner", "reference", "report"}
 
 ALLOWED: dict[str, frozenset[str]] = {
     **dict.fromkeys(_PURE, _PURE),
@@ -93,6 +94,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "fsdp": _STRATEGY | {"data_parallel"},
     "tensor_parallel": _STRATEGY,
     "pipelining": _STRATEGY,
+    "data": _COMM | {"randomness"},
     "compiler": _STRATEGIES,
     "checkpoint": _STRATEGIES,
     "composition": _WHOLE,
