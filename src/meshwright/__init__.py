@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     )
     from meshwright.fsdp import FullyShardedDataParallel
     from meshwright.gradients import clip_grad_norm_, declare_element_wise
+    from meshwright.launching.pool import launch
     from meshwright.mesh import init_device_mesh
     from meshwright.pipelining import pipeline
     from meshwright.plan import Plan
@@ -76,6 +77,7 @@ __all__ = [
     "flat_groups",
     "fully_shard",
     "init_device_mesh",
+    "launch",
     "parallelize",
     "parallelize_module",
     "pipeline",
@@ -92,6 +94,7 @@ _HOME = MappingProxyType(
         "flat_groups": "data_parallel",
         "fully_shard": "data_parallel",
         "init_device_mesh": "mesh",
+        "launch": "launching.pool",
         "parallelize": "composition",
         "parallelize_module": "tensor_parallel",
         "pipeline": "pipelining",

@@ -29,9 +29,10 @@ import tyro
 
 from meshwright import __version__, checkpoint
 from meshwright.comm import connect, disconnect, phase
-from meshwright.comm.groups.launch import is_launched, launch, record_failure
+from meshwright.comm.groups.launch import launch, record_failure
 from meshwright.composition import check_model
 from meshwright.doctor import examine, report_lines
+from meshwright.environment import is_launched
 from meshwright.errors import MeshwrightError, PlanError, ScheduleError
 from meshwright.recipes.config import TrainConfig, option_lines, read_config
 from meshwright.recipes.language_model import LanguageModel

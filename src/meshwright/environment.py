@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -16,6 +17,11 @@ LOCAL_NETWORK: Mapping[str, str] = MappingProxyType(
     }
 )
 """Variables of ranks that all live on this machine; what the user has set wins."""
+
+
+def is_launched() -> bool:
+    """Check that torchrun or the like has started this process as a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def torchrun_variables(rank: int, size: int, port: int) -> dict[str, str]:

@@ -80,13 +80,14 @@ _COMM = _PURE | {"comm", "mesh", "torch_internals"}
 _STRATEGY = _COMM | {"gradients", "randomness"}
 _STRATEGIES = _STRATEGY | {"data_parallel", "fsdp", "tensor_parallel", "pipelining"}
 _WHOLE = _STRATEGIES | {"checkpoint", "compiler"}
-_TOP = _WHOLE | {"composition", "data", "planner", "reference", "report"}
+_TOP = _WHOLE | {"composition", "data", "launching", "planner", "reference", "report"}
 
 ALLOWED: dict[str, frozenset[str]] = {
     **dict.fromkeys(_PURE, _PURE),
     "errors": frozenset(),
     "mesh": _PURE,
     "torch_internals": frozenset(),
+    "launching": _COMM,
     "randomness": _PURE | {"torch_internals"},
     "comm": _COMM,
     "gradients": _COMM,
@@ -221,7 +222,7 @@ PICKLE = (
     "torch.distributed.scatter_object_list",
     "torch.distributed.send_object_list",
 )
-PICKLE_ROOMS = frozenset({"testing"})
+PICKLE_ROOMS = frozenset({"launching"})
 
 # Packages that may be missing: imported inside a function, or at the top of the rooms named below.
 OPTIONAL = frozenset({"hypothesis", "pytest", "rich", "tensorboard", "transformers", "tyro"})
