@@ -127,9 +127,10 @@ class Pool:
         request: wire.Request,
         tell: Callable[[int, bytes], None] | None,
     ) -> Sequence[Outcome]:
-        call.settimeout(None if request.timeout == math.inf else request.timeout + _MARGIN)
         try:
             wire.send(call, request)
+            wire.receive(call)  # the supervisor has begun; its server may have had to load torch
+            call.settimeout(None if request.timeout == math.inf else request.timeout + _MARGIN)
             while isinstance(message := wire.receive(call), tuple):
                 if tell is not None:
                     tell(*cast("tuple[int, bytes]", message))

@@ -91,6 +91,7 @@ def supervise(call: socket.socket) -> Step | int:
     start = time.monotonic()
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     request = cast("wire.Request", wire.receive(call))
+    wire.send(call, "begun")
     children: list[_Child] = []
     supervisor = os.getpid()
     for rank in range(request.size):
