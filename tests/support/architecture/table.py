@@ -102,6 +102,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "reference": _WHOLE,
     "planner": _PURE,
     "report": _PURE,
+    "integrations": _TOP,
     "recipes": _TOP,
     "doctor": _WHOLE,
     "cli": _TOP | {"doctor", "recipes"},
@@ -225,7 +226,7 @@ PICKLE = (
 PICKLE_ROOMS = frozenset({"launching"})
 
 # Packages that may be missing: imported inside a function, or at the top of the rooms named below.
-OPTIONAL = frozenset({"hypothesis", "pytest", "rich", "tensorboard", "transformers", "tyro"})
+OPTIONAL = frozenset({"hypothesis", "pytest", "ray", "rich", "tensorboard", "transformers", "tyro"})
 OPTIONAL_ROOMS: dict[str, frozenset[str]] = {
     "cli": frozenset({"rich", "tyro"}),
     "recipes": frozenset({"rich", "tyro"}),
