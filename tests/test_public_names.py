@@ -34,6 +34,7 @@ NAMES = {
     "flat_groups",
     "fully_shard",
     "init_device_mesh",
+    "launch",
     "parallelize",
     "parallelize_module",
     "pipeline",

@@ -131,12 +131,12 @@ def test_the_order_is_part_of_the_format() -> None:
 FIRST_BATCH = [327, 461, 218, 448, 623, 490, 212, 544]
 
 
-def test_a_text_shorter_than_a_batch_and_an_indivisible_batch_are_told_together() -> None:
+def test_data_fewer_than_a_batch_and_an_indivisible_batch_are_told_together() -> None:
     with pytest.raises(PlanError) as caught:
         Sampler(5, 8, 0, data_rank=0, data_size=3)
     assert caught.value.problems == (
-        "the text is shorter than a batch: 5 samples for a batch_size of 8; give more text, a "
-        "shorter context, or a smaller batch_size",
+        "the data are fewer than a batch: 5 samples for a batch_size of 8; give more data (of a "
+        "text also a shorter context), or a smaller batch_size",
         "batch_size 8 does not divide among 3 data ranks; use 6 or 9",
     )
     with pytest.raises(PlanError, match=r"among 4 data ranks; use 4$"):

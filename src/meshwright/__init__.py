@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     )
     from meshwright.fsdp import FullyShardedDataParallel
     from meshwright.gradients import clip_grad_norm_, declare_element_wise
+    from meshwright.launching.pool import launch
     from meshwright.mesh import init_device_mesh
     from meshwright.pipelining import pipeline
     from meshwright.plan import Plan
@@ -76,6 +77,7 @@ __all__ = [
     "flat_groups",
     "fully_shard",
     "init_device_mesh",
+    "launch",
     "parallelize",
     "parallelize_module",
     "pipeline",
@@ -92,6 +94,7 @@ _HOME = MappingProxyType(
         "flat_groups": "data_parallel",
         "fully_shard": "data_parallel",
         "init_device_mesh": "mesh",
+        "launch": "launching.pool",
         "parallelize": "composition",
         "parallelize_module": "tensor_parallel",
         "pipeline": "pipelining",
@@ -101,8 +104,8 @@ _HOME = MappingProxyType(
 
 
 def __getattr__(name: str) -> object:
-    if name == "compiler":
-        return import_module(f"{__name__}.compiler")
+    if name in ("compiler", "data"):
+        return import_module(f"{__name__}.{name}")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_HOME.get(name, 'errors')}"), name)

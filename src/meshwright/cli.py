@@ -29,9 +29,10 @@ import tyro
 
 from meshwright import __version__, checkpoint
 from meshwright.comm import connect, disconnect, phase
-from meshwright.comm.groups.launch import is_launched, launch, record_failure
+from meshwright.comm.groups.launch import launch, record_failure
 from meshwright.composition import check_model
 from meshwright.doctor import examine, report_lines
+from meshwright.environment import cluster, is_launched
 from meshwright.errors import MeshwrightError, PlanError, ScheduleError
 from meshwright.integrations.trackers import tracker_of
 from meshwright.recipes.config import TrainConfig, option_lines, read_config
@@ -96,7 +97,7 @@ class _TrainCommand:
             raise PlanError(f"--nproc: expected a whole number of at least 0, found {self.nproc}")
         ranks = self.nproc or config.plan.axes.world_size
         if is_launched():
-            ranks = int(os.environ["WORLD_SIZE"])
+            ranks = cluster().size
         if _UNDER_LAUNCHER not in os.environ:
             _check(config, ranks)
         if is_launched() or ranks == 1:
@@ -339,7 +340,7 @@ def _check(config: TrainConfig, ranks: int) -> None:
 
 def _train_here(config: TrainConfig) -> int:
     """Train as this process's rank; only rank 0 prints, and a launcher of ours tells of errors."""
-    rank = int(os.environ.get("RANK", "0"))
+    rank = cluster().rank if is_launched() else 0
     logging.basicConfig(format=f"rank {rank}: %(message)s", level=logging.WARNING)
     try:
         world = connect(timeout=config.run.timeout)

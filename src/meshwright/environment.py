@@ -1,9 +1,29 @@
-"""The environment variables by which the ranks of one machine find each other."""
+"""The environment variables by which ranks know their place and find each other.
+
+=============================  ==================================================================
+started by                     the place of a rank
+=============================  ==================================================================
+torchrun, or any that sets     ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``,
+the same variables             ``MASTER_PORT``
+srun                           ``SLURM_PROCID`` and the like; the first host of the step, at a
+                               port that follows from the numbers of job and step
+a process on each node, with   ``PET_NODE_RANK``, ``PET_NNODES``, ``PET_MASTER_ADDR``,
+the arguments of torchrun      ``PET_MASTER_PORT``
+=============================  ==================================================================
+
+The first that is there holds, so torchrun may be started by srun, or where ``PET_*`` is set.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
+
+from meshwright.errors import CommunicationError
 
 LOCAL_NETWORK: Mapping[str, str] = MappingProxyType(
     {
@@ -16,6 +36,144 @@ LOCAL_NETWORK: Mapping[str, str] = MappingProxyType(
     }
 )
 """Variables of ranks that all live on this machine; what the user has set wins."""
+
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_PORT = 29500
+"""The port where torchrun's ranks meet when nothing names one."""
+_SLURM_PORTS = range(20_000, 32_768)
+"""Below those that the system gives to connections."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """The place of this process among the ranks that a launcher has started."""
+
+    rank: int
+    size: int
+    """The number of all ranks."""
+    local_rank: int | None
+    """The number of this rank on its machine, which selects its GPU; None where nothing says it."""
+    address: str
+    """The host of rank 0, or of its launcher's store."""
+    port: int
+    """The port there; 0 where there is nobody to meet."""
+    signals: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM)
+    """Signals that ask a run to save and end."""
+
+
+def is_launched() -> bool:
+    """Check that a launcher has started this process as a rank."""
+    return ("RANK" in os.environ and "WORLD_SIZE" in os.environ) or _is_of_slurm() or _is_of_pet()
+
+
+def cluster(rank: int | None = None, size: int | None = None) -> Cluster:
+    """Find this process's place among the ranks of its run, as its launcher has said it.
+
+    A process that no launcher has started is a run of its own. ``rank`` and ``size`` hold where
+    they are given. Raises `CommunicationError` when a part of torchrun's variables is missing, or a
+    launcher's say nothing of use.
+    """
+    found = [name for name in _TORCHRUN if name in os.environ]
+    if rank is None and size is None and "RANK" not in found:
+        if _is_of_slurm():
+            return _of_slurm()
+        if _is_of_pet():
+            return _of_pet()
+        if not found:
+            return Cluster(rank=0, size=1, local_rank=None, address="127.0.0.1", port=0)
+    rank = _number("RANK") if rank is None else rank
+    size = _number("WORLD_SIZE") if size is None else size
+    if rank is None or size is None:
+        raise CommunicationError(
+            f"expected {', '.join(_TORCHRUN)} in the environment, found only {', '.join(found)}: "
+            "start the ranks with torchrun, or set all four"
+        )
+    alone = size == 1 and "MASTER_PORT" not in found
+    return Cluster(
+        rank=rank,
+        size=size,
+        local_rank=local_rank(),
+        address=os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        port=0 if alone else _number("MASTER_PORT") or _PORT,
+    )
+
+
+def local_rank() -> int | None:
+    """Find the number of this rank on its machine; None where nothing says it."""
+    found = _number("LOCAL_RANK")
+    return _number("SLURM_LOCALID") if found is None and _is_of_slurm() else found
+
+
+def _is_of_slurm() -> bool:
+    """Check that srun has started this process among others: a batch script is no step of it."""
+    return "SLURM_STEP_ID" in os.environ and (_slurm_size() or 1) > 1
+
+
+def _slurm_size() -> int | None:
+    return _number("SLURM_STEP_NUM_TASKS") or _number("SLURM_NTASKS")
+
+
+def _of_slurm() -> Cluster:
+    rank, size, job = _number("SLURM_PROCID"), _slurm_size(), _number("SLURM_JOB_ID")
+    hosts = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
+    if rank is None or size is None or job is None or not hosts:
+        raise CommunicationError(
+            "this process is a step of SLURM: expected SLURM_PROCID, SLURM_NTASKS, SLURM_JOB_ID "
+            "and SLURM_JOB_NODELIST in the environment, found "
+            f"{', '.join(sorted(name for name in os.environ if name.startswith('SLURM_')))}: "
+            "start the ranks with srun, or with torchrun"
+        )
+    # Two steps of a job may run at once, on one host; so may jobs whose numbers follow each other.
+    port = _SLURM_PORTS[(job * 16 + (_number("SLURM_STEP_ID") or 0)) % len(_SLURM_PORTS)]
+    return Cluster(
+        rank=rank,
+        size=size,
+        local_rank=local_rank(),
+        address=os.environ.get("MASTER_ADDR") or first_host(hosts),
+        port=_number("MASTER_PORT") or port,
+        signals=(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1),
+    )
+
+
+def first_host(hosts: str) -> str:
+    """Find the first host of a list in SLURM's form: ``gpu[007-012,15],login1`` has ``gpu007``."""
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[])+", hosts)
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0]) if first else ""
+
+
+def _is_of_pet() -> bool:
+    """Check for a process on each node, where torchrun's arguments are given as variables."""
+    return "PET_NODE_RANK" in os.environ and (_number("PET_NNODES") or 1) > 1
+
+
+def _of_pet() -> Cluster:
+    each = os.environ.get("PET_NPROC_PER_NODE", "1")
+    address = os.environ.get("PET_MASTER_ADDR", "")
+    if each != "1" or not address:
+        raise CommunicationError(
+            "the environment has torchrun's arguments (PET_*) and no RANK: expected "
+            f"PET_MASTER_ADDR and one rank a node, found PET_MASTER_ADDR {address!r} and "
+            f"PET_NPROC_PER_NODE {each}: start this command by torchrun, as "
+            "torchrun --no-python COMMAND"
+        )
+    return Cluster(
+        rank=_number("PET_NODE_RANK") or 0,
+        size=_number("PET_NNODES") or 1,
+        local_rank=0,
+        address=address,
+        port=_number("PET_MASTER_PORT") or _PORT,
+    )
+
+
+def _number(name: str) -> int | None:
+    """Read a variable that is a number; None where it is not set."""
+    text = os.environ.get(name, "")
+    if not text:
+        return None
+    if not text.isdecimal():
+        raise CommunicationError(f"expected a number in {name}, found {text!r}")
+    return int(text)
 
 
 def torchrun_variables(rank: int, size: int, port: int) -> dict[str, str]:

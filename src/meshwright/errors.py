@@ -67,7 +67,10 @@ class CollectiveTimeoutError(CommunicationError, TimeoutError):
 
 
 class RankFailedError(CommunicationError):
-    """Another rank failed first. ``rank`` is its number in the world; -1 when it was the store."""
+    """Another rank failed first, or one that this process has launched.
+
+    ``rank`` is its number in the world; -1 when it was the store.
+    """
 
     def __init__(self, message: str, rank: int) -> None:
         self.rank = rank

@@ -8,14 +8,15 @@
 
 Each epoch is a new permutation of all samples, computed an index at a time by a keyed Feistel
 network, so that no list of the data set's size exists and a resumed run needs only its position.
+Rows that are packed from documents take these in the same order, a cursor behind the last token.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Self
+from typing import NamedTuple, Self
 
 from meshwright.errors import PlanError
 
@@ -148,6 +149,123 @@ class Sampler:
         return self
 
 
+class Piece(NamedTuple):
+    """The tokens ``begin`` to ``end`` of a document, in a row."""
+
+    place: int
+    """The place of the document in the order of all epochs."""
+    document: int
+    begin: int
+    end: int
+
+
+class PackedSampler:
+    """This rank's share of each global batch of rows, packed from documents one after the other.
+
+    ::
+
+        documents in the order of the epoch    7 7 7 7 7 | 2 2 | 9 9 9 9 9 9 | ...
+        rows of four tokens                    7 7 7 7 | 7 2 2 9 | 9 9 9 9 | 9 ...
+                                                                          ^ the state: place, offset
+
+    Each token comes once an epoch. A row may span documents, and the end of an epoch. Every rank
+    asks for the length of each document of the global batch, once, and of no other.
+
+    Alternatives considered: an index of all rows, whose memory and set-up grow with the data; rows
+    that are chosen to fit, which need many documents at hand, so that they would be the state.
+    """
+
+    def __init__(
+        self,
+        lengths: Callable[[int], int],
+        documents: int,
+        row_length: int,
+        batch_size: int,
+        seed: int,
+        data_rank: int = 0,
+        data_size: int = 1,
+    ) -> None:
+        """Begin with the first document; ``batch_size`` counts the rows of all ranks together.
+
+        ``lengths`` finds the number of tokens of a document, of ``documents``. Raises ``PlanError``
+        when the batch does not divide among ``data_size`` ranks.
+        """
+        if documents < 1 or row_length < 1:
+            raise ValueError(
+                "expected at least 1 document and rows of at least 1 token, found "
+                f"{documents} documents and a row_length of {row_length}"
+            )
+        _check(batch_size, batch_size, data_rank, data_size)
+        self.documents = documents
+        self.row_length = row_length
+        self.batch_size = batch_size
+        self.seed = seed
+        self._lengths = lengths
+        share = batch_size // data_size
+        self._own = slice(data_rank * share, (data_rank + 1) * share)
+        self._position, self._offset = 0, 0
+        self._permutation = Permutation(documents, seed, 0)
+        self._current = (-1, 0, 0)
+
+    @property
+    def epoch(self) -> int:
+        """The number of times that all documents have been taken."""
+        return self._position // self.documents
+
+    def next_rows(self) -> list[list[Piece]]:
+        """List the pieces of this rank's rows of the next global batch, and move on by one batch.
+
+        Raises ``ValueError`` when no document has a token, or the cursor is behind the end of one.
+        """
+        return [self._next_row() for _ in range(self.batch_size)][self._own]
+
+    def _next_row(self) -> list[Piece]:
+        pieces: list[Piece] = []
+        missing, empty = self.row_length, 0
+        while missing:
+            place, document, length = self._document()
+            begin = self._offset
+            if begin and begin >= length:
+                raise ValueError(
+                    f"document {document} has {length} tokens, and {begin} of them were taken: "
+                    "the documents are not those of the state that was loaded"
+                )
+            end = min(length, begin + missing)
+            if end > begin:
+                pieces.append(Piece(place, document, begin, end))
+            empty = 0 if end > begin else empty + 1
+            if empty > self.documents:
+                raise ValueError(f"none of the {self.documents} documents has a token")
+            missing -= end - begin
+            self._position, self._offset = (place + 1, 0) if end == length else (place, end)
+        return pieces
+
+    def _document(self) -> tuple[int, int, int]:
+        """Find the place of the cursor, the document there, and its length."""
+        if self._current[0] != self._position:
+            epoch, index = divmod(self._position, self.documents)
+            if self._permutation.epoch != epoch:
+                self._permutation = Permutation(self.documents, self.seed, epoch)
+            document = self._permutation[index]
+            self._current = self._position, document, int(self._lengths(document))
+        return self._current
+
+    def state_dict(self) -> dict[str, int]:
+        """List the cursor, equal on all ranks, and valid for any other number of ranks and rows.
+
+        ``position`` counts the documents that are behind it, ``offset`` tokens of the next.
+        """
+        return {"position": self._position, "offset": self._offset}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> Self:
+        """Go on from a cursor that ``state_dict`` gave."""
+        if set(state) != {"position", "offset"}:
+            raise ValueError(f"expected the keys 'offset' and 'position', found {sorted(state)}")
+        self._position = _checked_position(state["position"])
+        self._offset = _checked_position(state["offset"])
+        return self
+
+
 def _check(dataset_size: int, batch_size: int, data_rank: int, data_size: int) -> None:
     if batch_size < 1 or not 0 <= data_rank < data_size:
         raise ValueError(
@@ -157,8 +275,9 @@ def _check(dataset_size: int, batch_size: int, data_rank: int, data_size: int) -
     problems: list[str] = []
     if dataset_size < batch_size:
         problems.append(
-            f"the text is shorter than a batch: {dataset_size} samples for a batch_size of "
-            f"{batch_size}; give more text, a shorter context, or a smaller batch_size"
+            f"the data are fewer than a batch: {dataset_size} samples for a batch_size of "
+            f"{batch_size}; give more data (of a text also a shorter context), or a smaller "
+            "batch_size"
         )
     if batch_size % data_size:
         smaller = batch_size - batch_size % data_size

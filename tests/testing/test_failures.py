@@ -130,7 +130,7 @@ class TestExceptions:
 
     def test_unsendable_values_are_errors_of_the_rank(self, ranks: Ranks) -> None:
         error = failing(ranks, 1, lambda: (number for number in range(3)))
-        assert "cannot be sent between the test and its ranks" in str(error)
+        assert "cannot be sent between this process and its ranks" in str(error)
 
     def test_system_exit_is_a_failure(self, ranks: Ranks) -> None:
         assert "SystemExit: 0" in str(failing(ranks, 1, lambda: sys.exit(0)))

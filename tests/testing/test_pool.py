@@ -82,11 +82,11 @@ class TestBodies:
         assert value.requires_grad
 
     def test_unsendable_argument_is_refused_before_it_runs(self, ranks: Ranks) -> None:
-        with pytest.raises(TypeError, match="cannot be sent between the test and its ranks"):
+        with pytest.raises(TypeError, match="cannot be sent between this process and its ranks"):
             ranks(1, print, (number for number in range(3)))
 
     def test_needs_a_rank(self, ranks: Ranks) -> None:
-        with pytest.raises(ValueError, match="at least 1 rank, got n=0"):
+        with pytest.raises(ValueError, match="at least 1 rank, found 0"):
             ranks(0, print)
 
     def test_the_body_may_connect_by_itself(self, ranks: Ranks) -> None:

@@ -92,11 +92,13 @@ def connect(
 ) -> Communicator:
     """Join the ranks of this run and return the communicator of all of them.
 
-    Rank, world size and address come from torchrun's environment variables, from the arguments, or,
-    when there is neither, this process is a world of its own. A default group that exists already
-    is used as it is. ``backend`` is ``"gloo"`` or ``"shm"``, for ranks of CPUs, or any name that
-    c10d knows (``"cpu:gloo,cuda:gloo"``: GPUs through Gloo). None chooses NCCL where every rank of
-    the world sees a GPU of its own, else CPUs with what ``MESHWRIGHT_CPU_BACKEND`` says, else
+    Rank, world size and address come from the environment of the launcher (torchrun, srun: see
+    `meshwright.environment`), from the arguments, or, when there is neither, this process is a
+    world of its own. A default group that exists already, as an engine has made it, is used as it
+    is; the log says which backend it has. ``backend`` is ``"gloo"`` or ``"shm"``, for ranks of
+    CPUs, or any name that c10d knows (``"cpu:gloo,cuda:gloo"``: GPUs through Gloo). None chooses
+    NCCL where every rank of the world sees a GPU of its own, else CPUs with what
+    ``MESHWRIGHT_CPU_BACKEND`` says, else
     ``"shm"``: groups whose ranks share a host and a user communicate through shared memory, other
     groups through Gloo. See `comm.groups.device_choice`. A rank's GPU becomes its current device.
 
@@ -147,6 +149,9 @@ def watch_run(members: Communicator) -> None:
 def _watch_world(world: Communicator, hang_after: float) -> None:
     """Watch the ranks of a default group that exists."""
     if PROCESS.monitor is None:
+        if world.rank == 0:
+            what = f"{world.size} ranks, backend {world.backend}, on {world.device}"
+            _log.info("the default process group that exists is used as it is: %s", what)
         store = default_store()
         board = dist.PrefixStore(f"meshwright/board/{world.name}", store)
         limit = world.timeout

@@ -1,8 +1,9 @@
-"""Bridges to software of others, which is loaded when it is asked for.
+"""Bridges to programs of others. Each file imports its program when it is asked for.
 
 Bottom-up:
 
     trackers  metrics of a run sent to TensorBoard, Weights & Biases, MLflow, Trackio or your own
+    ray       loops of Ray Train: metrics and checkpoints
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The main job: train the language model on text, through whatever layout the plan says.
 
-SIGINT and SIGTERM finish the step, on all ranks the same one::
+SIGINT and SIGTERM (SLURM: SIGUSR1) finish the step, on all ranks the same one::
 
     signal on rank 1     |
     rank 0   step 7 ----------- agree -- step 8 ---------- agree: stop, save
@@ -33,6 +33,7 @@ from meshwright.axes import DATA_AXES
 from meshwright.comm import Communicator, Pending, check_peers, phase, settle
 from meshwright.comm.failures.sameness import require_equal
 from meshwright.composition import StepResult, Trainable, parallelize
+from meshwright.environment import cluster, is_launched
 from meshwright.errors import CheckpointWriteError, NonFiniteError, PlanError
 from meshwright.integrations.trackers import Tracker, flat, tracker_of
 from meshwright.randomness import name_seed
@@ -454,13 +455,13 @@ _Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | N
 
 
 class StopRequest:
-    """A catch of SIGINT and SIGTERM while it is entered; a second one ends the process at once.
+    """A catch of signals while it is entered; a second one ends the process at once.
+
+    They are SIGINT and SIGTERM, and under SLURM SIGUSR1 (`meshwright.environment.cluster`).
 
     The ranks agree through one small all-reduce beside each step: ``begin`` issues it before the
     step's work, ``is_agreed`` waits for it afterwards.
     """
-
-    signals = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -483,7 +484,8 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._previous = {each: signal.signal(each, self._receive) for each in self.signals}
+            signals = cluster().signals if is_launched() else (signal.SIGINT, signal.SIGTERM)
+            self._previous = {each: signal.signal(each, self._receive) for each in signals}
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -2,14 +2,8 @@
 
 Bottom-up:
 
-    wire          messages and their bytes
-    modules       test modules in ranks
-    outcome       the ends of ranks
+    pool          the function `ranks`
     simulated     simulated devices, and ranks that have them
-    rank_process  the life of one rank
-    supervisor    one call: its ranks, watched
-    server        the clean process that ranks are forked from
-    pool          the caller's side
     plugin        the pytest plugin
     meeting       the meeting of fake ranks
     fake          all ranks in one process
@@ -19,11 +13,6 @@ Bottom-up:
     control_plane  thousands of ranks on a store that counts, in simulated time
 
 ::
-
-    pytest ── Pool ──(socket)── server ── supervisor ─┬─ rank 0
-                                 │         (a call)    ├─ rank 1
-                                 │                     └─ ...
-                      torch loaded once, one thread; forks only
 
 Names are looked up when they are used, so that loading the plugin does not load torch.
 """
@@ -35,11 +24,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from meshwright.launching.outcome import Ending, Outcome, RanksFailed
+    from meshwright.launching.pool import Pool, shared_pool
     from meshwright.testing.fake import FakeCommunicator, run_fake
     from meshwright.testing.faults import Fault, InjectedError, arm
     from meshwright.testing.models import MODELS, Sample, TinyTransformer
-    from meshwright.testing.outcome import Ending, Outcome, RanksFailed
-    from meshwright.testing.pool import Pool, Ranks, on_devices, ranks, shared_pool
+    from meshwright.testing.pool import Ranks, on_devices, ranks
     from meshwright.testing.training import (
         LaidOut,
         Training,
@@ -75,12 +65,13 @@ __all__ = [
 ]
 
 _NAMES = {
-    "fake": ("FakeCommunicator", "run_fake"),
-    "faults": ("Fault", "InjectedError", "arm"),
-    "models": ("MODELS", "Sample", "TinyTransformer"),
-    "outcome": ("Ending", "Outcome", "RanksFailed"),
-    "pool": ("Pool", "Ranks", "on_devices", "ranks", "shared_pool"),
-    "training": (
+    "launching.outcome": ("Ending", "Outcome", "RanksFailed"),
+    "launching.pool": ("Pool", "shared_pool"),
+    "testing.fake": ("FakeCommunicator", "run_fake"),
+    "testing.faults": ("Fault", "InjectedError", "arm"),
+    "testing.models": ("MODELS", "Sample", "TinyTransformer"),
+    "testing.pool": ("Ranks", "on_devices", "ranks"),
+    "testing.training": (
         *("LaidOut", "Training", "assert_same_training"),
         *("masked_microbatches", "unmasked", "wrapped"),
     ),
@@ -92,7 +83,7 @@ def __getattr__(name: str) -> object:
     """Load the module that holds ``name`` when the name is first used."""
     if name not in _HOMES:
         raise AttributeError(f"module 'meshwright.testing' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"meshwright.testing.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"meshwright.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

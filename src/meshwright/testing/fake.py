@@ -17,8 +17,8 @@ import torch
 from meshwright.comm import Clock, Communicator, Pending, Transfer
 from meshwright.comm.c10d.shares import Pair, amount_of
 from meshwright.errors import LayoutError
+from meshwright.launching.outcome import Ending, Outcome, RanksFailed
 from meshwright.testing.meeting import Call, FakeWork, World
-from meshwright.testing.outcome import Ending, Outcome, RanksFailed
 from meshwright.timeline import Collective
 
 P = ParamSpec("P")

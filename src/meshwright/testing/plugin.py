@@ -8,7 +8,9 @@ from typing import cast
 
 import pytest
 
-from meshwright.testing.pool import SIMULATED, Ranks, on_devices, shared_pool
+from meshwright.launching.pool import shared_pool
+from meshwright.testing import pool
+from meshwright.testing.pool import SIMULATED, Ranks, on_devices
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -82,6 +84,6 @@ def ranks(request: pytest.FixtureRequest) -> Ranks:
     """Make `meshwright.testing.ranks` with the backend of the marker or the command line."""
     backend = getattr(request, "param", None) or request.config.getoption("--ranks-backend")
     if backend == SIMULATED:
-        return on_devices(shared_pool().run)
+        return on_devices(pool.ranks)
     backend = None if backend == "host" else backend
-    return cast("Ranks", functools.partial(shared_pool().run, backend=backend))
+    return cast("Ranks", functools.partial(pool.ranks, backend=backend))

@@ -26,7 +26,8 @@ from meshwright.gradients import apply_loss, call_module, clip_grad_norm_, cut_b
 from meshwright.plan import Plan
 from meshwright.reference import ReferenceRun, Trainee, first_difference, record, train_reference
 from meshwright.testing.models import Sample
-from meshwright.testing.pool import Ranks, shared_pool
+from meshwright.testing.pool import Ranks
+from meshwright.testing.pool import ranks as pool_ranks
 from meshwright.torch_internals.trees import tree_map, tree_map_only
 
 Batch = tuple[object, object]
@@ -115,7 +116,7 @@ def assert_same_training(
         clip_norm=clip_norm,
         dtype=dtype,
     )
-    run = shared_pool().run if ranks is None else ranks
+    run = pool_ranks if ranks is None else ranks
     found = run(world, _trained, sample, layout, training, batches, seed, dtype)
     for rank, result in enumerate(found):
         difference = first_difference(result, expected, tolerance)

@@ -26,8 +26,7 @@ from meshwright.comm.failures import waiting, watching
 from meshwright.comm.groups import registry
 from meshwright.comm.groups.launch import launch
 from meshwright.errors import CollectiveTimeoutError, LaunchError, RankFailedError
-from meshwright.testing import Ranks, RanksFailed
-from meshwright.testing.outcome import Ending, Outcome
+from meshwright.testing import Ending, Outcome, Ranks, RanksFailed
 from support.comm import late_device
 
 

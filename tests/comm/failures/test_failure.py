@@ -31,8 +31,7 @@ from meshwright.errors import (
     CommunicationError,
     RankFailedError,
 )
-from meshwright.testing import Ranks, RanksFailed
-from meshwright.testing.outcome import Ending
+from meshwright.testing import Ending, Ranks, RanksFailed
 
 PHASES = ["forward", "backward", "optimizer", "save"]
 

@@ -24,8 +24,7 @@ from torch import nn
 from meshwright import comm, fully_shard
 from meshwright.comm.failures import membership, waiting, watching
 from meshwright.errors import CollectiveMismatchError, CollectiveTimeoutError, RankFailedError
-from meshwright.testing import Ranks, RanksFailed
-from meshwright.testing.outcome import Ending
+from meshwright.testing import Ending, Ranks, RanksFailed
 
 ON_BOTH = pytest.mark.parametrize(
     "ranks", ["shm", pytest.param("gloo", marks=pytest.mark.slow)], indirect=True

@@ -27,8 +27,7 @@ from meshwright.errors import (
     CommunicationError,
     RankFailedError,
 )
-from meshwright.testing import Ranks, RanksFailed
-from meshwright.testing.outcome import Ending, Outcome
+from meshwright.testing import Ending, Outcome, Ranks, RanksFailed
 from support.comm.shared_memory import LARGE, error_of, join
 
 Operation = Callable[[int, dist.ProcessGroup | None], object]

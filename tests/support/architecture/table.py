@@ -35,6 +35,7 @@ __all__ = [
 PUBLIC_FILES = frozenset(
     {
         "comm/process_groups.py",
+        "data.py",
         "fsdp/wrap.py",
         "mesh.py",
         "pipelining/microbatch.py",
@@ -79,13 +80,14 @@ _COMM = _PURE | {"comm", "mesh", "torch_internals"}
 _STRATEGY = _COMM | {"gradients", "randomness"}
 _STRATEGIES = _STRATEGY | {"data_parallel", "fsdp", "tensor_parallel", "pipelining"}
 _WHOLE = _STRATEGIES | {"checkpoint", "compiler"}
-_TOP = _WHOLE | {"composition", "planner", "reference", "report"}
+_TOP = _WHOLE | {"composition", "data", "launching", "planner", "reference", "report"}
 
 ALLOWED: dict[str, frozenset[str]] = {
     **dict.fromkeys(_PURE, _PURE),
     "errors": frozenset(),
     "mesh": _PURE,
     "torch_internals": frozenset(),
+    "launching": _COMM,
     "randomness": _PURE | {"torch_internals"},
     "comm": _COMM,
     "gradients": _COMM,
@@ -93,13 +95,14 @@ ALLOWED: dict[str, frozenset[str]] = {
     "fsdp": _STRATEGY | {"data_parallel"},
     "tensor_parallel": _STRATEGY,
     "pipelining": _STRATEGY,
+    "data": _COMM | {"randomness"},
     "compiler": _STRATEGIES,
     "checkpoint": _STRATEGIES,
     "composition": _WHOLE,
     "reference": _WHOLE,
     "planner": _PURE,
     "report": _PURE,
-    "integrations": _COMM,
+    "integrations": _TOP,
     "recipes": _TOP | {"integrations"},
     "doctor": _WHOLE,
     "cli": _TOP | {"doctor", "integrations", "recipes"},
@@ -220,10 +223,10 @@ PICKLE = (
     "torch.distributed.scatter_object_list",
     "torch.distributed.send_object_list",
 )
-PICKLE_ROOMS = frozenset({"testing"})
+PICKLE_ROOMS = frozenset({"launching"})
 
 # Packages that may be missing: imported inside a function, or at the top of the rooms named below.
-OPTIONAL = frozenset({"hypothesis", "pytest", "rich", "tensorboard", "transformers", "tyro"})
+OPTIONAL = frozenset({"hypothesis", "pytest", "ray", "rich", "tensorboard", "transformers", "tyro"})
 OPTIONAL_ROOMS: dict[str, frozenset[str]] = {
     "cli": frozenset({"rich", "tyro"}),
     "recipes": frozenset({"rich", "tyro"}),

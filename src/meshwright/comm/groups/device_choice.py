@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from meshwright.comm import shared_memory
 from meshwright.comm.streams import is_host
+from meshwright.environment import local_rank
 from meshwright.errors import CommunicationError
 from meshwright.torch_internals.distributed import device_types_of
 
@@ -69,8 +70,7 @@ def own_entry(asked: str | None, *, chosen: int | None = None) -> dict[str, Any]
     devices = _visible(is_named=asked not in ON_CPUS)
     if chosen is None and devices and torch.cuda.is_initialized():
         chosen = torch.cuda.current_device() or None
-    text = os.environ.get("LOCAL_RANK", "")
-    local = int(text) if text else None
+    local = local_rank()
     if devices and (chosen is not None or local is not None):
         # Every rank reads the words of all: no more is said than the choice will ask for.
         own = _own(chosen, local, len(devices))
@@ -146,9 +146,9 @@ def device_of(group: dist.ProcessGroup, world: dist.ProcessGroup) -> torch.devic
     if dist.get_backend(group) == "gloo" or not torch.cuda.is_available():
         return torch.device("cpu")
     bound = group.bound_device_id or world.bound_device_id
-    local = os.environ.get("LOCAL_RANK", "")
-    if bound is None and local and not torch.cuda.is_initialized():
-        torch.cuda.set_device(int(local) % torch.cuda.device_count())
+    local = local_rank()
+    if bound is None and local is not None and not torch.cuda.is_initialized():
+        torch.cuda.set_device(local % torch.cuda.device_count())
     return bound or torch.device("cuda", torch.cuda.current_device())
 
 

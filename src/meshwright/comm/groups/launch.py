@@ -27,11 +27,6 @@ FOLLOWS_BY = 60
 """Seconds by which a rank that ended because of another is dated later than it ended."""
 
 
-def is_launched() -> bool:
-    """Check that torchrun, `launch` or the like has started this process as a rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def launch(command: Sequence[str], ranks: int, *, grace: float = 60.0) -> int:
     """Run ``command`` as ``ranks`` processes of this machine and wait for them.
 

@@ -2,7 +2,7 @@
 
 ::
 
-    torchrun's environment ──> store ──> roll of ranks ──> the choice of backend and devices
+    launcher's environment ──> store ──> roll of ranks ──> the choice of backend and devices
                                (prefixed with the restart count, so that a restarted
                                 attempt never reads the addresses of the one before)
 """
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from meshwright.comm.failures.failure import FailureMonitor
 from meshwright.comm.failures.waiting import LINE_EVERY, UNSEEN
 from meshwright.comm.failures.whereabouts import one_line
+from meshwright.environment import cluster
 from meshwright.errors import CommunicationError
 
 _log = logging.getLogger("meshwright")
@@ -34,22 +35,10 @@ def open_store(
     Raises `CommunicationError` when the environment is incomplete or the address of no use, or when
     nobody listens there within ``timeout`` seconds (ten minutes when None).
     """
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    found = [name for name in names if name in os.environ]
-    if rank is None and world_size is None and not found:
+    place = cluster(rank, world_size)
+    rank, world_size, host, port = place.rank, place.size, place.address, place.port
+    if not port:
         return dist.HashStore(), 0, 1
-    rank = int(os.environ["RANK"]) if rank is None and "RANK" in os.environ else rank
-    if world_size is None and "WORLD_SIZE" in os.environ:
-        world_size = int(os.environ["WORLD_SIZE"])
-    if rank is None or world_size is None:
-        raise CommunicationError(
-            f"expected {', '.join(names)} in the environment, found only {', '.join(found)}: "
-            "start the ranks with torchrun, or set all four"
-        )
-    if world_size == 1 and "MASTER_PORT" not in os.environ:
-        return dist.HashStore(), 0, 1
-    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    port = int(os.environ.get("MASTER_PORT", "29500"))
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = rank == 0 and not agent
     try:

@@ -8,6 +8,7 @@ import ctypes
 import faulthandler
 import io
 import os
+import pkgutil
 import random
 import signal
 import socket
@@ -27,8 +28,7 @@ import torch
 from meshwright import comm
 from meshwright.environment import LOCAL_NETWORK, torchrun_variables
 from meshwright.errors import RankFailedError
-from meshwright.testing import modules, wire
-from meshwright.testing.simulated.backend import BACKEND, connected_device
+from meshwright.launching import modules, wire
 
 DUMP_SIGNAL = signal.SIGRTMIN + 7
 """Makes a rank write its stacks; a real-time signal, so that bodies keep SIGUSR1 and SIGUSR2."""
@@ -132,8 +132,8 @@ def _body_value(request: wire.Request, post: Post) -> object:
         wire.unpack(request.work),
     )
     with contextlib.ExitStack() as stack:
-        if request.connected and request.backend == BACKEND:
-            stack.enter_context(connected_device())
+        if request.place:
+            stack.enter_context(pkgutil.resolve_name(request.place)())
         elif request.connected:
             comm.connect(request.backend)
         _seed()

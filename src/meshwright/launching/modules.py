@@ -1,4 +1,4 @@
-"""Test modules in the ranks: the same names and the same rewritten assertions as in pytest.
+"""Test modules in ranks: the same names and the same rewritten assertions as in pytest.
 
 pytest imports test modules in its own ways (files outside ``sys.path``, ``assert`` statements
 rewritten to explain themselves). A rank that unpickles a function of such a module has to find it

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import RankFailedError
 
 
 class Ending(StrEnum):
@@ -107,8 +107,8 @@ class Outcome:
         return "\n".join(parts)
 
 
-class RanksFailed(MeshwrightError):  # noqa: N818 - reads as what happened in a test report
-    """At least one rank of a call failed.
+class RanksFailed(RankFailedError):  # noqa: N818 - reads as what happened in a test report
+    """At least one rank of a call failed; ``rank`` is the number of the first.
 
     ``outcomes`` holds every rank's ending in rank order; ``first`` is the one that failed first.
     """
@@ -119,7 +119,7 @@ class RanksFailed(MeshwrightError):  # noqa: N818 - reads as what happened in a 
             (outcome for outcome in self.outcomes if outcome.failed),
             key=lambda outcome: (outcome.waited_for_others, outcome.order),
         )
-        super().__init__(_report(self.outcomes, self.first))
+        super().__init__(_report(self.outcomes, self.first), self.first.rank)
 
     def __reduce__(self) -> tuple[type[RanksFailed], tuple[tuple[Outcome, ...]]]:
         return type(self), (self.outcomes,)

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Iterable
 from typing import cast
 
-from meshwright.testing import supervisor, wire
+from meshwright.launching import supervisor, wire
 from meshwright.torch_internals.tracing import COMPILER_MODULES
 
 CONTROL_BYTES = 1 << 16

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
 import os
 import selectors
 import signal
@@ -16,13 +17,17 @@ from typing import Any, cast
 
 from meshwright.comm import host_store
 from meshwright.comm.failures.processes import is_stopped, status_of
-from meshwright.testing import rank_process, wire
-from meshwright.testing.outcome import Ending, Outcome
+from meshwright.launching import rank_process, wire
+from meshwright.launching.outcome import Ending, Outcome
 
+_LIBC = ctypes.CDLL(None)
 _PR_SET_CHILD_SUBREAPER = 36
+_FREE_PAGES = 3
+"""The mode of fallocate that gives pages of a file back and keeps its size."""
 _OUTPUT_SHOWN = 32 * 1024
 _DUMP_SECONDS = 1.0
 _SKIP_GRACE = 0.1
+_TELL_EVERY = 0.1
 
 
 Step = Callable[[], Any]
@@ -47,6 +52,8 @@ class _Child:
     well_until: float = 0.0
     killed_for: Ending | None = None
     stopped: bool = False
+    told: int = 0
+    """Bytes of its output that the caller has."""
 
     @property
     def running(self) -> bool:
@@ -63,6 +70,14 @@ class _Child:
         if self.message is None:
             self.end, self.well_until = time.monotonic(), well_until
 
+    def news(self) -> bytes:
+        """Read what the rank has written since the last time; it is kept no longer."""
+        data = os.pread(self.output, os.fstat(self.output).st_size - self.told, self.told)
+        self.told += len(data)
+        if data:
+            _LIBC.fallocate(self.output, _FREE_PAGES, ctypes.c_long(0), ctypes.c_long(self.told))
+        return data
+
     def outstay(self, ending: Ending, now: float) -> None:
         """Outstay the time at ``now``: the rank will be killed for ``ending``."""
         self.killed_for = ending
@@ -74,8 +89,9 @@ class _Child:
 def supervise(call: socket.socket) -> Step | int:
     """Serve the one request that comes over ``call``; in a forked rank, return the rank's work."""
     start = time.monotonic()
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     request = cast("wire.Request", wire.receive(call))
+    wire.send(call, "begun")
     children: list[_Child] = []
     supervisor = os.getpid()
     for rank in range(request.size):
@@ -126,7 +142,7 @@ class _Watch:
         """Wait for all ranks; kill those that outstay their time."""
         last = self._start
         while any(child.running for child in self._children):
-            events = self._selector.select(max(0.0, self._limit - time.monotonic()))
+            events = self._selector.select(self._patience())
             for key, _ in events:
                 if key.fileobj is self._call:
                     self._caller_is_gone()
@@ -137,8 +153,28 @@ class _Watch:
             last = time.monotonic()
             if last >= self._limit:
                 self._kill_late()
+            self._tell()
         _kill_descendants()
+        self._tell()
         return [self._outcome(child) for child in self._children]
+
+    def _patience(self) -> float | None:
+        """Find the seconds until something is to be done that nobody asks for; None for never."""
+        left = max(0.0, self._limit - time.monotonic())
+        if self._request.is_told:
+            left = min(left, _TELL_EVERY)
+        return None if left == math.inf else left
+
+    def _tell(self) -> None:
+        """Tell the caller what ranks have written."""
+        if not self._request.is_told:
+            return
+        for child in self._children:
+            if data := child.news():
+                try:
+                    wire.send(self._call, (child.rank, data))
+                except OSError:
+                    self._caller_is_gone()
 
     def _caller_is_gone(self) -> None:
         for child in self._children:
@@ -203,7 +239,7 @@ class _Watch:
             value=message.payload if message is not None else b"",
             traceback=message.traceback if message is not None and loads else "",
             stack=_content(child.stack),
-            output=_content(child.output),
+            output="" if self._request.is_told else _content(child.output),
             killed=child.killed_for is not None,
             stopped=child.stopped,
         )

@@ -13,10 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-try:
-    import cloudpickle
-except ImportError:  # functions of importable modules travel without it
-    cloudpickle = None
+import cloudpickle
 
 _LENGTH = struct.Struct("!Q")
 
@@ -26,7 +23,7 @@ WarningFilter = tuple[str, str, type[Warning], str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One call of `ranks`: what to run, on how many ranks, and the caller's surroundings."""
+    """One call of a pool: what to run, on how many ranks, and the caller's surroundings."""
 
     size: int
     work: bytes
@@ -38,6 +35,10 @@ class Request:
     backend: str | None
     connected: bool
     """True when the ranks are connected before the body starts."""
+    place: str
+    """Where ranks are connected in another way: ``module:name`` of a context manager for it."""
+    is_told: bool
+    """True when the caller hears at once what ranks write, and not in their outcomes."""
     environment: Mapping[str, str]
     directory: str
     path: tuple[str, ...]
@@ -61,22 +62,16 @@ class Message:
 
 
 def pack(value: object) -> bytes:
-    """Pickle ``value``; functions and classes defined inside a function travel by value.
+    """Pickle ``value``; what no module has (of a notebook, inside a function) travels by value.
 
     Raises ``TypeError`` when something inside cannot travel to another process.
     """
     try:
-        if cloudpickle is None:
-            return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
         return cloudpickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:
-        hint = (
-            "move the function or class to the top of its module, or install cloudpickle"
-            if cloudpickle is None
-            else "create it inside the body, or pass what it is made from"
-        )
         raise TypeError(
-            f"cannot be sent between the test and its ranks ({error}); {hint}"
+            f"cannot be sent between this process and its ranks ({error}); create it inside the "
+            "function that they run, or pass what it is made from"
         ) from error
 
 

@@ -1,0 +1,63 @@
+"""The loop of replicate.py on workers of Ray Train, which may come back in another number.
+
+::
+
+    python examples/ray_train.py FOLDER
+
+FOLDER is one that all machines of the cluster see.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+
+import meshwright as mw
+from meshwright import checkpoint
+from meshwright.comm import communicator
+from meshwright.data import DataLoader
+from meshwright.integrations import ray
+
+
+def loop(config: Mapping[str, object]) -> None:
+    """Train from where the newest checkpoint that Ray knows is."""
+    world = communicator()  # Ray has made its group, and the trainer has connected
+    inputs = torch.randn(256, 8, generator=torch.Generator())
+    loader: DataLoader[list[torch.Tensor]] = DataLoader([(x, x.sum().view(1)) for x in inputs], 32)
+    model = mw.replicate(torch.nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ray.latest_checkpoint() as folder:
+        if folder is not None:
+            saved = checkpoint.load(folder)
+            model.load_state_dict(saved.tensors)
+            loader.load_state_dict(cast("dict[str, int]", saved.metadata["loader"]))
+    while loader.epoch < cast("int", config["epochs"]):
+        for x, y in loader:
+            loss = (model(x) - y).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        path = checkpoint.save(
+            cast("str", config["folder"]),
+            dict(model.state_dict()),
+            {"loader": {**loader.state_dict()}},
+            step=loader.epoch,
+            communicator=world,
+            keep_last=2,
+        )
+        ray.report({"loss": loss.item(), "epoch": loader.epoch}, path)
+
+
+if __name__ == "__main__":
+    folder = sys.argv[1]
+    found = ray.trainer(
+        loop,
+        (1, 2),
+        config={"epochs": 20, "folder": f"{folder}/checkpoints"},
+        storage=f"{folder}/ray",
+        failures=2,
+    ).fit()
+    print(found.metrics)

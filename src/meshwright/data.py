@@ -1,0 +1,398 @@
+"""Loaders of data whose state is a few numbers, and whose samples do not show how they are read.
+
+::
+
+    order of samples (`sampling`) ── places ──> workers of torch's DataLoader ──> batches, in order
+         │                                      each sample with random numbers of its own
+         └── the state after each batch waits until that batch has been given out
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Generic, Protocol, TypeVar, cast
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils import data as of_torch
+
+from meshwright.comm import communicator
+from meshwright.errors import CommunicationError
+from meshwright.randomness import name_seed
+from meshwright.sampling import PackedSampler, Piece, Sampler
+
+__all__ = ["DataLoader", "Dataset", "PackedDataLoader"]
+
+T_co = TypeVar("T_co", covariant=True)
+Batch = TypeVar("Batch")
+
+IGNORED = -100
+"""The label of a token that nothing predicts; the losses of torch and Hugging Face leave it out."""
+
+
+class Dataset(Protocol[T_co]):
+    """Samples by number: torch's map-style data sets, those of Hugging Face, lists."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> T_co: ...
+
+
+class _Order(Protocol):
+    """The order in which samples are drawn, and the place in it."""
+
+    def draw(self) -> list[object]:
+        """List what this rank reads of the next global batch, and move on."""
+
+    def state_dict(self) -> dict[str, int]: ...
+
+    def load_state_dict(self, state: Mapping[str, int]) -> object: ...
+
+
+class DataLoader(Generic[Batch]):
+    """A loader of a map-style data set, at a place in one endless stream of samples.
+
+    Each epoch is a new permutation of all samples, and a batch may span the end of one. A ``for``
+    loop over it ends with the batch in which the epoch does, so that each loop is a pass; the next
+    goes on from there, as does one that follows a loop that was left. Every sample comes once an
+    epoch, on one rank. The stream does not depend on ranks, workers or the cut into batches, and
+    `state_dict` says where it is: a few numbers, at any size of the data.
+
+    The samples of each global batch lie on the ranks in their order. Before it is read, a sample
+    gets seeds of its own for `torch`, `random` and `numpy.random`, so that what it draws there does
+    not depend on workers either; the generators of this process are left as they were.
+
+    Workers read ahead, also past the end of a loop. They end when the loader is deleted, or moved
+    by `load_state_dict`.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[object],
+        batch_size: int,
+        *,
+        seed: int = 0,
+        data_rank: int | None = None,
+        data_size: int | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[object]], Batch] | None = None,
+        pin_memory: bool = False,
+        prefetch_factor: int | None = None,
+        multiprocessing_context: str | None = None,
+    ) -> None:
+        """Begin with the first sample of the first epoch.
+
+        ``batch_size`` counts the samples of all ranks together. ``data_rank`` of ``data_size``
+        shares is this rank's; None takes rank and size of the world, where this process has joined
+        one. Ranks that need the same samples (along axes ``tensor`` and ``pipeline``) are given the
+        same share: a `Trainable` has both numbers. The rest is as in torch's ``DataLoader``;
+        ``collate_fn`` gets the samples of this rank.
+
+        Raises ``PlanError`` when the data are fewer than a batch, or the batch does not divide
+        among the shares.
+        """
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self.data_rank, self.data_size = _share(data_rank, data_size)
+        self._size = len(dataset)
+        self._seed = seed
+        self._collate = collate_fn or of_torch.default_collate
+        self._options: dict[str, object] = {
+            "num_workers": num_workers,
+            "pin_memory": pin_memory,
+            "prefetch_factor": prefetch_factor,
+            "multiprocessing_context": multiprocessing_context,
+        }
+        self._place = self._order(seed).state_dict()
+        self._ahead: deque[dict[str, int]] = deque()
+        self._running: Iterator[Batch] | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The number of times that all samples have been taken."""
+        return self._place["position"] // self._size
+
+    def __len__(self) -> int:
+        """Count the batches that are left in this pass."""
+        left = self._size * (self.epoch + 1) - self._place["position"]
+        return -(-left // self.batch_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        epoch = self.epoch
+        while self.epoch == epoch:
+            yield self._next_batch()
+
+    def state_dict(self) -> dict[str, int]:
+        """List seed, epoch, and position in it, behind the last batch that was given out.
+
+        Equal on all ranks, valid for any number of ranks and workers and any size of a batch.
+        ``size`` is that of the data set.
+        """
+        epoch, position = divmod(self._place["position"], self._size)
+        return {
+            "seed": self._seed,
+            "epoch": epoch,
+            **self._place,
+            "position": position,
+            "size": self._size,
+        }
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from a state that `state_dict` gave; its seed takes the place of this loader's.
+
+        Raises ``ValueError`` for a state of another kind of loader, or of other data.
+        """
+        expected = self.state_dict()
+        if set(state) != set(expected):
+            raise ValueError(f"expected the keys {sorted(expected)}, found {sorted(state)}")
+        if state["size"] != self._size:
+            raise ValueError(
+                f"the state is of a data set of {state['size']} samples, this one has "
+                f"{self._size}: their orders have nothing in common; give the data that the state "
+                "was saved with, or begin anew without it"
+            )
+        place = {name: state[name] for name in self._place}
+        place["position"] += state["epoch"] * self._size
+        self._order(state["seed"]).load_state_dict(place)  # raises for numbers that are no place
+        self._seed, self._place, self._running = state["seed"], place, None
+
+    def _next_batch(self) -> Batch:
+        if self._running is None:
+            self._running = self._start()
+        try:
+            batch = next(self._running)
+        except BaseException:
+            self._running = None  # what was read ahead is lost: begin again behind the last batch
+            raise
+        self._place = self._ahead.popleft()
+        return batch
+
+    def _start(self) -> Iterator[Batch]:
+        """Begin to read from the place, with workers of their own."""
+        order = self._order(self._seed)
+        order.load_state_dict(self._place)
+        self._ahead = deque()
+        loader = of_torch.DataLoader(
+            cast("of_torch.Dataset[object]", self._reader()),
+            batch_sampler=_drawn(order, self._ahead),
+            collate_fn=_as_it_is,
+            generator=torch.Generator(),  # the caller's is not drawn from
+            **self._options,  # pyrefly: ignore[bad-argument-type]
+        )
+        return iter(loader)
+
+    def _order(self, seed: int) -> _Order:
+        return _Samples(self._size, self.batch_size, seed, self.data_rank, self.data_size)
+
+    def _reader(self) -> _Reader:
+        return _Reader(self.dataset, self._seed, self._collate)
+
+
+class PackedDataLoader(DataLoader[dict[str, Tensor]]):
+    """A loader of rows of tokens, packed from documents that follow each other.
+
+    Each epoch takes the documents in a new order, whole, and cuts what they make into rows of
+    ``row_length`` tokens: a document may go on in the next row, and a row may span documents and
+    the end of an epoch. A batch is a mapping of int64 tensors ``(rows of this rank, row_length)``:
+
+    * ``input_ids``, the tokens;
+    * ``position_ids``, which begin at 0 with each document, and with each row;
+    * ``labels``, which are the tokens, but -100 where a document begins in the row: as models of
+      Hugging Face take them, which shift them themselves.
+
+    The state of a `DataLoader` and ``offset``, the tokens that were taken of the next document.
+    The stream of tokens does not depend on ``row_length`` either.
+    """
+
+    def __init__(
+        self,
+        documents: Dataset[object],
+        row_length: int,
+        batch_size: int,
+        *,
+        lengths: Dataset[int] | None = None,
+        seed: int = 0,
+        data_rank: int | None = None,
+        data_size: int | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        prefetch_factor: int | None = None,
+        multiprocessing_context: str | None = None,
+    ) -> None:
+        """Begin with the first document of the first epoch.
+
+        A document is a sequence of token numbers (list, array, 1-D tensor), or a mapping that has
+        one as ``input_ids``. ``lengths`` holds the number of tokens of each, as a list or a mapped
+        array; None reads documents for it, in this process and on every rank, those of all ranks'
+        rows: some microseconds each, plus what reading costs. The rest is as in `DataLoader`;
+        ``batch_size`` counts the rows of all ranks.
+        """
+        self._lengths = lengths
+        self.row_length = row_length
+        super().__init__(
+            documents,
+            batch_size,
+            seed=seed,
+            data_rank=data_rank,
+            data_size=data_size,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            prefetch_factor=prefetch_factor,
+            multiprocessing_context=multiprocessing_context,
+        )
+
+    def __len__(self) -> int:
+        raise TypeError(
+            "a PackedDataLoader cannot tell the number of its batches: it would have to know the "
+            "length of every document"
+        )
+
+    def _order(self, seed: int) -> _Order:
+        find = _LengthOf(self.dataset) if self._lengths is None else self._lengths.__getitem__
+        return _Rows(
+            find,
+            self._size,
+            self.row_length,
+            self.batch_size,
+            seed,
+            self.data_rank,
+            self.data_size,
+        )
+
+    def _reader(self) -> _Reader:
+        return _RowReader(self.dataset, self._seed, of_torch.default_collate)
+
+
+# ------------------------------------------------------------------------- in this process
+
+
+class _Samples(Sampler):
+    """An order of samples, each drawn as its place in it and its number."""
+
+    def draw(self) -> list[object]:
+        first = self.position + self.data_rank * self.share
+        return list(enumerate(self.next_indices(), first))
+
+
+class _Rows(PackedSampler):
+    """An order of documents, drawn as rows of pieces."""
+
+    def draw(self) -> list[object]:
+        return list(self.next_rows())
+
+
+def _drawn(order: _Order, ahead: deque[dict[str, int]]) -> Iterator[list[object]]:
+    """Draw batches for ever, and keep the state after each in ``ahead``."""
+    while True:
+        batch = order.draw()
+        ahead.append(order.state_dict())
+        yield batch
+
+
+def _share(data_rank: int | None, data_size: int | None) -> tuple[int, int]:
+    """Find this rank's share, of how many."""
+    if data_rank is not None and data_size is not None:
+        return data_rank, data_size
+    if data_rank is not None or data_size is not None:
+        raise ValueError(
+            "expected both data_rank and data_size, or neither, found data_rank "
+            f"{data_rank}, data_size {data_size}"
+        )
+    try:
+        world = communicator()
+    except CommunicationError:  # this process has joined none
+        return 0, 1
+    return world.rank, world.size
+
+
+# ----------------------------------------------------------------------------- in a worker
+
+
+class _Reader:
+    """The data set as torch's loader sees it: it reads and joins a batch, each sample seeded."""
+
+    def __init__(
+        self, dataset: Dataset[object], seed: int, collate: Callable[[list[object]], object]
+    ) -> None:
+        self._dataset = dataset
+        self._seed = seed
+        self._collate = collate
+
+    def __getitems__(self, drawn: Sequence[object]) -> object:
+        """Read a batch of what an order has drawn."""
+        is_worker = of_torch.get_worker_info() is not None
+        with contextlib.nullcontext() if is_worker else _generators_kept():
+            return self._collate([self._sample(each) for each in drawn])
+
+    def _sample(self, drawn: object) -> object:
+        place, index = cast("tuple[int, int]", drawn)
+        return self._read(place, index)
+
+    def _read(self, place: int, index: int) -> object:
+        key = name_seed(self._seed, "sample", place)
+        torch.default_generator.manual_seed(key)
+        random.seed(key)
+        numpy.random.seed(key % 2**32)
+        return self._dataset[index]
+
+
+class _RowReader(_Reader):
+    """A reader of rows."""
+
+    def _sample(self, drawn: object) -> object:
+        pieces = cast("list[Piece]", drawn)
+        tokens = torch.cat([self._piece(piece) for piece in pieces])
+        places = torch.cat([torch.arange(piece.end - piece.begin) for piece in pieces])
+        labels = tokens.where(places > 0, IGNORED)
+        return {"input_ids": tokens, "position_ids": places, "labels": labels}
+
+    def _piece(self, piece: Piece) -> Tensor:
+        document = _tokens_of(self._read(piece.place, piece.document))
+        part = document[piece.begin : piece.end]
+        if not isinstance(part, Tensor):  # of a list, or of an array of any type
+            part = torch.from_numpy(numpy.array(part, dtype=numpy.int64))
+        if part.shape != (piece.end - piece.begin,):
+            raise ValueError(
+                f"document {piece.document}: expected {piece.end} tokens or more in one row, by "
+                f"its length, found those up to {piece.begin + len(part)}"
+            )
+        return part.long()
+
+
+class _LengthOf:
+    """The number of tokens of a document, found by reading it."""
+
+    def __init__(self, documents: Dataset[object]) -> None:
+        self._documents = documents
+
+    def __call__(self, document: int) -> int:
+        with _generators_kept():
+            return len(_tokens_of(self._documents[document]))
+
+
+def _tokens_of(document: object) -> Sequence[int]:
+    """Find the tokens of a document: itself, or its ``input_ids``."""
+    found = document["input_ids"] if isinstance(document, Mapping) else document
+    return cast("Sequence[int]", found)
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    """Leave ``batch``, which is joined already."""
+    return batch
+
+
+@contextlib.contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Put the generators of this process back at the end."""
+    before = torch.default_generator.get_state(), random.getstate(), numpy.random.get_state()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(before[0])
+        random.setstate(before[1])
+        numpy.random.set_state(before[2])
