@@ -20,9 +20,9 @@ class Rank(Actor):
     """A rank: its place among the processes is what torchrun would have said."""
 
     @endpoint
-    async def train(self, steps: int) -> float:
+    def train(self, steps: int) -> float:
         """Train for ``steps`` and return the last loss."""
-        rank = str(current_rank().rank)
+        rank = str(current_rank()["ranks"])
         os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(RANKS)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
         world = connect()

@@ -26,7 +26,9 @@ def loop(config: Mapping[str, object]) -> None:
     """Train from where the newest checkpoint that Ray knows is."""
     world = communicator()  # Ray has made its group, and the trainer has connected
     inputs = torch.randn(256, 8, generator=torch.Generator())
-    loader: DataLoader[list[torch.Tensor]] = DataLoader([(x, x.sum().view(1)) for x in inputs], 32)
+    loader: DataLoader[list[torch.Tensor]] = DataLoader(
+        [(x, x.sum().view(1)) for x in inputs], 32, data_rank=world.rank, data_size=world.size
+    )
     model = mw.replicate(torch.nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with ray.latest_checkpoint() as folder:

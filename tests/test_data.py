@@ -315,9 +315,14 @@ def test_documents_may_be_arrays_or_mappings() -> None:
 
 def test_ranks_read_what_one_process_does(ranks: Ranks) -> None:
     def body() -> tuple[list[Any], list[Any]]:
-        loader: DataLoader[Any] = DataLoader(Drawing(12), 4, seed=SEED, num_workers=1)
+        world = communicator()
+        with pytest.raises(ValueError, match="data_size on each of 2 ranks, found None and None"):
+            DataLoader(Drawing(12), 4)
+        loader: DataLoader[Any] = DataLoader(
+            Drawing(12), 4, seed=SEED, data_rank=world.rank, data_size=world.size, num_workers=1
+        )
         shares = [joined(batch) for batch in loader]
-        return communicator().gather_values(shares, label="shares")[::-1], shares
+        return world.gather_values(shares, label="shares")[::-1], shares
 
     both, shares = ranks(2, body)[1]
     alone = [joined(batch) for batch in DataLoader(Drawing(12), 4, seed=SEED)]
@@ -359,7 +364,7 @@ def test_wrong_arguments() -> None:
         DataLoader(Drawing(2), 3)
     with pytest.raises(PlanError, match="does not divide among 2 data ranks"):
         PackedDataLoader(Documents([3]), 2, 3, data_rank=0, data_size=2)
-    with pytest.raises(ValueError, match="both data_rank and data_size"):
+    with pytest.raises(ValueError, match="data_size on each of 1 ranks, found 1 and None"):
         DataLoader(Drawing(2), 1, data_rank=1)
     with pytest.raises(ValueError, match="none of the 2 documents has a token"):
         next(iter(PackedDataLoader(Documents([0, 0]), 2, 1)))

@@ -7,9 +7,10 @@ import signal
 
 import pytest
 
-from meshwright.comm import connect
+from meshwright.comm import communicator, connect
 from meshwright.environment import Cluster, cluster, first_host, is_launched
 from meshwright.errors import CommunicationError
+from meshwright.recipes.loop import StopRequest
 from meshwright.testing import Ranks
 
 TORCHRUN = {
@@ -151,3 +152,16 @@ def test_ranks_of_slurm_meet(ranks: Ranks) -> None:
 
     job = str(os.getpid())
     assert ranks(2, body, connected=False) == [(0, 2, [0, 1]), (1, 2, [0, 1])]
+
+
+def test_slurms_signal_asks_for_the_end(ranks: Ranks) -> None:
+    def body() -> bool:
+        for name in TORCHRUN:
+            os.environ.pop(name)
+        os.environ |= STEP
+        with StopRequest(communicator()) as stop:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            stop.begin()
+            return stop.is_agreed()
+
+    assert ranks(1, body) == [True]

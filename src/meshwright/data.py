@@ -87,13 +87,13 @@ class DataLoader(Generic[Batch]):
         """Begin with the first sample of the first epoch.
 
         ``batch_size`` counts the samples of all ranks together. ``data_rank`` of ``data_size``
-        shares is this rank's; None takes rank and size of the world, where this process has joined
-        one. Ranks that need the same samples (along axes ``tensor`` and ``pipeline``) are given the
-        same share: a `Trainable` has both numbers. The rest is as in torch's ``DataLoader``;
-        ``collate_fn`` gets the samples of this rank.
+        shares is this rank's, and has to be given where this process is one of several ranks: a
+        `Trainable` has both numbers, and where every rank reads samples of its own they are rank
+        and size of the world. The rest is as in torch's ``DataLoader``; ``collate_fn`` gets the
+        samples of this rank.
 
         Raises ``PlanError`` when the data are fewer than a batch, or the batch does not divide
-        among the shares.
+        among the shares, and ``ValueError`` on one of several ranks without a share.
         """
         self.dataset = dataset
         self.batch_size = batch_size
@@ -253,7 +253,13 @@ class PackedDataLoader(DataLoader[dict[str, Tensor]]):
         )
 
     def _order(self, seed: int) -> _Order:
-        find = _LengthOf(self.dataset) if self._lengths is None else self._lengths.__getitem__
+        documents = self.dataset
+
+        def read(document: int) -> int:
+            with _generators_kept():
+                return len(_tokens_of(documents[document]))
+
+        find = read if self._lengths is None else self._lengths.__getitem__
         return _Rows(
             find,
             self._size,
@@ -298,16 +304,17 @@ def _share(data_rank: int | None, data_size: int | None) -> tuple[int, int]:
     """Find this rank's share, of how many."""
     if data_rank is not None and data_size is not None:
         return data_rank, data_size
-    if data_rank is not None or data_size is not None:
-        raise ValueError(
-            "expected both data_rank and data_size, or neither, found data_rank "
-            f"{data_rank}, data_size {data_size}"
-        )
     try:
-        world = communicator()
-    except CommunicationError:  # this process has joined none
-        return 0, 1
-    return world.rank, world.size
+        ranks = communicator().size
+    except CommunicationError:  # this process has joined no run
+        ranks = 1
+    if ranks > 1 or data_rank is not None or data_size is not None:
+        raise ValueError(
+            f"expected data_rank and data_size on each of {ranks} ranks, found {data_rank} and "
+            f"{data_size}: give those of the Trainable, or rank and size of the world where every "
+            "rank reads samples of its own; ranks that compute one model together read the same"
+        )
+    return 0, 1
 
 
 # ----------------------------------------------------------------------------- in a worker
@@ -362,17 +369,6 @@ class _RowReader(_Reader):
                 f"its length, found those up to {piece.begin + len(part)}"
             )
         return part.long()
-
-
-class _LengthOf:
-    """The number of tokens of a document, found by reading it."""
-
-    def __init__(self, documents: Dataset[object]) -> None:
-        self._documents = documents
-
-    def __call__(self, document: int) -> int:
-        with _generators_kept():
-            return len(_tokens_of(self._documents[document]))
 
 
 def _tokens_of(document: object) -> Sequence[int]:

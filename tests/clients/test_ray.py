@@ -27,7 +27,9 @@ def weights(folder: Path, workers: int | tuple[int, int], epochs: int, stop_at: 
         world = communicator()
         draw = torch.Generator().manual_seed(3)
         inputs = torch.randn(64, 8, generator=draw, dtype=torch.float64)
-        loader: Any = DataLoader([(x, x.sum().view(1)) for x in inputs], 16)
+        loader: Any = DataLoader(
+            [(x, x.sum().view(1)) for x in inputs], 16, data_rank=world.rank, data_size=world.size
+        )
         torch.manual_seed(0)
         model = mw.replicate(torch.nn.Linear(8, 1).double())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

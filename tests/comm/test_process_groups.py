@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import socket
 import time
@@ -67,18 +68,27 @@ def test_subgroups_that_do_not_split_the_ranks_are_refused(ranks: Ranks) -> None
 
 
 def test_a_default_group_of_torch_is_used_as_it_is(ranks: Ranks) -> None:
-    def body() -> float:
+    def body() -> tuple[float, list[str]]:
         import torch.distributed as dist
 
+        told: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: told.append(record.getMessage())
+        logging.getLogger("meshwright").addHandler(handler)
+        logging.getLogger("meshwright").setLevel(logging.INFO)
         dist.init_process_group("gloo")
         value = comm.communicator().all_reduce(torch.ones(1)).wait().item()
         world = comm.connect()
         assert comm.communicator() is world
         comm.disconnect()
         assert not dist.is_initialized() and not comm.is_connected()
-        return value
+        return value, told
 
-    assert ranks(2, body, connected=False) == [2.0, 2.0]
+    (first, told), (second, silent) = ranks(2, body, connected=False)
+    assert first == second == 2.0
+    assert silent == []
+    (line,) = told
+    assert line.endswith("used as it is: 2 ranks, backend gloo, on cpu")
 
 
 @pytest.mark.backends("shm", "gloo")

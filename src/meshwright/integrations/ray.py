@@ -1,7 +1,8 @@
 """Loops of Ray Train: metrics and checkpoints, and a trainer that may come back at another size.
 
 Ray starts the workers and makes the process group of torch; `meshwright.comm.connect` in the loop
-adopts that group. Needs ``ray[train]``.
+adopts that group. Needs ``ray[train]``. A loop runs in a thread of its own there, so reports of
+hangs show where the worker's main thread is, and not where the loop is.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.comm import communicator, connect
+from meshwright.comm import communicator, connect, disconnect, phase
 
 
 def trainer(
@@ -36,7 +37,11 @@ def trainer(
 
     def connected(given: Mapping[str, object]) -> None:
         connect()
-        loop(given)
+        try:
+            with phase("train"):
+                loop(given)
+        finally:
+            disconnect()  # tells the other workers, too, where the loop has raised
 
     return TorchTrainer(
         connected,
