@@ -33,6 +33,8 @@ def optimizer_state(
         {**group, "params": [names[index] for index in group["params"]]}
         for group in packed["param_groups"]
     ]
+    for group in groups:
+        group.pop("param_names", None)  # those of the wrapped model; an optimizer keeps its own
     return {"state": state, "param_groups": groups}
 
 

@@ -16,8 +16,8 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
+from meshwright.checkpoint.training.wrapped import ModelState
 from meshwright.comm import phase, settle
 from meshwright.composition.description import Description
 from meshwright.composition.example_run import evaluating
@@ -191,6 +191,19 @@ class PipelinedTrainable(Trainable):
         """List the state of the model by original name, in whole tensors, on every rank."""
         return self._ordered(union(super().weights(), self._pipeline))
 
+    def held_state(self) -> dict[str, Any]:
+        """See `Trainable`: parameters that stages hold together have their first names."""
+        state = super().held_state()
+        state["model"] = ModelState([self.module], self._copies)
+        if self.optimizer is not None:
+            found, groups = state["optimizer"].values()
+            copies = self._copies
+            for group in groups:
+                group["params"] = list(dict.fromkeys(copies.get(n, n) for n in group["params"]))
+            named = {copies.get(name, name): values for name, values in reversed(found.items())}
+            state["optimizer"] = {"state": named, "param_groups": groups}
+        return state
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where ``state`` was taken, on any layout. Every rank loads the same state.
 
@@ -255,9 +268,9 @@ class PipelinedTrainable(Trainable):
             if self._hooks.run():
                 follow_gradients(self.module)
 
-    def _optimizer_state(self, optimizer: Optimizer) -> dict[str, object]:
-        parts = of_one(super()._optimizer_state(optimizer), self._pipeline)
-        return _joined(parts, [name for name in self._names if name not in self._copies])
+    def _whole_optimizer(self, parts: Mapping[str, Any]) -> dict[str, object]:
+        every = of_one(super()._whole_optimizer(parts), self._pipeline)
+        return _joined(every, [name for name in self._names if name not in self._copies])
 
     def _load_model(self, parts: Mapping[str, Any]) -> None:
         with self._tied.inside():  # each stage loads what it computes with
