@@ -19,12 +19,15 @@ Bottom-up:
     nested       nested state as named tensors
     optimizers   an optimizer's state, by parameter name
     training     `save` and `load`: a training loop under any wrapper
+    exchange     weights in other formats, and what checkpoints hold
 """
 
 from __future__ import annotations
 
 from meshwright.checkpoint.claims import release
 from meshwright.checkpoint.document import JSON
+from meshwright.checkpoint.exchange.contents import Contents, Difference, contents, differences
+from meshwright.checkpoint.exchange.conversion import FORMATS, export_weights, import_weights
 from meshwright.checkpoint.manifest import Manifest, Piece, TensorRecord
 from meshwright.checkpoint.nested import flatten, unflatten
 from meshwright.checkpoint.optimizers import load_optimizer_state, optimizer_state
@@ -43,9 +46,12 @@ from meshwright.checkpoint.training.loops import Loaded, Stateful, load, save
 from meshwright.checkpoint.writing import Communicator, claim, save_tensors
 
 __all__ = [
+    "FORMATS",
     "JSON",
     "Checkpoint",
     "Communicator",
+    "Contents",
+    "Difference",
     "Loaded",
     "Manifest",
     "Piece",
@@ -56,7 +62,11 @@ __all__ = [
     "Storage",
     "TensorRecord",
     "claim",
+    "contents",
+    "differences",
+    "export_weights",
     "flatten",
+    "import_weights",
     "latest",
     "load",
     "load_into",

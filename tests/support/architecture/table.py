@@ -20,6 +20,7 @@ __all__ = [
     "OPTIONAL_ROOMS",
     "PEERS",
     "PICKLE",
+    "PICKLE_FILES",
     "PICKLE_ROOMS",
     "PRIVATE_ATTRIBUTES",
     "PRIVATE_DOORS",
@@ -101,7 +102,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "report": _PURE,
     "recipes": _TOP,
     "doctor": _WHOLE,
-    "cli": _TOP | {"doctor", "recipes"},
+    "cli": _TOP | {"cli_checkpoint", "doctor", "recipes"},
+    "cli_checkpoint": _WHOLE,
     "__main__": frozenset({"cli"}),
     "testing": _TOP,
 }
@@ -125,6 +127,7 @@ C10D_ROOMS = (
     "meshwright.mesh",
     "meshwright.testing.simulated",
     "meshwright.torch_internals",
+    "meshwright.checkpoint.exchange.dcp",  # the classes that its files are pickles of
 )
 
 # What Meshwright replaces. These appear in benchmarks and in parity tests, never in src.
@@ -194,7 +197,11 @@ PRIVATE_ATTRIBUTES = frozenset(
 # Files of that room for these rooms alone: one is torch.distributed, one stands in for parts of
 # torch, one loads the compiler.
 PRIVATE_DOORS: dict[str, tuple[str, ...]] = {
-    "meshwright.torch_internals.distributed": ("meshwright.comm", "meshwright.testing.simulated"),
+    "meshwright.torch_internals.distributed": (
+        "meshwright.checkpoint.exchange.dcp",
+        "meshwright.comm",
+        "meshwright.testing.simulated",
+    ),
     "meshwright.torch_internals.simulation": ("meshwright.testing.simulated",),
     "meshwright.torch_internals.compile": (
         "meshwright.compiler",
@@ -220,11 +227,14 @@ PICKLE = (
     "torch.distributed.send_object_list",
 )
 PICKLE_ROOMS = frozenset({"testing"})
+# Foreign formats, read weights only or with a list of the names that may be in them.
+PICKLE_FILES = frozenset({"checkpoint/exchange/dcp.py", "checkpoint/exchange/torch_file.py"})
 
 # Packages that may be missing: imported inside a function, or at the top of the rooms named below.
 OPTIONAL = frozenset({"hypothesis", "pytest", "rich", "tensorboard", "transformers", "tyro"})
 OPTIONAL_ROOMS: dict[str, frozenset[str]] = {
     "cli": frozenset({"rich", "tyro"}),
+    "cli_checkpoint": frozenset({"tyro"}),
     "recipes": frozenset({"rich", "tyro"}),
     "testing": frozenset({"pytest"}),
 }
@@ -233,7 +243,7 @@ OPTIONAL_ROOMS: dict[str, frozenset[str]] = {
 STATE_FILES = frozenset({"comm/groups/registry.py", "compiler/marking.py"})
 
 # Only the command line writes to the console with `print`.
-CONSOLE_FILES = frozenset({"cli.py"})
+CONSOLE_FILES = frozenset({"cli.py", "cli_checkpoint.py"})
 
 BANNED_WORDS = frozenset(
     {"base", "common", "helper", "helpers", "manager", "misc", "util", "utils"}
