@@ -92,6 +92,8 @@ class Trainable:
 
     _prefix = ""
     """The text before names of the model in those of ``module``."""
+    _copies: Mapping[str, str] = MappingProxyType({})
+    """By other names of a tied parameter its first name."""
 
     def __init__(
         self,
@@ -309,13 +311,19 @@ class Trainable:
     def held_state(self) -> dict[str, Any]:
         """List what `state_dict` lists as this rank holds it; nothing is sent.
 
-        The model is a `ModelState`, and tensors of the optimizer are its own.
+        The model is a `ModelState`, and tensors of the optimizer are its own. Parameters that
+        stages hold together have their first names.
         """
         settle()
-        state: dict[str, Any] = {"model": ModelState([self.module]), "steps": self.steps}
+        copies = self._copies
+        state: dict[str, Any] = {"model": ModelState([self.module], copies), "steps": self.steps}
         if self.optimizer is not None:
             named = dict(self.module.named_parameters())
-            state["optimizer"] = named_state(self.optimizer, self.module, named)
+            found = named_state(self.optimizer, self.module, named)
+            for group in found["param_groups"]:
+                group["params"] = list(dict.fromkeys(copies.get(n, n) for n in group["params"]))
+            own = {copies.get(n, n): values for n, values in reversed(found["state"].items())}
+            state["optimizer"] = {**found, "state": dict(reversed(own.items()))}
         if self.loss_scale is not None:
             state["loss_scale"] = self.loss_scale.state_dict()
         return state

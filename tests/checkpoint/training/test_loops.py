@@ -124,6 +124,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed(tmp_path: Path)
     )
     with pytest.raises(CheckpointError, match="there is no checkpoint in"):
         checkpoint.load(tmp_path / "none", model=model)
+    with pytest.raises(TypeError, match="model: expected modules or a Trainable, found a str"):
+        checkpoint.save(tmp_path, 2, model=["a"])  # pyrefly: ignore
     with pytest.raises(ValueError, match="optimizer was given without model"):
         checkpoint.save(tmp_path, 2, optimizer=optimizer)
     with pytest.raises(ValueError, match="is not in the model: build it from"):
@@ -133,6 +135,25 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed(tmp_path: Path)
     tensors = checkpoint.save_tensors(tmp_path, {"a": torch.ones(1)}, {}, step=9)
     with pytest.raises(CheckpointMismatchError, match="was not saved by checkpoint.save"):
         checkpoint.load(tensors, model=model)
+
+
+def test_other_groups_are_refused_before_anything_is_changed(tmp_path: Path) -> None:
+    model = Net(0)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model(IDS).sum().backward()
+    optimizer.step()
+    path = checkpoint.save(tmp_path, 1, model=model, optimizer=optimizer)
+    other = Net(1)
+    first, *rest = other.parameters()
+    optimizer = torch.optim.SGD([{"params": [first]}, {"params": rest}], momentum=0.9)
+    before = [parameter.clone() for parameter in other.parameters()]
+    with pytest.raises(CheckpointMismatchError) as caught:
+        checkpoint.load(path, model=other, optimizer=optimizer)
+    assert "'first.bias' is in group 0 in the checkpoint, in group 1 here" in str(caught.value)
+    assert "1 groups in the checkpoint, 2 here" in str(caught.value)
+    assert all(map(torch.equal, other.parameters(), before))
+    with pytest.raises(CheckpointMismatchError, match="holds 1 optimizers, 2 were given"):
+        checkpoint.load(path, model=other, optimizer=[optimizer, optimizer])
 
 
 def test_ties_may_differ_where_values_do_not(tmp_path: Path) -> None:
@@ -174,9 +195,11 @@ def test_ranks_save_what_they_have_alike_or_under_keys_of_their_own(
 
 
 def growth(folder: Path) -> list[int]:
-    model = fully_shard(Wide(float(communicator().rank)))
-    saving = peak_growth(lambda: checkpoint.save(folder, 1, model=model))
-    return [saving, peak_growth(lambda: checkpoint.load(folder, model=model))]
+    model = fully_shard(Wide())
+    own = folder / str(communicator().rank)
+    own.mkdir()
+    saving = peak_growth(lambda: checkpoint.save(folder, 1, model=model), own)
+    return [saving, peak_growth(lambda: checkpoint.load(folder, model=model), own)]
 
 
 def test_no_rank_holds_more_than_its_part_and_one_tensor(ranks: Ranks, tmp_path: Path) -> None:

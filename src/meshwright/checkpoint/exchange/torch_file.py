@@ -1,6 +1,6 @@
 """One file of torch that `torch.load(weights_only=True)` reads, written by all ranks together.
 
-The first rank writes the file with room for the weights, of which none is in memory; then each
+The first rank writes the file with room for the weights, none of which is in memory; then each
 writes its share of them in place. A file is read through a map of it, without its pickle's code.
 """
 
@@ -21,6 +21,7 @@ from meshwright.checkpoint.exchange.weights import Weights
 from meshwright.checkpoint.pieces import byte_views, dtype_name, torch_dtype
 from meshwright.checkpoint.tensor_file import Entry
 from meshwright.errors import CheckpointDamagedError, CheckpointError
+from meshwright.torch_internals.tensors import FakeTensorMode
 
 _NAME = "weights.pt"
 _LENGTHS_AT, _HEADER_BYTES = 26, 30
@@ -31,13 +32,14 @@ class TorchFormat:
     """A file of torch to be written."""
 
     def begin(self, weights: Weights, folder: Path) -> None:
-        """Write all but the weights."""
-        empty = {
-            name: torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
-            for name, entry in weights.entries.items()
-        }
+        """Write all but the weights, for which tensors without memory stand."""
+        with FakeTensorMode():
+            empty = {
+                name: torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+                for name, entry in weights.entries.items()
+            }
         state = {**empty, **{name: empty[first] for name, first in weights.ties.items()}}
-        with torch.serialization.skip_data():
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(state, folder / _NAME)
 
     def write(self, weights: Weights, folder: Path, rank: int, size: int) -> JSON:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from torch.optim import Optimizer
 from meshwright.checkpoint.document import JSON
 from meshwright.checkpoint.manifest import MANIFEST_NAME
 from meshwright.checkpoint.nested import flatten
+from meshwright.checkpoint.optimizers import differing_groups
 from meshwright.checkpoint.pieces import ShardedPiece
 from meshwright.checkpoint.reading import Reader
 from meshwright.checkpoint.steps import latest, step_directory
@@ -48,6 +50,7 @@ from meshwright.comm import Communicator
 from meshwright.errors import CheckpointError, CheckpointMismatchError
 
 _log = logging.getLogger(__name__)
+_OWN_PARAMETERS = re.compile(r"^the state\.optimizer(\[\d+\])?\.param_groups\[\d+\]\.params$")
 
 
 @runtime_checkable
@@ -120,10 +123,10 @@ def save(
     """
     group = communicator if communicator is not None else everyone()
     given: dict[str, Any] = {"scheduler": scheduler, "data": data}
+    held = _owner(model, optimizer).held_state()
 
     def describe() -> tuple[dict[str, ShardedPiece], JSON]:
-        state = _owner(model, optimizer).held_state()
-        state.update({k: _states(v) for k, v in given.items() if v is not None})
+        state = {**held, **{k: _states(v) for k, v in given.items() if v is not None}}
         if extra is not None:
             state["extra"] = extra
         if random:
@@ -186,9 +189,9 @@ def load(
 
     path = Path(str(together(group, "choose", choose)[1][0]))
     owner = _owner(model, optimizer)
-    with Reader(path) as reader:
-        saved = SavedState(reader)
-        restoring = _Restoring(saved, owner)
+    held = owner.held_state()
+    with together(group, "open", lambda: (SavedState(Reader(path)), None))[0] as saved:
+        restoring = _Restoring(saved, owner, held)
         _, rows = together(group, "compare", lambda: (None, restoring.compare([*given])))
         together(group, "compare all", lambda: (None, restoring.compare_all(rows)))
         state, _ = together(group, "read", lambda: (restoring.read(), None))
@@ -211,7 +214,7 @@ def load(
             saved.ranks,
             group.size,
         )
-    return Loaded(path=path, step=reader.manifest.step, extra=extra, has_random=has_random)
+    return Loaded(path=path, step=saved.step, extra=extra, has_random=has_random)
 
 
 def _chosen(folder: Path, step: int | None) -> Path:
@@ -268,7 +271,12 @@ def _owner(model: Model | None, optimizer: Optimizer | Sequence[Optimizer] | Non
         if optimizers:
             raise ValueError("a Trainable brings its optimizer: leave optimizer out")
         return model
-    modules = [model] if isinstance(model, nn.Module) else [*(model or ())]
+    modules = [model] if isinstance(model, nn.Module) else [*cast("Sequence[Any]", model or ())]
+    for each in modules:
+        if not isinstance(each, nn.Module):
+            raise TypeError(
+                f"model: expected modules or a Trainable, found a {type(each).__name__}"
+            )
     return _Loop(modules, optimizers)
 
 
@@ -316,7 +324,7 @@ def _joined(rows: Sequence[Any], place: str) -> Any:  # noqa: ANN401 - JSON
         keys = dict.fromkeys(key for row in rows for key in row)
         return {k: _joined([r[k] for r in rows if k in r], f"{place}.{k}") for k in keys}
     if all(isinstance(row, list) for row in rows):
-        if place.endswith(".params"):  # each rank of a pipeline has its own
+        if _OWN_PARAMETERS.search(place):  # each rank of a pipeline has others
             return list(dict.fromkeys(name for row in rows for name in row))
         if len({len(row) for row in rows}) == 1:
             return [
@@ -333,36 +341,44 @@ def _joined(rows: Sequence[Any], place: str) -> Any:  # noqa: ANN401 - JSON
 class _Restoring:
     """The steps of a load on one rank."""
 
-    def __init__(self, saved: SavedState, owner: _Loop | Laid) -> None:
+    def __init__(self, saved: SavedState, owner: _Loop | Laid, held: Mapping[str, Any]) -> None:
         self._saved = saved
         self._owner = owner
-        if isinstance(owner, _Loop):
-            self._held: dict[str, Any] = {}
-            self._weights = owner.weights
-        else:
-            self._held = owner.held_state()
-            self._weights = self._held["model"]
+        self._held = held
+        self._weights: ModelState | None = held.get("model")
         self._matching = Matching(saved, self._weights)
+        found = held.get("optimizer", [])
+        self._optimizers: list[Any] = found if isinstance(found, list) else [found]
         self._names: list[dict[str, list[str]]] = []
+        """For each optimizer the names here by the saved ones."""
 
     def compare(self, given: Sequence[str]) -> Any:  # noqa: ANN401 - JSON
         """Compare with what this rank has; returns the names that it knows."""
-        saved, owner = self._saved, self._owner
-        wanted = [*given, *(["model"] if self._weights is not None else [])]
-        optimizers = owner.named if isinstance(owner, _Loop) else []
-        if optimizers or "optimizer" in self._held:
-            wanted.append("optimizer")
-        saved.require(wanted)
+        saved = self._saved
+        remedy = ""
+        if not isinstance(self._owner, _Loop) and "optimizer" not in saved.structure:
+            remedy = "give model=trainable.module for the weights alone"
+        wanted = [key for key in ("model", "optimizer") if key in self._held]
+        saved.require([*wanted, *given], remedy)
         self._matching.compare()
         stored = saved.optimizers()
-        if optimizers and len(stored) != len(optimizers):
+        if self._optimizers and len(stored) != len(self._optimizers):
             raise CheckpointMismatchError(
-                f"the checkpoint {saved.reader.directory} holds {len(stored)} optimizers, "
-                f"{len(optimizers)} were given"
+                f"the checkpoint {saved.path} holds {len(stored)} optimizers, "
+                f"{len(self._optimizers)} were given"
             )
-        for each, own in zip(optimizers, stored, strict=False):
-            names = [name for group in each.groups for name in group]
-            self._names.append(self._matching.of_optimizer(own, names))
+        for own, there in zip(self._optimizers, stored, strict=False):
+            groups = [group["params"] for group in own["param_groups"]]
+            names = self._matching.of_optimizer(there, [n for group in groups for n in group])
+            fitting = [
+                [name for source in group["params"] for name in names.get(source, ())]
+                for group in there["param_groups"]
+            ]
+            problems = differing_groups(groups, fitting)
+            if problems:
+                head = f"the optimizer in {saved.path} does not fit this one:"
+                raise CheckpointMismatchError("\n  ".join([head, *problems]))
+            self._names.append(names)
         used = [
             sorted({n for s in names for n in self._matching.alike(s)}) for names in self._names
         ]
@@ -373,36 +389,37 @@ class _Restoring:
         problems: list[str] = []
         if self._weights is not None:
             known = {name for row in rows for name in row["model"]}
-            unknown = [n for n in self._saved.structure["model"] if n not in known]
             problems += [
                 f"{name!r} is in the checkpoint but not in the model"
-                for name in unknown
+                for name in self._saved.structure["model"]
                 if not known.intersection(self._matching.alike(name))
             ]
-        for number, own in enumerate(self._saved.optimizers()[: len(self._names)]):
+        for number, there in enumerate(self._saved.optimizers()[: len(self._names)]):
             known = {name for row in rows for name in row["optimizers"][number]}
-            listed = [name for group in own["param_groups"] for name in group["params"]]
             problems += [
                 f"{name!r} is in the saved optimizer but not in this one"
-                for name in listed
+                for group in there["param_groups"]
+                for name in group["params"]
                 if not known.intersection(self._matching.alike(name))
             ]
         if problems:
-            head = f"the checkpoint {self._saved.reader.directory} belongs to another model:"
+            head = f"the checkpoint {self._saved.path} belongs to another model:"
             raise CheckpointMismatchError("\n  ".join([head, *problems]))
 
     def read(self) -> dict[str, Any]:
         """Fill the model, and read the rest as it lies on this rank."""
-        saved, matching = self._saved, self._matching
-        matching.fill()
-        if isinstance(self._owner, _Loop):
-            pairs = zip(saved.optimizers(), self._names, strict=False)
-            return {"optimizer": [matching.read_optimizer(own, names) for own, names in pairs]}
-        state: dict[str, Any] = {"steps": saved.reader.manifest.step}
+        saved, weights = self._saved, self._weights
+        self._matching.fill()
+        state: dict[str, Any] = {"steps": saved.step}
         for key in self._held:
             if key not in ("model", "optimizer") and key in saved.structure:
                 state[key] = saved.read(saved.structure[key])
-        if "optimizer" in self._held:
-            state["optimizer"] = matching.read_optimizer(saved.optimizers()[0], None)
-        weights = cast(ModelState, self._weights)
-        return {**state, "model": {**weights.names(), **weights.rest}}
+        pairs = zip(saved.optimizers(), self._names, strict=False)
+        found = [self._matching.read_optimizer(there, names) for there, names in pairs]
+        if isinstance(self._owner, _Loop):
+            return {**state, "optimizer": found}
+        if found:
+            state["optimizer"] = found[0]
+        if weights is not None:
+            state["model"] = {**weights.names(), **weights.rest}
+        return state

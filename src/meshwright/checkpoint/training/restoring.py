@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ PREFIX = "state"
 
 
 class SavedState:
-    """The state that an open checkpoint holds, read piece by piece.
+    """The state that an open checkpoint holds, read piece by piece; a context manager, as that is.
 
     Raises ``CheckpointMismatchError`` for a checkpoint of tensors alone.
     """
@@ -33,6 +33,8 @@ class SavedState:
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
+        self.path = reader.directory
+        self.step = reader.manifest.step
         metadata = reader.manifest.metadata
         found = metadata.get("format"), metadata.get("version")
         structure = metadata.get("state")
@@ -45,13 +47,20 @@ class SavedState:
         self.structure: dict[str, Any] = structure
         self.ranks = int(cast(int, metadata["ranks"]))
 
-    def require(self, keys: Sequence[str]) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.reader.close()
+
+    def require(self, keys: Sequence[str], remedy: str = "") -> None:
         """Raise ``CheckpointMismatchError`` unless the state has all ``keys``."""
         missing = [key for key in keys if key not in self.structure]
         if missing:
+            remedy = remedy or f"leave {' and '.join(missing)} out"
             raise CheckpointMismatchError(
-                f"the checkpoint {self.reader.directory} holds no {' and no '.join(missing)}, but "
-                f"{', '.join(self.structure)}: call load without {', '.join(missing)}"
+                f"the checkpoint {self.path} holds no {' and no '.join(missing)}, but "
+                f"{', '.join(self.structure)}: {remedy}"
             )
 
     def read(self, structure: JSON, like: Tensor | None = None) -> Any:  # noqa: ANN401 - any state
@@ -200,29 +209,22 @@ class Matching:
         return dict(found)
 
     def read_optimizer(
-        self, saved: Mapping[str, Any], names: Mapping[str, Sequence[str]] | None
+        self, saved: Mapping[str, Any], names: Mapping[str, Sequence[str]]
     ) -> dict[str, Any]:
         """Read the state of an optimizer, cut as the parameters are.
 
-        ``names`` are those here by the saved ones, which may be others or several; None reads what
-        there is of the parameters of this rank, under its saved names, and groups of all names.
+        ``names`` are those here by the saved ones, which may be others or several.
         """
         weights = self._weights
         held: dict[str, Tensor] = {} if weights is None else weights.names()
         state: dict[str, Any] = {}
         for source, values in saved["state"].items():
-            if names is None:
-                targets = [source] if source in held else []
-            else:
-                targets = list(names.get(source, ()))
-            for name in targets:
+            for name in names.get(source, ()):
                 like = held.get(name)
                 state[name] = {key: self._saved.read(v, like) for key, v in values.items()}
         groups = []
         for group in saved["param_groups"]:
             found = {k: self._saved.read(v) for k, v in group.items() if k != "params"}
-            listed = group["params"]
-            if names is not None:
-                listed = [name for source in listed for name in names.get(source, ())]
-            groups.append({**found, "params": list(listed)})
+            listed = [name for source in group["params"] for name in names.get(source, ())]
+            groups.append({**found, "params": listed})
         return {"state": state, "param_groups": groups}

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshwright.checkpoint.optimizers import differing_groups
 from meshwright.checkpoint.training.flat_optimizers import load_named_state, named_state
 from meshwright.data_parallel.flat_parameters import parts_of_flat
 from meshwright.data_parallel.modules.checkpoint_names import (
@@ -178,11 +179,10 @@ class NamedOptimizer:
         if not self._is_managed:
             load_named_state(self._optimizer, self._model, self._named, state)
             return
-        saved = [group["params"] for group in state["param_groups"]]
-        if [set(group) for group in saved] != [set(group) for group in self.groups]:
+        problems = differing_groups(self.groups, [g["params"] for g in state["param_groups"]])
+        if problems:
             raise CheckpointMismatchError(
-                "the saved optimizer does not fit this one: its groups hold the parameters "
-                f"{saved}, here {self.groups}"
+                "\n  ".join(["the saved optimizer does not fit this one:", *problems])
             )
         own = _renamed(state, {plain: name for name, plain in self._plain.items()})
         optimizer = self._optimizer

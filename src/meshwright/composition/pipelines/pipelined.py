@@ -17,7 +17,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from meshwright.checkpoint.training.wrapped import ModelState
 from meshwright.comm import phase, settle
 from meshwright.composition.description import Description
 from meshwright.composition.example_run import evaluating
@@ -191,19 +190,6 @@ class PipelinedTrainable(Trainable):
         """List the state of the model by original name, in whole tensors, on every rank."""
         return self._ordered(union(super().weights(), self._pipeline))
 
-    def held_state(self) -> dict[str, Any]:
-        """See `Trainable`: parameters that stages hold together have their first names."""
-        state = super().held_state()
-        state["model"] = ModelState([self.module], self._copies)
-        if self.optimizer is not None:
-            found, groups = state["optimizer"].values()
-            copies = self._copies
-            for group in groups:
-                group["params"] = list(dict.fromkeys(copies.get(n, n) for n in group["params"]))
-            named = {copies.get(name, name): values for name, values in reversed(found.items())}
-            state["optimizer"] = {"state": named, "param_groups": groups}
-        return state
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where ``state`` was taken, on any layout. Every rank loads the same state.
 
@@ -344,7 +330,8 @@ def _joined(parts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[st
             "groups on every rank, empty ones too"
         )
     place = {name: number for number, name in enumerate(names)}
-    state = {n: value for part in parts for n, value in part["state"].items() if n in place}
+    # Of what stages hold together the first has its say.
+    state = {n: v for part in reversed(parts) for n, v in part["state"].items() if n in place}
     groups = []
     for together in zip(*(part["param_groups"] for part in parts), strict=True):
         listed = {name for group in together for name in group["params"] if name in place}
