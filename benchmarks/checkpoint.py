@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from meshwright.checkpoint import load, load_into, save, verify
+from meshwright.checkpoint import load_into, load_tensors, save_tensors, verify
 
 COUNTS = (1_000, 10_000, 100_000)
 LIMIT = 3.0
@@ -33,8 +33,8 @@ def measure(folder: Path, count: int) -> dict[str, float]:
     """Seconds of each operation on ``count`` tensors."""
     tensors = {f"layers.{n}.weight": torch.full((2, 3), float(n)) for n in range(count)}
     saved: list[Path] = []
-    found = {"save": seconds(lambda: saved.append(save(folder, tensors, {}, step=count)))}
-    found["load"] = seconds(lambda: load(saved[0]))
+    found = {"save": seconds(lambda: saved.append(save_tensors(folder, tensors, {}, step=count)))}
+    found["load"] = seconds(lambda: load_tensors(saved[0]))
     found["load_into"] = seconds(lambda: load_into(saved[0], tensors))
     found["verify"] = seconds(lambda: verify(saved[0]))
     return found

@@ -22,10 +22,12 @@ from torch import nn
 import meshwright
 from meshwright import tensor_parallel
 from meshwright.axes import KNOWN_AXES
+from meshwright.cli import main
 from meshwright.comm import communicator
 from meshwright.integrations.trackers import Tracker
 from meshwright.pipelining import PipelineStage, Schedule1F1B
 from meshwright.plan import Plan
+from meshwright.sampling import Sampler
 from meshwright.testing import Ranks
 from support.recipes.runs import CONFIG, write_text
 
@@ -129,7 +131,8 @@ def test_a_row_of_the_table_names_what_is_there(row: list[str]) -> None:
     assert on_gpus.startswith(("simulated", "not run", "not yet"))
     for text in re.findall(r"`([^`]+)`", part):
         for word in re.findall(r"^meshwright ([a-z ]+)", text):
-            assert f'"{word}": ' in (ROOT / "src/meshwright/cli.py").read_text(), text
+            command = "cli_checkpoint" if word.startswith("checkpoint ") else "cli"
+            assert f'"{word}": ' in (ROOT / f"src/meshwright/{command}.py").read_text(), text
         if re.fullmatch(r"[A-Za-z_]+(\.[a-z_]+)*", text) and text not in KNOWN_AXES:
             assert exists(text), text
 
@@ -267,3 +270,24 @@ def test_the_command_for_several_machines_starts_the_main_job_on_one(tmp_path: P
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "step 6/6" in done.stdout
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_the_code_and_the_commands_of_the_checkpoints_page_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text("{}")
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    names: dict[str, Any] = {"model": model, "optimizer": optimizer, "folder": "torchs"}
+    names["scheduler"] = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2])
+    names |= {"sampler": Sampler(64, 8, seed=1), "step": 120}
+    for code in blocks("checkpoints.md", "python"):
+        exec(code, names)
+    assert (names["step"], names["best"]) == (120, 0.25)
+    for line in "".join(blocks("checkpoints.md", "shell")).splitlines():
+        assert main(shlex.split(line)[1:]) == int(" diff " in line), line
+    assert "0.weight" in capsys.readouterr().out

@@ -1,5 +1,5 @@
 """The command line: ``meshwright train``, ``compare``, ``report``, ``doctor``, ``simulate``,
-``checkpoint verify``.
+``checkpoint verify``, ``show``, ``diff``, ``export``, ``import``.
 
 Exit status: 0 when done, 1 when a run or a check failed or two runs differ, 2 when a command or a
 configuration is wrong (before any process starts), 128 plus the signal's number when a signal ended
@@ -27,7 +27,8 @@ from typing import Annotated, Protocol
 import torch
 import tyro
 
-from meshwright import __version__, checkpoint
+from meshwright import __version__
+from meshwright.cli_checkpoint import CHECKPOINT_COMMANDS
 from meshwright.comm import connect, disconnect, phase
 from meshwright.comm.groups.launch import launch, record_failure
 from meshwright.composition import check_model
@@ -143,28 +144,6 @@ class _DoctorCommand:
         findings = examine(measure_collectives=self.measure)
         print("\n".join(report_lines(findings)))
         return int(any(finding.is_broken for finding in findings))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _VerifyCommand:
-    """Verify every byte of a checkpoint."""
-
-    folder: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FOLDER")]
-    """The checkpoint: a folder such as checkpoints/step_00000300."""
-
-    def run(self, words: list[str]) -> int:
-        """Verify, and print what the checkpoint holds."""
-        inner = Path(self.folder, "checkpoints")
-        if inner.is_dir():
-            newest = checkpoint.latest(inner) or inner / "step_..."
-            raise PlanError(f"{self.folder}: expected a checkpoint, found a run: give {newest}")
-        manifest = checkpoint.verify(self.folder)
-        total = sum(file.size for file in manifest.file_maps.values())
-        print(
-            f"{self.folder}: sound, step {manifest.step}, {len(manifest.tensors)} tensors, "
-            f"{total:,} bytes"
-        )
-        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,6 +267,12 @@ def _run(words: list[str]) -> int:
     if words and words[0] in ("-h", "--help", "help", "--version"):
         print(f"meshwright {__version__}" if words[0] == "--version" else _overview())
         return 0
+    group = [name for name in _COMMANDS if words and name.startswith(f"{words[0]} ")]
+    if group and words[1:2] in (["-h"], ["--help"]):
+        print(_overview(group, f"{words[0]} COMMAND"))
+        return 0
+    if group and len(words) == 1:
+        return _fail(words[0], f"expected a command: {', '.join(group)}", status=2)
     if not words:
         return _fail("", f"expected a command: {', '.join(_COMMANDS)}", status=2)
     close = nearest(" ".join(words[:2]), list(_COMMANDS)) or nearest(words[0], list(_COMMANDS))
@@ -413,7 +398,7 @@ _COMMANDS: Mapping[str, type[_Command]] = MappingProxyType(
         "doctor": _DoctorCommand,
         "report": _ReportCommand,
         "simulate": _SimulateCommand,
-        "checkpoint verify": _VerifyCommand,
+        **CHECKPOINT_COMMANDS,
     }
 )
 
@@ -464,11 +449,14 @@ def _unboxed(text: str) -> str:
     return " ".join(word for word in text.split() if set(word) != {"-"}) or "wrong arguments"
 
 
-def _overview() -> str:
-    lines = ["usage: meshwright COMMAND ...", ""]
-    for name, kind in _COMMANDS.items():
-        lines.append(f"  {name:<18} {(kind.__doc__ or '').strip().splitlines()[0]}")
-    return "\n".join([*lines, "", "meshwright COMMAND --help tells more."])
+def _overview(names: Sequence[str] = (), usage: str = "COMMAND") -> str:
+    lines = [
+        f"  {name:<18} {(_COMMANDS[name].__doc__ or '').strip().splitlines()[0]}"
+        for name in names or _COMMANDS
+    ]
+    return "\n".join(
+        [f"usage: meshwright {usage} ...", "", *lines, "", f"meshwright {usage} --help tells more."]
+    )
 
 
 def _one_line(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.checkpoint import Storage, claim, latest, load, release, save
+from meshwright.checkpoint import Storage, claim, latest, load_tensors, release, save_tensors
 from meshwright.checkpoint.claims import FOLDERS
 from meshwright.comm import communicator
 from meshwright.errors import (
@@ -176,7 +176,7 @@ def test_a_worker_that_was_forked_during_a_save_does_not_keep_the_folder(tmp_pat
             return super().create(path)
 
     def body(tell: Tell) -> None:
-        save(tmp_path, tensors(1), {}, step=1, storage=Forking())
+        save_tensors(tmp_path, tensors(1), {}, step=1, storage=Forking())
         tell([each.pid for each in forked])
         time.sleep(60)
 
@@ -212,7 +212,7 @@ def test_a_second_thread_is_refused_while_one_saves(tmp_path: Path) -> None:
                 thread.join()
             return super().create(path)
 
-    save(tmp_path, tensors(1), {}, step=1, storage=Slow())
+    save_tensors(tmp_path, tensors(1), {}, step=1, storage=Slow())
     assert "is being saved to by another thread of this process" in found[0]
     assert outcome(tmp_path, 2) == ""
     assert whole_steps(tmp_path) == [1, 2]
@@ -327,7 +327,7 @@ def test_readers_see_whole_checkpoints_while_a_job_saves_and_removes(
             newest = latest(tmp_path)
             assert newest is not None
             try:
-                found = load(newest)
+                found = load_tensors(newest)
             except CheckpointDamagedError:
                 raise
             except CheckpointError as error:
@@ -348,7 +348,7 @@ def body_refused(folder: Path) -> str:
     with pytest.raises(CheckpointClaimedError) as first:
         claim(folder, communicator=group)
     with pytest.raises(CheckpointClaimedError) as second:
-        save(folder, tensors(2) if group.rank == 0 else {}, {}, step=2, communicator=group)
+        save_tensors(folder, tensors(2) if group.rank == 0 else {}, {}, step=2, communicator=group)
     assert "was not saved (prepare): rank 0: " in str(second.value)
     return str(first.value)
 
@@ -356,11 +356,11 @@ def body_refused(folder: Path) -> str:
 def body_holds(folder: Path) -> tuple[int, str]:
     """The ranks of a job hold a folder; another rank for itself is another job."""
     group = communicator()
-    save(folder, tensors(3) if group.rank == 0 else {}, {}, step=3, communicator=group)
+    save_tensors(folder, tensors(3) if group.rank == 0 else {}, {}, step=3, communicator=group)
     group.barrier()
     text = outcome(folder, 4) if group.rank == 1 else ""
     group.barrier()
-    save(folder, tensors(5) if group.rank == 1 else {}, {}, step=5, communicator=group)
+    save_tensors(folder, tensors(5) if group.rank == 1 else {}, {}, step=5, communicator=group)
     assert (folder / ".claim").exists()
     return os.getpid(), text
 
@@ -380,7 +380,7 @@ def test_all_ranks_are_refused_alike_and_others_by_them(ranks: Ranks, tmp_path: 
 
 SCRIPT = """
 import os, signal, sys, torch
-from meshwright.checkpoint import save
+from meshwright.checkpoint import save_tensors
 from meshwright.comm import connect
 world, attempt = connect(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 workers = torch.utils.data.DataLoader(range(10**6), num_workers=1)
@@ -388,7 +388,7 @@ batch = iter(workers)
 next(batch)
 for step in range(3 * attempt, 3 * attempt + 3):
     tensors = {"t": torch.ones(3)} if world.rank == 0 else {}
-    save(sys.argv[1], tensors, {}, step=step, communicator=world, keep_last=2)
+    save_tensors(sys.argv[1], tensors, {}, step=step, communicator=world, keep_last=2)
 if attempt < 2 and world.rank == attempt:
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -407,5 +407,5 @@ def test_the_next_attempts_of_torchrun_save_at_once(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "CheckpointClaimedError" not in done.stderr
-    steps = sorted(load(path).step for path in (tmp_path / "run").glob("step_*"))
+    steps = sorted(load_tensors(path).step for path in (tmp_path / "run").glob("step_*"))
     assert steps == [7, 8]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.checkpoint import Storage, latest, load, save
+from meshwright.checkpoint import Storage, latest, load_tensors, save_tensors
 from meshwright.errors import CheckpointDamagedError
 from support.checkpoint.crash_states import RecordedStorage, crash, read_tree
 from support.checkpoint.faulty_storage import (
@@ -30,11 +30,13 @@ OLD, NEW = 100, 200
 
 
 def save_new(folder: Path, storage: Storage, keep_last: int | None = None) -> Path:
-    return save(folder, small(NEW), METADATA, step=NEW, storage=storage, keep_last=keep_last)
+    return save_tensors(
+        folder, small(NEW), METADATA, step=NEW, storage=storage, keep_last=keep_last
+    )
 
 
 def with_old(folder: Path) -> Path:
-    save(folder, small(OLD), METADATA, step=OLD)
+    save_tensors(folder, small(OLD), METADATA, step=OLD)
     return folder
 
 
@@ -43,8 +45,8 @@ def loaded_step(folder: Path) -> int:
     path = latest(folder)
     assert path is not None
     for complete in folder.glob("step_*"):
-        load(complete)  # the name alone says that nothing is missing
-    found = load(path)
+        load_tensors(complete)  # the name alone says that nothing is missing
+    found = load_tensors(path)
     assert path.name == f"step_{found.step:08d}"
     assert_equal(found.tensors, small(found.step))
     return found.step
@@ -69,7 +71,7 @@ def test_kill_before_every_operation(tmp_path: Path) -> None:
         with pytest.raises(Killed):
             save_new(folder, KilledStorage(at_operation=number), keep_last=1)
         steps.append(loaded_step(folder))
-        save(folder, small(300), METADATA, step=300)
+        save_tensors(folder, small(300), METADATA, step=300)
         assert torsos(folder) == []
         assert loaded_step(folder) == 300
     assert steps == sorted(steps)
@@ -144,7 +146,7 @@ def test_one_rank_is_killed(tmp_path: Path, killed_rank: int) -> None:
         def body(group: ThreadRank, number: int = number, folder: Path = folder) -> Path:
             rank = group.rank
             dying = KilledStorage(at_operation=number) if rank == killed_rank else Storage()
-            return save(
+            return save_tensors(
                 folder,
                 {name: flat_shard(tensor, rank, 3) for name, tensor in small(NEW).items()},
                 METADATA,
@@ -212,6 +214,6 @@ def test_tensors_that_change_during_a_save_are_refused_when_loaded(tmp_path: Pat
             tensor.add_(1)
             super().write(handle, data)
 
-    path = save(tmp_path, {"t": tensor}, {}, step=0, storage=Meddling())
+    path = save_tensors(tmp_path, {"t": tensor}, {}, step=0, storage=Meddling())
     with pytest.raises(CheckpointDamagedError, match="tensor 't'"):
-        load(path)
+        load_tensors(path)

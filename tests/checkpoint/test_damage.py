@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint import load, read_manifest, verify
+from meshwright.checkpoint import load_tensors, read_manifest, verify
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.errors import CheckpointDamagedError
 from support.checkpoint.samples import header_bytes, save_sharded, small
@@ -32,7 +32,7 @@ def damaged(original: Path, tmp_path: Path) -> Path:
 def refusal(path: Path) -> str:
     """What ``load`` says; ``verify`` must refuse as well, and in the same words first."""
     with pytest.raises(CheckpointDamagedError) as from_load:
-        load(path)
+        load_tensors(path)
     with pytest.raises(CheckpointDamagedError) as from_verify:
         verify(path)
     assert str(from_load.value).splitlines()[0] in str(from_verify.value).splitlines()
@@ -68,7 +68,7 @@ def check_flips(path: Path, manifest: Manifest, flips: list[tuple[str, int]]) ->
             assert f"tensor {tensor!r}" in message
             in_tensors += 1
         (path / file).write_bytes(before)
-    load(path)
+    load_tensors(path)
     return in_tensors
 
 
@@ -137,7 +137,7 @@ def test_50_truncations_and_longer_files_are_refused_and_named(damaged: Path) ->
         file.write_bytes(data + bytes(1 + number % 2))
         assert f"{file}: " in refusal(damaged)
         file.write_bytes(data)
-    load(damaged)
+    load_tensors(damaged)
 
 
 def test_zero_fill(damaged: Path) -> None:

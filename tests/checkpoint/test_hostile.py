@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.checkpoint import latest, load, save, verify
+from meshwright.checkpoint import latest, load_tensors, save_tensors, verify
 from meshwright.checkpoint.document import MAX_DOCUMENT_BYTES
 from meshwright.errors import CheckpointDamagedError, CheckpointError
 from meshwright.layout import boxes
@@ -69,7 +69,7 @@ def refuse(watch: Watch, tmp_path: Path) -> Callable[[Path], str]:
         watch.opened, watch.run = [], []
         allowed = {str(path), "manifest.json", "rank_00000.safetensors", "rank_00001.safetensors"}
         messages: list[str] = []
-        for action in (load, verify):
+        for action in (load_tensors, verify):
             watch.is_on = True
             try:
                 with pytest.raises(CheckpointDamagedError) as caught:
@@ -206,7 +206,7 @@ def test_links_and_devices(target: Path, refuse: Callable[[Path], str]) -> None:
         refuse(target)
         file.rmdir()
         outside.rename(file)
-    load(target)
+    load_tensors(target)
 
 
 def test_a_linked_file_of_the_right_size_is_refused(
@@ -251,7 +251,7 @@ def test_bombs_of_json(target: Path, refuse: Callable[[Path], str]) -> None:
         nested = [nested]
     save_again = small(1)
     shutil.rmtree(target)
-    save(target.parent, save_again, METADATA, step=120)
+    save_tensors(target.parent, save_again, METADATA, step=120)
     edit(target, lambda body: body["metadata"].update(deep=nested))
     assert "nested deeper than" in refuse(target)
     with (target / "manifest.json").open("r+b") as file:
@@ -362,7 +362,7 @@ def test_manifests_with_a_right_checksum_and_a_wrong_content(
 
 
 def test_a_bool_that_is_no_bool(tmp_path: Path, refuse: Callable[[Path], str]) -> None:
-    path = save(tmp_path, {"mask": torch.tensor([True, False])}, {}, step=0)
+    path = save_tensors(tmp_path, {"mask": torch.tensor([True, False])}, {}, step=0)
     file = path / "rank_00000.safetensors"
     data = file.read_bytes()[:-2] + b"\x02\x00"
     file.write_bytes(data)
@@ -404,10 +404,10 @@ def test_pieces_that_take_too_long_to_check(target: Path, refuse: Callable[[Path
 
 def test_where_there_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no readable checkpoint at .*No such file"):
-        load(tmp_path / "absent")
+        load_tensors(tmp_path / "absent")
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="no readable checkpoint at .*Not a directory"):
         verify(tmp_path / "file")
     with pytest.raises(CheckpointDamagedError, match=r"manifest\.json: the file is missing"):
-        load(tmp_path)
+        load_tensors(tmp_path)
     assert latest(tmp_path) is None

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.checkpoint import ShardedPiece, flatten, load, save, unflatten
+from meshwright.checkpoint import ShardedPiece, flatten, load_tensors, save_tensors, unflatten
 from meshwright.checkpoint.document import check_json, parse_canonical, seal, unseal
 from meshwright.layout import Box
 
@@ -89,7 +89,7 @@ def test_through_a_checkpoint(tmp_path: Path) -> None:
     }
     tensors, structure = flatten(value, "optimizer")
     assert "optimizer/state/layer.weight/exp_avg" in tensors
-    found = load(save(tmp_path, tensors, {"optimizer": structure}, step=0))
+    found = load_tensors(save_tensors(tmp_path, tensors, {"optimizer": structure}, step=0))
     assert same(unflatten(found.metadata["optimizer"], found.tensors), value)
 
 

@@ -13,10 +13,10 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from meshwright.checkpoint import (
     flatten,
-    load,
     load_optimizer_state,
+    load_tensors,
     optimizer_state,
-    save,
+    save_tensors,
     unflatten,
 )
 from meshwright.errors import CheckpointMismatchError
@@ -44,7 +44,7 @@ def step(module: nn.Module, optimizer: Optimizer, seed: int) -> None:
 
 def through_disk(folder: Path, module: nn.Module, optimizer: Optimizer) -> object:
     tensors, structure = flatten(optimizer_state(optimizer, module.named_parameters()), "optimizer")
-    found = load(save(folder, tensors, {"optimizer": structure}, step=0))
+    found = load_tensors(save_tensors(folder, tensors, {"optimizer": structure}, step=0))
     return unflatten(found.metadata["optimizer"], found.tensors)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.checkpoint import Storage, latest, load, load_into, save
+from meshwright.checkpoint import Storage, latest, load_into, load_tensors, save_tensors
 from meshwright.comm import communicator
 from meshwright.errors import CheckpointWriteError, CommunicationError
 from meshwright.testing import Ranks, RanksFailed
@@ -22,7 +22,7 @@ def save_on_rank(folder: Path, seed: int, storage: Storage | None = None) -> Pat
     tensors = {
         name: flat_shard(tensor, group.rank, group.size) for name, tensor in small(seed).items()
     }
-    return save(folder, tensors, METADATA, step=seed, communicator=group, storage=storage)
+    return save_tensors(folder, tensors, METADATA, step=seed, communicator=group, storage=storage)
 
 
 def body_save_and_load(folder: Path) -> None:
@@ -49,7 +49,7 @@ def body_killed(folder: Path, rank: int, at: int) -> None:
 def assert_old(folder: Path) -> None:
     path = latest(folder)
     assert path is not None
-    assert_equal(load(path).tensors, small(100))
+    assert_equal(load_tensors(path).tensors, small(100))
 
 
 def test_ranks_save_and_load_each_others_shards(ranks: Ranks, tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_ranks_save_and_load_each_others_shards(ranks: Ranks, tmp_path: Path) ->
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_all_ranks_name_the_one_that_failed(ranks: Ranks, tmp_path: Path, rank: int) -> None:
-    save(tmp_path, small(100), METADATA, step=100)
+    save_tensors(tmp_path, small(100), METADATA, step=100)
     ranks(2, body_fail, tmp_path, rank)
     assert_old(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000100"]
@@ -68,7 +68,7 @@ def test_all_ranks_name_the_one_that_failed(ranks: Ranks, tmp_path: Path, rank: 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("rank", "at"), [(0, 700), (1, 700), (0, 2500)])
 def test_kill_9_of_a_rank_that_saves(ranks: Ranks, tmp_path: Path, rank: int, at: int) -> None:
-    save(tmp_path, small(100), METADATA, step=100)
+    save_tensors(tmp_path, small(100), METADATA, step=100)
     with pytest.raises(RanksFailed, match=rf"rank {rank}.* killed by signal 9"):
         ranks(2, body_killed, tmp_path, rank, at)
     assert_old(tmp_path)

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from meshwright.checkpoint import (
     Reader,
     ShardedPiece,
-    load,
     load_into,
+    load_tensors,
     read_manifest,
-    save,
+    save_tensors,
     verify,
 )
 from meshwright.errors import CheckpointMismatchError
@@ -42,9 +42,9 @@ from support.checkpoint.samples import (
 
 
 def test_one_process(tmp_path: Path) -> None:
-    path = save(tmp_path / "new" / "folder", small(1), METADATA, step=120)
+    path = save_tensors(tmp_path / "new" / "folder", small(1), METADATA, step=120)
     assert path == tmp_path / "new" / "folder" / "step_00000120"
-    found = load(path)
+    found = load_tensors(path)
     assert (found.step, found.metadata) == (120, METADATA)
     assert_equal(found.tensors, small(1))
     assert sorted(p.name for p in path.iterdir()) == ["manifest.json", "rank_00000.safetensors"]
@@ -53,14 +53,14 @@ def test_one_process(tmp_path: Path) -> None:
 
 
 def test_every_dtype_in_one_process_and_sharded(tmp_path: Path) -> None:
-    whole = save(tmp_path / "whole", every_dtype(), {}, step=0)
-    assert_equal(load(whole).tensors, every_dtype())
+    whole = save_tensors(tmp_path / "whole", every_dtype(), {}, step=0)
+    assert_equal(load_tensors(whole).tensors, every_dtype())
     sharded = save_sharded(tmp_path / "sharded", every_dtype(), size=4)
     verify(sharded)
 
 
 def test_the_safetensors_library_reads_our_files(tmp_path: Path) -> None:
-    path = save(tmp_path, every_dtype(), {}, step=3)
+    path = save_tensors(tmp_path, every_dtype(), {}, step=3)
     assert_equal(load_file(path / "rank_00000.safetensors"), every_dtype())
 
 
@@ -72,7 +72,7 @@ def test_strided_and_conjugated_tensors_and_parameters(tmp_path: Path) -> None:
         "conjugated": torch.tensor([1 + 2j, 3 - 1j]).conj(),
         "parameter": nn.Parameter(torch.randn(3)),
     }
-    found = load(save(tmp_path, odd, {}, step=0)).tensors
+    found = load_tensors(save_tensors(tmp_path, odd, {}, step=0)).tensors
     assert all(torch.equal(found[name], odd[name]) for name in odd)
     assert not found["parameter"].requires_grad
 
@@ -84,28 +84,30 @@ def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_loading_some_names(tmp_path: Path) -> None:
-    path = save(tmp_path, small(1), {}, step=0)
-    assert_equal(load(path, names=["half"]).tensors, {"half": small(1)["half"]})
+    path = save_tensors(tmp_path, small(1), {}, step=0)
+    assert_equal(load_tensors(path, names=["half"]).tensors, {"half": small(1)["half"]})
     with pytest.raises(CheckpointMismatchError, match="no tensor 'lost'"):
-        load(path, names=["lost"])
+        load_tensors(path, names=["lost"])
 
 
 def test_replicas_are_written_once_and_spread_over_the_ranks(tmp_path: Path) -> None:
     tensors = {f"t{i}": torch.randn(64, 64) for i in range(8)}
-    results = on_ranks(4, lambda group: save(tmp_path, tensors, {}, step=1, communicator=group))
+    results = on_ranks(
+        4, lambda group: save_tensors(tmp_path, tensors, {}, step=1, communicator=group)
+    )
     path = results[0]
     assert isinstance(path, Path)
     assert results == [path] * 4
     sizes = [file.stat().st_size for file in path.glob("*.safetensors")]
     assert len(sizes) == 4
     assert max(sizes) < 2 * 64 * 64 * 4 + 1000
-    assert_equal(load(path).tensors, tensors)
+    assert_equal(load_tensors(path).tensors, tensors)
 
 
 def test_each_rank_may_hold_tensors_of_its_own(tmp_path: Path) -> None:
     results = on_ranks(
         3,
-        lambda group: save(
+        lambda group: save_tensors(
             tmp_path,
             {f"rng/{group.rank}": torch.full((4,), group.rank), "shared": torch.ones(2)},
             METADATA,
@@ -116,7 +118,7 @@ def test_each_rank_may_hold_tensors_of_its_own(tmp_path: Path) -> None:
     path = results[0]
     assert isinstance(path, Path)
     expected = {f"rng/{rank}": torch.full((4,), rank) for rank in range(3)}
-    assert_equal(load(path).tensors, {**expected, "shared": torch.ones(2)})
+    assert_equal(load_tensors(path).tensors, {**expected, "shared": torch.ones(2)})
 
 
 def test_names_that_look_like_keys_or_are_reserved(tmp_path: Path) -> None:
@@ -127,7 +129,9 @@ def test_names_that_look_like_keys_or_are_reserved(tmp_path: Path) -> None:
         "ü \n\0'\"": torch.randn(1),
         "": torch.randn(1),
     }
-    assert_equal(load(save(tmp_path / "whole", tensors, {}, step=0)).tensors, tensors)
+    assert_equal(
+        load_tensors(save_tensors(tmp_path / "whole", tensors, {}, step=0)).tensors, tensors
+    )
     tensors["a[0:2]"] = torch.randn(2)
     save_sharded(tmp_path / "sharded", tensors, size=2)
 
@@ -173,7 +177,7 @@ def test_any_layout_reads_any_layout(
     with TemporaryDirectory() as folder:
         results = on_ranks(
             size,
-            lambda group: save(
+            lambda group: save_tensors(
                 folder,
                 {"t": flat_shard(tensor, group.rank, size) if flat_writers else chunks[group.rank]},
                 {},
@@ -183,7 +187,7 @@ def test_any_layout_reads_any_layout(
         )
         path = results[0]
         assert isinstance(path, Path), results
-        assert_equal(load(path).tensors, {"t": tensor})
+        assert_equal(load_tensors(path).tensors, {"t": tensor})
         for rank in range(readers):
             expected = flat_shard(tensor, rank, readers)
             target = ShardedPiece(
@@ -225,7 +229,7 @@ def test_loading_into_strided_and_differentiable_targets(tmp_path: Path) -> None
 
 
 def test_every_difference_of_a_model_is_listed_and_nothing_overwritten(tmp_path: Path) -> None:
-    path = save(tmp_path, small(1), {}, step=0)
+    path = save_tensors(tmp_path, small(1), {}, step=0)
     targets = {name: torch.zeros_like(tensor) for name, tensor in small(1).items()}
     del targets["mask"]
     targets["new"] = torch.zeros(1)
@@ -244,7 +248,9 @@ def test_every_difference_of_a_model_is_listed_and_nothing_overwritten(tmp_path:
 
 
 def test_within_limits_which_stored_tensors_must_be_expected(tmp_path: Path) -> None:
-    path = save(tmp_path, {"model/w": torch.ones(2), "optimizer/w": torch.ones(2)}, {}, step=0)
+    path = save_tensors(
+        tmp_path, {"model/w": torch.ones(2), "optimizer/w": torch.ones(2)}, {}, step=0
+    )
     target = torch.zeros(2)
     load_into(path, {"model/w": target}, within="model/")
     assert torch.equal(target, torch.ones(2))
@@ -287,28 +293,28 @@ def test_pieces_that_do_not_cover_a_tensor_once_are_refused_before_writing(
         tensor=torch.zeros(sum(box.numel for box in pieces)),
     )
     with pytest.raises(ValueError, match=message):
-        save(tmp_path / "run", {"t": held}, {}, step=0)
+        save_tensors(tmp_path / "run", {"t": held}, {}, step=0)
     assert not (tmp_path / "run").exists()
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:
     ones = torch.ones(2)
     with pytest.raises(ValueError, match="step must be an integer"):
-        save(tmp_path, {}, {}, step=-1)
+        save_tensors(tmp_path, {}, {}, step=-1)
     with pytest.raises(ValueError, match="keep_last must be"):
-        save(tmp_path, {}, {}, step=0, keep_last=0)
+        save_tensors(tmp_path, {}, {}, step=0, keep_last=0)
     with pytest.raises(TypeError, match=r"metadata\.betas: expected None, bool.*found tuple"):
-        save(tmp_path, {}, {"betas": (0.9, 0.99)}, step=0)  # type: ignore[dict-item]
+        save_tensors(tmp_path, {}, {"betas": (0.9, 0.99)}, step=0)  # type: ignore[dict-item]
     with pytest.raises(ValueError, match=r"metadata\.a\[1\]: nan is not a JSON number"):
-        save(tmp_path, {}, {"a": [1, float("nan")]}, step=0)
+        save_tensors(tmp_path, {}, {"a": [1, float("nan")]}, step=0)
     with pytest.raises(ValueError, match="'t': dtype 'complex128' cannot be saved"):
-        save(tmp_path, {"t": ones.to(torch.complex128)}, {}, step=0)
+        save_tensors(tmp_path, {"t": ones.to(torch.complex128)}, {}, step=0)
     with pytest.raises(ValueError, match="no plain bytes"):
-        save(tmp_path, {"t": ones.to_sparse()}, {}, step=0)
+        save_tensors(tmp_path, {"t": ones.to_sparse()}, {}, step=0)
     with pytest.raises(ValueError, match="no plain bytes"):
-        save(tmp_path, {"t": ones.to("meta")}, {}, step=0)
+        save_tensors(tmp_path, {"t": ones.to("meta")}, {}, step=0)
     with pytest.raises(TypeError, match="'t': expected a tensor, found list"):
-        save(tmp_path, {"t": [1]}, {}, step=0)  # type: ignore[dict-item]
+        save_tensors(tmp_path, {"t": [1]}, {}, step=0)  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="expected a tensor of 2 elements"):
         ShardedPiece(global_shape=(4,), boxes=(Box((0,), (2,)),), tensor=torch.ones(3))
     assert list(tmp_path.iterdir()) == []
@@ -336,8 +342,8 @@ def test_a_tensor_costs_the_same_among_many(tmp_path: Path) -> None:
     for number in (50, 400):
         tensors = {f"{n}.weight": torch.full((2, 3), float(n)) for n in range(number)}
         runs = (
-            partial(save, tmp_path, tensors, {}, step=number),
-            partial(load, tmp_path / f"step_{number:08d}"),
+            partial(save_tensors, tmp_path, tensors, {}, step=number),
+            partial(load_tensors, tmp_path / f"step_{number:08d}"),
             partial(load_into, tmp_path / f"step_{number:08d}", tensors),
             partial(verify, tmp_path / f"step_{number:08d}"),
         )
@@ -357,7 +363,7 @@ class Listless(dict[str, Any]):
 
 
 def test_one_name_is_not_compared_with_all(tmp_path: Path) -> None:
-    save(tmp_path, small(1), {}, step=1)
+    save_tensors(tmp_path, small(1), {}, step=1)
     with Reader(tmp_path / "step_00000001") as reader:
         object.__setattr__(reader.manifest, "tensors", Listless(reader.manifest.tensors))
         for name, tensor in small(1).items():

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.checkpoint import Storage, latest, load, save, step_directory
+from meshwright.checkpoint import Storage, latest, load_tensors, save_tensors, step_directory
 from meshwright.checkpoint.document import seal, unseal
 from meshwright.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
 from support.checkpoint.samples import METADATA, small
 
 
 def fill(folder: Path, *steps: int) -> list[Path]:
-    return [save(folder, small(step), METADATA, step=step) for step in steps]
+    return [save_tensors(folder, small(step), METADATA, step=step) for step in steps]
 
 
 def names(folder: Path) -> list[str]:
@@ -81,9 +81,9 @@ def test_a_folder_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_keep_last(tmp_path: Path) -> None:
     fill(tmp_path, 1, 2, 3)
-    save(tmp_path, small(4), METADATA, step=4, keep_last=2)
+    save_tensors(tmp_path, small(4), METADATA, step=4, keep_last=2)
     assert names(tmp_path) == ["step_00000003", "step_00000004"]
-    save(tmp_path, small(5), METADATA, step=5, keep_last=1)
+    save_tensors(tmp_path, small(5), METADATA, step=5, keep_last=1)
     assert names(tmp_path) == ["step_00000005"]
 
 
@@ -91,14 +91,14 @@ def test_only_complete_ones_count_and_only_they_are_removed(tmp_path: Path) -> N
     paths = fill(tmp_path, 1, 2, 3)
     for path in paths[1:]:
         (path / "manifest.json").unlink()
-    save(tmp_path, small(4), METADATA, step=4, keep_last=2)
+    save_tensors(tmp_path, small(4), METADATA, step=4, keep_last=2)
     assert names(tmp_path) == [f"step_{step:08d}" for step in (1, 2, 3, 4)]
 
 
 def test_the_checkpoint_just_saved_is_never_removed(tmp_path: Path) -> None:
     """A run that resumed from an early step saves lower numbers than there are."""
     fill(tmp_path, 100, 200, 300)
-    save(tmp_path, small(150), METADATA, step=150, keep_last=2)
+    save_tensors(tmp_path, small(150), METADATA, step=150, keep_last=2)
     assert names(tmp_path) == ["step_00000150", "step_00000300"]
 
 
@@ -112,7 +112,7 @@ def test_a_checkpoint_that_cannot_be_removed_does_not_fail_the_save(
     fill(tmp_path, 1)
     tensors = {"t": torch.ones(1)}
     with caplog.at_level(logging.WARNING):
-        path = save(tmp_path, tensors, {}, step=2, keep_last=1, storage=Stubborn())
+        path = save_tensors(tmp_path, tensors, {}, step=2, keep_last=1, storage=Stubborn())
     assert "could not be removed" in caplog.text
     assert latest(tmp_path) == path
 
@@ -142,4 +142,4 @@ def test_a_copied_checkpoint_loads_from_anywhere(tmp_path: Path) -> None:
     (path,) = fill(tmp_path / "run", 1)
     copy = tmp_path / "best"
     shutil.copytree(path, copy)
-    assert load(copy).step == 1
+    assert load_tensors(copy).step == 1

@@ -13,21 +13,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.checkpoint import JSON, Storage, latest, load, save
+from meshwright.checkpoint import JSON, Storage, latest, load_tensors, save_tensors
 from meshwright.errors import CheckpointWriteError
 from support.checkpoint.faulty_storage import CountingStorage, FailingStorage, ThreadRank, on_ranks
 from support.checkpoint.samples import METADATA, assert_equal, flat_shard, small
 
 
 def with_old(folder: Path) -> Path:
-    save(folder, small(100), METADATA, step=100)
+    save_tensors(folder, small(100), METADATA, step=100)
     return folder
 
 
 def failure(folder: Path, storage: Storage | None = None) -> str:
     """The one line of a save that fails, with the old checkpoint intact and nothing beside it."""
     with pytest.raises(CheckpointWriteError) as caught:
-        save(folder, small(200), METADATA, step=200, storage=storage)
+        save_tensors(folder, small(200), METADATA, step=200, storage=storage)
     message = str(caught.value)
     assert "\n" not in message
     assert f"checkpoint {folder / 'step_00000200'} was not saved" in message
@@ -39,14 +39,14 @@ def assert_old_intact(folder: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["step_00000100"]
     path = latest(folder)
     assert path is not None
-    assert_equal(load(path).tensors, small(100))
+    assert_equal(load_tensors(path).tensors, small(100))
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.EMFILE, errno.ENOSPC])
 def test_every_operation_may_fail(tmp_path: Path, code: int) -> None:
     counting = CountingStorage()
-    save(with_old(tmp_path / "counted"), small(200), METADATA, step=200, storage=counting)
+    save_tensors(with_old(tmp_path / "counted"), small(200), METADATA, step=200, storage=counting)
     seen: set[str] = set()
     for number in range(counting.operations - 1):
         folder = with_old(tmp_path / str(number))
@@ -60,16 +60,16 @@ def test_every_operation_may_fail(tmp_path: Path, code: int) -> None:
 
 def test_a_failure_after_the_rename_is_told_as_such(tmp_path: Path) -> None:
     counting = CountingStorage()
-    save(with_old(tmp_path / "counted"), small(200), METADATA, step=200, storage=counting)
+    save_tensors(with_old(tmp_path / "counted"), small(200), METADATA, step=200, storage=counting)
     folder = with_old(tmp_path / "run")
     message = failure(folder, FailingStorage(at=counting.operations - 1))
     assert "complete, but its name may not survive a loss of power" in message
-    assert_equal(load(folder / "step_00000200").tensors, small(200))
+    assert_equal(load_tensors(folder / "step_00000200").tensors, small(200))
 
 
 def test_disk_full_at_any_byte(tmp_path: Path) -> None:
     counting = CountingStorage()
-    save(with_old(tmp_path / "counted"), small(200), METADATA, step=200, storage=counting)
+    save_tensors(with_old(tmp_path / "counted"), small(200), METADATA, step=200, storage=counting)
     folder = with_old(tmp_path / "run")
     for quota in range(0, counting.written, 97):
         message = failure(folder, FailingStorage(quota=quota))
@@ -154,22 +154,22 @@ def test_a_folder_that_vanishes(tmp_path: Path) -> None:
 
 
 def test_an_existing_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
-    save(tmp_path, small(1), METADATA, step=200)
+    save_tensors(tmp_path, small(1), METADATA, step=200)
     message = failure(tmp_path)
     assert "a checkpoint of this step exists and is never overwritten" in message
-    assert_equal(load(tmp_path / "step_00000200").tensors, small(1))
+    assert_equal(load_tensors(tmp_path / "step_00000200").tensors, small(1))
 
 
 def test_a_checkpoint_that_appears_during_the_save_is_not_overwritten(tmp_path: Path) -> None:
     class Slow(Storage):
         def create(self, path: Path) -> int:
             if path.name == "manifest.json":
-                save(tmp_path / "other", small(1), METADATA, step=200)
+                save_tensors(tmp_path / "other", small(1), METADATA, step=200)
                 (tmp_path / "other" / "step_00000200").rename(tmp_path / "step_00000200")
             return super().create(path)
 
     assert "appeared during the save" in failure(tmp_path, Slow())
-    assert_equal(load(tmp_path / "step_00000200").tensors, small(1))
+    assert_equal(load_tensors(tmp_path / "step_00000200").tensors, small(1))
 
 
 # ------------------------------------------------------------------ several ranks
@@ -190,7 +190,7 @@ def sharded(
     step: int = 200,
 ) -> Path:
     tensors = {name: flat_shard(t, group.rank, 3) for name, t in small(200).items()}
-    return save(
+    return save_tensors(
         folder,
         tensors,
         METADATA if metadata is None else metadata,
@@ -237,7 +237,7 @@ def test_ranks_that_disagree(tmp_path: Path) -> None:
 
     def shapes(group: ThreadRank) -> Path:
         tensors = {"t": torch.zeros(2 + group.rank // 2)}
-        return save(folder, tensors, {}, step=200, communicator=group)
+        return save_tensors(folder, tensors, {}, step=200, communicator=group)
 
     messages = failures(folder, shapes)
     assert "'t' is float32 (2,) on rank 0 and float32 (3,) on rank 2" in messages[1]
@@ -249,7 +249,7 @@ def test_a_shard_that_no_rank_passes(tmp_path: Path) -> None:
 
     def body(group: ThreadRank) -> Path:
         tensors = {"t": flat_shard(torch.zeros(9), group.rank, 3)} if group.rank != 1 else {}
-        return save(folder, tensors, {}, step=200, communicator=group)
+        return save_tensors(folder, tensors, {}, step=200, communicator=group)
 
     assert "'t': the pieces leave a gap: they hold 6 of 9" in failures(folder, body)[0]
     assert_old_intact(folder)

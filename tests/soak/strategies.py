@@ -121,10 +121,10 @@ step = by_plan(f"[axes]\\npipeline = {N}\\n[pipeline]\\nschedule = '1f1b'\\nmicr
         "pipeline zbv": 'step = by_schedule("ZBVZeroBubble", 2 * N)',
         "pipeline dualpipev": 'step = by_schedule("DualPipeV", 2 * N)',
         "saving": """
-from meshwright.checkpoint import save
+from meshwright.checkpoint import save_tensors
 weights = {f"layer.{n}": torch.randn(256, 256) for n in range(4)}
 def step(number):
-    save(FOLDER, weights, {}, step=number + 1, communicator=world, keep_last=2)
+    save_tensors(FOLDER, weights, {}, step=number + 1, communicator=world, keep_last=2)
 """,
         "plain all_reduce": """
 def step(number):

@@ -18,48 +18,65 @@ Bottom-up:
     writing      all of a checkpoint, or nothing
     nested       nested state as named tensors
     optimizers   an optimizer's state, by parameter name
+    training     `save` and `load`: a training loop under any wrapper
+    exchange     weights in other formats, and what checkpoints hold
 """
 
 from __future__ import annotations
 
 from meshwright.checkpoint.claims import release
 from meshwright.checkpoint.document import JSON
+from meshwright.checkpoint.exchange.contents import Contents, Difference, contents, differences
+from meshwright.checkpoint.exchange.conversion import FORMATS, export_weights, import_weights
 from meshwright.checkpoint.manifest import Manifest, Piece, TensorRecord
 from meshwright.checkpoint.nested import flatten, unflatten
 from meshwright.checkpoint.optimizers import load_optimizer_state, optimizer_state
-from meshwright.checkpoint.pieces import ShardedPiece
+from meshwright.checkpoint.pieces import ReadTensor, ShardedPiece
 from meshwright.checkpoint.reading import (
     Checkpoint,
     Reader,
-    load,
     load_into,
+    load_tensors,
     read_manifest,
     verify,
 )
 from meshwright.checkpoint.steps import latest, step_directory
 from meshwright.checkpoint.storage import Storage
-from meshwright.checkpoint.writing import Communicator, claim, save
+from meshwright.checkpoint.training.loops import Loaded, Stateful, load, save
+from meshwright.checkpoint.writing import Communicator, claim, save_tensors
 
 __all__ = [
+    "FORMATS",
     "JSON",
     "Checkpoint",
     "Communicator",
+    "Contents",
+    "Difference",
+    "Loaded",
     "Manifest",
     "Piece",
+    "ReadTensor",
     "Reader",
     "ShardedPiece",
+    "Stateful",
     "Storage",
     "TensorRecord",
     "claim",
+    "contents",
+    "differences",
+    "export_weights",
     "flatten",
+    "import_weights",
     "latest",
     "load",
     "load_into",
     "load_optimizer_state",
+    "load_tensors",
     "optimizer_state",
     "read_manifest",
     "release",
     "save",
+    "save_tensors",
     "step_directory",
     "unflatten",
     "verify",

@@ -8,6 +8,7 @@ with ``$``::
     (0.9, 0.999)      {"$tuple": [0.9, 0.999]}
     {0: "a"}          {"$dict": [[0, "a"]]}          keys that are no strings, or begin with $
     OrderedDict(...)  {"$ordered": [["a", 1]]}
+    Counter(...)      {"$counter": [[30, 1]]}        a scheduler's milestones
     inf, -inf, nan    {"$float": "inf"}
     b"\\x00"           {"$bytes": "00"}
 """
@@ -15,23 +16,27 @@ with ``$``::
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from torch import Tensor
 
 from meshwright.checkpoint.document import JSON
 from meshwright.checkpoint.pieces import ShardedPiece
 
+_DICTS: Mapping[type, str] = MappingProxyType(
+    {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
+)
 _MAX_DEPTH = 32  # a marked level takes up to three of the 100 levels of JSON
 
 
 def flatten(value: object, prefix: str) -> tuple[dict[str, Tensor | ShardedPiece], JSON]:
     """List the tensors of nested state by names that begin with ``prefix``, and the rest as JSON.
 
-    Takes None, bool, int, float, str, bytes, tensors, ``ShardedPiece``, and lists, tuples, dicts
-    and OrderedDicts of these. Raises ``TypeError`` naming the place of anything else: what would
-    come back as another type is refused, subclasses (an ``IntEnum``, a NumPy number) included.
+    Takes None, bool, int, float, str, bytes, tensors, ``ShardedPiece``, and lists, tuples, dicts,
+    OrderedDicts and Counters of these. Raises ``TypeError`` naming the place of anything else: what
+    would come back as another type is refused, subclasses (an ``IntEnum``) included.
     """
     tensors: dict[str, Tensor | ShardedPiece] = {}
     return tensors, _encode(value, prefix, tensors, 0)
@@ -76,7 +81,7 @@ def _encode(
         return _encode_items(value, place, tensors, depth)
     if isinstance(value, tuple) and kind is tuple:
         return {"$tuple": _encode_items(value, place, tensors, depth)}
-    if isinstance(value, dict) and kind in (dict, OrderedDict):
+    if isinstance(value, dict) and kind in _DICTS:
         return _encode_dict(value, place, tensors, depth)
     raise TypeError(
         f"{place}: a {kind.__module__}.{kind.__qualname__} cannot be saved; expected None, bool,"
@@ -108,7 +113,7 @@ def _encode_dict(
         pairs.append([encoded_key, encoded])
     if is_plain:
         return plain
-    return {"$dict" if type(value) is dict else "$ordered": pairs}
+    return {_DICTS[type(value)]: pairs}
 
 
 def _decode(mark: str, content: JSON, tensors: Mapping[str, Tensor | ShardedPiece]) -> object:
@@ -123,6 +128,8 @@ def _decode(mark: str, content: JSON, tensors: Mapping[str, Tensor | ShardedPiec
             return dict(_pairs(content, tensors))
         case "$ordered", list():
             return OrderedDict(_pairs(content, tensors))
+        case "$counter", list():
+            return Counter(dict(_pairs(content, tensors)))
         case "$float", "inf" | "-inf" | "nan":
             return float(content)
         case "$bytes", str():

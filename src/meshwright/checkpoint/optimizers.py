@@ -7,7 +7,7 @@ hangs on the parameter's name, and what does not fit is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
@@ -33,6 +33,8 @@ def optimizer_state(
         {**group, "params": [names[index] for index in group["params"]]}
         for group in packed["param_groups"]
     ]
+    for group in groups:
+        group.pop("param_names", None)  # those of the wrapped model; an optimizer keeps its own
     return {"state": state, "param_groups": groups}
 
 
@@ -48,7 +50,10 @@ def load_optimizer_state(
     state, groups = _checked(saved)
     packed = optimizer.state_dict()
     mine = [[names[index] for index in group["params"]] for group in packed["param_groups"]]
-    problems = _differences(mine, groups, state)
+    listed = [[str(name) for name in cast("list[object]", g["params"])] for g in groups]
+    problems = differing_groups(mine, listed)
+    known = {name for names in listed for name in names}
+    problems += [f"{name!r} has state but no group" for name in sorted(state.keys() - known)]
     if problems:
         raise CheckpointMismatchError(
             "\n  ".join(["the saved optimizer does not fit this one:", *problems])
@@ -97,27 +102,21 @@ def _checked(saved: object) -> tuple[dict[str, dict[str, object]], list[dict[str
     )
 
 
-def _differences(
-    mine: list[list[str]], groups: list[dict[str, object]], state: dict[str, dict[str, object]]
-) -> list[str]:
-    here = {name: number for number, names in enumerate(mine) for name in names}
-    there = {
-        str(name): number
-        for number, group in enumerate(groups)
-        for name in cast("list[object]", group["params"])
-    }
-    problems = [f"{name!r} has no saved state" for name in sorted(here.keys() - there.keys())]
+def differing_groups(here: Sequence[Sequence[str]], there: Sequence[Sequence[str]]) -> list[str]:
+    """List each parameter whose group is another one here than in the checkpoint, or missing."""
+    mine = {name: number for number, names in enumerate(here) for name in names}
+    saved = {name: number for number, names in enumerate(there) for name in names}
+    problems = [f"{name!r} has no saved state" for name in sorted(mine.keys() - saved.keys())]
     problems += [
-        f"{name!r} is saved but not a parameter here" for name in sorted(there.keys() - here.keys())
+        f"{name!r} is saved but not a parameter here" for name in sorted(saved.keys() - mine.keys())
     ]
     problems += [
-        f"{name!r} is in group {there[name]} in the checkpoint, in group {here[name]} here"
-        for name in sorted(here.keys() & there.keys())
-        if here[name] != there[name]
+        f"{name!r} is in group {saved[name]} in the checkpoint, in group {mine[name]} here"
+        for name in sorted(mine.keys() & saved.keys())
+        if mine[name] != saved[name]
     ]
-    problems += [f"{name!r} has state but no group" for name in sorted(state.keys() - there.keys())]
-    if len(mine) != len(groups):
-        problems.append(f"{len(groups)} groups in the checkpoint, {len(mine)} here")
+    if len(here) != len(there):
+        problems.append(f"{len(there)} groups in the checkpoint, {len(here)} here")
     return problems
 
 

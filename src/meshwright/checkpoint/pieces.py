@@ -6,8 +6,9 @@ the holder with the least to write so far, a choice that every rank computes ali
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +49,25 @@ class ShardedPiece:
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReadTensor:
+    """A whole tensor that is read when it is written: ranks that list it share the work."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+    def flat(self) -> Tensor:
+        """Read its elements. Raises ``ValueError`` where they are not as described."""
+        found = self.read()
+        if (tuple(found.shape), found.dtype) != (self.shape, self.dtype):
+            raise ValueError(
+                f"expected a tensor of {self.dtype} {self.shape}, read {found.dtype} "
+                f"{tuple(found.shape)}"
+            )
+        return found.detach().reshape(-1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
     """The part of one tensor that one rank holds, without the data."""
@@ -75,13 +95,16 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def describe(name: str, value: Tensor | ShardedPiece) -> Held:
+def describe(name: str, value: Tensor | ShardedPiece | ReadTensor) -> Held:
     """Describe the part of ``value`` that this rank holds.
 
     Raises ``TypeError`` or ``ValueError`` for tensors that have no plain bytes.
     """
     if type(name) is not str:
         raise TypeError(f"expected names that are strings, found {name!r}")
+    if isinstance(value, ReadTensor):
+        boxes = (Box.whole(value.shape),) if math.prod(value.shape) else ()
+        return Held(name=name, dtype=dtype_name(value.dtype), shape=value.shape, boxes=boxes)
     tensor = value.tensor if isinstance(value, ShardedPiece) else value
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name!r}: expected a tensor, found {type(tensor).__name__}")
@@ -130,8 +153,12 @@ def byte_views(flats: Iterable[Tensor]) -> Iterator[memoryview]:
     coming: tuple[Tensor, Event | None] | None = None
     for flat in flats:
         before, coming = coming, _started(flat.resolve_conj().resolve_neg().contiguous())
+        del flat  # what was read to be written is not kept while the next is
         if before is not None:
             yield _bytes(*before)
+        if coming[1] is None:
+            yield _bytes(*coming)
+            coming = None
     if coming is not None:
         yield _bytes(*coming)
 

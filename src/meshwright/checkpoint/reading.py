@@ -103,6 +103,9 @@ class Reader:
     def read_piece(self, name: str, box: Box) -> Tensor:
         """Read one box of a tensor, whatever the boxes it was saved in."""
         record = self._record(name)
+        for stored in record.pieces:
+            if stored.box == box:
+                return self._read_stored(name, stored, self._dtype(name, record))
         tensor = torch.empty(box.shape, dtype=self._dtype(name, record))
         piece = ShardedPiece(global_shape=record.shape, boxes=(box,), tensor=tensor)
         self.read_into(name, piece)
@@ -369,7 +372,9 @@ class Reader:
         return done
 
 
-def load(directory: str | os.PathLike[str], *, names: Sequence[str] | None = None) -> Checkpoint:
+def load_tensors(
+    directory: str | os.PathLike[str], *, names: Sequence[str] | None = None
+) -> Checkpoint:
     """Load whole tensors (all, or those named), verifying every byte that is read.
 
     Raises ``CheckpointDamagedError`` naming file and tensor where anything differs from what was

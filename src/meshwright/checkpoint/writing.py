@@ -42,6 +42,7 @@ from meshwright.checkpoint.manifest import (
 )
 from meshwright.checkpoint.pieces import (
     NamedPiece,
+    ReadTensor,
     ShardedPiece,
     assign,
     byte_views,
@@ -56,6 +57,7 @@ from meshwright.checkpoint.tensor_file import Entry, FileMap, file_map, file_nam
 from meshwright.comm import Communicator, settle
 from meshwright.comm.failures.sameness import first_difference
 from meshwright.errors import CheckpointClaimedError, CheckpointError, CheckpointWriteError
+from meshwright.layout import Box
 
 _log = logging.getLogger(__name__)
 STORAGE_LIMIT = 3600.0
@@ -67,13 +69,14 @@ _BLOCK = 4096
 _T = TypeVar("_T")
 
 
-class _Alone:
+class Alone:
     """The group of one process."""
 
     rank = 0
     size = 1
 
     def gather_bytes(self, payload: bytes, *, label: str) -> list[bytes]:
+        """List the one payload."""
         return [payload]
 
 
@@ -84,10 +87,10 @@ class _Request:
     target: Path
     torso: Path
     """Chosen by each rank; that of rank 0 is used."""
-    tensors: Mapping[str, Tensor | ShardedPiece]
+    tensors: Mapping[str, Tensor | ShardedPiece | ReadTensor]
     metadata: Mapping[str, JSON]
     step: int
-    group: Communicator | _Alone
+    group: Communicator | Alone
     storage: Storage
 
 
@@ -100,9 +103,9 @@ class _Writes:
     draft: Manifest | None
 
 
-def save(
+def save_tensors(
     directory: str | os.PathLike[str],
-    tensors: Mapping[str, Tensor | ShardedPiece],
+    tensors: Mapping[str, Tensor | ShardedPiece | ReadTensor],
     metadata: Mapping[str, JSON],
     *,
     step: int,
@@ -115,7 +118,8 @@ def save(
     With a ``communicator`` every rank calls this with the same ``step``, ``metadata`` and shared
     ``directory``, and with the tensors it holds: whole tensors on any number of ranks, or
     ``ShardedPiece``; together they must cover each tensor exactly (replicas of a box are written
-    once). State of one rank only goes under a name of its own, such as ``"rng/3"``.
+    once). A ``ReadTensor`` is read when it is written, by one of its ranks. State of one rank only
+    goes under a name of its own, such as ``"rng/3"``.
 
     ``keep_last``: how many complete checkpoints stay in ``directory``, this one included.
 
@@ -132,7 +136,7 @@ def save(
         tensors=tensors,
         metadata=metadata,
         step=step,
-        group=communicator if communicator is not None else _Alone(),
+        group=communicator if communicator is not None else Alone(),
         storage=storage if storage is not None else Storage(),
     )
     _, rows = _agree(request, "describe", lambda: _describe(request, keep_last))
@@ -156,7 +160,7 @@ def claim(directory: str | os.PathLike[str], *, communicator: Communicator | Non
     Raises ``CheckpointClaimedError`` on all ranks, naming the process that saves there, and
     ``CheckpointWriteError`` where nothing can be written.
     """
-    group = communicator if communicator is not None else _Alone()
+    group = communicator if communicator is not None else Alone()
     told: dict[str, JSON] = {}
     if group.rank == 0:
         try:
@@ -263,17 +267,25 @@ def _write(request: _Request, writes: _Writes, torso: Path) -> tuple[None, JSON]
     if not writes.own:
         return None, {}
     data = {
-        (name, box): flat for name, value in request.tensors.items() for box, flat in parts(value)
+        (name, box): flat
+        for name, value in request.tensors.items()
+        if not isinstance(value, ReadTensor)
+        for box, flat in parts(value)
     }
     boxes = {piece.key: (name, piece.box) for name, piece in writes.own}
     at = writes.at
-    views = byte_views(data[boxes[key]] for key in at.spans)
+
+    def flat_of(name: str, box: Box) -> Tensor:
+        value = request.tensors[name]
+        return value.flat() if isinstance(value, ReadTensor) else data[name, box]
+
+    views = byte_views(flat_of(*boxes[key]) for key in at.spans)
     path = torso / file_name(request.group.rank)
-    checksums = _write_file(request.storage, path, at.header, views)
+    checksums = write_file(request.storage, path, at.header, views)
     return None, dict(zip(at.spans, checksums, strict=True))
 
 
-def _write_file(
+def write_file(
     storage: Storage, path: Path, header: bytes, views: Iterable[memoryview]
 ) -> list[int]:
     """Write and sync a new file, view by view. Returns their checksums."""
@@ -307,7 +319,7 @@ def _commit(
     }
     data = to_bytes(writes.draft, lambda piece: found[piece.file].count(piece.key))
     from_bytes(data)  # what would be refused on reading is refused here
-    _write_file(storage, torso / MANIFEST_NAME, data, [])
+    write_file(storage, torso / MANIFEST_NAME, data, [])
     with _naming(torso):
         storage.sync_directory(torso)
     if os.path.lexists(target):

@@ -9,7 +9,6 @@ Bottom-up:
     checks            contradictions of a plan and a model
     laying_out        values, dropout, layers, data axes and graphs of a module
     given_parameters  the parameters as they were given, and optimizers of them
-    named_optimizer   optimizer state by parameter name
     trainable         a model that has been laid out, and its step
     pipelines         models whose stages lie on different ranks
     assembly          `parallelize`: the only file that knows all strategies

@@ -22,6 +22,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from meshwright.checkpoint.training.flat_optimizers import load_named_state, named_state
+from meshwright.checkpoint.training.wrapped import ModelState
 from meshwright.comm import Communicator, LateNumbers, phase, settle
 from meshwright.comm.dtensors.gather_dtensor import part_like, whole
 from meshwright.comm.failures.events import Event, EventCheck
@@ -29,7 +31,6 @@ from meshwright.comm.failures.sameness import require_equal
 from meshwright.composition.data_layout import DataLayout, Peers
 from meshwright.composition.description import Description
 from meshwright.composition.example_run import evaluating
-from meshwright.composition.named_optimizer import load_named_state, named_state
 from meshwright.composition.pipelines.loss_sources import LossSources
 from meshwright.composition.tensor_axis.tensor_check import TensorTraffic, add_traffic
 from meshwright.errors import LayoutError, NonFiniteError, PlanError
@@ -58,7 +59,7 @@ from meshwright.tensor_parallel.checks.equality import (
     verify_gradients,
 )
 from meshwright.torch_internals.modules import steps_by_flag
-from meshwright.torch_internals.trees import tree_leaves
+from meshwright.torch_internals.trees import tree_leaves, tree_map
 
 Loss = Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
 """``loss(output, target)``, or ``loss(output)`` without a target: a mean or (sum, count)."""
@@ -91,6 +92,8 @@ class Trainable:
 
     _prefix = ""
     """The text before names of the model in those of ``module``."""
+    _copies: Mapping[str, str] = MappingProxyType({})
+    """By other names of a tied parameter its first name."""
 
     def __init__(
         self,
@@ -299,9 +302,28 @@ class Trainable:
 
         All ranks call it together where parameters are sharded.
         """
-        state: dict[str, Any] = {"model": self.weights(), "steps": self.steps}
+        state = self.held_state()
+        state["model"] = self.weights()
         if self.optimizer is not None:
-            state["optimizer"] = self._optimizer_state(self.optimizer)
+            state["optimizer"] = self._whole_optimizer(state["optimizer"])
+        return state
+
+    def held_state(self) -> dict[str, Any]:
+        """List what `state_dict` lists as this rank holds it; nothing is sent.
+
+        The model is a `ModelState`, and tensors of the optimizer are its own. Parameters that
+        stages hold together have their first names.
+        """
+        settle()
+        copies = self._copies
+        state: dict[str, Any] = {"model": ModelState([self.module], copies), "steps": self.steps}
+        if self.optimizer is not None:
+            named = dict(self.module.named_parameters())
+            found = named_state(self.optimizer, self.module, named)
+            for group in found["param_groups"]:
+                group["params"] = list(dict.fromkeys(copies.get(n, n) for n in group["params"]))
+            own = {copies.get(n, n): values for n, values in reversed(found["state"].items())}
+            state["optimizer"] = {**found, "state": dict(reversed(own.items()))}
         if self.loss_scale is not None:
             state["loss_scale"] = self.loss_scale.state_dict()
         return state
@@ -309,7 +331,8 @@ class Trainable:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where ``state`` was taken, on any layout. Every rank loads the same state.
 
-        Raises RuntimeError, or CheckpointMismatchError, naming what is missing or not known.
+        Its tensors are whole, or cut as this rank's are. Raises RuntimeError, or
+        CheckpointMismatchError, naming what is missing or not known.
         """
         held = self.module.state_dict()
         parts = {
@@ -318,7 +341,14 @@ class Trainable:
         }
         self._load_model(parts)
         if self.optimizer is not None and "optimizer" in state:
-            load_named_state(self.optimizer, self.module, state["optimizer"])
+            named = dict(self.module.named_parameters())
+            saved = state["optimizer"]
+            values = {
+                name: {key: _part(value, named.get(name)) for key, value in own.items()}
+                for name, own in saved["state"].items()
+            }
+            saved = {"state": values, "param_groups": saved["param_groups"]}
+            load_named_state(self.optimizer, self.module, named, saved)
         if self.loss_scale is not None and "loss_scale" in state:
             self.loss_scale.load_state_dict(state["loss_scale"])
         self.steps = int(state["steps"])
@@ -425,8 +455,8 @@ class Trainable:
         what = f"step {step}: the loss is {loss:g} and the gradient norm {norm:g}"
         return agree_on_non_finite(self._peers.everyone, found, what=what, harm=harm)
 
-    def _optimizer_state(self, optimizer: Optimizer) -> dict[str, object]:
-        return named_state(optimizer, self.module)
+    def _whole_optimizer(self, parts: Mapping[str, Any]) -> Mapping[str, Any]:
+        return tree_map(_whole, dict(parts))
 
     def _load_model(self, parts: Mapping[str, Any]) -> None:
         """Load what the modules of this rank hold."""
@@ -522,3 +552,17 @@ def autocast_of(
 def tensors_in(values: object) -> list[torch.Tensor]:
     """List the tensors of any nested value."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _whole(value: object) -> object:
+    return whole(value, label="optimizer state") if isinstance(value, torch.Tensor) else value
+
+
+def _part(value: object, parameter: torch.Tensor | None) -> object:
+    """Spread state of the parameter's shape as that is; steps and the like stay whole."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if parameter is not None and value.shape == parameter.shape:
+        return part_like(value, parameter)
+    # torch keeps a step count as the tensor that it is given.
+    return value.clone()

@@ -27,16 +27,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from meshwright.checkpoint import (
-    JSON,
-    claim,
-    flatten,
-    latest,
-    load,
-    read_manifest,
-    save,
-    unflatten,
-)
+from meshwright import checkpoint
 from meshwright.comm import Communicator
 from meshwright.composition import Trainable
 from meshwright.errors import CheckpointError, CheckpointMismatchError, PlanError
@@ -47,7 +38,6 @@ from meshwright.toml_source import plain
 
 CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
-FORMAT = 1
 _FINGERPRINT_BYTES = 64 * 2**20
 
 # Keys that decide nothing about the numbers, so that they may differ after a resumption.
@@ -93,8 +83,8 @@ def describe_run(config: TrainConfig, text: ByteText) -> dict[str, object]:
     }
 
 
-def _check_same_run(saved: object, run: Mapping[str, object], checkpoint: Path) -> None:
-    """Raise ``CheckpointMismatchError`` when ``checkpoint`` was saved by a run unlike this one."""
+def _check_same_run(saved: object, run: Mapping[str, object], path: Path) -> None:
+    """Raise ``CheckpointMismatchError`` when ``path`` was saved by a run unlike this one."""
     found = [
         f"{key} = {theirs} there, {ours} here"
         for key, theirs, ours in _differences(saved, json.loads(json.dumps(run)))
@@ -102,7 +92,7 @@ def _check_same_run(saved: object, run: Mapping[str, object], checkpoint: Path) 
     ]
     if found:
         raise CheckpointMismatchError(
-            f"the checkpoint {checkpoint} belongs to another plan or run: {'; '.join(found)}; use "
+            f"the checkpoint {path} belongs to another plan or run: {'; '.join(found)}; use "
             "its values, choose another [run] folder, or set [run] accept_changes = true"
         )
 
@@ -138,31 +128,34 @@ def _choose(config: TrainConfig) -> RunFolder:
     else:
         path = _fresh_folder(config) if named is None else _home_of(named)
     require_folder(path)
-    claim(path / CHECKPOINTS)
+    checkpoint.claim(path / CHECKPOINTS)
     if named is None:
         if resume == "never" and any((path / CHECKPOINTS).glob("step_*")):
             raise PlanError(
                 f"[run] resume = never, but {path} holds checkpoints of an earlier run, which are "
                 "never overwritten; choose another [run] folder, or resume = auto"
             )
-        return RunFolder(path=path, checkpoint=latest(path / CHECKPOINTS))
-    checkpoint = _named_start(named)
+        return RunFolder(path=path, checkpoint=checkpoint.latest(path / CHECKPOINTS))
+    start = _named_start(named)
     # What is passed over is named in the log: the same folder is not looked through twice.
     is_looked_through = path.absolute() == named.absolute()
-    newest = checkpoint if is_looked_through else latest(path / CHECKPOINTS)
-    if newest is not None and read_manifest(newest).step > read_manifest(checkpoint).step:
+    newest = start if is_looked_through else checkpoint.latest(path / CHECKPOINTS)
+    if (
+        newest is not None
+        and checkpoint.read_manifest(newest).step > checkpoint.read_manifest(start).step
+    ):
         raise PlanError(
             f"[run] resume = {resume}, but {path} holds a later checkpoint, {newest.name}, which "
             "would have to be overwritten; choose another [run] folder, or resume = auto"
         )
-    return RunFolder(path=path, checkpoint=checkpoint)
+    return RunFolder(path=path, checkpoint=start)
 
 
 def _named_start(named: Path) -> Path:
     """Find the checkpoint that ``named`` is, or the newest of the run that it is."""
     if not (named / CHECKPOINTS).is_dir():
         return named
-    newest = latest(named / CHECKPOINTS)
+    newest = checkpoint.latest(named / CHECKPOINTS)
     if newest is None:
         raise PlanError(
             f"[run] resume = {named}: expected a complete checkpoint in {named / CHECKPOINTS}, "
@@ -234,57 +227,46 @@ def save_run(
     No generator is saved: before each step it is seeded from the run's seed, the step and the
     rank's share, so the step's number says it all.
     """
-    state = trainable.state_dict()
-    state["model"] = dict(state["model"])
-    tensors, structure = flatten(state, "state")
-    metadata: dict[str, JSON] = {
-        "format": FORMAT,
-        "run": json.loads(json.dumps(run)),
-        "sampler": dict(sampler.state_dict()),
-        "state": structure,
-    }
-    return save(
+    return checkpoint.save(
         folder.checkpoints,
-        tensors,
-        metadata,
-        step=trainable.steps,
-        communicator=communicator,
+        trainable.steps,
+        model=trainable,
+        data=sampler,
+        extra={"run": json.loads(json.dumps(run))},
+        random=False,
         keep_last=keep_last,
+        communicator=communicator,
     )
 
 
 def restore_run(
-    checkpoint: Path,
+    path: Path,
     trainable: Trainable,
     sampler: Sampler,
     run: Mapping[str, object],
     *,
     accept_changes: bool,
 ) -> None:
-    """Put ``trainable`` and ``sampler`` where the run was when it saved ``checkpoint``.
+    """Put ``trainable`` and ``sampler`` where the run was when it saved the checkpoint ``path``.
 
     Raises ``CheckpointMismatchError`` when it was saved by another run, unless ``accept_changes``,
     or does not fit the model; ``CheckpointDamagedError`` when its bytes are not those saved.
     """
-    metadata = read_manifest(checkpoint).metadata
-    if metadata.get("format") != FORMAT:
+    extra = checkpoint.load(path).extra
+    if not isinstance(extra, dict) or "run" not in extra:
         raise CheckpointMismatchError(
-            f"the checkpoint {checkpoint} was not saved by `meshwright train`, or by another "
-            f"version: expected format {FORMAT}, found {metadata.get('format')}"
+            f"the checkpoint {path} was not saved by `meshwright train`: it holds no run; load it "
+            "with checkpoint.load"
         )
     if not accept_changes:
-        _check_same_run(metadata["run"], run, checkpoint)
-    loaded = load(checkpoint)
-    state = unflatten(metadata["state"], loaded.tensors)
-    position = metadata["sampler"]
-    if not isinstance(state, dict) or not isinstance(position, dict):
-        raise CheckpointMismatchError(f"the checkpoint {checkpoint} holds no state of a run")
+        _check_same_run(extra["run"], run, path)
     try:
-        trainable.load_state_dict(state)
+        checkpoint.load(path, model=trainable, data=sampler)
     except (KeyError, RuntimeError, ValueError) as error:
+        if isinstance(error, CheckpointError) and not isinstance(error, CheckpointMismatchError):
+            raise
         raise CheckpointMismatchError(
-            f"the checkpoint {checkpoint} belongs to another model: "
+            f"the checkpoint {path} belongs to another model: "
             + " ".join(str(error).split())
             + "; use the [model] it was saved with"
         ) from error
-    sampler.load_state_dict({key: int(str(value)) for key, value in position.items()})

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from meshwright.torch_internals.required import required
@@ -19,6 +19,7 @@ from meshwright.torch_internals.required import required
 __all__ = [
     "COMPARISON",
     "FakeTensor",
+    "FakeTensorMode",
     "Future",
     "OpOverload",
     "TorchDispatchMode",

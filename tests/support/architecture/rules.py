@@ -201,7 +201,9 @@ def no_peers(tree: Tree) -> Found:
 def no_pickle(tree: Tree) -> Found:
     """Nothing is saved, loaded or sent in a format that runs code when it is read."""
     for source, line, prefix in _uses_under(
-        tree, table.PICKLE, lambda source: source.room in table.PICKLE_ROOMS
+        tree,
+        table.PICKLE,
+        lambda source: source.room in table.PICKLE_ROOMS or source.path in table.PICKLE_FILES,
     ):
         yield source.path, line, f"{prefix} runs code when it reads: use safetensors or JSON"
 

@@ -20,6 +20,7 @@ __all__ = [
     "OPTIONAL_ROOMS",
     "PEERS",
     "PICKLE",
+    "PICKLE_FILES",
     "PICKLE_ROOMS",
     "PRIVATE_ATTRIBUTES",
     "PRIVATE_DOORS",
@@ -105,7 +106,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "integrations": _TOP,
     "recipes": _TOP | {"integrations"},
     "doctor": _WHOLE,
-    "cli": _TOP | {"doctor", "integrations", "recipes"},
+    "cli": _TOP | {"cli_checkpoint", "doctor", "integrations", "recipes"},
+    "cli_checkpoint": _WHOLE,
     "__main__": frozenset({"cli"}),
     "testing": _TOP,
 }
@@ -129,6 +131,7 @@ C10D_ROOMS = (
     "meshwright.mesh",
     "meshwright.testing.simulated",
     "meshwright.torch_internals",
+    "meshwright.checkpoint.exchange.dcp",  # the classes that its files are pickles of
 )
 
 # What Meshwright replaces. These appear in benchmarks and in parity tests, never in src.
@@ -198,7 +201,11 @@ PRIVATE_ATTRIBUTES = frozenset(
 # Files of that room for these rooms alone: one is torch.distributed, one stands in for parts of
 # torch, one loads the compiler.
 PRIVATE_DOORS: dict[str, tuple[str, ...]] = {
-    "meshwright.torch_internals.distributed": ("meshwright.comm", "meshwright.testing.simulated"),
+    "meshwright.torch_internals.distributed": (
+        "meshwright.checkpoint.exchange.dcp",
+        "meshwright.comm",
+        "meshwright.testing.simulated",
+    ),
     "meshwright.torch_internals.simulation": ("meshwright.testing.simulated",),
     "meshwright.torch_internals.compile": (
         "meshwright.compiler",
@@ -224,11 +231,14 @@ PICKLE = (
     "torch.distributed.send_object_list",
 )
 PICKLE_ROOMS = frozenset({"launching"})
+# Foreign formats, read weights only or with a list of the names that may be in them.
+PICKLE_FILES = frozenset({"checkpoint/exchange/dcp.py", "checkpoint/exchange/torch_file.py"})
 
 # Packages that may be missing: imported inside a function, or at the top of the rooms named below.
 OPTIONAL = frozenset({"hypothesis", "pytest", "ray", "rich", "tensorboard", "transformers", "tyro"})
 OPTIONAL_ROOMS: dict[str, frozenset[str]] = {
     "cli": frozenset({"rich", "tyro"}),
+    "cli_checkpoint": frozenset({"tyro"}),
     "recipes": frozenset({"rich", "tyro"}),
     "testing": frozenset({"pytest"}),
 }
@@ -237,7 +247,7 @@ OPTIONAL_ROOMS: dict[str, frozenset[str]] = {
 STATE_FILES = frozenset({"comm/groups/registry.py", "compiler/marking.py"})
 
 # Only the command line writes to the console with `print`.
-CONSOLE_FILES = frozenset({"cli.py"})
+CONSOLE_FILES = frozenset({"cli.py", "cli_checkpoint.py"})
 
 BANNED_WORDS = frozenset(
     {"base", "common", "helper", "helpers", "manager", "misc", "util", "utils"}

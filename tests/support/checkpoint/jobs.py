@@ -17,7 +17,7 @@ from typing import cast
 
 import torch
 
-from meshwright.checkpoint import latest, load, save
+from meshwright.checkpoint import latest, load_tensors, save_tensors
 from meshwright.errors import CheckpointWriteError
 
 __all__ = ["Job", "job", "outcome", "tensors", "until", "whole_steps"]
@@ -101,7 +101,7 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
 def outcome(folder: Path, step: int, keep_last: int | None = 3) -> str:
     """Save; the text of the refusal, empty when it was saved."""
     try:
-        save(folder, tensors(step), {}, step=step, keep_last=keep_last)
+        save_tensors(folder, tensors(step), {}, step=step, keep_last=keep_last)
     except CheckpointWriteError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -111,7 +111,7 @@ def whole_steps(folder: Path) -> list[int]:
     """The steps of all checkpoints of a folder, each verified to the last byte."""
     steps = []
     for path in sorted(folder.glob("step_*")):
-        found = load(path)
+        found = load_tensors(path)
         assert all(torch.equal(found.tensors[k], t) for k, t in tensors(found.step).items())
         steps.append(found.step)
     newest = latest(folder)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint import JSON, ShardedPiece, load, save
+from meshwright.checkpoint import JSON, ShardedPiece, load_tensors, save_tensors
 from meshwright.checkpoint.pieces import torch_dtype
 from meshwright.checkpoint.tensor_file import DTYPES
 from meshwright.layout import Box, boxes
@@ -86,7 +86,7 @@ def save_sharded(
     """A checkpoint written by ``size`` ranks that each hold a flat shard of every tensor."""
     results = on_ranks(
         size,
-        lambda group: save(
+        lambda group: save_tensors(
             folder,
             {name: flat_shard(tensor, group.rank, size) for name, tensor in tensors.items()},
             METADATA,
@@ -98,7 +98,7 @@ def save_sharded(
         assert isinstance(result, Path), result
     path = results[0]
     assert isinstance(path, Path)
-    assert_equal(load(path).tensors, tensors)
+    assert_equal(load_tensors(path).tensors, tensors)
     return path
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import ClassVar
 
-from meshwright.checkpoint import latest, load
+from meshwright.checkpoint import latest, load_tensors
 from meshwright.comm import connect
 from meshwright.recipes.config import TrainConfig
 from meshwright.recipes.loop import Outcome, train
@@ -109,4 +109,4 @@ def saved_tensors(folder: Path) -> dict[str, list[float]]:
     """Every tensor of a run's newest checkpoint, as numbers."""
     newest = latest(folder / "run" / "checkpoints")
     assert newest is not None
-    return {name: tensor.tolist() for name, tensor in load(newest).tensors.items()}
+    return {name: tensor.tolist() for name, tensor in load_tensors(newest).tensors.items()}

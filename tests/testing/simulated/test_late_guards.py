@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from meshwright import clip_grad_norm_
-from meshwright.checkpoint import save
+from meshwright.checkpoint import save_tensors
 from meshwright.comm import LateNumbers, communicator, disconnect, settle
 from meshwright.composition import parallelize
 from meshwright.data_parallel import DistributedDataParallel, fully_shard, replicate
@@ -152,7 +152,7 @@ def exits_of_plans() -> Exits:
 
 def exits_of_folders(folder: str) -> Exits:
     values = {"w": torch.ones(2)}
-    return {"save": lambda: save(folder, values, {}, step=1, communicator=communicator())}
+    return {"save": lambda: save_tensors(folder, values, {}, step=1, communicator=communicator())}
 
 
 def refuse(numbers: list[float]) -> None:

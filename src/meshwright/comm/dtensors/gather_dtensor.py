@@ -18,6 +18,7 @@ from meshwright.comm.dtensors.dtensor import (
     AnyPlacement,
     AtRest,
     at_rest,
+    dtensor_around,
     dtensor_at_rest,
     is_replicated,
     local_of,
@@ -54,6 +55,16 @@ def held(tensor: torch.Tensor, name: str) -> Holding:
     if len(parts) > 1 and local.ndim > 1:
         local = torch.cat([memory.flatten() for _, memory in parts])
     return Holding(local=local, shape=tuple(tensor.shape), boxes=tuple(box for box, _ in parts))
+
+
+def empty_part_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Make a tensor of ``dtype``, not filled, of which this rank holds what it holds of another."""
+    if isinstance(tensor, ShardView):
+        local = torch.empty_like(tensor.local, dtype=dtype)
+        others = tensor.communicator
+        return ShardView(local, tensor.start, tensor.shape, name=tensor.name, communicator=others)
+    local = torch.empty_like(local_of(tensor.detach()), dtype=dtype)
+    return dtensor_around(local, at_rest(tensor)) if isinstance(tensor, DTensor) else local
 
 
 @torch.no_grad()

@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from meshwright.comm import phase, settle
 from meshwright.composition.description import Description
@@ -255,9 +254,9 @@ class PipelinedTrainable(Trainable):
             if self._hooks.run():
                 follow_gradients(self.module)
 
-    def _optimizer_state(self, optimizer: Optimizer) -> dict[str, object]:
-        parts = of_one(super()._optimizer_state(optimizer), self._pipeline)
-        return _joined(parts, [name for name in self._names if name not in self._copies])
+    def _whole_optimizer(self, parts: Mapping[str, Any]) -> dict[str, object]:
+        every = of_one(super()._whole_optimizer(parts), self._pipeline)
+        return _joined(every, [name for name in self._names if name not in self._copies])
 
     def _load_model(self, parts: Mapping[str, Any]) -> None:
         with self._tied.inside():  # each stage loads what it computes with
@@ -331,7 +330,8 @@ def _joined(parts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[st
             "groups on every rank, empty ones too"
         )
     place = {name: number for number, name in enumerate(names)}
-    state = {n: value for part in parts for n, value in part["state"].items() if n in place}
+    # Of what stages hold together the first has its say.
+    state = {n: v for part in reversed(parts) for n, v in part["state"].items() if n in place}
     groups = []
     for together in zip(*(part["param_groups"] for part in parts), strict=True):
         listed = {name for group in together for name in group["params"] if name in place}

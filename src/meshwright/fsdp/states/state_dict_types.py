@@ -115,3 +115,20 @@ def settings_for_a_while(
     finally:
         for wrapper, settings in zip(wrappers, before, strict=True):
             wrapper._keep_settings(settings)
+
+
+@contextlib.contextmanager
+def giving_parts(module: nn.Module) -> Iterator[StateDictSettings]:
+    """Have all wrappers in ``module`` give the parts of this rank in the block."""
+    wrappers = wrappers_in(module)
+    before = [wrapper._state_dict_settings for wrapper in wrappers]
+    settings = StateDictSettings(
+        StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig()
+    )
+    for wrapper in wrappers:
+        wrapper._keep_settings(settings)
+    try:
+        yield settings
+    finally:
+        for wrapper, own in zip(wrappers, before, strict=True):
+            wrapper._keep_settings(own)

@@ -1,7 +1,7 @@
-"""The state of an optimizer by names, in whole tensors wherever its parameters lie in parts.
+"""The state of an optimizer by parameter name, as it lies on this rank, with flat parameters too.
 
-Flat parameters have none: their state is cut into that of the parameters, and put together again,
-so that it is the same with and without them.
+Flat parameters have no state here: theirs is cut into that of the parameters, and put together
+again, so that it is the same with and without them.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.checkpoint import load_optimizer_state, optimizer_state
+from meshwright.checkpoint.optimizers import load_optimizer_state, optimizer_state
 from meshwright.comm.dtensors.dtensor import local_of
-from meshwright.comm.dtensors.gather_dtensor import part_like, whole
 from meshwright.data_parallel.flat_parameters import parts_of_flat
 from meshwright.errors import CheckpointMismatchError
-from meshwright.torch_internals.trees import tree_map
 
 
-def named_state(optimizer: Optimizer, module: nn.Module) -> dict[str, object]:
-    """List ``optimizer.state_dict()`` with names of ``module``'s parameters for numbers.
+def named_state(
+    optimizer: Optimizer, module: nn.Module, named: Mapping[str, nn.Parameter]
+) -> dict[str, Any]:
+    """List ``optimizer.state_dict()`` with the names of ``named`` for numbers; nothing is sent.
 
-    All ranks call it together where parameters are sharded.
+    Tensors are the optimizer's own, or views of them.
     """
-    flats = _Flats(optimizer, module)
+    flats = _Flats(optimizer, module, named)
     if not flats.held:
-        return tree_map(_whole, optimizer_state(optimizer, module.named_parameters()))
+        return optimizer_state(optimizer, named.items())
     packed = optimizer_state(optimizer, flats.held.items())
     state: dict[str, dict[str, Any]] = {}
     for flat, values in cast("dict[str, dict[str, Any]]", packed["state"]).items():
@@ -39,32 +39,34 @@ def named_state(optimizer: Optimizer, module: nn.Module) -> dict[str, object]:
         {**group, "params": [name for flat in group["params"] for name in flats.names[flat]]}
         for group in cast("list[dict[str, Any]]", packed["param_groups"])
     ]
-    return tree_map(_whole, {"state": state, "param_groups": groups})
+    return {"state": state, "param_groups": groups}
 
 
-def load_named_state(optimizer: Optimizer, module: nn.Module, state: Mapping[str, Any]) -> None:
+def load_named_state(
+    optimizer: Optimizer,
+    module: nn.Module,
+    named: Mapping[str, nn.Parameter],
+    state: Mapping[str, Any],
+) -> None:
     """Load what `named_state` returned, into an optimizer with the same groups of parameters.
 
     Raises CheckpointMismatchError listing the parameters that differ.
     """
-    held = dict(module.named_parameters())
-    parts = {
-        name: {key: _part(inner, held.get(name)) for key, inner in values.items()}
-        for name, values in state["state"].items()
-    }
-    saved = {"state": parts, "param_groups": state["param_groups"]}
-    flats = _Flats(optimizer, module)
-    if flats.held:
-        saved = flats.joined(saved)
-    load_optimizer_state(optimizer, (flats.held or held).items(), saved)
+    flats = _Flats(optimizer, module, named)
+    saved = flats.joined(state) if flats.held else state
+    load_optimizer_state(optimizer, (flats.held or named).items(), saved)
 
 
 class _Flats:
     """The parameters of an optimizer, if any of them is flat, by the names of what they hold."""
 
-    def __init__(self, optimizer: Optimizer, module: nn.Module) -> None:
+    def __init__(
+        self, optimizer: Optimizer, module: nn.Module, named: Mapping[str, nn.Parameter]
+    ) -> None:
         self._module = module
-        self._known = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._known: dict[int, str] = {}
+        for name, parameter in named.items():
+            self._known.setdefault(id(parameter), name)
         self.held: dict[str, nn.Parameter] = {}
         self.names: dict[str, list[str]] = {}
         """By joined names, single ones."""
@@ -141,17 +143,3 @@ def _are_equal(one: object, other: object) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.shape == other.shape and bool((one == other).all())
     return bool(one == other)
-
-
-def _whole(value: object) -> object:
-    return whole(value, label="optimizer state") if isinstance(value, torch.Tensor) else value
-
-
-def _part(value: object, parameter: torch.Tensor | None) -> object:
-    """Spread state of the parameter's shape as that is; steps and the like stay whole."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if parameter is not None and value.shape == parameter.shape:
-        return part_like(value, parameter)
-    # torch keeps a step count as the tensor that it is given.
-    return value.clone()

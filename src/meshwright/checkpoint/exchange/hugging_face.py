@@ -1,0 +1,150 @@
+"""Folders as `from_pretrained` reads them: safetensors files, an index, a configuration.
+
+::
+
+    config.json
+    model.safetensors                      one file, or
+    model-00001-of-00002.safetensors       several, of about as many bytes
+    model.safetensors.index.json           the file of each tensor
+
+A tied tensor is stored under its first name; the model's configuration says that it is tied.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from meshwright.checkpoint.document import JSON
+from meshwright.checkpoint.exchange.weights import Weights, packed
+from meshwright.checkpoint.pieces import byte_views
+from meshwright.checkpoint.storage import Storage
+from meshwright.checkpoint.tensor_file import DTYPES, Entry, file_map
+from meshwright.checkpoint.writing import write_file
+from meshwright.errors import CheckpointDamagedError, CheckpointError
+
+INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_CONFIG = "config.json"
+_BESIDE = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
+"""Files of a model's folder that are no weights: configurations and tokenizers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HuggingFaceFormat:
+    """A Hugging Face folder to be written."""
+
+    shard_bytes: int
+    config: Mapping[str, JSON] | Path | None
+    """The configuration, or its file, or a folder whose files beside the weights are copied."""
+
+    def begin(self, weights: Weights, folder: Path) -> None:
+        """See `Format`."""
+
+    def write(self, weights: Weights, folder: Path, rank: int, size: int) -> JSON:
+        """Write every ``size``-th file."""
+        files = self._files(weights)
+        for name in list(files)[rank::size]:
+            entries = [
+                Entry(key=key, dtype=weights.entries[key].dtype, shape=weights.entries[key].shape)
+                for key in files[name]
+            ]
+            at = file_map(name, 0, entries)
+            views = byte_views(weights.read(key).reshape(-1) for key in at.spans)
+            write_file(Storage(), folder / name, at.header, views)
+        return None
+
+    def finish(self, weights: Weights, folder: Path, answers: Sequence[JSON]) -> Path:
+        """Write index and configuration."""
+        files = self._files(weights)
+        if len(files) > 1:
+            total = sum(entry.size for entry in weights.entries.values())
+            where = {key: name for name, keys in files.items() for key in keys}
+            index = {"metadata": {"total_size": total}, "weight_map": where}
+            _write_json(folder / INDEX, index)
+        config = weights.config if self.config is None else self.config
+        if isinstance(config, Path):
+            if config.is_dir():
+                for pattern in _BESIDE:
+                    for file in sorted(config.glob(pattern)):
+                        if file.name != INDEX:
+                            shutil.copyfile(file, folder / file.name)
+            else:
+                shutil.copyfile(config, folder / _CONFIG)
+        elif config is not None:
+            _write_json(folder / _CONFIG, config)
+        return folder
+
+    def _files(self, weights: Weights) -> dict[str, list[str]]:
+        runs = packed(weights, self.shard_bytes)
+        if len(runs) == 1:
+            return {_SINGLE: runs[0]}
+        return {
+            f"model-{number:05d}-of-{len(runs):05d}.safetensors": run
+            for number, run in enumerate(runs, 1)
+        }
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def read_hugging_face(folder: Path) -> Weights:
+    """Find the weights of a Hugging Face folder, or of one safetensors file."""
+    if folder.is_file():
+        folder, files = folder.parent, [folder.name]
+    elif (folder / INDEX).exists():
+        where = _read_json(folder / INDEX).get("weight_map")
+        files = list(dict.fromkeys(where.values())) if isinstance(where, dict) else []
+    else:
+        files = sorted(path.name for path in folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(
+            f"{folder} holds no safetensors files: expected {_SINGLE}, or {INDEX} and its files; "
+            "weights in pytorch_model.bin are read with --from torch"
+        )
+    known = {theirs: ours for ours, theirs in DTYPES.items()}
+    entries: dict[str, Entry] = {}
+    for file in files:
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointDamagedError(f"{folder / INDEX}: {file!r} is not a file beside it")
+        with _open(folder / file) as opened:
+            for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                piece = opened.get_slice(name)
+                if piece.get_dtype() not in known:
+                    raise CheckpointError(
+                        f"{folder / file}: {name!r} is {piece.get_dtype()}, which is not known here"
+                    )
+                shape, dtype = tuple(piece.get_shape()), known[piece.get_dtype()]
+                entries[name] = Entry(key=file, dtype=dtype, shape=shape)
+
+    def read(name: str) -> Tensor:
+        with _open(folder / entries[name].key) as opened:
+            return opened.get_tensor(name)
+
+    config = folder / _CONFIG
+    found = _read_json(config) if config.exists() else None
+    return Weights(entries=entries, read=read, config=found)
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointDamagedError(f"{path} is no safetensors file: {error}") from None
+
+
+def _read_json(path: Path) -> dict[str, JSON]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointDamagedError(f"{path} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise CheckpointDamagedError(f"{path}: expected a JSON object")
+    return found

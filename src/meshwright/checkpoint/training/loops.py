@@ -1,0 +1,425 @@
+"""A training loop's `save` and `load`: what it goes on from, in one call.
+
+::
+
+    checkpoint.save("checkpoints", step, model=model, optimizer=optimizer, data=sampler)
+    checkpoint.load("checkpoints", model=model, optimizer=optimizer, data=sampler)
+
+Every rank calls them, under whatever wrapper and on however many ranks; no rank holds more than its
+part of the state and one tensor. What is saved is named by the plain model, so that any layout goes
+on from any other. Its structure may be another on each rank of a pipeline, and is put together::
+
+    rank 0   {"model": {"first.weight": {"$tensor": ...}}}     the manifest   both
+    rank 1   {"model": {"last.weight": {"$tensor": ...}}}
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwright.checkpoint.document import JSON
+from meshwright.checkpoint.manifest import MANIFEST_NAME
+from meshwright.checkpoint.nested import flatten
+from meshwright.checkpoint.optimizers import differing_groups
+from meshwright.checkpoint.pieces import ShardedPiece
+from meshwright.checkpoint.reading import Reader
+from meshwright.checkpoint.steps import latest, step_directory
+from meshwright.checkpoint.training.generators import generator_state, restore_generators
+from meshwright.checkpoint.training.restoring import (
+    FORMAT,
+    PREFIX,
+    VERSION,
+    Matching,
+    SavedState,
+    piece_of,
+)
+from meshwright.checkpoint.training.together import Group, everyone, together
+from meshwright.checkpoint.training.wrapped import ModelState, NamedOptimizer
+from meshwright.checkpoint.writing import save_tensors
+from meshwright.comm import Communicator
+from meshwright.errors import CheckpointError, CheckpointMismatchError
+
+_log = logging.getLogger(__name__)
+_OWN_PARAMETERS = re.compile(r"^the state\.optimizer(\[\d+\])?\.param_groups\[\d+\]\.params$")
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A scheduler, a sampler: anything with a state of tensors and plain values."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Give the state."""
+
+    def load_state_dict(self, state: Any) -> object:  # noqa: ANN401 - as each defines it
+        """Go on from a state."""
+
+
+@runtime_checkable
+class Laid(Protocol):
+    """A model and its optimizer that know how they lie on the ranks: a `Trainable`."""
+
+    def held_state(self) -> dict[str, Any]:
+        """List what this rank holds, with a `ModelState` as ``"model"``."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load parts as they lie here, by name."""
+
+
+Model = nn.Module | Sequence[nn.Module] | Laid
+Stated = Stateful | Sequence[Stateful] | Mapping[str, Stateful]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Loaded:
+    """The checkpoint that `load` has found, and what is in it beside what was filled."""
+
+    path: Path
+    """The checkpoint."""
+    step: int
+    extra: Any
+    """The ``extra`` that `save` was given."""
+    has_random: bool
+    """True when the generators of random numbers were restored."""
+
+
+def save(
+    folder: str | os.PathLike[str],
+    step: int,
+    *,
+    model: Model | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    scheduler: Stated | None = None,
+    data: Stated | None = None,
+    extra: object = None,
+    random: bool = True,
+    keep_last: int | None = None,
+    communicator: Communicator | None = None,
+) -> Path:
+    """Save a training loop as ``folder/step_00000120``, complete or not at all; return that path.
+
+    ``model``: a module under any wrapper or none, several (the stages of this rank), or the
+    `Trainable` of `parallelize`, which brings its optimizer. ``optimizer``: one or several, of its
+    parameters. ``scheduler`` and ``data``: whatever has ``state_dict`` and ``load_state_dict``, the
+    same on all ranks. ``extra``: plain values and tensors, the same on all ranks, or under keys of
+    its own on each. ``random``: the generators of Python, NumPy, torch and this rank's device.
+    ``keep_last``: how many complete checkpoints stay in ``folder``. All ranks of ``communicator``
+    (by default of the run, or this process alone) call it together.
+
+    Raises `CheckpointWriteError` on all ranks where it cannot be written (earlier checkpoints are
+    untouched), `CheckpointClaimedError` where another job saves to ``folder``, and ``TypeError`` or
+    ``ValueError`` for what cannot be saved.
+
+    >>> path = checkpoint.save("checkpoints", 120, model=model, optimizer=optimizer)
+    """
+    group = communicator if communicator is not None else everyone()
+    given: dict[str, Any] = {"scheduler": scheduler, "data": data}
+    held = _owner(model, optimizer).held_state()
+
+    def describe() -> tuple[dict[str, ShardedPiece], JSON]:
+        state = {**held, **{k: _states(v) for k, v in given.items() if v is not None}}
+        if extra is not None:
+            state["extra"] = extra
+        if random:
+            state["random"] = {str(group.rank): generator_state(_device(group))}
+        weights = state.pop("model", None)
+        tensors, structure = flatten(state, PREFIX)
+        structure = cast("dict[str, JSON]", structure)
+        if weights is not None:
+            own, structure["model"] = _described(weights)
+            tensors.update(own)
+        pieces = {
+            n: t if isinstance(t, ShardedPiece) else piece_of(n, t) for n, t in tensors.items()
+        }
+        return pieces, structure
+
+    pieces, rows = together(group, "describe", describe)
+    metadata: dict[str, JSON] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "ranks": group.size,
+        "state": _joined(rows, "the state"),
+    }
+    others = None if communicator is None and group.size == 1 else cast(Communicator, group)
+    return save_tensors(
+        folder, pieces, metadata, step=step, communicator=others, keep_last=keep_last
+    )
+
+
+def load(
+    folder: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    model: Model | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    scheduler: Stated | None = None,
+    data: Stated | None = None,
+    random: bool = True,
+    communicator: Communicator | None = None,
+) -> Loaded:
+    """Go on from what `save` has saved, on any layout: what is given is filled in place.
+
+    ``folder``: a checkpoint, or a folder of them, of which the newest is loaded, or that of
+    ``step``. What was saved but is not asked for is left; what is asked for must be there. Names,
+    shapes and dtypes are compared first, on all ranks; every byte that is read is verified.
+
+    Generators of random numbers are restored on as many ranks as saved them. On others a warning is
+    logged, and they stay as they are: seed them.
+
+    Raises `CheckpointMismatchError` listing what is missing, unknown, or of another shape or dtype,
+    before anything is changed; `CheckpointDamagedError` naming file and tensor, after which the
+    model is of no use; `CheckpointError` where there is no checkpoint. All ranks raise.
+
+    >>> step = checkpoint.load("checkpoints", model=model, optimizer=optimizer).step
+    """
+    group = communicator if communicator is not None else everyone()
+    given = {k: v for k, v in {"scheduler": scheduler, "data": data}.items() if v is not None}
+
+    def choose() -> tuple[None, JSON]:
+        return None, str(_chosen(Path(folder), step)) if group.rank == 0 else None
+
+    path = Path(str(together(group, "choose", choose)[1][0]))
+    owner = _owner(model, optimizer)
+    held = owner.held_state()
+    with together(group, "open", lambda: (SavedState(Reader(path)), None))[0] as saved:
+        restoring = _Restoring(saved, owner, held)
+        _, rows = together(group, "compare", lambda: (None, restoring.compare([*given])))
+        together(group, "compare all", lambda: (None, restoring.compare_all(rows)))
+        state, _ = together(group, "read", lambda: (restoring.read(), None))
+        others = {k: saved.read(saved.structure[k]) for k in given}
+        extra = saved.read(saved.structure.get("extra"))
+        has_random = random and saved.ranks == group.size and "random" in saved.structure
+        drawn = None
+        if has_random:
+            drawn = saved.read(saved.structure["random"][str(group.rank)])
+    owner.load_state_dict(state)
+    for key, target in given.items():
+        _load_states(target, others[key])
+    if drawn is not None:
+        restore_generators(drawn, _device(group))
+    elif random and "random" in saved.structure and group.rank == 0:
+        _log.warning(
+            "%s was saved on %d ranks and is loaded on %d: generators of random numbers stay as "
+            "they are; seed them for this step",
+            path,
+            saved.ranks,
+            group.size,
+        )
+    return Loaded(path=path, step=saved.step, extra=extra, has_random=has_random)
+
+
+def _chosen(folder: Path, step: int | None) -> Path:
+    if step is not None:
+        return step_directory(folder, step)
+    if (folder / MANIFEST_NAME).exists():
+        return folder
+    newest = latest(folder)
+    if newest is None:
+        raise CheckpointError(
+            f"there is no checkpoint in {folder}: give a folder that checkpoint.save has saved to, "
+            "or begin anew where checkpoint.latest finds none"
+        )
+    return newest
+
+
+def _device(group: Group) -> torch.device:
+    return group.device if isinstance(group, Communicator) else torch.device("cpu")
+
+
+# ------------------------------------------------------------------------------ what is given
+
+
+class _Loop:
+    """Modules and optimizers of a loop of the user's."""
+
+    def __init__(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        if optimizers and not modules:
+            raise ValueError("optimizer was given without model: its parameters have no names")
+        self._modules = modules
+        self._optimizers = optimizers
+        self.named = [NamedOptimizer(optimizer, modules) for optimizer in optimizers]
+        self.weights = ModelState(modules) if modules else None
+
+    def held_state(self) -> dict[str, Any]:
+        """See `Laid`."""
+        state: dict[str, Any] = {} if self.weights is None else {"model": self.weights}
+        found = [each.state() for each in self.named]
+        if found:
+            state["optimizer"] = found[0] if len(found) == 1 else found
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Laid`."""
+        if self.weights is not None:
+            self.weights.load()
+        for each, own in zip(self.named, state["optimizer"], strict=True):
+            each.load(own)
+
+
+def _owner(model: Model | None, optimizer: Optimizer | Sequence[Optimizer] | None) -> _Loop | Laid:
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*(optimizer or ())]
+    if isinstance(model, Laid) and not isinstance(model, nn.Module):
+        if optimizers:
+            raise ValueError("a Trainable brings its optimizer: leave optimizer out")
+        return model
+    modules = [model] if isinstance(model, nn.Module) else [*cast("Sequence[Any]", model or ())]
+    for each in modules:
+        if not isinstance(each, nn.Module):
+            raise TypeError(
+                f"model: expected modules or a Trainable, found a {type(each).__name__}"
+            )
+    return _Loop(modules, optimizers)
+
+
+def _states(given: Stated) -> Any:  # noqa: ANN401 - any state
+    """Take the state of what is given, in the form of what is given."""
+    if isinstance(given, Stateful):
+        return dict(given.state_dict())
+    if isinstance(given, Mapping):
+        return {key: _states(each) for key, each in given.items()}
+    if isinstance(given, Sequence):
+        return [_states(each) for each in given]
+    raise TypeError(
+        f"expected something with state_dict and load_state_dict, found a {type(given).__name__}"
+    )
+
+
+def _load_states(given: Stated, state: Any) -> None:  # noqa: ANN401 - any state
+    if isinstance(given, Stateful):
+        given.load_state_dict(state)
+        return
+    pairs = given.items() if isinstance(given, Mapping) else enumerate(given)
+    for key, each in pairs:
+        _load_states(each, state[key])
+
+
+def _described(weights: ModelState) -> tuple[dict[str, Tensor], JSON]:
+    """List the tensors of a model, and its structure; tied ones have one tensor."""
+    tensors = {f"{PREFIX}/model/{name}": tensor for name, tensor in weights.tensors.items()}
+    structure: dict[str, JSON] = {
+        name: {"$tensor": f"{PREFIX}/model/{weights.ties.get(name, name)}"}
+        for name in (*weights.tensors, *weights.ties)
+    }
+    for name, value in weights.rest.items():
+        found, structure[name] = flatten(value, f"{PREFIX}/model/{name}")
+        tensors.update(cast("dict[str, Tensor]", found))
+    return tensors, structure
+
+
+def _joined(rows: Sequence[Any], place: str) -> Any:  # noqa: ANN401 - JSON
+    """Put the structures of all ranks together. Raises ValueError where they contradict."""
+    first = rows[0]
+    if all(row == first for row in rows):
+        return first
+    if all(isinstance(row, dict) for row in rows):
+        keys = dict.fromkeys(key for row in rows for key in row)
+        return {k: _joined([r[k] for r in rows if k in r], f"{place}.{k}") for k in keys}
+    if all(isinstance(row, list) for row in rows):
+        if _OWN_PARAMETERS.search(place):  # each rank of a pipeline has others
+            return list(dict.fromkeys(name for row in rows for name in row))
+        if len({len(row) for row in rows}) == 1:
+            return [
+                _joined(each, f"{place}[{n}]") for n, each in enumerate(zip(*rows, strict=True))
+            ]
+    other = next(row for row in rows if row != first)
+    raise ValueError(
+        f"{place} differs between ranks: {str(first)[:60]} and {str(other)[:60]}; save what all "
+        "ranks have alike, or what is each rank's own under a key of its own, as "
+        'extra={f"mine/{rank}": ...}'
+    )
+
+
+class _Restoring:
+    """The steps of a load on one rank."""
+
+    def __init__(self, saved: SavedState, owner: _Loop | Laid, held: Mapping[str, Any]) -> None:
+        self._saved = saved
+        self._owner = owner
+        self._held = held
+        self._weights: ModelState | None = held.get("model")
+        self._matching = Matching(saved, self._weights)
+        found = held.get("optimizer", [])
+        self._optimizers: list[Any] = found if isinstance(found, list) else [found]
+        self._names: list[dict[str, list[str]]] = []
+        """For each optimizer the names here by the saved ones."""
+
+    def compare(self, given: Sequence[str]) -> Any:  # noqa: ANN401 - JSON
+        """Compare with what this rank has; returns the names that it knows."""
+        saved = self._saved
+        remedy = ""
+        if not isinstance(self._owner, _Loop) and "optimizer" not in saved.structure:
+            remedy = "give model=trainable.module for the weights alone"
+        wanted = [key for key in ("model", "optimizer") if key in self._held]
+        saved.require([*wanted, *given], remedy)
+        self._matching.compare()
+        stored = saved.optimizers()
+        if self._optimizers and len(stored) != len(self._optimizers):
+            raise CheckpointMismatchError(
+                f"the checkpoint {saved.path} holds {len(stored)} optimizers, "
+                f"{len(self._optimizers)} were given"
+            )
+        for own, there in zip(self._optimizers, stored, strict=False):
+            groups = [group["params"] for group in own["param_groups"]]
+            names = self._matching.of_optimizer(there, [n for group in groups for n in group])
+            fitting = [
+                [name for source in group["params"] for name in names.get(source, ())]
+                for group in there["param_groups"]
+            ]
+            problems = differing_groups(groups, fitting)
+            if problems:
+                head = f"the optimizer in {saved.path} does not fit this one:"
+                raise CheckpointMismatchError("\n  ".join([head, *problems]))
+            self._names.append(names)
+        used = [
+            sorted({n for s in names for n in self._matching.alike(s)}) for names in self._names
+        ]
+        return {"model": self._matching.known(), "optimizers": used}
+
+    def compare_all(self, rows: Sequence[Any]) -> None:
+        """Refuse what the checkpoint has and no rank knows."""
+        problems: list[str] = []
+        if self._weights is not None:
+            known = {name for row in rows for name in row["model"]}
+            problems += [
+                f"{name!r} is in the checkpoint but not in the model"
+                for name in self._saved.structure["model"]
+                if not known.intersection(self._matching.alike(name))
+            ]
+        for number, there in enumerate(self._saved.optimizers()[: len(self._names)]):
+            known = {name for row in rows for name in row["optimizers"][number]}
+            problems += [
+                f"{name!r} is in the saved optimizer but not in this one"
+                for group in there["param_groups"]
+                for name in group["params"]
+                if not known.intersection(self._matching.alike(name))
+            ]
+        if problems:
+            head = f"the checkpoint {self._saved.path} belongs to another model:"
+            raise CheckpointMismatchError("\n  ".join([head, *problems]))
+
+    def read(self) -> dict[str, Any]:
+        """Fill the model, and read the rest as it lies on this rank."""
+        saved, weights = self._saved, self._weights
+        self._matching.fill()
+        state: dict[str, Any] = {"steps": saved.step}
+        for key in self._held:
+            if key not in ("model", "optimizer") and key in saved.structure:
+                state[key] = saved.read(saved.structure[key])
+        pairs = zip(saved.optimizers(), self._names, strict=False)
+        found = [self._matching.read_optimizer(there, names) for there, names in pairs]
+        if isinstance(self._owner, _Loop):
+            return {**state, "optimizer": found}
+        if found:
+            state["optimizer"] = found[0]
+        if weights is not None:
+            state["model"] = {**weights.names(), **weights.rest}
+        return state

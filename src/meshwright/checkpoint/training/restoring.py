@@ -1,0 +1,230 @@
+"""State of a checkpoint for what this rank holds: compared by name first, then filled in place."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint.document import JSON
+from meshwright.checkpoint.nested import unflatten
+from meshwright.checkpoint.pieces import ShardedPiece, dtype_name, parts, torch_dtype
+from meshwright.checkpoint.reading import Reader
+from meshwright.checkpoint.training.wrapped import ModelState
+from meshwright.comm.dtensors.gather_dtensor import empty_part_like, held, held_boxes
+from meshwright.errors import CheckpointMismatchError
+
+FORMAT = "meshwright-state"
+VERSION = 1
+PREFIX = "state"
+
+
+class SavedState:
+    """The state that an open checkpoint holds, read piece by piece; a context manager, as that is.
+
+    Raises ``CheckpointMismatchError`` for a checkpoint of tensors alone.
+    """
+
+    ranks: int
+    """The number of ranks that saved it."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+        self.path = reader.directory
+        self.step = reader.manifest.step
+        metadata = reader.manifest.metadata
+        found = metadata.get("format"), metadata.get("version")
+        structure = metadata.get("state")
+        if found != (FORMAT, VERSION) or not isinstance(structure, dict):
+            raise CheckpointMismatchError(
+                f"{reader.directory} was not saved by checkpoint.save, or by another version of "
+                f"it: expected format {FORMAT} {VERSION}, found {found[0]} {found[1]}; "
+                "checkpoint.load_tensors reads its tensors"
+            )
+        self.structure: dict[str, Any] = structure
+        self.ranks = int(cast(int, metadata["ranks"]))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.reader.close()
+
+    def require(self, keys: Sequence[str], remedy: str = "") -> None:
+        """Raise ``CheckpointMismatchError`` unless the state has all ``keys``."""
+        missing = [key for key in keys if key not in self.structure]
+        if missing:
+            remedy = remedy or f"leave {' and '.join(missing)} out"
+            raise CheckpointMismatchError(
+                f"the checkpoint {self.path} holds no {' and no '.join(missing)}, but "
+                f"{', '.join(self.structure)}: {remedy}"
+            )
+
+    def read(self, structure: JSON, like: Tensor | None = None) -> Any:  # noqa: ANN401 - any state
+        """Read nested state: tensors of the shape of ``like`` as it lies, others whole."""
+        return unflatten(structure, _Tensors(self.reader, like))
+
+    def weights(self) -> dict[str, str]:
+        """List the stored tensor of each name of the model."""
+        found = self.structure.get("model", {})
+        return {n: v["$tensor"] for n, v in found.items() if _is_tensor(v)}
+
+    def optimizers(self) -> list[dict[str, Any]]:
+        """List the structures of the optimizers."""
+        found = self.structure.get("optimizer", [])
+        return found if isinstance(found, list) else [found]
+
+
+def _is_tensor(structure: object) -> bool:
+    return isinstance(structure, dict) and structure.keys() == {"$tensor"}
+
+
+class _Tensors(Mapping[str, Tensor]):
+    """Tensors of a checkpoint that are read when they are asked for."""
+
+    def __init__(self, reader: Reader, like: Tensor | None) -> None:
+        self._reader = reader
+        self._like = like
+
+    def __getitem__(self, name: str) -> Tensor:
+        record = self._reader.manifest.tensors[name]
+        like = self._like
+        if like is None or not record.shape or record.shape != tuple(like.shape):
+            return self._reader.read(name)
+        found = empty_part_like(like, torch_dtype(record.dtype))
+        fill(self._reader, name, found)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._reader.manifest.tensors)
+
+    def __len__(self) -> int:
+        return len(self._reader.manifest.tensors)
+
+
+@torch.no_grad()
+def fill(reader: Reader, name: str, tensor: Tensor) -> None:
+    """Fill what this rank holds of ``tensor`` with the stored tensor ``name``."""
+    piece = piece_of(name, tensor)
+    reader.read_into(name, piece)
+    places = [memory for box, memory in held_boxes(tensor, name) if box.numel]
+    if len(places) > 1:  # what lies in several boxes was filled in a copy
+        for memory, (_, flat) in zip(places, parts(piece), strict=True):
+            memory.copy_(flat.view(memory.shape))
+
+
+def piece_of(name: str, tensor: Tensor) -> ShardedPiece:
+    """Describe what this rank holds of ``tensor``, on its memory where that is one piece."""
+    holding = held(tensor, name)
+    return ShardedPiece(global_shape=holding.shape, boxes=holding.boxes, tensor=holding.local)
+
+
+# -------------------------------------------------------------------------------------- names
+
+
+class Matching:
+    """The names of a checkpoint and those of this rank's model, each tied one under all names."""
+
+    def __init__(self, saved: SavedState, weights: ModelState | None) -> None:
+        self._saved = saved
+        self._weights = weights
+        self._stored = saved.weights()
+        alike: defaultdict[str, list[str]] = defaultdict(list)
+        for name, tensor in self._stored.items():
+            alike[tensor].append(name)
+        self._stored_ties = {name: alike[tensor] for name, tensor in self._stored.items()}
+        ties: dict[str, str] = {} if weights is None else weights.ties
+        others: defaultdict[str, list[str]] = defaultdict(list)
+        for name, first in ties.items():
+            others[first].append(name)
+        self._ties = {first: [first, *names] for first, names in others.items()}
+        self._first = ties
+
+    def alike(self, name: str) -> list[str]:
+        """List the names under which a checkpoint may have what is ``name`` here, itself first."""
+        own = [name, *self._ties.get(self._first.get(name, name), ())]
+        tied = [other for each in own for other in self._stored_ties.get(each, ())]
+        return list(dict.fromkeys([*own, *tied]))
+
+    def sources(self, first: str) -> list[str]:
+        """List the stored tensors of a tensor here: several where what is tied here was not."""
+        found = [self._stored[name] for name in self.alike(first) if name in self._stored]
+        return list(dict.fromkeys(found))
+
+    def known(self) -> list[str]:
+        """List the names of the model that this rank knows."""
+        weights = self._weights
+        return [] if weights is None else [*weights.tensors, *weights.ties, *weights.rest]
+
+    def compare(self) -> None:
+        """Raise ``CheckpointMismatchError`` listing what the checkpoint lacks or has otherwise."""
+        weights, reader = self._weights, self._saved.reader
+        if weights is None:
+            return
+        expected = {
+            source: (tuple(tensor.shape), dtype_name(tensor.dtype))
+            for first, tensor in weights.tensors.items()
+            for source in self.sources(first) or [f"{PREFIX}/model/{first}"]
+        }
+        reader.check_names(expected, within=None)
+        stored = self._saved.structure.get("model", {})
+        missing = [name for name in weights.rest if name not in stored]
+        if missing:
+            raise CheckpointMismatchError(
+                f"the checkpoint {reader.directory} has no extra state {missing[0]!r} of the model"
+            )
+
+    def fill(self) -> None:
+        """Fill the model's tensors. Raises where tensors that are tied here differ there."""
+        weights, reader = self._weights, self._saved.reader
+        if weights is None:
+            return
+        for first, tensor in weights.tensors.items():
+            source, *others = self.sources(first)
+            fill(reader, source, tensor)
+            for other in others:
+                second = empty_part_like(tensor, tensor.dtype)
+                fill(reader, other, second)
+                if not torch.equal(piece_of(other, tensor).tensor, piece_of(other, second).tensor):
+                    raise CheckpointMismatchError(
+                        f"{source!r} and {other!r} differ in the checkpoint {reader.directory}, "
+                        "and are one tensor here: load it into a model that does not tie them"
+                    )
+        stored = self._saved.structure.get("model", {})
+        for name in list(weights.rest):
+            weights.set_rest(name, self._saved.read(stored[name]))
+
+    # ---------------------------------------------------------------------------- optimizers
+
+    def of_optimizer(self, saved: Mapping[str, Any], names: Sequence[str]) -> dict[str, list[str]]:
+        """List for each name of a saved optimizer those of ``names`` that have its state here."""
+        there = {name for group in saved["param_groups"] for name in group["params"]}
+        found: defaultdict[str, list[str]] = defaultdict(list)
+        for name in names:
+            source = next((other for other in self.alike(name) if other in there), name)
+            found[source].append(name)
+        return dict(found)
+
+    def read_optimizer(
+        self, saved: Mapping[str, Any], names: Mapping[str, Sequence[str]]
+    ) -> dict[str, Any]:
+        """Read the state of an optimizer, cut as the parameters are.
+
+        ``names`` are those here by the saved ones, which may be others or several.
+        """
+        weights = self._weights
+        held: dict[str, Tensor] = {} if weights is None else weights.names()
+        state: dict[str, Any] = {}
+        for source, values in saved["state"].items():
+            for name in names.get(source, ()):
+                like = held.get(name)
+                state[name] = {key: self._saved.read(v, like) for key, v in values.items()}
+        groups = []
+        for group in saved["param_groups"]:
+            found = {k: self._saved.read(v) for k, v in group.items() if k != "params"}
+            listed = [name for source in group["params"] for name in names.get(source, ())]
+            groups.append({**found, "params": listed})
+        return {"state": state, "param_groups": groups}

@@ -1,0 +1,179 @@
+"""Weights go to Hugging Face folders, distributed checkpoints and files of torch, and come back."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+from meshwright import checkpoint
+from meshwright.checkpoint import Reader, export_weights, import_weights
+from meshwright.checkpoint.exchange.weights import weights_of
+from meshwright.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointWriteError,
+)
+from support.checkpoint.loop_layouts import Net
+from support.checkpoint.memory import BOUND, TENSOR_BYTES, Wide, peak_growth
+
+CONFIG = {"model_type": "net", "tie_word_embeddings": True, "rope": [1, 2.5], "none": None}
+TARGETS = {"hf": "folder", "dcp": "folder", "torch": "weights.pt"}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    return checkpoint.save(tmp_path / "run", 3, model=Net(0), extra={"config": CONFIG})
+
+
+def names_and_values(path: Path) -> dict[str, torch.Tensor]:
+    with Reader(path) as reader:
+        weights = weights_of(reader)
+        found = {name: weights.read(name) for name in weights.entries}
+    return {**found, **{name: found[first] for name, first in weights.ties.items()}}
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+def imported(source: Path, folder: Path, to: str) -> Path:
+    return import_weights(source, folder, source_format=to, trust_pickle=True)
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_weights_come_back_as_they_were(saved: Path, tmp_path: Path, to: str) -> None:
+    target = export_weights(saved, tmp_path / "out" / TARGETS[to], to=to)
+    assert [path.name for path in target.parent.iterdir()] == [target.name]
+    back = imported(target, tmp_path / "back", to)
+    expected = dict(Net(0).state_dict())
+    if to == "hf":
+        expected.pop("head.weight")  # as the configuration says, it is tied
+        assert json.loads((target / "config.json").read_text()) == CONFIG
+        assert checkpoint.load(back).extra == {"config": CONFIG}
+    assert_equal(names_and_values(back), expected)
+    model = Net(7)
+    checkpoint.load(back, model=model)
+    assert_equal(dict(model.state_dict()), dict(Net(0).state_dict()))
+    with pytest.raises(CheckpointWriteError, match="exists and is never overwritten"):
+        export_weights(saved, target, to=to)
+
+
+def test_torch_reads_what_is_exported(saved: Path, tmp_path: Path) -> None:
+    expected = dict(Net(0).state_dict())
+    found = torch.load(export_weights(saved, tmp_path / "w.pt", to="torch"), weights_only=True)
+    assert_equal(found, expected)
+    assert found["head.weight"].data_ptr() == found["embed.weight"].data_ptr()
+    state = {"model": Net(7).state_dict()}
+    dcp.load(state, checkpoint_id=export_weights(saved, tmp_path / "dcp", to="dcp"), no_dist=True)
+    assert_equal(state["model"], expected)
+
+
+def test_what_torch_has_written_is_imported(tmp_path: Path) -> None:
+    expected = dict(Net(0).state_dict())
+    torch.save({"state_dict": expected, "epoch": 3}, tmp_path / "w.pt")
+    found = imported(tmp_path / "w.pt", tmp_path / "a", "torch")
+    assert_equal(names_and_values(found), expected)
+    state = {"model": expected, "optimizer": {"param_groups": [{"lr": 0.1}]}, "step": 3}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert_equal(names_and_values(imported(tmp_path / "dcp", tmp_path / "b", "dcp")), expected)
+
+
+def test_shards_of_a_folder_have_an_index(saved: Path, tmp_path: Path) -> None:
+    config = tmp_path / "from"
+    config.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors.index.json"):
+        (config / name).write_text(f'{{"name": "{name}"}}')
+    target = export_weights(
+        saved, tmp_path / "out", to="hf", shard_bytes=200, config=config, dtype=torch.bfloat16
+    )
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    files = {file: load_file(target / file) for file in set(index["weight_map"].values())}
+    assert len(files) > 1
+    expected = {n: t.bfloat16() for n, t in Net(0).state_dict().items() if n != "head.weight"}
+    found = {name: files[file][name] for name, file in index["weight_map"].items()}
+    assert_equal(found, expected)
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in expected.values())
+    assert json.loads((target / "tokenizer.json").read_text()) == {"name": "tokenizer.json"}
+    back = imported(target, tmp_path / "back", "hf")
+    assert_equal(names_and_values(back), expected)
+    with pytest.raises(CheckpointMismatchError, match=r"bfloat16 .* in the checkpoint"):
+        checkpoint.load(back, model=Net(0))
+    (target / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}')
+    with pytest.raises(CheckpointDamagedError, match=r"'\.\./b' is not a file beside it"):
+        imported(target, tmp_path / "evil", "hf")
+
+
+class Shell:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_no_foreign_file_runs_code(saved: Path, tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    torch.save({"weight": torch.ones(2), "more": Shell(mark)}, tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match="cannot be read as weights"):
+        imported(tmp_path / "w.pt", tmp_path / "a", "torch")
+    target = export_weights(saved, tmp_path / "dcp", to="dcp")
+    with pytest.raises(CheckpointError, match="trust_pickle=True"):
+        import_weights(target, tmp_path / "b", source_format="dcp")
+    (target / ".metadata").write_bytes(pickle.dumps(Shell(mark)))
+    with pytest.raises(CheckpointDamagedError, match=r"names posix\.mkdir"):
+        imported(target, tmp_path / "b", "dcp")
+    assert not mark.exists()
+
+
+def test_a_chunk_lies_in_the_folder(tmp_path: Path) -> None:
+    dcp.save({"model": {"w": torch.ones(2)}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    path = tmp_path / "dcp" / ".metadata"
+    name = b"__0_0.distcp"
+    path.write_bytes(path.read_bytes().replace(name, b"../" + name[:-3]))
+    with pytest.raises(CheckpointError, match="outside of the folder"):
+        imported(tmp_path / "dcp", tmp_path / "a", "dcp")
+
+
+def test_mistakes_say_what_to_do(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"to: expected one of .* found 'onnx'"):
+        export_weights(saved, tmp_path / "x", to="onnx")
+    with pytest.raises(ValueError, match="config is for to='hf'"):
+        export_weights(saved, tmp_path / "x", to="dcp", config=CONFIG)
+    with pytest.raises(CheckpointError, match="expected a file or a folder"):
+        export_weights(saved, tmp_path / "x", to="hf", config=tmp_path / "no")
+    with pytest.raises(CheckpointError, match="found nothing there"):
+        imported(tmp_path / "no", tmp_path / "a", "hf")
+    with pytest.raises(CheckpointError, match="is no distributed checkpoint"):
+        imported(saved, tmp_path / "a", "dcp")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="holds no safetensors files"):
+        imported(tmp_path / "empty", tmp_path / "a", "hf")
+    path = checkpoint.save(tmp_path / "others", 0, extra=1)
+    with pytest.raises(CheckpointMismatchError, match="holds no model"):
+        export_weights(path, tmp_path / "x", to="hf")
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path, to: str) -> None:
+    path = checkpoint.save(tmp_path / "run", 0, model=Wide())
+    target = tmp_path / "out"
+    options: dict[str, Any] = {"shard_bytes": 3 * TENSOR_BYTES} if to == "hf" else {}
+    grown = peak_growth(lambda: export_weights(path, target, to=to, **options), tmp_path)
+    assert TENSOR_BYTES <= grown < BOUND
+    read = lambda: imported(target, tmp_path / "back", to)  # noqa: E731
+    assert peak_growth(read, tmp_path, maps=2 * TENSOR_BYTES) < BOUND

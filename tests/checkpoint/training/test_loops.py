@@ -1,0 +1,208 @@
+"""`save` and `load`: any layout goes on from any other, to the last bit."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from meshwright import checkpoint
+from meshwright.comm import communicator
+from meshwright.data_parallel import fully_shard
+from meshwright.errors import CheckpointError, CheckpointMismatchError
+from meshwright.testing import Ranks
+from support.checkpoint.loop_layouts import IDS, LAYOUTS, Net, begin, chain, saved_state
+from support.checkpoint.memory import BOUND, Wide, peak_growth
+
+
+def assert_same_state(path: Path, expected: Path) -> None:
+    assert_equal(saved_state(path), saved_state(expected))
+
+
+def assert_equal(found: Any, expected: Any, place: str = "state") -> None:
+    """Same keys, values and bits."""
+    assert type(found) is type(expected), place
+    if isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype, place
+        assert torch.equal(found, expected), place
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), place
+        for key, value in expected.items():
+            assert_equal(found[key], value, f"{place}.{key}")
+    else:
+        assert found == expected, place
+
+
+def runs(names: list[str]) -> list[tuple[int, list[str]]]:
+    """Cut a chain of layouts into runs of equal numbers of ranks."""
+    found = itertools.groupby(names, lambda name: LAYOUTS[name][0])
+    return [(size, list(part)) for size, part in found]
+
+
+def test_layouts_go_on_from_each_other(ranks: Ranks, tmp_path: Path) -> None:
+    """Each layout loads what another has saved, up and down through one, two and four ranks."""
+    start = path = begin(tmp_path)
+    names = list(LAYOUTS)
+    for number, (size, part) in enumerate(runs([*names, "plain"])):
+        folder = tmp_path / str(number)
+        path = chain(path, folder, part) if size == 1 else ranks(size, chain, path, folder, part)[0]
+        assert_same_state(path, start)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", LAYOUTS)
+def test_every_layout_goes_on_from_every_other(ranks: Ranks, tmp_path: Path, source: str) -> None:
+    start = begin(tmp_path)
+    path = ranks(LAYOUTS[source][0], chain, start, tmp_path / "source", [source])[0]
+    for target, (size, _) in LAYOUTS.items():
+        found = ranks(size, chain, path, tmp_path / "targets" / target, [target])[0]
+        assert_same_state(found, start)
+
+
+def test_all_of_a_loop_goes_on(tmp_path: Path) -> None:
+    """Two optimizers, a scheduler of milestones, groups, random numbers, nested values."""
+
+    def build(seed: int) -> dict[str, Any]:
+        model = Net(seed)
+        ends = {id(p) for p in (*model.last.parameters(), *model.norm.parameters())}
+        begin = [p for p in model.parameters() if id(p) not in ends]
+        groups = [{"params": model.last.parameters()}, {"params": model.norm.parameters(), "lr": 1}]
+        optimizers = [torch.optim.SGD(begin, lr=0.1, momentum=0.9), torch.optim.AdamW(groups)]
+        scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizers[0], [1, 3])
+        return {"model": model, "optimizer": optimizers, "scheduler": {"first": scheduler}}
+
+    def step(loop: dict[str, Any]) -> None:
+        loop["model"](IDS).square().sum().backward()
+        for optimizer in loop["optimizer"]:
+            optimizer.step()
+            optimizer.zero_grad()
+        loop["scheduler"]["first"].step()
+
+    one, other = build(0), build(1)
+    step(one)
+    extra = {"losses": (1.5, float("inf")), "mean": torch.ones(2)}
+    checkpoint.save(tmp_path, 1, extra=extra, **one)
+    drawn = [torch.rand(3), np.random.rand(), random.random()]
+    found = checkpoint.load(tmp_path, **other)
+    assert found.has_random
+    assert torch.equal(drawn[0], torch.rand(3))
+    assert drawn[1:] == [np.random.rand(), random.random()]
+    assert_equal(found.extra, extra)
+    step(one)
+    step(other)
+    assert_equal(dict(other["model"].state_dict()), dict(one["model"].state_dict()))
+    for a, b in zip(one["optimizer"], other["optimizer"], strict=True):
+        assert_equal(b.state_dict(), a.state_dict())
+    assert one["scheduler"]["first"].state_dict() == other["scheduler"]["first"].state_dict()
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 1, model=Net(0), extra=1)
+    model = Net(1)
+    optimizer = torch.optim.SGD(model.parameters())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(CheckpointMismatchError, match="holds no optimizer, but .*model"):
+        checkpoint.load(path, model=model, optimizer=optimizer)
+    model.more = torch.nn.Linear(2, 2)
+    model.norm = torch.nn.LayerNorm(9)
+    with pytest.raises(CheckpointMismatchError) as caught:
+        checkpoint.load(path, model=model)
+    for text in ("more.weight' is expected but not", "norm.bias' is float32 (8,) in the"):
+        assert text in str(caught.value)
+    small = Net(1)
+    del small.norm
+    with pytest.raises(CheckpointMismatchError, match="'norm.bias' is in the checkpoint but not"):
+        checkpoint.load(path, model=small)
+    assert_equal(
+        {n: v for n, v in model.state_dict().items() if n in before and "norm" not in n},
+        {n: v for n, v in before.items() if "norm" not in n},
+    )
+    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+        checkpoint.load(tmp_path / "none", model=model)
+    with pytest.raises(TypeError, match="model: expected modules or a Trainable, found a str"):
+        checkpoint.save(tmp_path, 2, model=["a"])  # pyrefly: ignore
+    with pytest.raises(ValueError, match="optimizer was given without model"):
+        checkpoint.save(tmp_path, 2, optimizer=optimizer)
+    with pytest.raises(ValueError, match="is not in the model: build it from"):
+        checkpoint.save(tmp_path, 2, model=Net(0), optimizer=optimizer)
+    with pytest.raises(TypeError, match="expected something with state_dict"):
+        checkpoint.save(tmp_path, 2, data=3)
+    tensors = checkpoint.save_tensors(tmp_path, {"a": torch.ones(1)}, {}, step=9)
+    with pytest.raises(CheckpointMismatchError, match="was not saved by checkpoint.save"):
+        checkpoint.load(tensors, model=model)
+
+
+def test_other_groups_are_refused_before_anything_is_changed(tmp_path: Path) -> None:
+    model = Net(0)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model(IDS).sum().backward()
+    optimizer.step()
+    path = checkpoint.save(tmp_path, 1, model=model, optimizer=optimizer)
+    other = Net(1)
+    first, *rest = other.parameters()
+    optimizer = torch.optim.SGD([{"params": [first]}, {"params": rest}], momentum=0.9)
+    before = [parameter.clone() for parameter in other.parameters()]
+    with pytest.raises(CheckpointMismatchError) as caught:
+        checkpoint.load(path, model=other, optimizer=optimizer)
+    assert "'first.bias' is in group 0 in the checkpoint, in group 1 here" in str(caught.value)
+    assert "1 groups in the checkpoint, 2 here" in str(caught.value)
+    assert all(map(torch.equal, other.parameters(), before))
+    with pytest.raises(CheckpointMismatchError, match="holds 1 optimizers, 2 were given"):
+        checkpoint.load(path, model=other, optimizer=[optimizer, optimizer])
+
+
+def test_ties_may_differ_where_values_do_not(tmp_path: Path) -> None:
+    apart = Net(0)
+    apart.head.weight = torch.nn.Parameter(apart.embed.weight.detach().clone())
+    tied = Net(1)
+    checkpoint.load(checkpoint.save(tmp_path, 1, model=apart), model=tied)
+    assert torch.equal(tied.head.weight, apart.head.weight)
+    assert tied.head.weight is tied.embed.weight
+    again = Net(2)
+    again.head.weight = torch.nn.Parameter(torch.zeros(8, 6))
+    path = checkpoint.save(tmp_path, 2, model=tied)
+    assert "state/model/head.weight" not in checkpoint.read_manifest(path).tensors
+    checkpoint.load(path, model=again)
+    assert torch.equal(again.head.weight, apart.head.weight)
+    torch.nn.init.ones_(apart.head.weight)
+    with pytest.raises(CheckpointMismatchError, match="differ in the checkpoint"):
+        checkpoint.load(checkpoint.save(tmp_path, 3, model=apart), model=tied)
+
+
+def different(folder: Path) -> list[str]:
+    rank, said = communicator().rank, []
+    for extra in ({"mine": rank}, {f"mine/{rank}": rank}):
+        try:
+            checkpoint.save(folder, len(said), extra=extra)
+            said.append(str(checkpoint.load(folder).extra))
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_ranks_save_what_they_have_alike_or_under_keys_of_their_own(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    first, second = ranks(2, different, tmp_path)
+    assert first == second
+    assert "state.extra.mine differs between ranks: 0 and 1" in first[0]
+    assert first[1] == "{'mine/0': 0, 'mine/1': 1}"
+
+
+def growth(folder: Path) -> list[int]:
+    model = fully_shard(Wide())
+    own = folder / str(communicator().rank)
+    own.mkdir()
+    saving = peak_growth(lambda: checkpoint.save(folder, 1, model=model), own)
+    return [saving, peak_growth(lambda: checkpoint.load(folder, model=model), own)]
+
+
+def test_no_rank_holds_more_than_its_part_and_one_tensor(ranks: Ranks, tmp_path: Path) -> None:
+    """The part is there already: what is read goes into it, so that not even that is added."""
+    for grown in ranks(2, growth, tmp_path):
+        assert max(grown) < BOUND
