@@ -25,8 +25,8 @@ def table(ranks: Ranks, folder: Path, names: list[str], kinds: list[str], sizes:
         assert ranks(size, load_all, folder, sources, names, kinds, timeout=1800)[0] == {}
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.slow
 def test_some_wrappers_go_on_from_each_other(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     names = ["plain", "DistributedDataParallel", "FullyShardedDataParallel, flat"]
     names += ["torch FullyShardedDataParallel, original"] if kind == "adamw" else ["fully_shard"]

@@ -335,6 +335,7 @@ def use_on_one_rank() -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_path_that_one_rank_takes_is_named_on_all(ranks: Ranks) -> None:
     for text in ranks(2, use_on_one_rank):
         assert 'unused.weight is nothing on ranks [0]; "in the graph" on ranks [1]' in text

@@ -250,7 +250,7 @@ BODIES = [
 ]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("wrap", [shard, repeat], ids=["fully_shard", "replicate"])
 @pytest.mark.parametrize("body", BODIES, ids=[b.__name__.removeprefix("body_") for b in BODIES])
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -663,7 +663,7 @@ class OnGpu:
 
     size = 2
     device = GPU
-    is_on_host = False
+    is_on_host, is_alone = False, False
 
 
 def test_states_on_the_cpu_are_not_sent_between_gpus() -> None:

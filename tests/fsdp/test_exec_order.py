@@ -100,7 +100,7 @@ def body_later(strategy: str, iterations: int) -> None:
     run(model)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("iterations", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("size", [2, 4])

@@ -170,7 +170,7 @@ def body_basic(strategy: str, mixed: bool, use_orig_params: bool, use_mesh: bool
     assert counts["all_reduce"] == (expected if mixed else units)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.backends("shm", "gloo")
 @pytest.mark.parametrize("strategy", HYBRID)
 @pytest.mark.parametrize("mixed", [False, True])

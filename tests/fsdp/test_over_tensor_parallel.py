@@ -292,6 +292,7 @@ def body_beside(use_orig_params: bool) -> None:
 
 
 @pytest.mark.parametrize("use_orig_params", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_state_and_whole_parameters_lie_as_torchs(ranks: Ranks, use_orig_params: bool) -> None:
     ranks(4, body_beside, use_orig_params)
 

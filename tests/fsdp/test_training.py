@@ -103,7 +103,7 @@ def body_numbers(strategy: str, use_orig_params: bool) -> None:
                     torch.testing.assert_close(value, one.state_dict()[name], msg=name)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_weights_are_those_of_one_process(

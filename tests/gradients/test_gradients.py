@@ -467,6 +467,7 @@ def body_stop() -> None:
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("body", [body_window, body_stop], ids=["window", "stop"])
 def test_all_ranks_together(ranks: Ranks, body: object) -> None:
     ranks(2, body)

@@ -56,6 +56,7 @@ def test_the_first_failure_is_named_with_its_traceback_and_the_others_end() -> N
     assert isinstance(caught.value.__cause__, KeyError)
 
 
+@pytest.mark.slow
 def test_a_limit_ends_the_ranks_and_shows_where_they_are(tmp_path: Path) -> None:
     def stand_still() -> None:
         (tmp_path / str(communicator().rank)).write_text(str(os.getpid()))
@@ -94,6 +95,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupt_or_the_end_of_the_program_leaves_nobody(
     tmp_path: Path, number: signal.Signals

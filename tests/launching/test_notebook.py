@@ -30,6 +30,7 @@ def said(cell: Any) -> str:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_the_example_trains_and_a_failure_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

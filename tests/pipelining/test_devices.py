@@ -94,7 +94,7 @@ def body(name: str, plant: Callable[[Any], None] | None = None) -> None:
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_schedule_trains_as_one_process(ranks: Ranks, size: int, name: str) -> None:

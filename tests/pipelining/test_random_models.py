@@ -133,6 +133,7 @@ def one_case(case: Drawn) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_random_models(ranks: Ranks) -> None:
     assert min(ranks(2, body, 0, 12)) == 10
 

@@ -82,7 +82,7 @@ def test_gpipe_and_1f1b(ranks: int) -> None:
         assert peak_activations(build("1f1b", ranks, microbatches)) == expected
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("chunks", [1, 2, 4])
 def test_looped(ranks: int, chunks: int) -> None:

@@ -40,7 +40,7 @@ def test_stages_of_one_rank_hand_over_without_messages() -> None:
     assert "RECV" not in lowered[0]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", BUILDERS)
 def test_no_schedule_deadlocks(name: str) -> None:
     for ranks in (2, 3, 4, 8):

@@ -94,7 +94,7 @@ def test_sizes_that_do_not_divide_are_refused(ranks: Ranks) -> None:
     ranks(2, body)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_compiled_equals_eager_and_traces_into_one_graph(ranks: Ranks, name: str) -> None:
     def body(operation: Operation) -> tuple[float, float]:

@@ -93,7 +93,7 @@ def outcomes_of(ranks: Ranks, body: Callable[[], object], victim: int) -> list[O
     return others
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "lost", [1, pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
 )

@@ -97,7 +97,7 @@ CASES: list[Callable[[int, int], Compared]] = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("backend", ["cpu:meshwright", "gloo"])
 def test_messages(ranks: Ranks, backend: str, size: int) -> None:

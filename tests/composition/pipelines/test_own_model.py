@@ -559,6 +559,7 @@ KINDS = (Tied, TiedGraph, TiedTwice)
     "schedule",
     [*(pytest.param(each, marks=pytest.mark.slow) for each in ("1f1b", "zbv")), "interleaved1f1b"],
 )
+@pytest.mark.slow
 def test_writes_to_tied_parameters_take_effect(ranks: Ranks, schedule: str) -> None:
     ranks(2, body_written, plan_of(schedule, pipeline=2), KINDS)
 

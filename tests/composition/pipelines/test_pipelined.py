@@ -40,7 +40,7 @@ def plan_of(
     )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] if n == "transformer" else []) for n in CUTS]
 )

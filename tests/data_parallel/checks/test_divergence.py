@@ -234,7 +234,7 @@ def body(strategy: str, name: str) -> tuple[str, float]:
     return "; ".join([*texts, said]), as_on_a_host(time.monotonic() - begun)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("strategy", "name"),
     [

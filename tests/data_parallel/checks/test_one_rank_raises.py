@@ -170,7 +170,7 @@ def check_one(ranks: Ranks, strategy: str, place: str) -> None:
         assert seconds < SOON
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("strategy", "place"),
     [

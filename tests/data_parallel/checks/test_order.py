@@ -154,7 +154,7 @@ def caught(step: Callable[[], None]) -> str:
     return str(raised.value)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("forwards_before", [0, 5])

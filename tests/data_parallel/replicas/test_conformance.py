@@ -228,7 +228,7 @@ BODIES = [
 ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__.removeprefix("body_"))
 def test_beside_torch(ranks: Ranks, body: Callable[[], None]) -> None:
     ranks(2, body)

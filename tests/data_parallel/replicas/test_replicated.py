@@ -272,7 +272,7 @@ CONTRACT = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("body", CONTRACT, ids=lambda body: body.__name__.removeprefix("body_"))
 def test_contract(ranks: Ranks, body: Callable[[], None]) -> None:
     ranks(2, body)

@@ -272,6 +272,7 @@ def body_checkpoint(folder: str, save: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_checkpoints_of_torch_load_at_another_world_size(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, body_checkpoint, str(tmp_path), True)
     ranks(3, body_checkpoint, str(tmp_path), False)

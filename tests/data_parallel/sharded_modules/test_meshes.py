@@ -340,7 +340,7 @@ STRIDED = "(_StridedShard(dim=0, sf=2), Shard(dim=0))"
     ],
     ids=["strided", "data inside", "copies", "hybrid", "two names"],
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_mesh_of_all_axes(
     ranks: Ranks,
     shape: tuple[int, ...],

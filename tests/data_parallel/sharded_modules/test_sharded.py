@@ -115,7 +115,7 @@ def body_parity(name: str, how: str, family: str, options: dict[str, Any]) -> No
 NAMES = [n for n, sample in MODELS.items() if not sample.depends_on]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_trains_as_one_process(ranks: Ranks, name: str) -> None:
     ranks(2, body_parity, name, "all", "sgd", {})

@@ -215,6 +215,7 @@ def body_options() -> None:
         assert set(optimizer.state_dict()["state"]) <= set(range(8))
 
 
+@pytest.mark.slow
 def test_options(ranks: Ranks) -> None:
     ranks(4, body_options)
 

@@ -167,6 +167,7 @@ def gradients(pipe: Pipe, alone: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES]

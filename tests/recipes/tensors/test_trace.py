@@ -111,6 +111,7 @@ def run_all(folder: Path) -> None:
             loop.parallelize, Communicator.reduce_scatter = parallelize, reduce_scatter
 
 
+@pytest.mark.slow
 def test_runs_on_any_layout_compare_and_faults_are_found_by_name(
     ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

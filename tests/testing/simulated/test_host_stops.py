@@ -337,7 +337,7 @@ def steady(make: Callable[[], Step]) -> None:
             step()
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", QUICK)
 def test_the_host_does_not_wait_in_a_steady_step(ranks: Ranks, kind: str) -> None:
     on_devices(ranks)(2, steady, QUICK[kind])
