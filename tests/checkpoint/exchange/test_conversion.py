@@ -22,6 +22,7 @@ from meshwright.errors import (
     CheckpointMismatchError,
     CheckpointWriteError,
 )
+from meshwright.testing import Ranks
 from support.checkpoint.loop_layouts import Net
 from support.checkpoint.memory import BOUND, TENSOR_BYTES, Wide, peak_growth
 
@@ -166,6 +167,26 @@ def test_mistakes_say_what_to_do(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointMismatchError, match="holds no model"):
         export_weights(path, tmp_path / "x", to="hf")
     assert not (tmp_path / "x").exists()
+
+
+def convert(folder: Path, path: Path) -> list[Path]:
+    found = []
+    for to in TARGETS:
+        options: dict[str, Any] = {"shard_bytes": 200} if to == "hf" else {}
+        target = export_weights(path, folder / to, to=to, **options)
+        found.append(imported(target, folder / f"{to}-back", to))
+    return found
+
+
+def test_ranks_share_the_work(ranks: Ranks, saved: Path, tmp_path: Path) -> None:
+    expected = dict(Net(0).state_dict())
+    for to, path in zip(TARGETS, ranks(2, convert, tmp_path, saved)[0], strict=True):
+        assert len(list(path.glob("*.safetensors"))) == 2
+        found = names_and_values(path)
+        assert_equal(found, {n: t for n, t in expected.items() if to != "hf" or n in found})
+        assert expected.keys() - found.keys() <= {"head.weight"}
+    files = [file.name for file in (tmp_path / "dcp").iterdir()]
+    assert sorted(files) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
 
 
 @pytest.mark.parametrize("to", TARGETS)

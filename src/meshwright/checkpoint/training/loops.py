@@ -189,7 +189,7 @@ def load(
 
     path = Path(str(together(group, "choose", choose)[1][0]))
     owner = _owner(model, optimizer)
-    held = owner.held_state()
+    held = owner.outline() if isinstance(owner, _Loop) else owner.held_state()
     with together(group, "open", lambda: (SavedState(Reader(path)), None))[0] as saved:
         restoring = _Restoring(saved, owner, held)
         _, rows = together(group, "compare", lambda: (None, restoring.compare([*given])))
@@ -251,10 +251,18 @@ class _Loop:
 
     def held_state(self) -> dict[str, Any]:
         """See `Laid`."""
-        state: dict[str, Any] = {} if self.weights is None else {"model": self.weights}
-        found = [each.state() for each in self.named]
-        if found:
+        state = self.outline()
+        if self.named:
+            found = [each.state() for each in self.named]
             state["optimizer"] = found[0] if len(found) == 1 else found
+        return state
+
+    def outline(self) -> dict[str, Any]:
+        """List the same without the state of optimizers, which may be a copy."""
+        state: dict[str, Any] = {} if self.weights is None else {"model": self.weights}
+        if self.named:
+            groups = ([{"params": names} for names in each.groups] for each in self.named)
+            state["optimizer"] = [{"param_groups": each} for each in groups]
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
