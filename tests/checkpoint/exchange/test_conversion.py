@@ -111,6 +111,8 @@ def test_shards_of_a_folder_have_an_index(saved: Path, tmp_path: Path) -> None:
     assert_equal(names_and_values(back), expected)
     with pytest.raises(CheckpointMismatchError, match=r"bfloat16 .* in the checkpoint"):
         checkpoint.load(back, model=Net(0))
+    wide = import_weights(target, tmp_path / "wide", source_format="hf", dtype=torch.float32)
+    assert_equal(names_and_values(wide), {name: t.float() for name, t in expected.items()})
     (target / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}')
     with pytest.raises(CheckpointDamagedError, match=r"'\.\./b' is not a file beside it"):
         imported(target, tmp_path / "evil", "hf")
