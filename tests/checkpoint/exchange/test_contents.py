@@ -13,6 +13,7 @@ from meshwright import checkpoint
 from meshwright.checkpoint import ShardedPiece, contents, differences
 from meshwright.cli import main
 from meshwright.layout import Box
+from meshwright.testing import Ranks
 from support.checkpoint.faulty_storage import on_ranks
 from support.checkpoint.loop_layouts import Net
 
@@ -115,6 +116,13 @@ def test_the_commands_show_compare_and_convert(
         assert not [name for name in names if name.startswith("state/model/")]
     status, out, _ = told(capsys, "diff", path, path)
     assert (status, out) == (0, "no difference\n")
+
+
+def test_ranks_that_a_launcher_has_started_share_the_work(ranks: Ranks, tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path / "run", 3, model=Net(0))
+    words = ["checkpoint", "export", str(path), str(tmp_path / "out"), "--to", "dcp"]
+    assert ranks(2, main, words, connected=False) == [0, 0]
+    assert (tmp_path / "out" / "__1_0.distcp").stat().st_size > 0
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from meshwright.errors import (
     CheckpointMismatchError,
     CheckpointWriteError,
 )
+from meshwright.testing import Ranks
 from support.checkpoint.loop_layouts import Net
 from support.checkpoint.memory import BOUND, TENSOR_BYTES, Wide, peak_growth
 
@@ -110,6 +111,8 @@ def test_shards_of_a_folder_have_an_index(saved: Path, tmp_path: Path) -> None:
     assert_equal(names_and_values(back), expected)
     with pytest.raises(CheckpointMismatchError, match=r"bfloat16 .* in the checkpoint"):
         checkpoint.load(back, model=Net(0))
+    wide = import_weights(target, tmp_path / "wide", source_format="hf", dtype=torch.float32)
+    assert_equal(names_and_values(wide), {name: t.float() for name, t in expected.items()})
     (target / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}')
     with pytest.raises(CheckpointDamagedError, match=r"'\.\./b' is not a file beside it"):
         imported(target, tmp_path / "evil", "hf")
@@ -166,6 +169,26 @@ def test_mistakes_say_what_to_do(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointMismatchError, match="holds no model"):
         export_weights(path, tmp_path / "x", to="hf")
     assert not (tmp_path / "x").exists()
+
+
+def convert(folder: Path, path: Path) -> list[Path]:
+    found = []
+    for to in TARGETS:
+        options: dict[str, Any] = {"shard_bytes": 200} if to == "hf" else {}
+        target = export_weights(path, folder / to, to=to, **options)
+        found.append(imported(target, folder / f"{to}-back", to))
+    return found
+
+
+def test_ranks_share_the_work(ranks: Ranks, saved: Path, tmp_path: Path) -> None:
+    expected = dict(Net(0).state_dict())
+    for to, path in zip(TARGETS, ranks(2, convert, tmp_path, saved)[0], strict=True):
+        assert len(list(path.glob("*.safetensors"))) == 2
+        found = names_and_values(path)
+        assert_equal(found, {n: t for n, t in expected.items() if to != "hf" or n in found})
+        assert expected.keys() - found.keys() <= {"head.weight"}
+    files = [file.name for file in (tmp_path / "dcp").iterdir()]
+    assert sorted(files) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
 
 
 @pytest.mark.parametrize("to", TARGETS)

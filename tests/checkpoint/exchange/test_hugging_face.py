@@ -21,6 +21,7 @@ pytestmark = [
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("transformers")
 
+IDS_OF_ENDS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2}
 LLAMA: dict[str, Any] = {
     "vocab_size": 31,
     "hidden_size": 16,
@@ -29,6 +30,7 @@ LLAMA: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 32,
+    **IDS_OF_ENDS,
 }
 GPT2: dict[str, Any] = {
     "vocab_size": 31,
@@ -36,6 +38,7 @@ GPT2: dict[str, Any] = {
     "n_layer": 2,
     "n_head": 4,
     "n_positions": 32,
+    **IDS_OF_ENDS,
 }
 CASES = {
     "llama": LLAMA,

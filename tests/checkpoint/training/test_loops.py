@@ -194,6 +194,20 @@ def test_ranks_save_what_they_have_alike_or_under_keys_of_their_own(
     assert first[1] == "{'mine/0': 0, 'mine/1': 1}"
 
 
+def weights_alone(path: Path) -> dict[str, torch.Tensor]:
+    trainable = LAYOUTS["plan, pipeline"][1]().model
+    with pytest.raises(CheckpointMismatchError, match=r"give model=trainable\.module"):
+        checkpoint.load(path, model=trainable)
+    checkpoint.load(path, model=trainable.module)
+    return trainable.weights()
+
+
+def test_a_trainable_takes_weights_alone(ranks: Ranks, tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 1, model=Net(0))
+    for found in ranks(2, weights_alone, path):
+        assert_equal(found, dict(Net(0).state_dict()))
+
+
 def growth(folder: Path) -> list[int]:
     model = fully_shard(Wide())
     own = folder / str(communicator().rank)

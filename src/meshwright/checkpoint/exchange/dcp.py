@@ -34,7 +34,9 @@ from meshwright.checkpoint.document import JSON
 from meshwright.checkpoint.exchange.weights import Weights
 from meshwright.checkpoint.manifest import covers
 from meshwright.checkpoint.pieces import dtype_name, torch_dtype
+from meshwright.checkpoint.storage import Storage
 from meshwright.checkpoint.tensor_file import DTYPES, Entry
+from meshwright.checkpoint.writing import write_file
 from meshwright.errors import CheckpointDamagedError, CheckpointError
 from meshwright.layout import Box
 from meshwright.torch_internals.distributed import StorageInfo
@@ -82,7 +84,7 @@ class DcpFormat:
             storage_data=stored,
             storage_meta=StorageMeta(save_id=str(uuid.uuid4())),
         )
-        (folder / METADATA).write_bytes(pickle.dumps(metadata))
+        write_file(Storage(), folder / METADATA, pickle.dumps(metadata), [])
         return folder
 
 

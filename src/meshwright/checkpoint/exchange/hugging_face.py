@@ -13,7 +13,6 @@ A tied tensor is stored under its first name; the model's configuration says tha
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,9 +73,9 @@ class HuggingFaceFormat:
                 for pattern in _BESIDE:
                     for file in sorted(config.glob(pattern)):
                         if file.name != INDEX:
-                            shutil.copyfile(file, folder / file.name)
+                            write_file(Storage(), folder / file.name, file.read_bytes(), [])
             else:
-                shutil.copyfile(config, folder / _CONFIG)
+                write_file(Storage(), folder / _CONFIG, config.read_bytes(), [])
         elif config is not None:
             _write_json(folder / _CONFIG, config)
         return folder
@@ -92,7 +91,7 @@ class HuggingFaceFormat:
 
 
 def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    write_file(Storage(), path, (json.dumps(value, indent=2) + "\n").encode(), [])
 
 
 def read_hugging_face(folder: Path) -> Weights:

@@ -189,24 +189,27 @@ def load(
 
     path = Path(str(together(group, "choose", choose)[1][0]))
     owner = _owner(model, optimizer)
-    held = owner.held_state()
+    held = owner.outline() if isinstance(owner, _Loop) else owner.held_state()
     with together(group, "open", lambda: (SavedState(Reader(path)), None))[0] as saved:
         restoring = _Restoring(saved, owner, held)
         _, rows = together(group, "compare", lambda: (None, restoring.compare([*given])))
         together(group, "compare all", lambda: (None, restoring.compare_all(rows)))
-        state, _ = together(group, "read", lambda: (restoring.read(), None))
-        others = {k: saved.read(saved.structure[k]) for k in given}
-        extra = saved.read(saved.structure.get("extra"))
-        has_random = random and saved.ranks == group.size and "random" in saved.structure
-        drawn = None
-        if has_random:
-            drawn = saved.read(saved.structure["random"][str(group.rank)])
-    owner.load_state_dict(state)
+        structure = saved.structure
+        has_random = random and saved.ranks == group.size and "random" in structure
+
+        def read() -> tuple[dict[str, Any], JSON]:
+            found = {key: saved.read(structure.get(key)) for key in ("extra", *given)}
+            if has_random:
+                found["random"] = saved.read(structure["random"][str(group.rank)])
+            return {**found, "owner": restoring.read()}, None
+
+        found, _ = together(group, "read", read)
+    owner.load_state_dict(found["owner"])
     for key, target in given.items():
-        _load_states(target, others[key])
-    if drawn is not None:
-        restore_generators(drawn, _device(group))
-    elif random and "random" in saved.structure and group.rank == 0:
+        _load_states(target, found[key])
+    if has_random:
+        restore_generators(found["random"], _device(group))
+    elif random and "random" in structure and group.rank == 0:
         _log.warning(
             "%s was saved on %d ranks and is loaded on %d: generators of random numbers stay as "
             "they are; seed them for this step",
@@ -214,7 +217,7 @@ def load(
             saved.ranks,
             group.size,
         )
-    return Loaded(path=path, step=saved.step, extra=extra, has_random=has_random)
+    return Loaded(path=path, step=saved.step, extra=found["extra"], has_random=has_random)
 
 
 def _chosen(folder: Path, step: int | None) -> Path:
@@ -244,17 +247,23 @@ class _Loop:
     def __init__(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         if optimizers and not modules:
             raise ValueError("optimizer was given without model: its parameters have no names")
-        self._modules = modules
-        self._optimizers = optimizers
         self.named = [NamedOptimizer(optimizer, modules) for optimizer in optimizers]
         self.weights = ModelState(modules) if modules else None
 
     def held_state(self) -> dict[str, Any]:
         """See `Laid`."""
-        state: dict[str, Any] = {} if self.weights is None else {"model": self.weights}
-        found = [each.state() for each in self.named]
-        if found:
+        state = self.outline()
+        if self.named:
+            found = [each.state() for each in self.named]
             state["optimizer"] = found[0] if len(found) == 1 else found
+        return state
+
+    def outline(self) -> dict[str, Any]:
+        """List the same without the state of optimizers, which may be a copy."""
+        state: dict[str, Any] = {} if self.weights is None else {"model": self.weights}
+        if self.named:
+            groups = ([{"params": names} for names in each.groups] for each in self.named)
+            state["optimizer"] = [{"param_groups": each} for each in groups]
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -91,7 +91,7 @@ class ModelState:
         for module in modules:
             plain = plain_names(module)
             with giving_parts(module):
-                found = dict(module.state_dict(keep_vars=True))
+                found = module.state_dict(keep_vars=True)
             self._found.append((module, found))
             for own, value in found.items():
                 name = plain(own)
