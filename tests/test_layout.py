@@ -208,7 +208,7 @@ def test_bytes_of_dtypes() -> None:
     st.lists(st.tuples(st.integers(0, 7), st.integers(1, 5), st.integers(0, 1)), min_size=1),
     st.sampled_from([1, 2, 3, 8, 1024]),
 )
-@quick
+@settings(max_examples=30, deadline=None)
 def test_chunks_hold_every_element_once(cases: list[tuple[int, int, int]], parts: int) -> None:
     shapes = [(rows, columns) for rows, columns, _ in cases]
     names = [str(number) for number in range(len(cases))]

@@ -156,8 +156,8 @@ def body_shapes(name: str) -> None:
         assert wrong_in(shape, WRAPS[name]) == [], shape
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("name", WRAPS)
+@pytest.mark.slow
 def test_names_and_values_are_those_of_the_plain_model(ranks: Ranks, name: str) -> None:
     ranks(2, body_shapes, name)
 

@@ -15,7 +15,7 @@ SIZES = [2, 3, 4]
 LARGE = 20_000  # elements: beyond the size from which Gloo's all-gather is replaced
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64])
 def test_sums_and_gathers(ranks: Ranks, size: int, dtype: torch.dtype) -> None:

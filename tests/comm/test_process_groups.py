@@ -173,7 +173,8 @@ def test_a_taken_port_is_named(ranks: Ranks) -> None:
     assert "\n" not in message and "Set MASTER_PORT to a free port" in message
 
 
-@pytest.mark.parametrize("leave", [pytest.param("comm.disconnect()", marks=pytest.mark.slow), ""])
+@pytest.mark.slow
+@pytest.mark.parametrize("leave", ["comm.disconnect()", ""])
 def test_fresh_interpreters_leave_with_status_0(leave: str) -> None:
     """Gloo has been seen to abort at exit; a process whose work is done must end well."""
     assert run_once(leave) == [(0, "")] * 2

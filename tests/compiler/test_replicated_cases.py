@@ -133,6 +133,7 @@ def compare_all() -> None:
         compare_three(no_inductor=True, dim=64, **case)
 
 
+@pytest.mark.slow
 def test_compile(ranks: Ranks) -> None:
     ranks(2, compare_all, timeout=TIMEOUT)
 

@@ -82,7 +82,6 @@ CASES: dict[str, tuple[str, Plan]] = {
     "tensor replicate": ("transformer", plan_of(MUCH, tensor=2, replicate=2, tensor_=CUT)),
     "tensor shard": ("transformer", plan_of(tensor=2, shard=2, tensor_=CUT)),
 }
-QUICK = "shard chain"
 
 
 def laid_out(plan: Plan, model: nn.Module, training: Training) -> Trainable:
@@ -103,9 +102,8 @@ def laid_out(plan: Plan, model: nn.Module, training: Training) -> Trainable:
 
 
 @pytest.mark.devices("host", reason="nothing is compiled under a dispatch mode")
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == QUICK else pytest.mark.slow) for n in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_trains_as_one_process(ranks: Ranks, name: str) -> None:
     model, plan = CASES[name]
     assert_same_training(

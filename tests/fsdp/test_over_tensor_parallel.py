@@ -187,6 +187,7 @@ def body_read_in_forward() -> None:
     samples.train(sharded, one, torch.optim.AdamW, place(mesh), steps=2)
 
 
+@pytest.mark.slow
 def test_a_forward_that_reads_cut_weights_trains_as_one_process(ranks: Ranks) -> None:
     ranks(4, body_read_in_forward)
 

@@ -95,8 +95,8 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.slow
 def test_an_interrupt_or_the_end_of_the_program_leaves_nobody(
     tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -140,7 +140,7 @@ def test_every_schedule_is_one_process(ranks: Ranks, name: str) -> None:
     ranks(2, body_equal, name)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_every_schedule_on_four_ranks(ranks: Ranks, name: str) -> None:
     ranks(4, body_equal, name)

@@ -26,6 +26,9 @@ from meshwright.testing import Ranks
 from support.checkpoint.loop_layouts import Net
 from support.checkpoint.memory import BOUND, TENSOR_BYTES, Wide, peak_growth
 
+# It is what torch says of a checkpoint of one process, which these are meant to be.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
 CONFIG = {"model_type": "net", "tie_word_embeddings": True, "rope": [1, 2.5], "none": None}
 TARGETS = {"hf": "folder", "dcp": "folder", "torch": "weights.pt"}
 

@@ -448,7 +448,7 @@ def _outcomes(ranks: Ranks, backend: str, size: int) -> list[dict[str, str]]:
 SLOW = {("all_reduce_sums", 3), ("all_reduce_reductions", 3), *((name, 4) for name in CASES)}
 
 
-@pytest.mark.few(11)
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("name", "size"),
     [
