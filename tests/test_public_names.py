@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -114,3 +116,38 @@ def test_meshes_are_those_of_torch() -> None:
     device_mesh = importlib.import_module("torch.distributed.device_mesh")
     assert mesh.DeviceMesh is device_mesh.DeviceMesh
     assert meshwright.init_device_mesh is device_mesh.init_device_mesh
+
+
+DOCUMENTED = (
+    "meshwright",
+    "meshwright.compiler",
+    "meshwright.data",
+    "meshwright.data_parallel.comm_hooks",
+    "meshwright.fsdp",
+    "meshwright.pipelining",
+    "meshwright.plan",
+    "meshwright.randomness",
+    "meshwright.report",
+    "meshwright.tensor_parallel",
+)
+"""The packages of which the reference shows every public name."""
+
+
+def shown_in_the_reference() -> set[str]:
+    text = (Path(__file__).parents[1] / "docs" / "reference.md").read_text(encoding="utf-8")
+    found = set(re.findall(r"auto(?:class|data|function):: meshwright[\w.]*\.(\w+)", text))
+    for name, options in re.findall(r"automodule:: ([\w.]+)\n((?: {3}.*\n)*)", text):
+        listed = re.search(r":members:(.*(?:\n {6,}.*)*)", options)
+        assert listed is not None, name
+        members = [member.strip() for member in listed[1].split(",") if member.strip()]
+        module = importlib.import_module(name)
+        found |= set(members or getattr(module, "__all__", vars(module)))
+    return found
+
+
+@pytest.mark.parametrize("package", DOCUMENTED)
+def test_the_reference_shows_every_public_name(package: str) -> None:
+    shown = shown_in_the_reference()
+    # torch's own function has a sentence there.
+    public = set(importlib.import_module(package).__all__) - {"__version__", "init_device_mesh"}
+    assert not public - shown

@@ -2,7 +2,7 @@
 
 Each is ``hook(state, bucket)``, for ``register_comm_hook`` of a replicated module. Where the state
 is an axis it may be a process group, a `Communicator`, or None for the module's own. Hooks that
-were written for torch's protocol work beside them, unchanged.
+were written for torch's protocol work beside them, unchanged::
 
     hook                             what is sent                       state
     allreduce_hook                   the gradients                      an axis
