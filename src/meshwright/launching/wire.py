@@ -36,7 +36,7 @@ class Request:
     connected: bool
     """True when the ranks are connected before the body starts."""
     place: str
-    """Where ranks are connected in another way: ``module:name`` of a context manager for it."""
+    """``module:name`` of a context manager that connects ranks in another way; empty for none."""
     is_told: bool
     """True when the caller hears at once what ranks write, and not in their outcomes."""
     environment: Mapping[str, str]

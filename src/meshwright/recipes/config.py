@@ -157,7 +157,7 @@ class RunConfig:
     trace_mb: Annotated[float, Above(0)] = 256.0
     """The tensor trace of a rank ends before it grows beyond so many MiB."""
     trackers: tuple[str, ...] = ()
-    """Where rank 0 sends the numbers of each step, too: tensorboard, wandb, mlflow, trackio, or
+    """Receivers of the numbers of each step, from rank 0: tensorboard, wandb, mlflow, trackio, or
     package.module:Class of your own."""
     peak_tflops: Annotated[float, Above(0)] | None = None
     """Floating-point operations of a rank's device, in 1e12 a second, for the utilisation in the

@@ -35,7 +35,7 @@ class Difference:
     place: int | str
     ranks: Sequence[int]
     found: Sequence[str]
-    """What each rank has there, in words or as JSON."""
+    """The finding on each rank there, in words or as JSON."""
 
     def __str__(self) -> str:
         place = f"number {self.place}" if isinstance(self.place, int) else self.place

@@ -166,7 +166,7 @@ WIDTHS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "whisper": {"**.self_attn": "num_heads", "**.encoder_attn": "num_heads"},
     }
 )
-"""Where modules of a set's models keep a number of features or heads of which a rank has a part."""
+"""Attributes of a set's modules: numbers of features or heads, of which a rank takes its part."""
 
 _HEADS = (
     "num_heads",

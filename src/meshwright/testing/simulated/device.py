@@ -90,7 +90,7 @@ class SimulatedDevice:
     def __init__(self, *, lag: int = 8) -> None:
         """``lag``: how many things the host does until the device has done what is queued."""
         self.faults: list[Fault] = []
-        """What was used as a GPU must not be."""
+        """Uses of tensors that a GPU would not allow."""
         self.stops: list[Stop] = []
         """The calls in which the host waited for the device."""
         self.memory = Memory(self.faults.append, lambda: self.host)
