@@ -20,6 +20,7 @@ from meshwright.errors import (
     CheckpointWriteError,
     MeshwrightError,
     PlanError,
+    ScheduleError,
 )
 from meshwright.recipes.loop import Outcome, train
 from meshwright.recipes.usage import flops_a_token
@@ -75,6 +76,25 @@ def test_metrics_tell_speed_and_memory_and_become_a_report(ranks: Ranks, tmp_pat
     assert memory["peak"] > 2**20
     page = Path(outcome.report).read_text(encoding="utf-8")
     assert page.count("<svg") == 8 and "gather parameters" in page
+
+
+def run_that_cannot_be_drawn(folder: Path) -> tuple[list[str], str]:
+    from meshwright.recipes import loop
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ScheduleError("no schedule has this order")
+
+    loop.write_page = refuse
+    lines: list[str] = []
+    outcome = run_tiny(folder, tell=lines.append)
+    assert outcome.is_finished
+    return [line for line in lines if line.startswith("error")], outcome.report
+
+
+def test_a_report_that_cannot_be_drawn_does_not_end_a_run(ranks: Ranks, tmp_path: Path) -> None:
+    ((told, report),) = ranks(1, run_that_cannot_be_drawn, tmp_path)
+    assert len(told) == 1 and "report.html cannot be written: no schedule" in told[0]
+    assert report == "" and (tmp_path / "run" / "summary.json").exists()
 
 
 def run_tracked(folder: Path) -> tuple[list[int], list[str]]:

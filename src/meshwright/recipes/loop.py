@@ -34,7 +34,7 @@ from meshwright.comm import Communicator, Pending, check_peers, phase, settle
 from meshwright.comm.failures.sameness import require_equal
 from meshwright.composition import StepResult, Trainable, parallelize
 from meshwright.environment import cluster, is_launched
-from meshwright.errors import CheckpointWriteError, NonFiniteError, PlanError
+from meshwright.errors import CheckpointWriteError, NonFiniteError, PlanError, ScheduleError
 from meshwright.integrations.trackers import Tracker, flat, tracker_of
 from meshwright.randomness import name_seed
 from meshwright.recipes.config import TrainConfig
@@ -93,7 +93,8 @@ class Outcome:
     checkpoint: str
     trace: str
     report: str
-    """A page for a browser; empty when the timeline was not asked for."""
+    """A page for a browser; empty when the timeline was not asked for, and on rank 0, which draws
+    it, where that failed."""
     tensors: str
     """Folder of the tensor traces; empty when they were not asked for."""
 
@@ -284,7 +285,7 @@ class _Training:
         return one * self._world.size
 
     def _report(self, trace: Path | None) -> Path | None:
-        """Draw the run for a browser; a full disk is no reason to lose its end."""
+        """Draw the run for a browser; what cannot be drawn or written is no reason to lose it."""
         if trace is None:
             return None
         path, metrics = self._folder.path / "report.html", self._folder.path / METRICS
@@ -296,8 +297,9 @@ class _Training:
                     title=f"Run {self._folder.path.name}",
                     metrics=read_metrics(metrics),
                 )
-            except OSError as error:
-                self._note(f"error: {path} cannot be written: {error.strerror}")
+            except (OSError, ValueError, ScheduleError) as error:
+                self._note(f"error: {path} cannot be written: {error}")
+                return None
         return path
 
     def _note(self, text: str) -> None:
