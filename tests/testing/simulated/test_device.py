@@ -113,6 +113,15 @@ def test_memory_in_use_is_counted() -> None:
         assert device.memory.allocated == before
 
 
+def test_memory_made_like_a_tensor_is_where_that_is() -> None:
+    with simulated():
+        here, there = torch.ones(4, device="cpu"), torch.ones(4)
+        for make in (torch.empty_like, lambda x: x.new_empty(2), lambda x: x.new_zeros(2)):
+            assert make(here).device == torch.device("cpu")
+            assert make(there).device == DEVICE
+            assert torch.empty_like(here, device=DEVICE).device == DEVICE
+
+
 def test_waits_of_the_host_are_counted() -> None:
     with simulated() as device:
         x = torch.ones(4)

@@ -230,7 +230,7 @@ class SimulatedDevice:
         where = {self.memory.is_host(tensor) for tensor in used}
         makes_host = self._thread.makes_host
         if makes_host is None:
-            makes_host = where == {True}
+            makes_host = (where or {self.memory.is_host(tensor) for tensor in uses.like}) == {True}
         for tensor in uses.makes:
             if not self.memory.is_known(tensor):
                 self.memory.allocate(tensor.untyped_storage(), self.current, is_host=makes_host)

@@ -43,6 +43,8 @@ class Uses:
     writes: list[torch.Tensor] = field(default_factory=list)
     makes: list[torch.Tensor] = field(default_factory=list)
     stops: bool = False
+    like: list[torch.Tensor] = field(default_factory=list)
+    """Tensors that it does not read, where it makes others on their device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ def uses_of(
         if storage_id(tensor.untyped_storage()) not in known:
             uses.makes.append(tensor)
     if kind.allocates:
-        return Uses(makes=uses.makes)
+        return Uses(makes=uses.makes, like=uses.reads)
     if kind.indexes and any(t.dtype in (torch.bool, torch.uint8) for t in tensors_in(given[1])):
         return Uses(uses.reads, uses.writes, uses.makes, stops=True)
     return uses
