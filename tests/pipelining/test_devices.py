@@ -64,7 +64,7 @@ def body(name: str, plant: Callable[[Any], None] | None = None) -> None:
     if plant is not None:
         plant(schedule)
     batches = [torch.randn(2, 4 * world.size, 6).double() for _ in range(STEPS)]
-    optimizer = torch.optim.SGD([p for s in mine for p in layers[s].parameters()], lr=0.01)
+    optimizer = torch.optim.SGD([p for s in mine for p in layers[s].parameters()], lr=0.001)
 
     def train(step: int) -> None:
         x, target = batches[step]
@@ -81,7 +81,7 @@ def body(name: str, plant: Callable[[Any], None] | None = None) -> None:
             train(step)
     if plant is not None and not world.is_on_host:
         return  # what is told at the end is enough
-    whole = torch.optim.SGD([p for one in ones for p in one.parameters()], lr=0.01)
+    whole = torch.optim.SGD([p for one in ones for p in one.parameters()], lr=0.001)
     for x, target in batches:
         value: Any = (x,)
         for one in ones:
