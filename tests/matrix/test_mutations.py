@@ -18,7 +18,7 @@ from meshwright.composition.data_layout import ReplicatedLayout
 from meshwright.composition.pipelines.pipelined import PipelinedTrainable
 from meshwright.composition.pipelines.pipelined_layout import PipelinedLayout
 from meshwright.composition.trainable import Trainable
-from meshwright.gradients import LossWindow, norm, scale_to_norm
+from meshwright.gradients import LossWindow, norm
 from meshwright.pipelining.stepping.ties import TiedParameters
 from meshwright.reference import ReferenceRun
 from meshwright.testing import Ranks
@@ -54,9 +54,8 @@ def own_count(patch: Patch) -> None:
     """A mean of the means of the ranks."""
 
     def factor(window: LossWindow) -> float:
-        window._global()
-        assert window._own is not None
-        return 1.0 / (max(window._own[1].item(), 1.0) * window._communicator.size)
+        terms = 0.0 if window._terms is None else window._terms.item()
+        return 1.0 / (max(window._counts[1] + terms, 1.0) * window._communicator.size)
 
     patch.setattr(LossWindow, "factor", factor)
 
@@ -74,10 +73,7 @@ def untied(patch: Patch) -> None:
 
 
 def copies_not_clipped(patch: Patch) -> None:
-    def scale(self: PipelinedTrainable, most: float, found: torch.Tensor, spread: Any) -> None:
-        scale_to_norm([each for group in spread for each in group.gradients], found, most)
-
-    patch.setattr(PipelinedTrainable, "_scale_to", scale)
+    patch.setattr(PipelinedTrainable, "_every_gradient", Trainable._every_gradient)
 
 
 def unmasked(patch: Patch) -> None:
