@@ -25,6 +25,7 @@ from meshwright.comm.c10d import gloo, lookup, shares
 from meshwright.comm.c10d.calls import CONTROL_TAGS
 from meshwright.comm.c10d.lookup import Transfer
 from meshwright.comm.c10d.shares import works_of
+from meshwright.comm.failures.attendance import CONTROL
 from meshwright.comm.failures.operations import REMEMBERED, Issued
 from meshwright.comm.groups.python_group import PythonGroup
 from meshwright.comm.groups.registry import PROCESS
@@ -126,7 +127,7 @@ class Communicator:
     def _become_control(self) -> None:
         self.device, self.is_on_host, self.is_followed = torch.device("cpu"), True, False
         self.clock = Clock(self.device)
-        self.name = f"{self.name} (control)"
+        self.name += CONTROL
         self._first_tag = CONTROL_TAGS
         self._begin()
         group = self._group()

@@ -13,8 +13,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-import cloudpickle
-
 _LENGTH = struct.Struct("!Q")
 
 WarningFilter = tuple[str, str, type[Warning], str, int]
@@ -66,6 +64,8 @@ def pack(value: object) -> bytes:
 
     Raises ``TypeError`` when something inside cannot travel to another process.
     """
+    import cloudpickle  # here, so that the check of a GPU does without it
+
     try:
         return cloudpickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:

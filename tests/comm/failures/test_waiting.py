@@ -13,7 +13,9 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -166,6 +168,29 @@ def test_a_rank_that_was_stopped_for_a_while_goes_on(ranks: Ranks) -> None:
         return total.item()
 
     assert ranks(2, body, connected=False) == [2.0, 2.0]
+
+
+def body_crossed() -> tuple[str, float]:
+    """Rank 0 waits on the control channel, and rank 1 on the other, for each other."""
+    waiting.CALL_EVERY = 1.0  # and none of the long bounds
+    world = comm.communicator()
+    world.barrier()
+    world.gather_bytes(b"1", label="first")
+    begun = time.monotonic()
+    cross: Callable[[], object] = partial(world.barrier, label="a parameter was given anew")
+    if world.rank == 0:
+        cross = partial(world.gather_bytes, b"2", label="second")
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        cross()
+    return str(caught.value), time.monotonic() - begun
+
+
+@pytest.mark.backends("gloo")
+def test_ranks_that_wait_on_both_channels_of_a_group_are_named_soon(ranks: Ranks) -> None:
+    for text, seconds in ranks(2, body_crossed, timeout=50):
+        assert "second" in text
+        assert "a parameter was given anew" in text
+        assert seconds < 20
 
 
 @pytest.mark.few(1)

@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from meshwright.comm.failures.board import Board, Gathering
@@ -28,6 +28,9 @@ PATIENCE = 2.0
 
 KEPT = 4
 """Roll calls whose answers stay on the board, of those that a rank has read."""
+
+CONTROL = " (control)"
+"""The end of the name of a control channel, behind that of its group."""
 
 Answers = Mapping[int, Mapping[str, Any]]
 """The answers of ranks, by rank; those that have not answered are missing."""
@@ -47,6 +50,8 @@ class Waiting:
     what: str
     number: int
     """Different in every wait of this rank."""
+    collective: tuple[str, int] | None = None
+    """The channel and the number of the collective that is waited for, where it is one."""
 
 
 class Attendance:
@@ -126,10 +131,10 @@ class Attendance:
 
     # ---------------------------------------------------------------- waits of this rank
 
-    def begin_wait(self, what: str) -> None:
+    def begin_wait(self, what: str, collective: tuple[str, int] | None = None) -> None:
         """Note that this thread waits for other ranks from now on, to `end_wait`."""
         self._wait_count += 1
-        waiting = Waiting(what=what, number=self._wait_count)
+        waiting = Waiting(what=what, number=self._wait_count, collective=collective)
         self._waits.setdefault(threading.get_ident(), []).append(waiting)
 
     def end_wait(self) -> None:
@@ -158,7 +163,7 @@ class Attendance:
         return {
             **own_state(),
             "leaving": self.is_leaving,
-            "waiting": {"what": waiting.what, "number": waiting.number} if waiting else {},
+            "waiting": {} if waiting is None else asdict(waiting),
             "described": {key: each.describe() for key, each in self.describers.items()},
             "seen": {str(rank): look for rank, look in looks.items() if look is not None},
         }

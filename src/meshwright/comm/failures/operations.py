@@ -48,9 +48,11 @@ class AwaitedOperation:
         """``line`` is the user's that led to it, where that is not the one that waits."""
         self._communicator, self._issued, self._line = communicator, issued, line
         self._rank = communicator.ranks[communicator.rank]
+        self.collective: tuple[str, int] | None = None
         if issued.kind in _TRANSFERS and issued.peer is not None:
             self.ranks: Sequence[int] = [communicator.ranks[issued.peer]]
         else:
+            self.collective = (communicator.name, issued.sequence)
             self.ranks = [rank for rank in communicator.ranks if rank != self._rank]
 
     def topic(self, answers: Answers) -> str:

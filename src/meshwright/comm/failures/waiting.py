@@ -9,6 +9,8 @@ Every wait of Meshwright is watched by a `Watch`, and ends in the same way, what
     a missing rank does not answer               look at its process: one that is stopped or uses no
                                                  CPU time for STILL seconds is lost; one at work is
                                                  waited for; where nobody can look, UNSEEN seconds
+    all ranks of a collective wait, each for     they never come: give up at the second roll call
+      one that others have not issued
     every rank answers, and waits itself         nothing moves for DEADLOCK seconds: give up
     the user's limit has passed                  give up
 
@@ -24,7 +26,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol, Self
 
-from meshwright.comm.failures.attendance import PATIENCE, Answers
+from meshwright.comm.failures.attendance import CONTROL, PATIENCE, Answers
 from meshwright.comm.failures.board import EVERY
 from meshwright.comm.failures.failure import Failure, FailureMonitor
 from meshwright.comm.failures.processes import Look, Stillness
@@ -72,6 +74,8 @@ class Awaited(Protocol):
     """Words for a rank that has not done its part: `rank 1 has not issued it`."""
     ranks: Sequence[int]
     """The world's numbers of the other ranks that have a part in it."""
+    collective: tuple[str, int] | None = None
+    """Its channel and number, where it is a collective."""
 
     def describe(self) -> str:
         """Name it in one phrase."""
@@ -135,9 +139,11 @@ class Watch:
         """Ranks that worked alone when they answered last."""
         self._serials: Mapping[int, object] = {}
         self._serials_since = 0.0
+        self._crossed: Mapping[int, object] = {}
+        """The waits in which ranks waited for each other when they were last asked."""
 
     def __enter__(self) -> Self:
-        self._monitor.ranks.begin_wait(self._awaited.describe())
+        self._monitor.ranks.begin_wait(self._awaited.describe(), self._awaited.collective)
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
@@ -168,7 +174,8 @@ class Watch:
             self._ask_at = min(self._ask_at, until)
         if answers is None:
             return None
-        if self._differs(answers) or self._lost(answers) or self._is_deadlocked(answers):
+        is_stuck = self._is_crossed(answers) or self._is_deadlocked(answers)
+        if is_stuck or self._differs(answers) or self._lost(answers):
             self._end(answers)
         if self._waited >= self._report_at:
             self._report(answers)
@@ -320,6 +327,25 @@ class Watch:
     def _differs(self, answers: Answers) -> bool:
         return bool(self._awaited.differences(answers) or self._leaving(answers))
 
+    def _is_crossed(self, answers: Answers) -> bool:
+        """Tell whether all ranks of a group wait, each for a collective that others did not issue.
+
+        They issue the next when their wait has ended, so that none ever does. True when it was so
+        at the last roll call, too: an answer is of a moment.
+        """
+        if self._awaited.collective is None:
+            return False
+        group = self._awaited.collective[0].removesuffix(CONTROL)
+        ranks = [self._monitor.rank, *self._awaited.ranks]
+        waits = {rank: answers[rank]["waiting"] for rank in ranks if rank in answers}
+        is_crossed = len(waits) == len(ranks) and all(
+            any(_lacks(answers[other], wait, group) for other in ranks if other != rank)
+            for rank, wait in waits.items()
+        )
+        before, now = self._crossed, {rank: wait.get("number") for rank, wait in waits.items()}
+        self._crossed = now if is_crossed else {}
+        return is_crossed and before == now
+
     def _is_deadlocked(self, answers: Answers) -> bool:
         """Tell whether all ranks have waited, each in the same wait, for too long."""
         serials: Mapping[int, object] = {
@@ -370,6 +396,15 @@ class Watch:
         if silence is not None and silence.is_at_work:
             return f"rank {rank} does not answer: {why}"
         return f"rank {rank} does not answer (stopped, killed or cut off){why and ': '}{why}"
+
+
+def _lacks(answer: Mapping[str, Any], wait: Mapping[str, Any], group: str) -> bool:
+    """Tell whether who says ``answer`` has not issued the collective of ``group`` in a ``wait``."""
+    channel, number = wait.get("collective") or ("", 0)
+    if channel.removesuffix(CONTROL) != group:
+        return False
+    counts = answer["groups"].get(channel, {}).get("counts", {})
+    return int(counts.get("", 0)) <= number
 
 
 class _Silence:

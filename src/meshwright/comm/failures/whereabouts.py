@@ -85,6 +85,9 @@ def answer_of(text: str | None) -> Mapping[str, Any] | None:
     answer = object_of(text, _OF_AN_ANSWER)
     if answer is None:
         return None
+    collective = answer["waiting"].get("collective")
+    if collective is not None and not _is_numbered(collective):
+        return None
     for group in answer["groups"].values():
         if not _has(group, {"counts": dict, "last": list}):
             return None
@@ -94,6 +97,10 @@ def answer_of(text: str | None) -> Mapping[str, Any] | None:
         if not all(_has(each, entry) for each in group["last"]):
             return None
     return answer
+
+
+def _is_numbered(value: object) -> bool:
+    return isinstance(value, list) and list(map(type, value)) == [str, int]
 
 
 def object_of(text: str | None, keys: Mapping[str, type]) -> dict[str, Any] | None:
