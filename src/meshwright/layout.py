@@ -37,7 +37,7 @@ class Box:
                 f"expected offset and shape of the same length, found {self.offset} "
                 f"and {self.shape}"
             )
-        if any(n < 0 for n in self.offset) or any(n < 0 for n in self.shape):
+        if min(self.offset, default=0) < 0 or min(self.shape, default=0) < 0:
             raise LayoutError(f"expected no negative numbers, found {self.offset}, {self.shape}")
 
     @classmethod

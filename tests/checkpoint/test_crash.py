@@ -207,7 +207,7 @@ def test_the_simulation_sees_a_forgotten_sync(tmp_path: Path, forgotten: str) ->
 
 
 def test_tensors_that_change_during_a_save_are_refused_when_loaded(tmp_path: Path) -> None:
-    tensor = torch.zeros(4)
+    tensor = torch.zeros(100_000)  # of small ones a copy is summed, and written
 
     class Meddling(Storage):
         def write(self, handle: int, data: bytes | memoryview) -> None:

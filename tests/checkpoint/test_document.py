@@ -111,10 +111,11 @@ def test_a_document_above_the_cap_is_refused() -> None:
 
 def test_fields_say_what_they_expected() -> None:
     fields = Fields({"a": 1, "b": "x", "c": [1, -1], "d": True}, "here")
+    assert fields.count("a") == 1
     with pytest.raises(ValueError, match="here: 'z' is missing"):
         fields.text("z")
-    with pytest.raises(ValueError, match="here: 'a' must be a string, found '1'"):
-        fields.text("a")
+    with pytest.raises(ValueError, match="here: 'd' must be a string, found 'True'"):
+        fields.text("d")
     with pytest.raises(ValueError, match="here: 'c' must be a list of at most 64 integers"):
         fields.counts("c")
     with pytest.raises(ValueError, match="here: 'd' must be an integer from 0"):

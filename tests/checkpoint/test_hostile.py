@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 
 from meshwright.checkpoint import latest, load_tensors, save_tensors, verify
 from meshwright.checkpoint.document import MAX_DOCUMENT_BYTES
@@ -319,10 +320,11 @@ def set_field(*path: str, value: object) -> Callable[[dict[str, Any]], None]:
         set_piece(shape=15),
         set_piece(shape=[True]),
         set_piece(shape=[15.0]),
-        set_piece(crc32=None),
-        set_piece(crc32=""),
-        set_piece(crc32="0000000g"),
-        set_piece(crc32=0),
+        set_piece(xxh3=None),
+        set_piece(xxh3=""),
+        set_piece(xxh3="000000000000000g"),
+        set_piece(xxh3=0),
+        set_piece(crc32="00000000"),
         set_piece(key="mask[0:6]"),
         set_piece(key="__metadata__"),
         set_piece(key="k" * 10_000),
@@ -331,6 +333,7 @@ def set_field(*path: str, value: object) -> Callable[[dict[str, Any]], None]:
         set_piece(more=1),
         set_field("version", value=None),
         set_field("version", value="1"),
+        set_field("version", value=1),
         set_field("format", value="other"),
         set_field("step", value=121),
         set_field("step", value=-1),
@@ -369,7 +372,7 @@ def test_a_bool_that_is_no_bool(tmp_path: Path, refuse: Callable[[Path], str]) -
     edit(
         path,
         lambda body: body["tensors"]["mask"]["pieces"][0].update(
-            crc32=f"{zlib.crc32(data[-2:]):08x}"
+            xxh3=xxhash.xxh3_64_hexdigest(data[-2:])
         ),
     )
     assert "tensor 'mask' holds bytes that are no booleans" in refuse(path)

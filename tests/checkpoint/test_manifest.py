@@ -94,7 +94,7 @@ def test_the_work_grows_with_the_pieces_not_with_their_pairs() -> None:
 
 
 def manifest() -> Manifest:
-    piece = Piece(file="rank_00000.safetensors", key="t", box=Box((0,), (4,)), crc32=7)
+    piece = Piece(file="rank_00000.safetensors", key="t", box=Box((0,), (4,)), checksum=7)
     record = TensorRecord(dtype="int16", shape=(4,), pieces=(piece,))
     empty = TensorRecord(dtype="bool", shape=(0, 3), pieces=())
     return Manifest(step=3, tensors={"t": record, "none": empty}, metadata={"a": [1]})

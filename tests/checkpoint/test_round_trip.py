@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -27,9 +29,10 @@ from meshwright.checkpoint import (
     save_tensors,
     verify,
 )
-from meshwright.errors import CheckpointMismatchError
+from meshwright.checkpoint.manifest import Piece, to_bytes
+from meshwright.errors import CheckpointDamagedError, CheckpointMismatchError
 from meshwright.layout import Box, boxes, chunk
-from support.checkpoint.faulty_storage import on_ranks
+from support.checkpoint.faulty_storage import CountingStorage, on_ranks
 from support.checkpoint.samples import (
     METADATA,
     assert_equal,
@@ -226,6 +229,61 @@ def test_loading_into_strided_and_differentiable_targets(tmp_path: Path) -> None
     found = load_into(path, targets)
     assert (found.step, found.metadata, found.tensors) == (120, METADATA, {})
     assert_equal({name: tensor.detach() for name, tensor in targets.items()}, source)
+
+
+def as_version_1(path: Path) -> None:
+    """Give a checkpoint the manifest that version 1 of the format would have written."""
+    manifest = read_manifest(path)
+
+    def crc32(piece: Piece) -> int:
+        start, stop = manifest.file_maps[piece.file].spans[piece.key]
+        return zlib.crc32((path / piece.file).read_bytes()[start:stop])
+
+    old = dataclasses.replace(manifest, version=1)
+    (path / "manifest.json").write_bytes(to_bytes(old, crc32))
+
+
+def test_checkpoints_of_version_1_are_read_and_verified(tmp_path: Path) -> None:
+    path = save_sharded(tmp_path, small(1))
+    as_version_1(path)
+    assert b'"crc32":"' in (path / "manifest.json").read_bytes().rpartition(b"metadata")[0]
+    assert verify(path).version == 1
+    assert_equal(load_tensors(path).tensors, small(1))
+    file = path / "rank_00001.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(CheckpointDamagedError, match=r"has checksum [0-9a-f]{8}, expected"):
+        load_tensors(path)
+
+
+def test_pieces_are_read_straight_into_targets_and_autograd_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = torch.arange(12.0).view(4, 3)
+    path = save_sharded(tmp_path, {"w": weight}, size=2)
+    target = torch.zeros(4, 3, requires_grad=True)
+    product = (target * target).sum()
+    with Reader(path) as reader, monkeypatch.context() as patched:
+        patched.delattr(torch, "empty")
+        reader.read_into("w", target)
+    assert torch.equal(target, weight)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+def test_small_tensors_are_written_together(tmp_path: Path) -> None:
+    written: list[str] = []
+
+    class Noting(CountingStorage):
+        def before(self, operation: str, path: Path, data: bytes = b"") -> None:
+            super().before(operation, path, data)
+            written.extend([path.name] if operation == "write" else [])
+
+    tensors = {f"t{n}": torch.full((7,), float(n)) for n in range(500)}
+    tensors["large"] = torch.randn(100_000)
+    path = save_tensors(tmp_path, tensors, {}, step=1, storage=Noting())
+    # The header, the large one, the others.
+    assert written == ["rank_00000.safetensors"] * 3 + ["manifest.json"]
+    assert_equal(load_tensors(path).tensors, tensors)
 
 
 def test_every_difference_of_a_model_is_listed_and_nothing_overwritten(tmp_path: Path) -> None:

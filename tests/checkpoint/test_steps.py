@@ -68,8 +68,8 @@ def test_a_later_format_is_not_passed_over(tmp_path: Path) -> None:
     _, path = fill(tmp_path, 1, 2)
     body = unseal((path / "manifest.json").read_bytes())
     assert isinstance(body, dict)
-    (path / "manifest.json").write_bytes(seal({**body, "version": 2}))
-    with pytest.raises(CheckpointMismatchError, match=r"format version 2; this Meshwright reads 1"):
+    (path / "manifest.json").write_bytes(seal({**body, "version": 3}))
+    with pytest.raises(CheckpointMismatchError, match="version 3; this Meshwright reads 1 and 2"):
         latest(tmp_path)
 
 

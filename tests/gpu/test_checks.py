@@ -168,7 +168,16 @@ print(len(rows_for_gpus(1)))
 
 @pytest.mark.slow
 def test_nothing_but_torch_numpy_and_safetensors_is_needed() -> None:
-    names = {"pytest", "_pytest", "hypothesis", "rich", "tyro", "cloudpickle", "transformers"}
+    names = {
+        "pytest",
+        "_pytest",
+        "hypothesis",
+        "rich",
+        "tyro",
+        "cloudpickle",
+        "xxhash",
+        "transformers",
+    }
     path = [str(PROGRAM.parents[1] / "src"), str(PROGRAM.parent)]
     program = _BARE.format(names=names, path=path)
     done = subprocess.run(

@@ -8,6 +8,7 @@ pickle anywhere. One job at a time writes to a folder of checkpoints, which it *
 Bottom-up:
 
     document     sealed JSON
+    checksums    of the bytes of a piece
     tensor_file  bytes of a safetensors file
     manifest     pieces of tensors, files and checksums
     pieces       who writes what

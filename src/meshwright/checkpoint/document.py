@@ -29,6 +29,8 @@ _MAX_DEPTH = 100
 _HEAD = b'{"manifest":'
 _TAIL = re.compile(rb',\n"crc32":"([0-9a-f]{8})"\}\n')
 _TAIL_BYTES = len(b',\n"crc32":"00000000"}\n')
+_HEXADECIMAL = frozenset("0123456789abcdef")
+_ABSENT = object()
 _T = TypeVar("_T")
 
 
@@ -119,15 +121,17 @@ class Fields:
     def __init__(self, value: JSON, where: str) -> None:
         if not isinstance(value, dict):
             raise ValueError(f"{where}: expected an object, found {type(value).__name__}")
-        self._rest = dict(value)
+        self._value = value
+        self._taken: list[str] = []
         self._where = where
 
     def _take(self, key: str, kind: type[_T], expected: str) -> _T:
-        if key not in self._rest:
-            raise ValueError(f"{self._where}: {key!r} is missing")
-        value = self._rest.pop(key)
+        value = self._value.get(key, _ABSENT)
         if not isinstance(value, kind):
+            if value is _ABSENT:
+                raise ValueError(f"{self._where}: {key!r} is missing")
             raise self._wrong(key, expected, value)
+        self._taken.append(key)
         return value
 
     def _wrong(self, key: str, expected: str, value: object) -> ValueError:
@@ -153,11 +157,11 @@ class Fields:
             raise self._wrong(key, expected, value)
         return tuple(value)
 
-    def checksum(self, key: str) -> int:
-        """Take a crc32 as eight hexadecimal digits."""
+    def checksum(self, key: str, digits: int) -> int:
+        """Take a checksum of so many hexadecimal digits."""
         value = self.text(key)
-        if not re.fullmatch("[0-9a-f]{8}", value):
-            raise self._wrong(key, "eight hexadecimal digits", value)
+        if len(value) != digits or not _HEXADECIMAL.issuperset(value):
+            raise self._wrong(key, f"{digits} hexadecimal digits", value)
         return int(value, 16)
 
     def items(self, key: str) -> list[JSON]:
@@ -170,8 +174,9 @@ class Fields:
 
     def end(self) -> None:
         """Refuse fields that nobody took."""
-        if self._rest:
-            raise ValueError(f"{self._where}: unknown field {min(self._rest)!r}")
+        if len(self._taken) != len(self._value):
+            rest = self._value.keys() - set(self._taken)
+            raise ValueError(f"{self._where}: unknown field {min(rest)!r}")
 
 
 def _is_count(value: object) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+from meshwright.checkpoint.checksums import DIGITS, OF_VERSION
 from meshwright.checkpoint.document import JSON, Fields, check_json, seal, unseal
 from meshwright.checkpoint.tensor_file import Entry, FileMap, file_map, is_file_name, item_size
 from meshwright.layout import Box
@@ -23,7 +24,7 @@ MANIFEST_NAME = "manifest.json"
 MAX_STEP = 10**15
 
 _FORMAT = "meshwright-checkpoint"
-_VERSION = 1
+_VERSION = 2
 _MAX_NAME = 4096
 _MAX_COVER_WORK = 2**25
 
@@ -39,7 +40,7 @@ class Piece:
     file: str
     key: str
     box: Box
-    crc32: int
+    checksum: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +62,8 @@ class Manifest:
     step: int
     tensors: Mapping[str, TensorRecord]
     metadata: Mapping[str, JSON]
+    version: int = _VERSION
+    """The format's, from which the kind of checksums follows."""
     file_maps: Mapping[str, FileMap] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -120,6 +123,8 @@ def covers(shape: Sequence[int], pieces: Sequence[Box], budget: int = _MAX_COVER
     corners add up to the tensor's own. This takes ``pieces * 2**dims`` operations, counting only
     dims that are cut; comparing pairs would take ``pieces**2``.
     """
+    if [box.shape for box in pieces] == [tuple(shape)] and not any(pieces[0].offset) and all(shape):
+        return 1
     whole = Box.whole(shape)
     for box in pieces:
         if len(box.shape) != len(shape) or box.numel == 0 or box.intersect(whole) != box:
@@ -156,8 +161,12 @@ def _show(box: Box) -> str:
     return f"[{', '.join(box.ranges())}]"
 
 
-def to_bytes(manifest: Manifest, checksum: Callable[[Piece], int] = attrgetter("crc32")) -> bytes:
+def to_bytes(
+    manifest: Manifest, checksum: Callable[[Piece], int] = attrgetter("checksum")
+) -> bytes:
     """Write the manifest file; ``checksum`` says that of each piece, by default its own."""
+    kind = OF_VERSION[manifest.version]
+    form = f"0{DIGITS[kind]}x"
     files: dict[str, JSON] = {
         name: {"bytes": at.size, "header_crc32": f"{zlib.crc32(at.header):08x}"}
         for name, at in manifest.file_maps.items()
@@ -166,14 +175,23 @@ def to_bytes(manifest: Manifest, checksum: Callable[[Piece], int] = attrgetter("
         name: {
             "dtype": record.dtype,
             "shape": list(record.shape),
-            "pieces": [_piece_json(piece, checksum(piece)) for piece in record.pieces],
+            "pieces": [
+                {
+                    "file": piece.file,
+                    "key": piece.key,
+                    "offset": list(piece.box.offset),
+                    "shape": list(piece.box.shape),
+                    kind: format(checksum(piece), form),
+                }
+                for piece in record.pieces
+            ],
         }
         for name, record in manifest.tensors.items()
     }
     return seal(
         {
             "format": _FORMAT,
-            "version": _VERSION,
+            "version": manifest.version,
             "step": manifest.step,
             "files": files,
             "tensors": tensors,
@@ -182,31 +200,25 @@ def to_bytes(manifest: Manifest, checksum: Callable[[Piece], int] = attrgetter("
     )
 
 
-def _piece_json(piece: Piece, crc32: int) -> JSON:
-    return {
-        "file": piece.file,
-        "key": piece.key,
-        "offset": list(piece.box.offset),
-        "shape": list(piece.box.shape),
-        "crc32": f"{crc32:08x}",
-    }
-
-
 def from_bytes(data: bytes) -> Manifest:
     """Parse a manifest file. Raises ``ValueError`` unless every bit is as it was written."""
     fields = Fields(unseal(data), "manifest")
     if fields.text("format") != _FORMAT:
         raise ValueError(f"manifest: 'format' is not {_FORMAT!r}")
     version = fields.count("version")
-    if version != _VERSION:
-        raise UnknownVersionError(f"format version {version}; this Meshwright reads {_VERSION}")
+    if version not in OF_VERSION:
+        read = " and ".join(map(str, OF_VERSION))
+        raise UnknownVersionError(f"format version {version}; this Meshwright reads {read}")
+    kind = OF_VERSION[version]
     step = fields.count("step")
     files = {name: _file(value, name) for name, value in fields.mapping("files").items()}
-    tensors = {name: _tensor(value, name) for name, value in fields.mapping("tensors").items()}
+    tensors = {
+        name: _tensor(value, name, kind) for name, value in fields.mapping("tensors").items()
+    }
     metadata = fields.mapping("metadata")
     check_json(metadata, "metadata")
     fields.end()
-    manifest = Manifest(step=step, tensors=tensors, metadata=metadata)
+    manifest = Manifest(step=step, tensors=tensors, metadata=metadata, version=version)
     expected = {name: (at.size, zlib.crc32(at.header)) for name, at in manifest.file_maps.items()}
     if files != expected:
         wrong = sorted(k for k in files.keys() | expected if files.get(k) != expected.get(k))
@@ -217,30 +229,30 @@ def from_bytes(data: bytes) -> Manifest:
 def _file(value: JSON, name: str) -> tuple[int, int]:
     """Read the size of a file in bytes and the checksum of its header."""
     fields = Fields(value, f"file {name[:80]!r}")
-    record = fields.count("bytes"), fields.checksum("header_crc32")
+    record = fields.count("bytes"), fields.checksum("header_crc32", DIGITS["crc32"])
     fields.end()
     return record
 
 
-def _tensor(value: JSON, name: str) -> TensorRecord:
+def _tensor(value: JSON, name: str, kind: str) -> TensorRecord:
     where = f"tensor {name[:200]!r}"
     fields = Fields(value, where)
     record = TensorRecord(
         dtype=fields.text("dtype"),
         shape=fields.counts("shape"),
-        pieces=tuple(_piece(item, where) for item in fields.items("pieces")),
+        pieces=tuple(_piece(item, where, kind) for item in fields.items("pieces")),
     )
     fields.end()
     return record
 
 
-def _piece(value: JSON, where: str) -> Piece:
+def _piece(value: JSON, where: str, kind: str) -> Piece:
     fields = Fields(value, where)
     piece = Piece(
         file=fields.text("file"),
         key=fields.text("key"),
         box=Box(fields.counts("offset"), fields.counts("shape")),
-        crc32=fields.checksum("crc32"),
+        checksum=fields.checksum(kind, DIGITS[kind]),
     )
     fields.end()
     return piece

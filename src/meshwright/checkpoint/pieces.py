@@ -132,14 +132,14 @@ def boxes_of(value: Tensor | ShardedPiece) -> tuple[Box, ...]:
     return value.boxes if isinstance(value, ShardedPiece) else (Box.whole(value.shape),)
 
 
-def parts(value: Tensor | ShardedPiece) -> Iterator[tuple[Box, Tensor]]:
+def parts(value: ShardedPiece) -> Iterator[tuple[Box, Tensor]]:
     """List the boxes held, each with its elements as a 1-D tensor (a view where memory allows).
 
     Boxes without elements are left out.
     """
-    flat = (value.tensor if isinstance(value, ShardedPiece) else value).detach().reshape(-1)
+    flat = value.tensor.detach().reshape(-1)
     position = 0
-    for box in boxes_of(value):
+    for box in value.boxes:
         if box.numel:
             yield box, flat[position : position + box.numel]
         position += box.numel
@@ -241,5 +241,5 @@ def _with_keys(
         while key in taken:
             key += "'"
         taken.add(key)
-        found.append((name, Piece(file=file_name(rank), key=key, box=box, crc32=0)))
+        found.append((name, Piece(file=file_name(rank), key=key, box=box, checksum=0)))
     return found

@@ -12,9 +12,7 @@ import errno
 import os
 import re
 import stat
-import zlib
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +21,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint.checksums import ALGORITHMS, DIGITS, OF_VERSION
 from meshwright.checkpoint.document import JSON, MAX_DOCUMENT_BYTES
 from meshwright.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -33,10 +32,13 @@ from meshwright.checkpoint.manifest import (
     from_bytes,
 )
 from meshwright.checkpoint.pieces import ShardedPiece, boxes_of, describe, torch_dtype
+from meshwright.comm.streams import is_host
 from meshwright.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
 from meshwright.layout import Box
 
 _CHUNK = 2**20
+_OPEN_FILES = 32
+"""Files of tensors that a reader keeps open: those of one tensor's pieces are read in turn."""
 _ADVICE = "restore it from a copy, or use another checkpoint"
 
 
@@ -66,6 +68,7 @@ class Reader:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
         self._verified_headers: set[str] = set()
+        self._files: dict[str, int] = {}
         try:
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
             self._handle = os.open(self.directory, flags)
@@ -89,7 +92,9 @@ class Reader:
         self.close()
 
     def close(self) -> None:
-        """Close the directory; further reads are refused by the system."""
+        """Close the directory and its files; further reads are refused by the system."""
+        while self._files:
+            os.close(self._files.popitem()[1])
         handle, self._handle = self._handle, -1
         if handle >= 0:
             os.close(handle)
@@ -105,10 +110,11 @@ class Reader:
         record = self._record(name)
         for stored in record.pieces:
             if stored.box == box:
-                return self._read_stored(name, stored, self._dtype(name, record))
+                tensor = torch.empty(box.shape, dtype=self._dtype(name, record))
+                self._read_stored(name, stored, tensor)
+                return tensor
         tensor = torch.empty(box.shape, dtype=self._dtype(name, record))
-        piece = ShardedPiece(global_shape=record.shape, boxes=(box,), tensor=tensor)
-        self.read_into(name, piece)
+        self.fill(name, ShardedPiece(global_shape=record.shape, boxes=(box,), tensor=tensor))
         return tensor
 
     def read_into(self, name: str, target: Tensor | ShardedPiece) -> None:
@@ -118,32 +124,45 @@ class Reader:
         """
         held = describe(name, target)
         self.check_names({name: (held.shape, held.dtype)}, within=None)
+        self.fill(name, target)
+
+    def fill(self, name: str, target: Tensor | ShardedPiece) -> None:
+        """Fill a tensor as `read_into`, whose shape and dtype were compared before."""
         tensor = (target.tensor if isinstance(target, ShardedPiece) else target).detach()
-        direct = tensor.is_contiguous()
+        if not tensor.numel():
+            return
+        direct = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
         flat = tensor.view(-1) if direct else torch.empty_like(tensor.reshape(-1))
-        self._fill(name, boxes_of(target), flat)
+        held: list[tuple[Tensor, Box]] = []
+        position = 0
+        for box in boxes_of(target):
+            held.append((flat[position : position + box.numel].view(box.shape), box))
+            position += box.numel
+        record = self._record(name)
+        for piece in record.pieces:
+            self._fill_from(name, piece, held)
         if not direct:
             tensor.copy_(flat.view(tensor.shape))
 
-    def _fill(self, name: str, boxes: Sequence[Box], flat: Tensor) -> None:
-        """Fill ``flat``, which holds one box after the other; each stored piece is read once."""
-        record = self._record(name)
-        dtype = self._dtype(name, record)
-        if not flat.numel():
+    def _fill_from(self, name: str, piece: Piece, held: Sequence[tuple[Tensor, Box]]) -> None:
+        """Fill what ``held`` has of a stored piece: straight, where that is all of the piece."""
+        common: list[tuple[Tensor, Box]] = []
+        for view, box in held:
+            inner = box if box == piece.box else box.intersect(piece.box)
+            if inner is not None:
+                common.append((view if inner is box else view[inner.slices(box)], inner))
+        if not common:
             return
-        sizes = [box.numel for box in boxes]
-        views = [part.view(box.shape) for part, box in zip(flat.split(sizes), boxes, strict=True)]
-        for piece in record.pieces:
-            common = [
-                (view, box, box.intersect(piece.box))
-                for view, box in zip(views, boxes, strict=True)
-            ]
-            if all(inner is None for _, _, inner in common):
-                continue
-            found = self._read_stored(name, piece, dtype)
-            for view, box, inner in common:
-                if inner is not None:
-                    view[inner.slices(box)] = found[inner.slices(piece.box)].to(view.device)
+        view, inner = common[0]
+        if inner == piece.box and view.is_contiguous() and is_host(view.device):
+            self._read_stored(name, piece, view)
+            if not view.is_inference():
+                torch.autograd.graph.increment_version(view)
+            return
+        found = torch.empty(piece.box.shape, dtype=view.dtype)
+        self._read_stored(name, piece, found)
+        for view, inner in common:
+            view.copy_(found[inner.slices(piece.box)])
 
     def check_names(
         self,
@@ -183,8 +202,8 @@ class Reader:
         found = self._listing_problems()
         reads = [partial(self._verify_header, file) for file in self.manifest.file_maps]
         for name, record in self.manifest.tensors.items():
-            read = partial(self._read_stored, name, verify=False)
-            reads += [partial(read, piece, self._dtype(name, record)) for piece in record.pieces]
+            read = partial(self._verify_stored, name, self._dtype(name, record))
+            reads += [partial(read, piece) for piece in record.pieces]
         for read in reads:
             try:
                 read()
@@ -225,12 +244,15 @@ class Reader:
         )
 
     def _read_manifest(self) -> Manifest:
-        with self._open_plain(MANIFEST_NAME) as handle:
+        handle = self._open_plain(MANIFEST_NAME)
+        try:
             size = os.fstat(handle).st_size
             if size > MAX_DOCUMENT_BYTES:
                 raise self._damaged(MANIFEST_NAME, f"{size} bytes, at most {MAX_DOCUMENT_BYTES}")
             data = bytearray(size)
             count = self._read_at(MANIFEST_NAME, handle, memoryview(data), 0)
+        finally:
+            os.close(handle)
         try:
             return from_bytes(bytes(data[:count]))
         except UnknownVersionError as error:
@@ -275,8 +297,7 @@ class Reader:
         more = f" and {len(cut) - 1} more after it" if len(cut) > 1 else ""
         return f"{text}: tensor {self.manifest.owner(file, cut[0])!r} is cut off{more}"
 
-    @contextmanager
-    def _open_plain(self, file: str) -> Generator[int, None, None]:
+    def _open_plain(self, file: str) -> int:
         """Open a regular file of the directory itself: no link of either kind, no device."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
@@ -295,25 +316,32 @@ class Reader:
                 raise self._damaged(file, "not a regular file")
             if state.st_nlink > 1:
                 raise self._damaged(file, "the file has a second name (a hard link) elsewhere")
-            yield handle
-        finally:
+        except BaseException:
             os.close(handle)
+            raise
+        return handle
 
-    @contextmanager
-    def _open(self, file: str, *, verify: bool = True) -> Generator[int, None, None]:
-        """Open a tensor file of the right size and, when ``verify``, with its right header."""
-        with self._open_plain(file) as handle:
+    def _open(self, file: str, *, verify: bool = True) -> int:
+        """Open a tensor file of the right size and, when ``verify``, with its right header.
+
+        It stays open until others are.
+        """
+        handle = self._files.get(file)
+        if handle is None:
+            if len(self._files) >= _OPEN_FILES:
+                os.close(self._files.pop(next(iter(self._files))))
+            handle = self._files[file] = self._open_plain(file)
             size = os.fstat(handle).st_size
             if size != self.manifest.file_maps[file].size:
+                os.close(self._files.pop(file))
                 raise self._damaged(file, self._size_problem(file, size))
-            if verify and file not in self._verified_headers:
-                self._check_header(file, handle)
-                self._verified_headers.add(file)
-            yield handle
+        if verify and file not in self._verified_headers:
+            self._check_header(file, handle)
+            self._verified_headers.add(file)
+        return handle
 
     def _verify_header(self, file: str) -> None:
-        with self._open(file, verify=False) as handle:
-            self._check_header(file, handle)
+        self._check_header(file, self._open(file, verify=False))
 
     def _check_header(self, file: str, handle: int) -> None:
         """Compare the header with the only one that fits the manifest."""
@@ -330,31 +358,34 @@ class Reader:
             text += f" (it is that of {origin[1].decode()} of step {origin[2].decode()})"
         raise self._damaged(file, text)
 
-    def _read_stored(
-        self, name: str, piece: Piece, dtype: torch.dtype, *, verify: bool = True
-    ) -> Tensor:
-        """Read one piece and verify its checksum."""
-        with self._open(piece.file, verify=verify) as handle:
-            start, stop = self.manifest.file_maps[piece.file].spans[piece.key]
-            data = torch.empty(stop - start, dtype=torch.uint8)
-            view = data.numpy().data
-            checksum, position = 0, 0
-            while position < len(view):
-                chunk = view[position : position + _CHUNK]
-                count = self._read_at(piece.file, handle, chunk, start + position)
-                if count < len(chunk):
-                    raise self._damaged(piece.file, f"tensor {name!r} is cut off")
-                checksum = zlib.crc32(chunk, checksum)
-                position += count
-        if checksum != piece.crc32:
+    def _verify_stored(self, name: str, dtype: torch.dtype, piece: Piece) -> None:
+        self._read_stored(name, piece, torch.empty(piece.box.shape, dtype=dtype), verify=False)
+
+    def _read_stored(self, name: str, piece: Piece, target: Tensor, *, verify: bool = True) -> None:
+        """Fill ``target``, contiguous and on the host, with one piece, and verify its checksum."""
+        handle = self._open(piece.file, verify=verify)
+        start, stop = self.manifest.file_maps[piece.file].spans[piece.key]
+        data = target.view(-1).view(torch.uint8)
+        view = data.numpy().data
+        kind = OF_VERSION[self.manifest.version]
+        checksum = ALGORITHMS[kind]()
+        # In chunks that the processor's cache still holds when they are summed.
+        for position in range(0, len(view), _CHUNK):
+            chunk = view[position : position + _CHUNK]
+            count = self._read_at(piece.file, handle, chunk, start + position)
+            if count < len(chunk):
+                raise self._damaged(piece.file, f"tensor {name!r} is cut off")
+            checksum.update(chunk)
+        found = checksum.intdigest()
+        if found != piece.checksum:
+            form = f"0{DIGITS[kind]}x"
             raise self._damaged(
                 piece.file,
-                f"tensor {name!r} (bytes {start} to {stop}) has checksum {checksum:08x},"
-                f" expected {piece.crc32:08x}",
+                f"tensor {name!r} (bytes {start} to {stop}) has checksum {found:{form}},"
+                f" expected {piece.checksum:{form}}",
             )
-        if dtype == torch.bool and bool((data > 1).any()):
+        if target.dtype == torch.bool and bool((data > 1).any()):
             raise self._damaged(piece.file, f"tensor {name!r} holds bytes that are no booleans")
-        return data.view(dtype).view(piece.box.shape)
 
     def _read_at(self, file: str, handle: int, target: memoryview, position: int) -> int:
         """Fill ``target`` from a position; returns fewer bytes only at the end of the file."""
@@ -407,7 +438,7 @@ def load_into(
         held = [describe(name, target) for name, target in targets.items()]
         reader.check_names({row.name: (row.shape, row.dtype) for row in held}, within=within)
         for name, target in targets.items():
-            reader.read_into(name, target)
+            reader.fill(name, target)
         manifest = reader.manifest
         return Checkpoint(step=manifest.step, metadata=manifest.metadata, tensors={})
 

@@ -31,16 +31,17 @@ from torch import Tensor
 
 from meshwright import comm
 from meshwright.checkpoint import claims
+from meshwright.checkpoint.checksums import ALGORITHMS, DIGITS, OURS
 from meshwright.checkpoint.document import JSON, Fields, canonical, check_json
 from meshwright.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
     Piece,
     TensorRecord,
-    from_bytes,
     to_bytes,
 )
 from meshwright.checkpoint.pieces import (
+    Held,
     NamedPiece,
     ReadTensor,
     ShardedPiece,
@@ -65,6 +66,8 @@ STORAGE_LIMIT = 3600.0
 
 _ANSWER, _ERROR = b"+", b"-"
 _CHUNK = 2**20
+_SMALL = 2**16
+"""Bytes up to which tensors are written together, in one call."""
 _BLOCK = 4096
 _T = TypeVar("_T")
 
@@ -139,9 +142,9 @@ def save_tensors(
         group=communicator if communicator is not None else Alone(),
         storage=storage if storage is not None else Storage(),
     )
-    _, rows = _agree(request, "describe", lambda: _describe(request, keep_last))
+    own, rows = _agree(request, "describe", lambda: _describe(request, keep_last))
     with ExitStack() as held:
-        _save_all(request, rows, held)
+        _save_all(request, own, rows, held)
         if request.group.rank == 0 and keep_last is not None:
             try:
                 prune(target, keep_last, request.storage)
@@ -179,10 +182,12 @@ def claim(directory: str | os.PathLike[str], *, communicator: Communicator | Non
 # ------------------------------------------------------------------ the four steps
 
 
-def _save_all(request: _Request, rows: Sequence[bytes], held: ExitStack) -> None:
+def _save_all(
+    request: _Request, own: Sequence[Held], rows: Sequence[bytes], held: ExitStack
+) -> None:
     """Prepare, write and commit; rank 0 has the folder until ``held`` is closed."""
     try:
-        writes, names = _agree(request, "prepare", lambda: _prepare(request, rows, held))
+        writes, names = _agree(request, "prepare", lambda: _prepare(request, own, rows, held))
         torso = request.target.with_name(str(json.loads(names[0])))
         _, checksums = _agree(request, "write", lambda: _write(request, writes, torso))
         _agree(request, "commit", lambda: _commit(request, writes, checksums, torso))
@@ -192,21 +197,23 @@ def _save_all(request: _Request, rows: Sequence[bytes], held: ExitStack) -> None
         raise
 
 
-def _describe(request: _Request, keep_last: int | None) -> tuple[None, JSON]:
+def _describe(request: _Request, keep_last: int | None) -> tuple[list[Held], JSON]:
     if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
         raise ValueError(f"keep_last must be an integer of at least 1 or None, found {keep_last!r}")
     metadata = dict(request.metadata)
     check_json(metadata, "metadata")
     held = [describe(name, value) for name, value in request.tensors.items()]
-    return None, {
+    return held, {
         "step": request.step,
         "metadata": zlib.crc32(canonical(metadata)),
         "held": [held_to_json(row) for row in held],
     }
 
 
-def _prepare(request: _Request, rows: Sequence[bytes], held: ExitStack) -> tuple[_Writes, JSON]:
-    writes = _plan(request, rows)
+def _prepare(
+    request: _Request, own: Sequence[Held], rows: Sequence[bytes], held: ExitStack
+) -> tuple[_Writes, JSON]:
+    writes = _plan(request, own, rows)
     if writes.draft is None:
         return writes, None
     storage, target = request.storage, request.target
@@ -218,7 +225,10 @@ def _prepare(request: _Request, rows: Sequence[bytes], held: ExitStack) -> tuple
             errno.EEXIST, "a checkpoint of this step exists and is never overwritten", str(target)
         )
     free = storage.free_bytes(target.parent)
-    sizes = [*(at.size for at in writes.draft.file_maps.values()), len(to_bytes(writes.draft))]
+    maps = writes.draft.file_maps.values()
+    # The manifest says of each piece at most three times what the header of its file does.
+    manifest = 3 * sum(len(at.header) for at in maps) + len(canonical(writes.draft.metadata))
+    sizes = [*(at.size for at in maps), manifest]
     # In whole blocks, with one for the directory.
     needed = sum(-(-size // _BLOCK) * _BLOCK for size in sizes) + _BLOCK
     if free < needed:
@@ -228,7 +238,7 @@ def _prepare(request: _Request, rows: Sequence[bytes], held: ExitStack) -> tuple
     return writes, request.torso.name
 
 
-def _plan(request: _Request, rows: Sequence[bytes]) -> _Writes:
+def _plan(request: _Request, own: Sequence[Held], rows: Sequence[bytes]) -> _Writes:
     """Plan who writes which pieces. Rank 0 checks the whole; the others look at their own files.
 
     Raises ``ValueError`` unless the ranks agree and cover every tensor.
@@ -241,9 +251,12 @@ def _plan(request: _Request, rows: Sequence[bytes]) -> _Writes:
         said = [{key: each.count(key)} for each in fields]
         if (found := first_difference(range(len(said)), said)) is not None:
             raise ValueError(f"{found}; {advice}")
-    held = [[held_from_json(row) for row in each.items("held")] for each in fields]
-    known, by_rank = assign(held)
     rank = request.group.rank
+    held = [
+        own if number == rank else [held_from_json(row) for row in each.items("held")]
+        for number, each in enumerate(fields)
+    ]
+    known, by_rank = assign(held)
     draft = None
     if rank == 0:
         pieces: defaultdict[str, list[Piece]] = defaultdict(list)
@@ -254,11 +267,14 @@ def _plan(request: _Request, rows: Sequence[bytes]) -> _Writes:
             for name, row in known.items()
         }
         draft = Manifest(step=request.step, tensors=tensors, metadata=dict(request.metadata))
-    entries = (
-        Entry(key=piece.key, dtype=known[name].dtype, shape=piece.box.shape)
-        for name, piece in by_rank[rank]
-    )
-    at = file_map(file_name(rank), request.step, entries)
+    if draft is not None and by_rank[rank]:
+        at = draft.file_maps[file_name(rank)]
+    else:
+        entries = (
+            Entry(key=piece.key, dtype=known[name].dtype, shape=piece.box.shape)
+            for name, piece in by_rank[rank]
+        )
+        at = file_map(file_name(rank), request.step, entries)
     return _Writes(own=by_rank[rank], at=at, draft=draft)
 
 
@@ -266,23 +282,24 @@ def _write(request: _Request, writes: _Writes, torso: Path) -> tuple[None, JSON]
     """Write this rank's file, if it has one; returns the checksum of each key."""
     if not writes.own:
         return None, {}
-    data = {
-        (name, box): flat
-        for name, value in request.tensors.items()
-        if not isinstance(value, ReadTensor)
-        for box, flat in parts(value)
-    }
     boxes = {piece.key: (name, piece.box) for name, piece in writes.own}
-    at = writes.at
+    at, cut = writes.at, dict[str, Mapping[Box, Tensor]]()
 
     def flat_of(name: str, box: Box) -> Tensor:
         value = request.tensors[name]
-        return value.flat() if isinstance(value, ReadTensor) else data[name, box]
+        if isinstance(value, Tensor):
+            return value.detach().reshape(-1)
+        if isinstance(value, ReadTensor):
+            return value.flat()
+        if name not in cut:
+            cut[name] = dict(parts(value))
+        return cut[name][box]
 
     views = byte_views(flat_of(*boxes[key]) for key in at.spans)
     path = torso / file_name(request.group.rank)
     checksums = write_file(request.storage, path, at.header, views)
-    return None, dict(zip(at.spans, checksums, strict=True))
+    form = f"0{DIGITS[OURS]}x"
+    return None, {key: format(each, form) for key, each in zip(at.spans, checksums, strict=True)}
 
 
 def write_file(
@@ -293,14 +310,22 @@ def write_file(
     with _naming(path):
         handle = storage.create(path)
         try:
-            storage.write(handle, header)
+            small = bytearray(header)
             for view in views:
-                checksum = 0
+                checksum = ALGORITHMS[OURS]()
+                if len(view) <= _SMALL:
+                    checksum.update(view)
+                    small += view
+                    view = view[:0]
+                if len(small) >= _CHUNK or view:
+                    storage.write(handle, memoryview(small))
+                    small = bytearray()
                 for start in range(0, len(view), _CHUNK):
                     chunk = view[start : start + _CHUNK]
-                    checksum = zlib.crc32(chunk, checksum)
+                    checksum.update(chunk)
                     storage.write(handle, chunk)
-                checksums.append(checksum)
+                checksums.append(checksum.intdigest())
+            storage.write(handle, memoryview(small))
             storage.sync(handle)
         finally:
             storage.close(handle)
@@ -317,8 +342,8 @@ def _commit(
         file_name(rank): Fields(json.loads(row), f"rank {rank}")
         for rank, row in enumerate(checksums)
     }
-    data = to_bytes(writes.draft, lambda piece: found[piece.file].count(piece.key))
-    from_bytes(data)  # what would be refused on reading is refused here
+    digits = DIGITS[OURS]
+    data = to_bytes(writes.draft, lambda piece: found[piece.file].checksum(piece.key, digits))
     write_file(storage, torso / MANIFEST_NAME, data, [])
     with _naming(torso):
         storage.sync_directory(torso)

@@ -235,7 +235,7 @@ PICKLE_ROOMS = frozenset({"launching"})
 PICKLE_FILES = frozenset({"checkpoint/exchange/dcp.py", "checkpoint/exchange/torch_file.py"})
 
 # Packages that may be missing: imported inside a function, or at the top of the rooms named below.
-# The check of a GPU runs under its machine's own Python, which may lack cloudpickle and xxhash, too.
+# The check of a GPU runs under its machine's own Python, which may lack the last two.
 OPTIONAL = frozenset(
     {"hypothesis", "pytest", "ray", "rich", "tensorboard", "transformers", "tyro"}
     | {"cloudpickle", "xxhash"}
