@@ -1,0 +1,75 @@
+"""Of a test that is marked ``few(n)``, n cases are quick: the same in every run, whatever else is."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NAMES = [f"tests/test_some.py::test_many[{letter}]" for letter in "abcdefgh"]
+
+
+class Item:
+    """A test as pytest collects it."""
+
+    def __init__(self, nodeid: str, *marks: pytest.Mark) -> None:
+        self.nodeid = nodeid
+        self.marks = {mark.name: mark for mark in marks}
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return self.marks.get(name)
+
+    def add_marker(self, decorator: pytest.MarkDecorator) -> None:
+        self.marks[decorator.mark.name] = decorator.mark
+
+
+class Config:
+    """The settings of a run, on devices of one kind."""
+
+    def __init__(self, devices: str) -> None:
+        self.devices = devices
+
+    def getoption(self, name: str) -> str:
+        assert name == "--ranks-devices"
+        return self.devices
+
+
+def quick(items: list[Item], devices: str = "host") -> list[str]:
+    """The tests that stay quick."""
+    spec = importlib.util.spec_from_file_location(
+        "conftest_here", Path(__file__).parent / "conftest.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    conftest: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(conftest)
+    conftest.pytest_collection_modifyitems(Config(devices), items)
+    return sorted(item.nodeid for item in items if "slow" not in item.marks)
+
+
+def many(names: list[str]) -> list[Item]:
+    return [Item(name, pytest.mark.few(3).mark) for name in names]
+
+
+def test_so_many_are_quick_as_it_says_and_they_are_the_same_in_any_order() -> None:
+    drawn = quick(many(NAMES))
+    assert len(drawn) == 3
+    assert quick(many(NAMES[::-1])) == drawn
+    assert quick([*many(NAMES), Item("tests/test_other.py::test_one")]) == sorted(
+        [*drawn, "tests/test_other.py::test_one"]
+    )
+
+
+def test_cases_that_are_slow_by_themselves_are_not_drawn() -> None:
+    drawn = quick(many(NAMES))
+    slow = Item(drawn[0], pytest.mark.few(3).mark, pytest.mark.slow.mark)
+    items = [slow, *many([name for name in NAMES if name != drawn[0]])]
+    found = quick(items)
+    assert len(found) == 3
+    assert set(drawn[1:]) < set(found)
+
+
+def test_all_are_run_a_second_time_on_simulated_devices() -> None:
+    assert quick(many(NAMES), "simulated") == NAMES
