@@ -158,6 +158,14 @@ def test_changes_of_rows_leave_one_stream_of_tokens(parts: list[Attempt]) -> Non
     assert found == uninterrupted_tokens()[: len(found)]
 
 
+@pytest.mark.slow
+@cases
+@given(attempts)
+def test_a_thousand_interruptions_leave_one_stream_of_tokens(parts: list[Attempt]) -> None:
+    found = stream(of_tokens, parts)
+    assert found == uninterrupted_tokens()[: len(found)]
+
+
 def test_each_sample_and_token_comes_once_an_epoch() -> None:
     samples = [index for index, *_ in uninterrupted_samples()]
     assert [sorted(samples[i : i + 29]) for i in (0, 29, 58)] == [list(range(29))] * 3

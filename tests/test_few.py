@@ -1,4 +1,4 @@
-"""Of a test that is marked ``few(n)``, n cases are quick: the same in every run, whatever else is."""
+"""Of a test that is marked ``few(n)``, n cases are quick: the same in every run."""
 
 from __future__ import annotations
 
