@@ -14,7 +14,8 @@ reduction: that is part of the mean's definition.
 
 A rank whose weights other ranks change, as optimizers do that split the parameters up among ranks,
 does not see it. Where counts differ the weights themselves are compared; if they are equal such a
-rank gives no mark of its weights from then on.
+rank gives no mark of its weights from then on. On a device that is seen one step late, when such
+an optimizer has made the weights equal again, so that checksums of each pass are kept from then on.
 
 More notes travel with these; of replicas::
 
@@ -35,6 +36,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -47,11 +49,23 @@ from meshwright.data_parallel.replicas.static_graph import StaticGraph
 from meshwright.data_parallel.shards.unit import Unit
 from meshwright.errors import CollectiveMismatchError, NonFiniteError
 from meshwright.gradients import NonFiniteValues, agree_on_non_finite, non_finite_error
+from meshwright.gradients.bits import checksum
 from meshwright.torch_internals.tensors import version_of
 
 MARKS = 6
 NOTES = MARKS + 1
 """Numbers that travel behind the gradients: the marks, and one where a gradient is lacking."""
+
+
+class PassPlace(NamedTuple):
+    """The place of one rank in a backward pass that reduces."""
+
+    weights: int
+    """Changes of the weights before it."""
+    backwards: int
+    """Backward passes since, with this one."""
+    sums: torch.Tensor | None = None
+    """Checksums of the weights, where they are kept."""
 
 
 class Alignment:
@@ -65,8 +79,10 @@ class Alignment:
         """Gradients of this rank alone have come since the last reduction; it was said."""
         self._weights = 0
         self._backwards = 0
-        self.place = 0, 0
-        """The changes of the weights, and the backward passes since, in the last backward pass."""
+        self.place = PassPlace(0, 0)
+        """That of the last backward pass."""
+        self._keeps_sums = False
+        self._sums: torch.Tensor | None = None
         self._version = -1
         self._sees_changes = True
         """Whether what changes this rank's weights can be noticed here."""
@@ -87,6 +103,8 @@ class Alignment:
             # Ranks whose step raised may have changed less than the others: they count apart.
             self._weights += 2 if steps is Steps.RAISED else 1
         self._backwards = 0
+        if self._keeps_sums:
+            self._sums = torch.stack([checksum(local_of(each)) for each in self._parameters])
 
     def stays_local(self) -> None:
         """Take in a gradient that is not reduced: the pass was in ``no_sync``."""
@@ -115,7 +133,7 @@ class Alignment:
         """Begin a backward pass that reduces."""
         self._is_local = False
         self._backwards += 1
-        self.place = self._weights, self._backwards
+        self.place = PassPlace(self._weights, self._backwards, self._sums)
 
     def write(self, notes: torch.Tensor) -> None:
         """Mark where this rank is."""
@@ -126,7 +144,7 @@ class Alignment:
     def refuse(
         self,
         communicator: Communicator,
-        place: tuple[int, int] | None = None,
+        place: PassPlace | None = None,
         *,
         gave_up: bool = False,
     ) -> CollectiveMismatchError | None:
@@ -135,13 +153,14 @@ class Alignment:
         ``place`` is that of the pass, of which this rank is in the next one by now. None where all
         have the same weights and are in the same pass: they go on.
         """
-        weights, backwards = place or (self._weights, self._backwards)
-        values = _digest(self._parameters)
+        weights, backwards, sums = place or PassPlace(self._weights, self._backwards)
+        values = _digest(self._parameters) if sums is None else str(sums.tolist())
         mine = [weights, backwards, gave_up, values]
         rows = communicator.gather_values(mine, label="alignment")
         if all(row[1:] == [backwards, False, values] for row in rows):
             most = max(row[0] for row in rows)
             self._sees_changes = self._sees_changes and weights == most
+            self._keeps_sums = not communicator.is_on_host
             self._weights += most - weights
             return None
         found = (
@@ -188,7 +207,7 @@ def _check_step(alignment: Alignment | None) -> None:
         alignment.check_step()
 
 
-NOWHERE = (-1, -1)
+NOWHERE = PassPlace(-1, -1)
 """The place of a rank in a pass of the others."""
 
 STOPPED = "stop_on_non_finite: gradients of this backward pass are not finite"
@@ -241,7 +260,7 @@ class PassNotes:
     def judge(
         self,
         communicator: Communicator,
-        place: tuple[int, int],
+        place: PassPlace,
         differences: str,
         sums: Sequence[float],
     ) -> Exception | None:
@@ -251,7 +270,7 @@ class PassNotes:
         it has for itself in a pass that is not its own, and from the first one. All ranks are told
         the same ``sums`` of notes, so that they ask alike, and nothing is sent where all is well.
         """
-        if place != NOWHERE and not agree(sums[:MARKS]):
+        if place is not NOWHERE and not agree(sums[:MARKS]):
             error = self.alignment.refuse(communicator, place)
             if error is not None:
                 return error

@@ -31,6 +31,7 @@ from meshwright.data_parallel.checks.alignment import (
     MARKS,
     NOWHERE,
     PassNotes,
+    PassPlace,
     UseCounts,
     agree,
     sum_notes,
@@ -556,7 +557,7 @@ class GradientReducer:
     def _refuse(
         self,
         notes: PassNotes,
-        place: tuple[int, int],
+        place: PassPlace,
         differences: str,
         sums: Sequence[float],
     ) -> None:

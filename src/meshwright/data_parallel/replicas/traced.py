@@ -37,6 +37,7 @@ from meshwright.comm.graphs.marks import announce, deliver, grad_reduce, with_ke
 from meshwright.comm.graphs.untraced import apart, constant
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.comm.observing.late import Rows
+from meshwright.data_parallel.checks.alignment import PassPlace
 from meshwright.data_parallel.replicas.alone import KeptMemory
 from meshwright.data_parallel.replicas.gradient_bucket import compressed_dtype
 from meshwright.data_parallel.replicas.reducer import GradientReducer
@@ -336,7 +337,7 @@ class Marking:
             at_end_of_backward(self._verify)
         _marking().ran(plan)
 
-    def _judge(self, indices: Sequence[int], plan: str, place: tuple[int, int], rows: Rows) -> None:
+    def _judge(self, indices: Sequence[int], plan: str, place: PassPlace, rows: Rows) -> None:
         """Raise where ``rows`` of a pass are not alike; reduce what is left of it elsewhere."""
         most = max(row[2] for row in rows)
         if len({row[0] for row in rows}) > 1 or (most and any(row[1] for row in rows)):
