@@ -312,6 +312,7 @@ def body_split_optimizer() -> None:
         sgd_step(model, mine, batch(9, world.rank))
 
 
+@pytest.mark.devices("host", "simulated")
 def test_a_rank_whose_weights_others_change(ranks: Ranks) -> None:
     ranks(3, body_split_optimizer)
 

@@ -270,7 +270,9 @@ def compare(cls: Any, *, mesh: Any = None, after: Any = None) -> None:
     torch.testing.assert_close(whole(model[0].weight), whole(one[0].weight))
     assert type(model[0].weight._local_tensor) is cls
     x = torch.ones(2, 6, dtype=torch.float64)
-    torch.testing.assert_close(model(x), one(x))
+    output = model(x)
+    torch.testing.assert_close(output, one(x))
+    output.sum().backward()
 
 
 def body() -> None:
@@ -286,6 +288,16 @@ def body() -> None:
     fully_shard(model, mp_policy=policy)
     model(torch.ones(2, 6)).sum().backward()
     assert model[0].weight.grad.dtype == torch.float64
+
+
+def body_of_metadata() -> None:
+    """A scale that was made on the stream of gathers is there until the computation has read it."""
+    compare(Rounded)
+
+
+@pytest.mark.devices("simulated")
+def test_what_comes_with_a_gather_stays_until_it_is_read(ranks: Ranks) -> None:
+    ranks(2, body_of_metadata)
 
 
 def body_of_classes() -> None:

@@ -285,9 +285,8 @@ class ExtendedBuffer(FlatBuffer):
         if before_freeing is not None:
             before_freeing()
         self._sent.clear()
-        metadata = tuple(self._metadata)
-        self._metadata.clear()
-        for index, known in enumerate(metadata):
+        # What has come with them, on the stream of gathers, stays until that waits for its reader.
+        for index, known in enumerate(self._metadata):
             part, gathered = self._extensions[index].part, self._gathered[index]
             outputs, compute = tuple(gathered.outputs), self.types.compute
             if gathered.full is not None:
@@ -307,6 +306,7 @@ class ExtendedBuffer(FlatBuffer):
     def release(self) -> None:
         """Give the memory of what was gathered back."""
         super().release()
+        self._metadata.clear()
         for each in self._gathered:
             each.free()
 

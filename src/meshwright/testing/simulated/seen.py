@@ -319,7 +319,7 @@ def _seen_events(device: SimulatedDevice) -> Iterator[None]:
     def stream(_: object, __: object = None) -> WorkLine:
         return device.current
 
-    def side(_: object, __: object = None) -> WorkLine:
+    def side(_: object, __: object = None, *, priority: int = 0) -> WorkLine:
         return WorkLine("a side stream")
 
     def used(_: object, line: WorkLine) -> AbstractContextManager[None]:
