@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -116,7 +118,13 @@ def test_memory_in_use_is_counted() -> None:
 def test_memory_made_like_a_tensor_is_where_that_is() -> None:
     with simulated():
         here, there = torch.ones(4, device="cpu"), torch.ones(4)
-        for make in (torch.empty_like, lambda x: x.new_empty(2), lambda x: x.new_zeros(2)):
+        makers: list[Callable[[torch.Tensor], torch.Tensor]] = [
+            torch.empty_like,
+            lambda x: x.new_empty(2),
+            lambda x: x.new_zeros(2),
+            copy.deepcopy,
+        ]
+        for make in makers:
             assert make(here).device == torch.device("cpu")
             assert make(there).device == DEVICE
             assert torch.empty_like(here, device=DEVICE).device == DEVICE

@@ -124,6 +124,7 @@ class _Functions(TorchFunctionMode):
             torch.Tensor.tolist: self._read,
             torch.Tensor.numpy: self._read,
             torch.Tensor.__repr__: self._read,
+            torch.Tensor.__deepcopy__: self._copy,
             torch.Tensor.pin_memory: self._pin,
             torch.Tensor.is_pinned: self._is_pinned,
         }
@@ -215,6 +216,14 @@ class _Functions(TorchFunctionMode):
             _, place = device.launch(func.__name__, [tensor])
             device.stop(place)
         return func(*args, **kwargs)
+
+    def _copy(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        """Copy a tensor to where it is; torch fills such a copy by no operator."""
+        tensor = args[0]
+        if not self._device.memory.is_host(tensor):
+            return func(*args, **kwargs)
+        with self._device.making(host=True):
+            return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
     def _pin(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """Copy a tensor of the host to memory that the device reaches by itself."""
