@@ -5,14 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import random
-import re
 import sys
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -384,25 +381,3 @@ def test_wrong_arguments() -> None:
         next(iter(loader))
     with pytest.raises(TypeError, match="cannot tell the number of its batches"):
         len(loader)
-
-
-def test_the_code_of_the_page_runs() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "data.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    seen: list[tuple[int, ...]] = []
-
-    def model(**batch: Tensor) -> SimpleNamespace:
-        seen.append(tuple(batch["labels"].shape))
-        return SimpleNamespace(loss=0.0)
-
-    lengths = [5000] * 60
-    names = {
-        "dataset": list(range(100)),
-        "documents": Documents(lengths),
-        "lengths": lengths,
-        "model": model,
-    }
-    for block in blocks:
-        exec(re.sub(r"num_workers=\d", "num_workers=0", block), names)
-    assert names["state"] == {"seed": 1, "epoch": 3, "position": 20, "size": 100}
-    assert seen == [(64, 4096)] * 2

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -150,12 +148,3 @@ def test_what_cannot_be_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_function_that_connects_by_itself() -> None:
     assert mw.launch(lambda: connect("gloo").backend, 1, connected=False) == ["gloo"]
-
-
-def test_the_code_of_the_page_runs() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "notebooks.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    names: dict[str, Any] = {"__name__": "page"}
-    exec(code, names)
-    assert len(names["losses"]) == 2
-    assert max(names["losses"]) < 0.01

@@ -537,14 +537,15 @@ def _find_lost(monitor: FailureMonitor, ranks: Iterable[int]) -> int | None:
     return lost[0] if lost else None
 
 
+_ADVICE = "run as many iterations (batches) on every rank, or join() where one has fewer"
+
+
 def _leaves(rank: int) -> str:
-    return (
-        f"rank {rank} is done and leaves the run without it: run as many iterations on every rank"
-    )
+    return f"rank {rank} is done and leaves the run without it: {_ADVICE}"
 
 
 def _left(rank: int) -> str:
-    return f"rank {rank} was done and has left the run: run as many iterations on every rank"
+    return f"rank {rank} was done and has left the run: {_ADVICE}"
 
 
 # ---------------------------------------------------------------- outside of our own operations

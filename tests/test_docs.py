@@ -1,0 +1,357 @@
+"""What README and docs show is true: code runs, commands start, plans hold, messages are said.
+
+How each block is tested stands in a comment above it, which `support.docs.blocks` reads.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import importlib
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import meshwright
+from meshwright import checkpoint, tensor_parallel
+from meshwright.axes import KNOWN_AXES
+from meshwright.cli import main
+from meshwright.schedule.builders import build
+from meshwright.schedule.lowering import lower
+from meshwright.schedule.simulate import Costs, simulate
+from meshwright.testing import Ranks, on_devices
+from support.docs import commands, messages
+from support.docs.blocks import ALL, LANGUAGES, MARKS, PAGES, ROOT, Block, Group, blocks, groups
+from support.docs.setups import SETUPS, nothing
+from support.recipes.runs import CONFIG, write_text
+
+NOT_RUN: tuple[str, ...] = ()
+"""The pages of blocks that are not run, with as many entries as blocks."""
+
+
+def of(page: str, language: str) -> list[str]:
+    """The blocks of code of one page."""
+    return [block.code for block in blocks(f"docs/{page}") if block.language == language]
+
+
+# ------------------------------------------------------------------------------------- blocks
+
+
+def test_every_block_says_how_it_is_tested() -> None:
+    for page in PAGES:
+        fences = re.findall(r"^ *```", (ROOT / page).read_text(), re.MULTILINE)
+        assert len(fences) == 2 * len([*blocks(page)]), f"{page}: a block that is not understood"
+    for block in ALL:
+        assert block.language in LANGUAGES, block
+        assert not block.mark or block.mark in MARKS, block
+
+
+def test_the_blocks_that_are_not_run_are_few() -> None:
+    idle = [block for block in ALL if block.mark == "not run"]
+    assert tuple(block.page for block in idle) == NOT_RUN
+    assert all(block.said for block in idle)
+
+
+def run_block(block: Block, names: dict[str, Any]) -> None:
+    """Run code with ``names``, or commands one after the other."""
+    if block.language == "python":
+        code = re.sub(r"num_workers=\d", "num_workers=0", block.code)  # they would be processes
+        exec(compile(code, str(block), "exec"), names)
+        return
+    for words in commands.lines(block):
+        assert main(words[1:]) == int("diff" in words), words
+
+
+def run_group(group: Group) -> dict[str, Any]:
+    """Run all of ``group`` here; the names that it has made."""
+    names: dict[str, Any] = {"__name__": "page"}
+    setup = SETUPS.get(group.page, nothing)(names)
+    next(setup)
+    for block in group.blocks:
+        run_block(block, names)
+    next(setup, None)
+    return names
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("group", groups(), ids=str)
+def test_the_code_of_a_page_runs(
+    group: Group, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if group.ranks:
+        ranks(group.ranks, lambda: bool(run_group(group)), connected=False, timeout=120)
+        return
+    names = run_group(group)
+    for test in [value for name, value in names.items() if name.startswith("test_")]:
+        test(ranks)
+        if any("simulated" in mark.args for mark in getattr(test, "pytestmark", ())):
+            test(on_devices(ranks))
+
+
+def test_code_of_examples_is_their_files() -> None:
+    shown = [block for block in ALL if block.mark == "file"]
+    assert shown
+    for block in shown:
+        _, _, code = (ROOT / block.said).read_text().partition("import annotations\n\n")
+        assert block.code == code, block
+
+
+def test_the_tests_that_blocks_name_are_there() -> None:
+    for block in [block for block in ALL if block.mark == "test"]:
+        file, _, name = block.said.partition("::")
+        text = (ROOT / file).read_text()
+        functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+        (found,) = [function for function in functions if function.name == name]
+        assert Path(block.page).name in ast.unparse(found), block
+
+
+def parsed(language: str) -> list[Block]:
+    return [block for block in ALL if block.language == language and not block.mark]
+
+
+@pytest.mark.parametrize("block", parsed("bash"), ids=str)
+def test_a_command_would_start(block: Block) -> None:
+    for words in commands.lines(block):
+        commands.check(words)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_command_in_the_text_is_there(page: str) -> None:
+    for words in commands.inline(page):
+        commands.check_inline(words)
+
+
+@pytest.mark.parametrize("block", parsed("toml"), ids=str)
+def test_a_plan_holds(block: Block) -> None:
+    commands.check_toml(block)
+
+
+# ------------------------------------------------------------------------------------- messages
+
+
+def said_by() -> list[Block]:
+    return [block for block in ALL if block.mark == "said by"]
+
+
+@pytest.mark.parametrize("block", said_by(), ids=lambda block: block.said)
+def test_a_message_is_said(block: Block, ranks: Ranks, tmp_path: Path) -> None:
+    """A test provokes it, or a file of the source has all of it that is no value."""
+    parts = [" ".join(part.split()) for part in block.code.split("…")]
+    if block.said.endswith(".py"):
+        words = texts_of(ROOT / "src/meshwright" / block.said)
+        assert all(part in words for part in parts if part), parts
+        return
+    found = " ".join(getattr(messages, block.said)(ranks, tmp_path).split())
+    assert re.search(".*".join(map(re.escape, parts)), found), found
+
+
+def texts_of(file: Path) -> str:
+    """The strings of a source file; where one has a value in it there is a dot."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+        elif isinstance(node, ast.JoinedStr):
+            found += [str(v.value) if isinstance(v, ast.Constant) else "." for v in node.values]
+    return " ".join(" ".join(found).split())
+
+
+def test_every_provoked_message_is_on_the_page() -> None:
+    tree = ast.parse(Path(messages.__file__).read_text())
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    provoked = {f.name for f in functions if [a.arg for a in f.args.args] == ["ranks", "folder"]}
+    assert provoked == {block.said for block in said_by() if not block.said.endswith(".py")}
+
+
+# ------------------------------------------------------------------------------------- README
+
+
+def table_rows() -> list[list[str]]:
+    """The cells of each row of the table of what works."""
+    table = (ROOT / "README.md").read_text().partition("## What works now")[2]
+    lines = [line for line in table.splitlines() if line.startswith("|")][2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+@pytest.mark.parametrize("row", table_rows(), ids=lambda row: row[0][:40])
+def test_a_row_of_the_table_names_what_is_there(row: list[str]) -> None:
+    part, on_cpus, on_gpus = row
+    assert on_cpus.startswith("works")
+    assert on_gpus.startswith(("simulated", "not run", "not yet"))
+    for text in re.findall(r"`([^`]+)`", part):
+        for word in re.findall(r"^meshwright ([a-z ]+)", text):
+            command = "cli_checkpoint" if word.startswith("checkpoint ") else "cli"
+            assert f'"{word}": ' in (ROOT / f"src/meshwright/{command}.py").read_text(), text
+        if re.fullmatch(r"[A-Za-z_]+(\.[a-z_]+)*", text) and text not in KNOWN_AXES:
+            assert exists(text), text
+
+
+def exists(dotted: str) -> bool:
+    """Look ``dotted`` up as a module, or as a public name of the library or of torch."""
+    if dotted.startswith("meshwright."):
+        return importlib.util.find_spec(dotted) is not None
+    homes = (meshwright, tensor_parallel, torch)
+    return any(hasattr(home, dotted.removeprefix("torch.")) for home in homes)
+
+
+# ------------------------------------------------------------------------------------- pages
+
+
+def test_the_table_of_schedules_is_what_is_simulated() -> None:
+    page = (ROOT / "docs/pipelines.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (\d) \| (\w+) \| ([\d.]+)% \| ([\d.]+) \|", page, re.M)
+    assert len(rows) == 7
+    for name, stages, backward, idle, held in rows:
+        schedule = build(name, 4, 8, int(stages))
+        found = simulate(lower(schedule), Costs.shared(int(stages)), events=False)
+        assert f"{found.bubble_fraction:.1%}" == f"{idle}%", name
+        assert max(found.peaks) == float(held), name
+        assert bool(schedule.split_backward) == (backward == "halves"), name
+
+
+def test_the_tutorial_trains_one_model_in_each_of_its_ways(
+    ranks: Ranks, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    one, several, sharded, planned, saved = of("tutorial.md", "python")
+
+    def weights(model: nn.Module) -> list[torch.Tensor]:
+        state = model.state_dict().values()
+        return [getattr(each, "full_tensor", lambda each=each: each)() for each in state]
+
+    def body() -> list[list[torch.Tensor]]:
+        os.chdir(tmp_path)
+        made, loop = several.split("mw.replicate(model)", 1)
+        found = []
+        for middle in ("mw.replicate(model)", sharded):
+            names: dict[str, Any] = {}
+            exec(made + middle + loop, names)
+            found.append(weights(names["model"]))
+        exec(saved, names)
+        names = {}
+        exec(made, names)
+        names["data"] = torch.randn(4096, 8)
+        exec(planned.replace("clip_norm = 1.0", ""), names)
+        found.append([*names["trainable"].weights().values()])
+        return found
+
+    alone: dict[str, Any] = {}
+    exec(one, alone)
+    assert float(capsys.readouterr().out.split()[-1]) < 0.5
+    ways = ranks(4, body, connected=False)[0]
+    other = copy.deepcopy(alone["model"])
+    for parameter in other.parameters():
+        nn.init.zeros_(parameter)
+    assert checkpoint.load(tmp_path / "checkpoints", model=other).step == 100
+    for found in (*ways, weights(other)):
+        for mine, theirs in zip(weights(alone["model"]), found, strict=True):
+            torch.testing.assert_close(theirs, mine, rtol=1e-3, atol=1e-4)
+
+
+def test_every_name_on_the_page_for_users_of_others_is_there() -> None:
+    page = (ROOT / "docs" / "coming_from.md").read_text()
+    dotted = set(re.findall(r"`((?:meshwright|torch)\.[\w.]+)", page))
+    assert len(dotted) > 25
+    for name in sorted(dotted):
+        assert resolves(name), name
+    for line in page.splitlines():
+        cells = line.strip("|").split("|")
+        if "under the same names" in line or "`meshwright.tensor_parallel`" in line:
+            (home,) = re.findall(r"`(meshwright\.[a-z_]+)`(?!; )", cells[1])[:1]
+            theirs = re.findall(r"`(?:torch\.[\w.]+\.)?(\w+)`", cells[0])
+            assert all(hasattr(importlib.import_module(home), name) for name in theirs[1:]), line
+
+
+def resolves(dotted: str) -> bool:
+    """Look ``dotted`` up: modules as far as they go, then attributes."""
+    parts = dotted.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of torch, for its own
+                found: Any = importlib.import_module(".".join(parts[:count]))
+        except ModuleNotFoundError:
+            continue
+        return all((found := getattr(found, part, None)) is not None for part in parts[count:])
+    return False
+
+
+@pytest.mark.slow
+def test_the_command_for_several_machines_starts_the_main_job_on_one(tmp_path: Path) -> None:
+    (line,) = (code for code in of("several_machines.md", "bash") if "meshwright train" in code)
+    write_text(tmp_path)
+    start = f"[axes]\nreplicate = 2\n{CONFIG}"
+    (tmp_path / "my.toml").write_text(start.replace("[data]\n", "[data]\npath = 'text.txt'\n"))
+    (tmp_path / "meshwright").write_text(f'#!/bin/sh\nexec {sys.executable} -m meshwright "$@"\n')
+    (tmp_path / "meshwright").chmod(0o755)
+    here = {"FIRST_MACHINE:29500": "localhost:0", "--nnodes 2": "--nnodes 1", "node 8": "node 2"}
+    for shown, given in here.items():
+        assert shown in line
+        line = line.replace(shown, given).replace("\\\n", " ")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *shlex.split(line)[1:]],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT / "src"),
+        },
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "step 6/6" in done.stdout
+
+
+def shown_commands() -> list[str]:
+    """What README, docs and examples show of examples, each once."""
+    found = [words for block in ALL if block.language == "bash" for words in commands.lines(block)]
+    for file in sorted((ROOT / "examples").glob("*.py")):
+        text = (ast.get_docstring(ast.parse(file.read_text())) or "").replace("\\\n", " ")
+        found += [shlex.split(line) for line in re.findall(r"^torchrun .*", text, re.MULTILINE)]
+    found = [[Path(words[0]).name, *words[1:]] for words in found]
+    lines = [shlex.join(words) for words in found if "examples/" in " ".join(words)]
+    return [line for line in dict.fromkeys(lines) if line.startswith(("torchrun", "meshwright"))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", shown_commands())
+def test_the_commands_shown_run_as_they_stand(line: str, tmp_path: Path) -> None:
+    name, *words = shlex.split(line)
+    if "llama.py" in line or "hugging_face.py" in line:
+        pytest.importorskip("transformers")
+    if name == "meshwright":  # a short run of its own
+        (tmp_path / "text.txt").write_bytes(bytes(range(256)) * 200)
+        words = [str(tmp_path) if word == "~/texts" else word for word in words]
+        words += ["--run.folder", str(tmp_path / "run"), "--run.steps=3", "--run.parity-steps=1"]
+        words = ["-m", "meshwright", *words]
+    else:
+        words = ["-m", "torch.distributed.run", "--standalone", *words]
+    done = subprocess.run(
+        [sys.executable, *(str(ROOT / w) if w.startswith("examples/") else w for w in words)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT / "src"),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+        },
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "loss" in done.stdout
