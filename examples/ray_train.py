@@ -31,11 +31,10 @@ def loop(config: Mapping[str, object]) -> None:
     )
     model = mw.replicate(torch.nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with ray.latest_checkpoint() as folder:
-        if folder is not None:
-            saved = checkpoint.load(folder)
-            model.load_state_dict(saved.tensors)
-            loader.load_state_dict(cast("dict[str, int]", saved.metadata["loader"]))
+    with ray.latest_checkpoint() as newest:
+        if newest is not None:
+            checkpoint.load(newest, model=model, optimizer=optimizer, data=loader)
+    folder = cast("str", config["folder"])
     while loader.epoch < cast("int", config["epochs"]):
         for x, y in loader:
             loss = (model(x) - y).square().mean()
@@ -43,12 +42,7 @@ def loop(config: Mapping[str, object]) -> None:
             loss.backward()
             optimizer.step()
         path = checkpoint.save(
-            cast("str", config["folder"]),
-            dict(model.state_dict()),
-            {"loader": {**loader.state_dict()}},
-            step=loader.epoch,
-            communicator=world,
-            keep_last=2,
+            folder, loader.epoch, model=model, optimizer=optimizer, data=loader, keep_last=2
         )
         ray.report({"loss": loss.item(), "epoch": loader.epoch}, path)
 

@@ -1,4 +1,4 @@
-"""The files for engines say what these engines and `meshwright train` take."""
+"""Examples train the same model on two ranks as on one; files for engines say what these take."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import os
 import re
+import runpy
 import shlex
 import signal
 import subprocess
@@ -15,13 +16,85 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from torch import nn
 
 from meshwright.recipes.config import read_config
+from meshwright.testing import Ranks
 from support.recipes.runs import CONFIG, write_text
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
+
+
+# ------------------------------------------------------------------------------------- programs
+
+
+def trained(
+    ranks: Ranks, count: int, folder: Path, *words: str
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The last loss of each rank of an example, and the weights of all ranks, whole."""
+
+    def body() -> tuple[float, dict[str, torch.Tensor]]:
+        os.chdir(folder)
+        sys.argv = [*words]
+        found = runpy.run_path(str(EXAMPLES / words[0]))
+        model: nn.Module = found["stage"].submod if "stage" in found else found["model"]
+        losses = found.get("losses", [found.get("loss")])
+        loss = sum(losses) / len(losses) if losses else torch.tensor(torch.nan)
+        state = model.state_dict()
+        return loss.item(), {n: getattr(t, "full_tensor", t.clone)() for n, t in state.items()}
+
+    found = ranks(count, body, connected=False)
+    return [loss for loss, _ in found], {n: t for _, own in found for n, t in own.items()}
+
+
+def test_the_example_of_the_readme_trains_one_model(ranks: Ranks, tmp_path: Path) -> None:
+    losses, weights = trained(ranks, 2, tmp_path, "replicate.py")
+    assert max(losses) < 0.01
+    torch.testing.assert_close(weights["weight"], torch.ones(1, 8), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("name", ["shard.py", "tensor.py", "pipeline.py"])
+def test_an_example_trains_on_two_ranks_as_on_one(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    _, alone = trained(ranks, 1, tmp_path, name)
+    losses, weights = trained(ranks, 2, tmp_path, name)
+    assert 0 < max(loss for loss in losses if loss == loss) < 0.1
+    assert weights.keys() == alone.keys()
+    for key, weight in alone.items():
+        torch.testing.assert_close(weights[key], weight, rtol=1e-3, atol=1e-4)
+
+
+def test_the_own_loop_stops_and_goes_on_with_another_number_of_ranks(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    _, alone = trained(ranks, 1, tmp_path, "own_loop.py", "whole", "40")
+    trained(ranks, 2, tmp_path, "own_loop.py", "parts", "17")
+    losses, weights = trained(ranks, 1, tmp_path, "own_loop.py", "parts", "40")
+    assert 0 < losses[0] < 1
+    for key, weight in alone.items():
+        torch.testing.assert_close(weights[key], weight, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of transformers
+def test_the_example_of_hugging_face_is_loaded_by_it(ranks: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+
+    def body() -> tuple[float, float]:
+        os.chdir(tmp_path)
+        sys.argv = ["hugging_face.py", "exported"]
+        found = runpy.run_path(str(EXAMPLES / "hugging_face.py"))
+        return found["loss"].item(), found["same"].item()
+
+    for loss, same in ranks(2, body, connected=False, timeout=240):
+        assert loss < 4.8  # log(128) is 4.85
+        assert abs(loss - same) < 1e-5
+    assert (tmp_path / "exported/config.json").exists()
+
+
+# ------------------------------------------------------------------------------------- engines
 
 STRINGS = {"type": "array", "items": {"type": "string"}}
 COUNT = {"type": "integer", "minimum": 1}
