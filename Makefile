@@ -18,7 +18,7 @@ TORCH := $(shell sed -n 's/^torch==.*/&/p' constraints.txt)
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv train test test-all soak check format bench docs gpu-check gpu-bench clean
+.PHONY: help venv train test test-all soak check format bench docs wheel gpu-check gpu-bench clean
 .PHONY: check-format check-lint check-types check-spelling check-architecture
 
 help:
@@ -31,6 +31,7 @@ help:
 	@echo 'make gpu-check  the check of a machine with a GPU, with the python3 found (no .venv)'
 	@echo 'make gpu-bench  the strategies on one GPU against torch, with the python3 found'
 	@echo 'make docs       the documentation, as HTML, in docs/_build/html'
+	@echo 'make wheel      the package, as a wheel and as an sdist, in dist/'
 	@echo 'make format     let ruff format and mend what it can'
 
 venv: $(READY)
@@ -107,6 +108,9 @@ bench: $(READY)
 
 docs: $(DOCS_READY)
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+
+wheel: $(READY)
+	$(BIN)/python -m hatchling build --directory dist
 
 # Runs under the machine's own python3, whose torch must be a CUDA build; numpy and safetensors are all else
 # that it needs. It refuses a machine without a GPU in one line.

@@ -240,7 +240,6 @@ def test_the_tutorial_trains_one_model_in_each_of_its_ways(
         exec(saved, names)
         names = {}
         exec(made, names)
-        names["data"] = torch.randn(4096, 8)
         exec(planned.replace("clip_norm = 1.0", ""), names)
         found.append([*names["trainable"].weights().values()])
         return found

@@ -47,7 +47,11 @@ def trained(
         return loss.item(), {n: getattr(t, "full_tensor", t.clone)() for n, t in state.items()}
 
     found = ranks(count, body, connected=False)
-    return [loss for loss, _ in found], {n: t for _, own in found for n, t in own.items()}
+    weights = {name: tensor for _, own in found for name, tensor in own.items()}
+    assert all(
+        torch.equal(tensor, weights[name]) for _, own in found for name, tensor in own.items()
+    )
+    return [loss for loss, _ in found], weights
 
 
 def test_the_example_of_the_readme_trains_one_model(ranks: Ranks, tmp_path: Path) -> None:

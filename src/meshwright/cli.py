@@ -76,7 +76,7 @@ class _TrainCommand:
     """
 
     config: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CONFIG.toml")]
-    """The configuration, a TOML file."""
+    """The configuration, a TOML file; ``example`` is one that comes with the package."""
     nproc: Annotated[int, tyro.conf.arg(metavar="N")] = 0
     """Number of ranks; 0 means the product of the plan's axes."""
     resume: Annotated[str, tyro.conf.arg(metavar="WHERE")] = ""

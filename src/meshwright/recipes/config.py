@@ -30,6 +30,8 @@ from meshwright.settings import (
 from meshwright.toml_source import read_file
 from meshwright.toml_text import literal
 
+EXAMPLE = Path(__file__).with_name("example.toml")
+"""The configuration that comes with the package: in the repository a link to that of examples/."""
 SMALLEST_FLOAT16 = 6e-8
 """Just above the smallest number that float16 tells from zero."""
 
@@ -205,9 +207,9 @@ class TrainConfig:
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """Read a configuration file; ``overrides`` such as ``train.seed=3`` win over it.
 
-    Raises one ``PlanError`` with a line for each mistake.
+    The path ``example`` is `EXAMPLE`. Raises one ``PlanError`` with a line for each mistake.
     """
-    return read_file(path, TrainConfig, overrides=overrides)
+    return read_file(EXAMPLE if path == "example" else path, TrainConfig, overrides=overrides)
 
 
 def option_lines(kind: type = TrainConfig) -> list[str]:
