@@ -24,7 +24,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+)
 LANGUAGES = ("python", "bash", "toml", "text", "{toctree}", "{eval-rst}")
 MARKS = ("ranks", "here", "run", "file", "test", "said by", "not run")
 _BLOCK = re.compile(
