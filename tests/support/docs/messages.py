@@ -344,7 +344,7 @@ def waiting(ranks: Ranks, folder: Path) -> str:
     def body() -> list[str]:
         records: list[str] = []
         handler = logging.Handler()
-        handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+        handler.emit = lambda record: records.append(record.getMessage())
         logging.getLogger("meshwright").addHandler(handler)
         world = connect(hang_after=0.5)
         with phase("train", step=3):
