@@ -12,8 +12,6 @@ Bottom-up:
     faults        faults at a chosen place and step
     control_plane  thousands of ranks on a store that counts, in simulated time
 
-::
-
 Names are looked up when they are used, so that loading the plugin does not load torch.
 """
 
