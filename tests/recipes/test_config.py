@@ -139,3 +139,8 @@ def test_the_help_has_a_line_with_a_meaning_for_each_key() -> None:
         shown = [line.split(maxsplit=2) for line in lines if line.startswith(f"  --{table}.")]
         assert len(shown) == len(keys_of(TrainConfig)[table])
         assert all(len(parts) == 3 for parts in shown)
+
+
+def test_the_example_of_the_package_is_that_of_the_repository() -> None:
+    shown = Path(__file__).parents[2] / "examples/train.toml"
+    assert read_config("example") == read_config(shown)
