@@ -12,7 +12,7 @@ from meshwright.errors import ScheduleError
 from meshwright.schedule.actions import Action, Operation, Schedule, dependencies
 from meshwright.schedule.builders import BUILDERS, build, stage_ranks
 from meshwright.schedule.checks import check, check_lowered
-from meshwright.schedule.lowering import forward_part, lower
+from meshwright.schedule.lowering import forward_part, lower, with_residency
 from meshwright.schedule.messages import received
 from meshwright.schedule.simulate import Costs, simulate
 
@@ -88,6 +88,17 @@ def random_orders(draw: st.DrawFn) -> Schedule:
         done.add(chosen)
         placed[holders[chosen.stage]].append(chosen)
     return Schedule.of("random", placed, holders, microbatches, edges)
+
+
+@pytest.mark.parametrize("unsharded", [1, 2, 3])
+def test_gathers_of_one_rank_are_those_of_all(unsharded: int) -> None:
+    schedule = build("dualpipev", 2, 6)
+    lowered = lower(schedule, unsharded=unsharded, reduce=False)
+    kinds = {*COMPUTE, Operation.OVERLAP_F_B, Operation.UNSHARD, Operation.RESHARD}
+    for rank in range(schedule.ranks):
+        expected = [action for action in lowered.actions(rank) if action.operation in kinds]
+        row = [each for action in schedule.actions(rank) for each in (action, None)]
+        assert with_residency(row, unsharded) == expected
 
 
 @settings(max_examples=150, deadline=None)

@@ -2,8 +2,9 @@
 
 Bottom-up:
 
-    trackers  metrics of a run sent to TensorBoard, Weights & Biases, MLflow, Trackio or your own
-    ray       loops of Ray Train: metrics and checkpoints
+    torch_names  ours under the names of torch's modules
+    trackers     metrics of a run sent to TensorBoard, Weights & Biases, MLflow, Trackio or your own
+    ray          loops of Ray Train: metrics and checkpoints
 """
 
 from __future__ import annotations

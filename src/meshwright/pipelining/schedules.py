@@ -32,6 +32,7 @@ from meshwright.schedule.actions import (
     Schedule,
     W,
 )
+from meshwright.schedule.lowering import with_residency
 from meshwright.schedule.text import load_csv
 
 __all__ = [
@@ -273,5 +274,6 @@ def generate_rank_to_stage_mapping(
 _PipelineSchedule, _PipelineScheduleRuntime = PipelineSchedule, PipelineScheduleRuntime
 _PipelineContext = PipelineContext
 _Action, _ComputationType = Action, Operation
+_add_unshard_reshard = with_residency
 FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FULL_BACKWARD = F, I, W, B
 OVERLAP_F_B = Operation.OVERLAP_F_B

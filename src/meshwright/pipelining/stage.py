@@ -475,6 +475,10 @@ class PipelineStage:
         self._step = _BY_HAND
 
 
+# The name of what torch's stages have in common, which programs import.
+_PipelineStageBase = PipelineStage
+
+
 class StageBuilder(Protocol):
     """A `PipeInfo`: what is known of all stages of a traced model."""
 

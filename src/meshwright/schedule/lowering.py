@@ -86,6 +86,21 @@ def _add_reductions(row: list[Action], after: list[list[Action]]) -> None:
         after[index].insert(at, Action(stage, REDUCE_GRAD))
 
 
+def with_residency(
+    compute_actions: Iterable[Action | None], max_active_stages: int = 3
+) -> list[Action]:
+    """Add the gathers and frees of stages to one rank's compute actions, of which None is idle.
+
+    At most ``max_active_stages`` stages are gathered at a time, as in `lower`.
+    """
+    row = [action for action in compute_actions if action is not None]
+    before: list[list[Action]] = [[] for _ in row]
+    after: list[list[Action]] = [[] for _ in row]
+    _add_residency(row, max_active_stages, before, after)
+    parts = zip(before, row, after, strict=True)
+    return [each for first, action, rest in parts for each in (*first, action, *rest)]
+
+
 def _add_residency(
     row: list[Action], limit: int, before: list[list[Action]], after: list[list[Action]]
 ) -> None:

@@ -15,6 +15,7 @@ __all__ = [
     "FOREIGN_WRITES",
     "FUNCTION_LINES",
     "FUNCTION_P90",
+    "NAMES_PEERS",
     "NOT_FOREIGN",
     "OPTIONAL",
     "OPTIONAL_ROOMS",
@@ -144,6 +145,10 @@ PEERS = (
     "torch.nn.parallel.distributed",
     "torch._inductor.fx_passes.ddp_fusion",
 )
+
+# The one file that says their names, and those of private modules inside of them: it puts ours in
+# their place for programs that import them, and uses nothing of theirs.
+NAMES_PEERS = frozenset({"integrations/torch_names.py"})
 
 # What torch keeps private: dotted names with a part that begins with an underscore, and these
 # attributes of its objects. The dictionaries of nn.Module (_parameters, _buffers, _modules) are not

@@ -1,0 +1,155 @@
+"""Ours under the names of torch's modules, for programs whose imports nobody wants to change.
+
+::
+
+    from meshwright.integrations import torch_names
+
+    torch_names.install()
+    import client  # ``from torch.distributed.fsdp import fully_shard`` there: it is ours
+
+`install` puts a stand-in in the place of each module of `BRIDGED`, in ``sys.modules`` and where the
+module around it shows it. Code that is loaded afterwards imports ours, constructs ours, and asks
+``isinstance`` of ours. A name that only torch has is an `ImportError` or an `AttributeError`, so
+that nobody mixes the two without a word; so is every other module inside of those packages.
+
+Torch's own code goes on with torch's: a stand-in looks whose frame asks. What was imported before
+keeps what it has. `uninstall` puts back what stood there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from types import MappingProxyType, ModuleType
+from typing import Any, NamedTuple
+
+
+class Bridge(NamedTuple):
+    """The module of ours that stands for one of torch's."""
+
+    ours: str
+    names: tuple[str, ...] | None = None
+    """The names that it answers; all that it shows by default."""
+    keeps_others: bool = False
+    """True where any other name is torch's."""
+
+
+_DDP = ("DistributedDataParallel",)
+
+BRIDGED: Mapping[str, Bridge] = MappingProxyType(
+    {
+        "torch.distributed._composable": Bridge(
+            "meshwright.data_parallel", ("replicate",), keeps_others=True
+        ),
+        "torch.distributed._composable.fsdp": Bridge("meshwright.fsdp"),
+        "torch.distributed._composable.fsdp.fully_shard": Bridge("meshwright.fsdp"),
+        "torch.distributed._composable.replicate": Bridge(
+            "meshwright.data_parallel", ("replicate",)
+        ),
+        "torch.distributed._composable.replicate_with_fsdp": Bridge("meshwright.data_parallel", ()),
+        "torch.distributed.fsdp": Bridge("meshwright.fsdp"),
+        "torch.distributed.fsdp._fully_shard": Bridge("meshwright.fsdp"),
+        "torch.distributed.fsdp._init_utils": Bridge("meshwright.fsdp"),
+        "torch.distributed.fsdp._traversal_utils": Bridge("meshwright.fsdp"),
+        "torch.distributed.fsdp.api": Bridge("meshwright.fsdp"),
+        "torch.distributed.fsdp.fully_sharded_data_parallel": Bridge("meshwright.fsdp"),
+        "torch.distributed.fsdp.sharded_grad_scaler": Bridge("meshwright.fsdp"),
+        "torch.distributed.fsdp.wrap": Bridge("meshwright.fsdp.wrap"),
+        "torch.distributed.pipelining": Bridge("meshwright.pipelining"),
+        "torch.distributed.pipelining._utils": Bridge("meshwright.pipelining"),
+        "torch.distributed.pipelining.microbatch": Bridge("meshwright.pipelining.microbatch"),
+        "torch.distributed.pipelining.schedules": Bridge("meshwright.pipelining.schedules"),
+        "torch.distributed.pipelining.stage": Bridge("meshwright.pipelining.stage"),
+        "torch.distributed.tensor.parallel": Bridge("meshwright.tensor_parallel"),
+        "torch.distributed.tensor.parallel.api": Bridge("meshwright.tensor_parallel"),
+        "torch.distributed.tensor.parallel.loss": Bridge("meshwright.tensor_parallel"),
+        "torch.distributed.tensor.parallel.style": Bridge("meshwright.tensor_parallel"),
+        "torch.nn.parallel": Bridge("meshwright.data_parallel", _DDP, keeps_others=True),
+        "torch.nn.parallel.distributed": Bridge("meshwright.data_parallel", _DDP),
+    }
+)
+"""By the name of torch's module, what stands for it."""
+
+
+class StandIn(ModuleType):
+    """A module of torch whose names are ours, for all code but torch's own."""
+
+    def __init__(self, real: ModuleType, bridge: Bridge | None) -> None:
+        """Stand for ``real``; without a ``bridge`` it has no name that others may use."""
+        super().__init__(real.__name__)
+        self._meshwright_real = real
+        self._meshwright_bridge = bridge
+        self.__file__ = __file__  # which errors of imports show
+        if hasattr(real, "__path__"):
+            keeps_others = bridge is not None and bridge.keeps_others
+            self.__path__ = list(real.__path__) if keeps_others else []
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - an attribute of any module
+        real, bridge = self._meshwright_real, self._meshwright_bridge
+        asking = sys._getframe(1).f_globals.get("__name__") or ""
+        if asking == "torch" or asking.startswith("torch."):
+            return getattr(real, name)
+        if bridge is not None and (name == "__all__" or not name.startswith("__")):
+            ours = import_module(bridge.ours)
+            names = ours.__all__ if bridge.names is None else bridge.names
+            if name == "__all__":
+                return list(getattr(real, name, names) if bridge.keeps_others else names)
+            # What torch keeps private ours has under the same name only where it is the same.
+            is_same = name.startswith("_") and bridge.names is None and hasattr(real, name)
+            if name in names or (is_same and hasattr(ours, name)):
+                return getattr(ours, name)
+        inner = sys.modules.get(f"{self.__name__}.{name}")
+        if type(inner) is StandIn:
+            return inner
+        if bridge is not None and bridge.keeps_others:
+            return getattr(real, name)
+        theirs = "nothing" if bridge is None else bridge.ours
+        raise AttributeError(
+            f"{self.__name__} has no {name!r} while the names of torch are meshwright's: {theirs} "
+            f"stands for it. {__name__}.BRIDGED lists what there is; uninstall() there brings "
+            "torch's back"
+        )
+
+
+def install() -> None:
+    """Make the names of `BRIDGED` ours for code that is loaded from now on.
+
+    Loads the modules of torch that it stands for. Nothing the second time.
+    """
+    found: dict[str, ModuleType] = {}
+    for name in BRIDGED:
+        with contextlib.suppress(ModuleNotFoundError):  # another torch may lack it
+            found[name] = import_module(name)
+    whole = tuple(f"{name}." for name in found if not BRIDGED[name].keeps_others)
+    found |= {name: module for name, module in sys.modules.items() if name.startswith(whole)}
+    for name, real in found.items():
+        if type(real) is not StandIn:
+            _put(name, real, StandIn(real, BRIDGED.get(name)))
+
+
+def uninstall() -> None:
+    """Put back what stood where `install` has put stand-ins. Nothing without one."""
+    for name, module in list(sys.modules.items()):
+        if type(module) is StandIn:
+            _put(name, module, module._meshwright_real)
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """Make the names ours for what is loaded in the block; `uninstall` behind it."""
+    install()
+    try:
+        yield
+    finally:
+        uninstall()
+
+
+def _put(name: str, before: ModuleType, module: ModuleType) -> None:
+    """Put ``module`` where ``before`` is found as ``name``."""
+    sys.modules[name] = module
+    around, _, own = name.rpartition(".")
+    # A stand-in finds what is inside of it by itself; what torch's code finds there stays torch's.
+    if not around.startswith(tuple(BRIDGED)) and vars(sys.modules[around]).get(own) is before:
+        setattr(sys.modules[around], own, module)
