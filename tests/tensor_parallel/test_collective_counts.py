@@ -61,7 +61,8 @@ def plans(of: Any) -> dict[str, dict[str, Any]]:
 
 def kinds_of(counts: dict[Any, int]) -> list[str]:
     """The kinds of what CommDebugMode has counted, as often as each, sorted."""
-    kind = {str(op): next(k for k in KINDS if k in str(op)) for op in counts}
+    named = {str(op): str(op).replace("allreduce", "all_reduce") for op in counts}
+    kind = {op: next(k for k in KINDS if k in name) for op, name in named.items()}
     return sorted(k for op, count in counts.items() for k in [kind[str(op)]] * count)
 
 
@@ -110,3 +111,50 @@ def test_no_more_is_sent_than_torch_sends(ranks: Ranks) -> None:
             "rows of what is whole": ["all_gather", "all_reduce"],
             "rows and their bias, left in parts": [*["all_gather"] * 4, *["reduce_scatter"] * 2],
         }
+
+
+class Mlp(nn.Module):
+    """The model of torch's own test of these counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(10, 16), nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
+def seen(of: Any, is_sequence: bool) -> list[tuple[list[str], list[str]]]:
+    """By step, what torch's mode counts in forward and backward."""
+    torch.manual_seed(0)
+    model = Mlp()
+    mesh = init_device_mesh("cpu", (comm.communicator().size,))
+    before, after = ({"input_layouts": Shard(0)}, {"output_layouts": Shard(0)})
+    plan = {
+        "up": of.ColwiseParallel(**(before if is_sequence else {})),
+        "down": of.RowwiseParallel(**(after if is_sequence else {})),
+    }
+    of.parallelize_module(model, mesh, plan)
+    found: list[tuple[list[str], list[str]]] = []
+    for _ in range(2):
+        with CommDebugMode() as forward:
+            output = model(torch.ones(8, 10))
+        with CommDebugMode() as backward:
+            output.sum().backward()
+        found.append((kinds_of(forward.get_comm_counts()), kinds_of(backward.get_comm_counts())))
+    return found
+
+
+def body_seen() -> None:
+    warnings.simplefilter("ignore")  # of the hooks of torch's mode
+    for is_sequence, expected in (
+        (False, (["all_reduce"], [])),
+        (True, (["all_gather", "reduce_scatter"], ["all_gather"])),
+    ):
+        assert seen(of_torch, is_sequence) == [expected] * 2
+        assert seen(ours, is_sequence) == [expected] * 2
+
+
+@pytest.mark.backends("shm", "gloo")
+def test_torchs_mode_counts_what_it_counts_for_torch(ranks: Ranks) -> None:
+    ranks(2, body_seen)

@@ -5,8 +5,8 @@ A collective that begins under a profiler is in ranges::
     meshwright::all_reduce reduce bucket 0 on axis replicate           its launch
     meshwright::all_reduce reduce bucket 0 on axis replicate (wait)    whoever waits for it
 
-What the backend does lies inside: ``gloo:all_reduce``, ``nccl:all_reduce``, and on shared memory
-``meshwright:all_reduce``.
+What the backend does lies inside, in the operator of c10d (``c10d::allreduce_``):
+``gloo:all_reduce``, ``nccl:all_reduce``, and on shared memory ``meshwright:all_reduce``.
 
 An operation does not always run as the one of c10d that it is: over Gloo some are made of others,
 and over shared memory none of c10d's runs. Counting must not change what is sent, for the mode may

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,6 +35,24 @@ from meshwright.torch_internals.autograd import is_profiled
 BACKEND = "meshwright"
 CALLS = 2048
 """Calls whose fingerprint is remembered."""
+
+OPERATORS = MappingProxyType(
+    {
+        "all_gather": "_allgather_base_",
+        "all_reduce": "allreduce_",
+        "all_to_all": "alltoall_base_",
+        "all_to_all list": "alltoall_",
+        "barrier": "barrier",
+        "broadcast": "broadcast_",
+        "gather": "gather_",
+        "recv": "recv_",
+        "reduce": "reduce_",
+        "reduce_scatter": "_reduce_scatter_base_",
+        "scatter": "scatter_",
+        "send": "send",
+    }
+)
+"""The operators of c10d as which profiles show calls of other groups, by kind."""
 
 Tensors = Sequence[torch.Tensor]
 Sizes = Sequence[int]
@@ -68,6 +88,16 @@ class _Issuing(threading.local):
         """Hand out the works that were noted since the begin."""
         works, self.coalesced = self.coalesced or [], None
         return works
+
+
+@contextlib.contextmanager
+def _in_ranges(kind: str) -> Iterator[None]:
+    """Show the block in profiles as the operator of c10d, and as what runs inside of it."""
+    with record_function(f"c10d::{OPERATORS[kind]}"), record_function(f"meshwright:{kind}"):
+        yield
+
+
+_UNSEEN = contextlib.nullcontext()
 
 
 class SharedMemoryGroup(PythonGroup):
@@ -352,11 +382,13 @@ class SharedMemoryGroup(PythonGroup):
 
     def send(self, tensors: Tensors, peer: int, tag: int = 0) -> SharedWork:
         """Send a tensor to a rank of the group."""
-        return self._note(self._transfers.send(on_cpu(tensors[0]), peer, tag, self._label()))
+        with _in_ranges("send") if is_profiled() else _UNSEEN:
+            return self._note(self._transfers.send(on_cpu(tensors[0]), peer, tag, self._label()))
 
     def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> SharedWork:
         """Receive a tensor from a rank of the group."""
-        return self._note(self._transfers.receive(on_cpu(tensors[0]), peer, tag, self._label()))
+        with _in_ranges("recv") if is_profiled() else _UNSEEN:
+            return self._note(self._transfers.receive(on_cpu(tensors[0]), peer, tag, self._label()))
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> SharedWork:
         """Receive a tensor from whichever rank sends one with this tag."""
@@ -413,7 +445,7 @@ class SharedMemoryGroup(PythonGroup):
     ) -> SharedWork:
         run_now = not getattr(opts, "asyncOp", True)
         if is_profiled():
-            with record_function(f"meshwright:{call.kind}"):
+            with _in_ranges(call.kind):
                 return self._note(self._queue.submit(call, body, outputs, held, run_now=run_now))
         return self._note(self._queue.submit(call, body, outputs, held, run_now=run_now))
 

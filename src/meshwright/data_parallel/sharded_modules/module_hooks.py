@@ -9,17 +9,22 @@
     end of the backward          reduce what is left, wait, set ``.grad``
 
 The root is the first module of a tree to run forward. Its `Iteration` knows all units below it.
+Where torch's profiler runs, each of these is a range with the names that torch gives its own::
+
+    FSDP::pre_forward (layers.0)    FSDP::post_forward     FSDP::pre_backward    FSDP::post_backward
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.profiler import record_function
 
 from meshwright.comm.graphs.untraced import apart, untraced
 from meshwright.data_parallel.checks.order import OrderOptions
@@ -30,7 +35,11 @@ from meshwright.data_parallel.sharded_modules.iteration import Iteration
 from meshwright.data_parallel.sharded_modules.module_tree import ModuleTree, PlacesIn
 from meshwright.data_parallel.shards.replaced_parameters import rank_in
 from meshwright.data_parallel.shards.unit import Phase, Unit
-from meshwright.torch_internals.autograd import function_transforms, running_backward
+from meshwright.torch_internals.autograd import (
+    function_transforms,
+    is_profiled,
+    running_backward,
+)
 from meshwright.torch_internals.tracing import is_backward_compiled
 
 ATTRIBUTE = "_meshwright_driver"
@@ -111,6 +120,8 @@ class Driver:
         """What lets a pipeline schedule drive this unit, once that has been asked for."""
         self.is_driven = False
         """Whether a schedule gathers, frees and reduces now, so that hooks need not."""
+        self._is_shown = False
+        """True within a range of the profiler."""
         self._parts = frozenset(map(id, parts))
         self._to_run: set[int] = set()
         self._uses = 0
@@ -247,6 +258,9 @@ class Driver:
         """List the forward pre-hook: whole parameters are there afterwards. Never traced."""
         if torch.compiler.is_compiling():
             return untraced(self.before_forward, module, args, kwargs)
+        if is_profiled() and not self._is_shown:
+            with self._shown("pre_forward"):
+                return Driver.before_forward(self, module, args, kwargs)
         if self.is_driven:
             if self.unit is not None:
                 self.unit.wait_unshard()
@@ -289,6 +303,9 @@ class Driver:
         """Find the forward hook: the unit is freed, unless it is kept. Never traced."""
         if torch.compiler.is_compiling():
             return untraced(self.after_forward, module, args, output)
+        if is_profiled() and not self._is_shown:
+            with self._shown("post_forward"):
+                return Driver.after_forward(self, module, args, output)
         dtype = self.cast.outputs
         if dtype is not None:
             output = map_tensors(partial(_cast, dtype=dtype), output)
@@ -424,6 +441,10 @@ class Driver:
 
     def before_backward(self, gradient: object = None) -> None:
         """Take in the gradient of an output: whole parameters are needed again."""
+        if is_profiled() and not self._is_shown:
+            with self._shown("pre_backward"):
+                Driver.before_backward(self, gradient)
+            return
         iteration, unit = self.iteration, self.unit
         if iteration is None:
             return
@@ -485,6 +506,10 @@ class Driver:
             self.unit.drop()
 
     def _end(self, iteration: Iteration, unit: Unit, *, is_due: bool) -> None:
+        if is_profiled() and not self._is_shown:
+            with self._shown("post_backward"):
+                self._end(iteration, unit, is_due=is_due)
+            return
         self.has_run = False
         settings = unit.settings
         if not settings.synchronise or not settings.all_reduce:
@@ -498,6 +523,16 @@ class Driver:
         is_read = iteration.keeps_graph and settings.keep_full_after_forward
         if not settings.keep_full_after_backward and not is_read:
             unit.reshard()
+
+    @contextlib.contextmanager
+    def _shown(self, what: str) -> Iterator[None]:
+        """Make a range of the block."""
+        self._is_shown = True
+        try:
+            with record_function(f"FSDP::{what} ({self.name})"):
+                yield
+        finally:
+            self._is_shown = False
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401
