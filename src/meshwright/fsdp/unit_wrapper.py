@@ -39,6 +39,7 @@ from meshwright.fsdp.options import (
     FullStateDictConfig,
     MixedPrecision,
     PrecisionMode,
+    ShardedStateDictConfig,
     ShardingStrategy,
     StateDictSettings,
     StateDictType,
@@ -306,7 +307,8 @@ class UnitWrapper(OfThisProcess, SteppedOver):
     ) -> dict[str, Any]:
         """List the state under the names before wrapping, of the kind that is set; on all ranks."""
         settle()
-        settings = self._settings_in_force()
+        asked = asked_in("_get_model_state_dict") if self._is_asked() else None
+        settings = self._settings_in_force() if asked is None else self._asked_for(asked["info"])
         unit = self._unit
         entries: dict[str, torch.Tensor] = {}
         if unit is not None:
@@ -324,7 +326,6 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         put_entries(found, prefix, entries, settings, rank=self.rank)
         if self._is_asked():
             rename(found, prefix + self._compiled, prefix)
-            asked = asked_in("_get_model_state_dict")
             if asked is not None and asked["info"].ignore_frozen_params:
                 self._leave_frozen_out(found, prefix)
         return found
@@ -353,6 +354,17 @@ class UnitWrapper(OfThisProcess, SteppedOver):
     @property
     def _inside(self) -> Inside:
         return Inside(super()._inside._module, FLAT)
+
+    def _asked_for(self, info: Any) -> StateDictSettings:  # noqa: ANN401 - torch's
+        """Find what torch's functions ask for, whose options say it and not the user's settings.
+
+        That is this rank's parts where they did not ask for the whole.
+        """
+        offloads = info.cpu_offload
+        if info.full_state_dict or self._groups.strategy is ShardingStrategy.NO_SHARD:
+            return StateDictSettings(state_dict_config=FullStateDictConfig(offload_to_cpu=offloads))
+        config = ShardedStateDictConfig(offload_to_cpu=offloads)
+        return StateDictSettings(StateDictType.SHARDED_STATE_DICT, config)
 
     def _settings_in_force(self) -> StateDictSettings:
         settings = self._state_dict_settings

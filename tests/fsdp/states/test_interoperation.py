@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard as peer_fully_shard
 
 from meshwright.comm import Recorder, observe
+from meshwright.comm.dtensors.shard_view import ShardView
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.fsdp import ModuleWrapPolicy, StateDictType
 from meshwright.mesh import init_device_mesh
@@ -129,9 +131,25 @@ def body_functions() -> None:
     plain = net().state_dict()
     for use_orig_params in (False, True):
         model = wrapped(use_orig_params)
-        found = get_model_state_dict(model)
+        recorder = Recorder()
+        with observe(recorder):
+            found = get_model_state_dict(model)
+        assert recorder.collectives == []
         assert list(found) == list(plain)
         assert all(torch.equal(found[name], plain[name]) for name in plain)
+        parts = [value for value in found.values() if isinstance(value, ShardView)]
+        assert len(parts) == len(plain)
+        assert sum(part.local.numel() for part in parts) < sum(part.numel() for part in parts)
+        for options in (
+            StateDictOptions(cpu_offload=True),
+            StateDictOptions(full_state_dict=True),
+            StateDictOptions(full_state_dict=True, cpu_offload=True),
+        ):
+            given = get_model_state_dict(model, options=options)
+            if given or not options.full_state_dict:  # torch keeps what it offloads on rank 0
+                assert all(torch.equal(given[name], plain[name]) for name in plain)
+            is_part = [isinstance(value, ShardView) for value in given.values()]
+            assert is_part == [not options.full_state_dict] * len(given)
         other = wrapped(use_orig_params, seed=1)
         set_model_state_dict(other, found)
         assert all(torch.equal(other.state_dict()[name], plain[name]) for name in plain)

@@ -23,17 +23,26 @@ from typing import Any
 
 from torch import nn
 
+from meshwright.torch_internals.required import required
+
+ASKING = "torch.distributed.checkpoint.state_dict"
+"""The module of torch's whose functions ask."""
 COMPILED = "_orig_mod"
 """The place of a module in what `torch.compile` has made of it."""
 
 
 def asked_in(*functions: str) -> Mapping[str, Any] | None:
-    """List the variables of the torch checkpoint function that has called: any, or one of those."""
+    """List the variables of the torch checkpoint function that has called: any, or one of those.
+
+    Raises ImportError, naming it, in a torch that lacks one of those.
+    """
     frame = sys._getframe(1)
     while frame is not None:
-        is_torch = frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
-        if is_torch and (not functions or frame.f_code.co_name in functions):
-            return frame.f_locals
+        if frame.f_globals.get("__name__") == ASKING:
+            for name in functions:
+                required(f"{ASKING}.{name}", "knows what torch's checkpoint functions want")
+            if not functions or frame.f_code.co_name in functions:
+                return frame.f_locals
         frame = frame.f_back
     return None
 
