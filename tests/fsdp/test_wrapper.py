@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -101,6 +102,82 @@ def test_summoned_parameters_are_whole_and_written_back(
     ranks: Ranks, use_orig_params: bool
 ) -> None:
     ranks(3, body_summon, use_orig_params)
+
+
+class Speaks(nn.Module):
+    """Goes on from tokens, each the likeliest after the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.block, self.head = nn.Embedding(9, 5), net(), nn.Linear(3, 9)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(self.table(tokens)))
+
+    @torch.no_grad()
+    def generate(self, tokens: torch.Tensor, count: int) -> torch.Tensor:
+        for _ in range(count):
+            tokens = torch.cat([tokens, self(tokens)[-1:].argmax(-1)])
+        return tokens
+
+
+def body_generate(use_orig_params: bool) -> None:
+    plain, tokens = Speaks(), torch.tensor([1, 7])
+    expected = plain.generate(tokens, 6)
+    model = FSDP(Speaks(), auto_wrap_policy=LINEARS, use_orig_params=use_orig_params)
+    for _ in range(2):  # before the first pass, and after one
+        recorder = Recorder()
+        with FSDP.summon_full_params(model), observe(recorder):
+            assert torch.equal(model.generate(tokens, 6), expected)
+            assert recorder.collectives == []
+            with pytest.raises(RuntimeError, match="was called inside summon_full_params"):
+                model(tokens)
+        with FSDP.summon_full_params(model, writeback=False, rank0_only=True):
+            if dist.get_rank() == 0:
+                assert torch.equal(model.generate(tokens, 6), expected)
+            else:
+                text = "on a rank that has them whole"
+                with torch.no_grad(), pytest.raises(RuntimeError, match=text):
+                    model(tokens)
+        model(tokens).sum().backward()
+    with FSDP.summon_full_params(model, recurse=False):
+        assert torch.equal(model.generate(tokens, 6), expected)
+    plain(tokens).sum().backward()
+    plain(tokens).sum().backward()
+    if use_orig_params:
+        same_gradients(model, plain)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_summoned_parameters_run_forwards_without_a_backward(
+    ranks: Ranks, use_orig_params: bool
+) -> None:
+    ranks(2, body_generate, use_orig_params)
+
+
+def body_generate_of_hugging_face() -> None:
+    warnings.filterwarnings("ignore")
+    import transformers
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 23, "n_positions": 32}
+    torch.manual_seed(0)
+    plain = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    tokens = torch.tensor([[1, 7, 3]])
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    expected = plain.generate(tokens, **options)
+    for use_orig_params in (False, True):
+        policy = ModuleWrapPolicy({GPT2Block})
+        model = FSDP(copy.deepcopy(plain), auto_wrap_policy=policy, use_orig_params=use_orig_params)
+        with FSDP.summon_full_params(model):
+            assert torch.equal(model.generate(tokens, **options), expected)
+
+
+@pytest.mark.slow
+def test_models_of_hugging_face_generate_with_summoned_parameters(ranks: Ranks) -> None:
+    pytest.importorskip("transformers")
+    ranks(2, body_generate_of_hugging_face, timeout=240)
 
 
 def body_convert(use_orig_params: bool) -> None:

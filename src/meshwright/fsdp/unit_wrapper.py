@@ -77,6 +77,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
     _ignored: checks.Ignored
     _is_inner: bool
     _is_summoned: bool
+    _shows_whole = False
     _offloads: bool
     _use_full_prec_in_eval: bool
     _is_checked: bool
@@ -207,6 +208,8 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        if self._shows_whole and not torch.is_grad_enabled():
+            return getattr(self, WRAPPED)(*args, **kwargs)
         args, kwargs = self._enter(args, kwargs)
         output = getattr(self, WRAPPED)(*args, **kwargs)
         return self._driver.after_forward(self, args, output)
@@ -229,7 +232,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
             raise RuntimeError(
                 f"the forward of {clean_name(driver.name) or type(self.module).__name__} was "
                 "called inside summon_full_params, which shows copies of its parameters: leave "
-                "the block first"
+                "the block first, or call it under torch.no_grad() on a rank that has them whole"
             )
         if driver.iteration is None:
             check_homogeneous(wrappers_in(self))
@@ -441,9 +444,9 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         """Make state dicts as ``settings`` say."""
         self._state_dict_settings = settings
 
-    def _be_summoned(self, is_summoned: bool) -> None:
-        """Run no forward while whole parameters are shown."""
-        self._is_summoned = is_summoned
+    def _be_summoned(self, is_summoned: bool, *, shows_whole: bool = False) -> None:
+        """Run no forward with a backward while whole parameters are shown, here or elsewhere."""
+        self._is_summoned, self._shows_whole = is_summoned, shows_whole
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -252,6 +255,56 @@ def body_rows(rows: list[tuple[str, type[BaseException], str, Callable[[], objec
 def test_every_row_of_errors(ranks: Ranks) -> None:
     for found in ranks(2, body_rows, ROWS):
         assert found == []
+
+
+def body_many_on_meta() -> None:
+    model = nn.Sequential(*[nn.Linear(2, 2, device="meta") for _ in range(11)])
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    with pytest.raises(RuntimeError) as refused:
+        model(torch.ones(1, 2))
+    names = [f"{n}.{part}" for n in range(10) for part in ("weight", "bias")]
+    assert f"still on meta device: {names} and 2 more. Call module.to_empty" in str(refused.value)
+
+
+def test_all_that_is_on_the_meta_device_is_named(ranks: Ranks) -> None:
+    ranks(2, body_many_on_meta)
+
+
+ALONE = """
+import warnings
+import torch
+import meshwright as mw
+from meshwright.comm import connect, disconnect
+
+with warnings.catch_warnings(record=True) as found:
+    warnings.simplefilter("always")
+    mw.fully_shard(torch.nn.Linear(2, 2))
+    mw.fully_shard(torch.nn.Linear(2, 2))
+    disconnect()
+    connect()
+    mw.fully_shard(torch.nn.Linear(2, 2))
+for warning in found:
+    print(warning.category.__name__, warning.message, warning.filename)
+"""
+
+
+def test_a_script_that_nobody_has_launched_is_told() -> None:
+    launchers = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_RANK", "SLURM_", "PET_")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(launchers)}
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE],
+        env=kept,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    (told,) = done.stdout.splitlines()
+    assert told.startswith("UserWarning fully_shard found no launcher, and no run that this")
+    assert "torchrun --nproc-per-node N" in told
+    assert told.endswith(" <string>")
 
 
 # ----------------------------------------------------------------- what torch refuses

@@ -74,7 +74,8 @@ _ROW = "<2q"
 
 REMEDY = (
     "Every rank must run the same units in the same order. Run the unit on every rank (on an empty "
-    "or zero-weighted input where there is nothing to do), or leave it out of the sharded units"
+    "or zero-weighted input where there is nothing to do), or leave it out of the sharded units. "
+    "Where ranks have different numbers of batches, loop in model.join()"
 )
 
 

@@ -43,6 +43,8 @@ from meshwright.torch_internals.autograd import (
 from meshwright.torch_internals.tracing import is_backward_compiled
 
 ATTRIBUTE = "_meshwright_driver"
+NAMED = 20
+"""The most parameters that an error names."""
 
 NOBODY: Sequence[Driver] = ()
 
@@ -543,15 +545,13 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401
 
 def _check_meta(drivers: Iterable[Driver]) -> None:
     """Raise RuntimeError when parameters are still on the meta device."""
-    found: dict[str, list[str]] = {}
-    for unit in (driver.unit for driver in drivers if driver.unit is not None):
-        for group in unit.groups:
-            if group.buffer.shard.is_meta:
-                found.setdefault(unit.name, []).extend(slot.name for slot in group.slots)
-    if found:
-        names = "; ".join(f"{of_unit} of unit {unit!r}" for unit, of_unit in found.items())
+    units = [driver.unit for driver in drivers if driver.unit is not None]
+    groups = [g for unit in units for g in unit.groups if g.buffer.shard.is_meta]
+    names = [slot.name for group in groups for slot in group.slots]
+    if names:
+        rest = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
         raise RuntimeError(
             "FSDP parameters should be materialized from meta device before training, but the "
-            f"following were still on meta device: {names}. Call module.to_empty(device=...), and "
-            "initialise the parameters"
+            f"following were still on meta device: {names[:NAMED]}{rest}. Call "
+            "module.to_empty(device=...), and initialise the parameters"
         )

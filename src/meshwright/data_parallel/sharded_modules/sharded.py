@@ -7,7 +7,9 @@ own that adds the methods of `FSDPModule`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -42,6 +44,8 @@ from meshwright.data_parallel.shards.sharding import (
 )
 from meshwright.data_parallel.shards.shared_parameters import check_settled, remember
 from meshwright.data_parallel.shards.unit import Unit
+from meshwright.environment import is_launched
+from meshwright.errors import CommunicationError
 from meshwright.gradients import look_at_optimizers
 from meshwright.mesh import DeviceMesh, init_device_mesh
 
@@ -283,7 +287,18 @@ def _loaded(driver: Driver, module: nn.Module, keys: object) -> None:
 def _mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     if mesh is not None:
         return mesh
+    is_meant = is_launched()
+    with contextlib.suppress(CommunicationError):
+        is_meant = comm.communicator().size > 0
     world = comm.connect()
+    if world.size == 1 and not is_meant:
+        warnings.warn(
+            "fully_shard found no launcher, and no run that this process has joined: nothing is "
+            "sharded. Start the script with torchrun --nproc-per-node N, or call "
+            "meshwright.comm.connect() first where one process is meant",
+            UserWarning,
+            stacklevel=3,
+        )
     # Without a name, as torch's: so that its DTensors meet those of a mesh that users make.
     return init_device_mesh(world.device.type, (world.size,))
 
