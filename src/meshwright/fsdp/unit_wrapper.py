@@ -76,6 +76,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
     _ignored: checks.Ignored
     _is_inner: bool
     _is_summoned: bool
+    _is_shown: bool
     _offloads: bool
     _use_full_prec_in_eval: bool
     _is_checked: bool
@@ -206,6 +207,8 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        if self._is_shown and not torch.is_grad_enabled():  # as in generate(): all is there
+            return getattr(self, WRAPPED)(*args, **kwargs)
         args, kwargs = self._enter(args, kwargs)
         output = getattr(self, WRAPPED)(*args, **kwargs)
         return self._driver.after_forward(self, args, output)
@@ -227,8 +230,8 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         if self._is_summoned:
             raise RuntimeError(
                 f"the forward of {clean_name(driver.name) or type(self.module).__name__} was "
-                "called inside summon_full_params, which shows copies of its parameters: leave "
-                "the block first"
+                "called inside summon_full_params, which shows copies of its parameters, with "
+                "rank0_only none on other ranks: use torch.no_grad(), or leave the block first"
             )
         if driver.iteration is None:
             check_homogeneous(wrappers_in(self))
@@ -429,9 +432,9 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         """Make state dicts as ``settings`` say."""
         self._state_dict_settings = settings
 
-    def _be_summoned(self, is_summoned: bool) -> None:
-        """Run no forward while whole parameters are shown."""
-        self._is_summoned = is_summoned
+    def _be_summoned(self, is_summoned: bool, *, is_shown: bool = False) -> None:
+        """Begin no pass from now on, or again; whole parameters are there if ``is_shown``."""
+        self._is_summoned, self._is_shown = is_summoned, is_shown
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -226,7 +226,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
             leaves_out=ignored.left_out(module),
             buffers=() if synchronises else starting_buffers(inside, left_out, axes.communicators),
         )
-        self._is_inner = self._is_summoned = self._is_checked = False
+        self._is_inner = self._is_summoned = self._is_shown = self._is_checked = False
         self._mode = PrecisionMode(self._precision, self._unit)
         self._state_dict_settings = StateDictSettings()
         self._hook: object = None
@@ -341,8 +341,10 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
     ) -> Iterator[None]:
         """Show whole parameters under their names; with ``writeback`` changes of them are kept.
 
-        ``module`` need not be a wrapper itself. Every rank enters the block. Raises
-        NotImplementedError for arguments that cannot be joined, AssertionError inside of a pass.
+        ``module`` need not be a wrapper itself. Every rank enters the block. Without gradients, as
+        in ``generate()``, modules that show them may be called there, in the parameters' dtype.
+        Raises NotImplementedError for arguments that cannot be joined, AssertionError inside of a
+        pass.
         """
         options = SummonOptions(
             writes_back=writeback,

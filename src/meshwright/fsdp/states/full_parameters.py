@@ -77,7 +77,8 @@ def summon_own(wrapper: UnitWrapper, options: SummonOptions) -> Iterator[None]:
     _check(wrapper, options)
     unit = wrapper._unit
     is_waiting = False
-    wrapper._be_summoned(True)
+    shows = not options.rank0_only or wrapper.rank == 0
+    wrapper._be_summoned(True, is_shown=shows)
     try:
         if unit is None:
             yield
@@ -85,7 +86,6 @@ def summon_own(wrapper: UnitWrapper, options: SummonOptions) -> Iterator[None]:
         unit.reshard()
         exposed_of(unit).refresh(unit)
         is_waiting = exposed_of(unit).take_waiting(unit)
-        shows = not options.rank0_only or wrapper.rank == 0
         lines = [gather_line(g, g.buffer.shard, f"summon {unit.name}") for g in unit.groups]
         if options.offloads:
             lines = [line.cpu() for line in lines]
