@@ -443,6 +443,35 @@ def test_parameters_may_be_looked_at_between_forward_and_backward(ranks: Ranks) 
     ranks(2, body_looked_at)
 
 
+def body_called_while_summoned(use_orig_params: bool) -> None:
+    model = FSDP(net(), auto_wrap_policy=LINEARS, use_orig_params=use_orig_params)
+    plain = net()
+    x = batch(dist.get_rank())
+    with FSDP.summon_full_params(model):
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), plain(x))
+        with pytest.raises(RuntimeError, match="inside summon_full_params.*torch.no_grad"):
+            model(x)
+    with FSDP.summon_full_params(model, writeback=False, rank0_only=True), torch.no_grad():
+        if dist.get_rank() == 0:
+            torch.testing.assert_close(model(x), plain(x))
+        else:
+            with pytest.raises(RuntimeError, match="on a rank that has them whole"):
+                model(x)
+    model(x).square().mean().backward()
+    plain(batch()).square().mean().backward()
+    if use_orig_params:
+        same_gradients(model, plain)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_summoned_modules_can_be_called_without_gradients(
+    ranks: Ranks, use_orig_params: bool
+) -> None:
+    ranks(2, body_called_while_summoned, use_orig_params)
+
+
 def body_compiled() -> None:
     for use_orig_params in (False, True):
         for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):

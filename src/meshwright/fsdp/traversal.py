@@ -88,6 +88,10 @@ class UnitDriver(Driver):
             self.unit.change(keep_full_after_forward=False)
         self.iteration, self.is_root, self._alike = None, False, alike
 
+    def prepare(self, module: nn.Module) -> None:
+        """See `Driver`."""
+        module.prepare()  # pyrefly: ignore[not-callable]
+
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:

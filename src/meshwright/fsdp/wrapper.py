@@ -341,8 +341,10 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
     ) -> Iterator[None]:
         """Show whole parameters under their names; with ``writeback`` changes of them are kept.
 
-        ``module`` need not be a wrapper itself. Every rank enters the block. Raises
-        NotImplementedError for arguments that cannot be joined, AssertionError inside of a pass.
+        ``module`` need not be a wrapper itself. Every rank enters the block. Without gradients, as
+        in ``generate()``, modules that show them may be called there, in the parameters' dtype.
+        Raises NotImplementedError for arguments that cannot be joined, AssertionError inside of a
+        pass.
         """
         options = SummonOptions(
             writes_back=writeback,

@@ -39,8 +39,10 @@ def _is_test_module(name: str, module: ModuleType) -> bool:
 
 def preloadable() -> list[str]:
     """List modules of this process that the server may load once for all later calls."""
-    names = [name for name in list(sys.modules) if name.partition(".")[0] == "meshwright"]
-    rewriter = [_REWRITER, "pytest"] if _REWRITER in sys.modules else []
+    is_tested = _REWRITER in sys.modules
+    packages = ("meshwright", "transformers") if is_tested else ("meshwright",)
+    names = [name for name in list(sys.modules) if name.partition(".")[0] in packages]
+    rewriter = [_REWRITER, "pytest"] if is_tested else []
     hypothesis = ["hypothesis"] if "hypothesis" in sys.modules else []
     return rewriter + hypothesis + names
 

@@ -201,7 +201,7 @@ class _Wrapped:
 
     def gradients(self) -> Mapping[str, torch.Tensor]:
         return {
-            name: parameter.grad
+            name: whole(parameter.grad)
             for name, parameter in self._module.named_parameters()
             if parameter.grad is not None
         }

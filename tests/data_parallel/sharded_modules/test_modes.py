@@ -178,6 +178,36 @@ def body_generation() -> None:
     assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
+class Writer(Model):
+    """`generate` calls the module itself, as that of Hugging Face's models does."""
+
+    @torch.no_grad()
+    def generate(self, x: torch.Tensor, steps: int) -> torch.Tensor:
+        for _ in range(steps):
+            x = self(x)
+        return x
+
+
+def body_generation_by_calls() -> None:
+    """The root is gathered once, and sums that wait for their reduction stay."""
+    torch.manual_seed(0)
+    one = Writer().double()
+    model: Any = copy.deepcopy(one)
+    fully_shard(model.first)
+    fully_shard(model)
+    register_fsdp_forward_method(model, "generate")
+    for step, is_last in enumerate((False, True)):
+        x = batch(seed=step)
+        model.set_requires_gradient_sync(is_last)
+        model(share(x)).square().mean().backward()
+        one(x).square().mean().backward()
+        with observe(recorder := Recorder()):
+            torch.testing.assert_close(model.generate(x, 3), one.generate(x, 3))
+        gathers = [label for _, label in recorder.kinds() if label.startswith("unshard")]
+        assert len(gathers) == 4, gathers
+    same(model, one)
+
+
 def body_offload() -> None:
     """On CPU ranks offloading changes nothing: the same collectives, the same training."""
     kinds = []
@@ -297,6 +327,7 @@ BODIES = [
     body_converted,
     body_inference,
     body_generation,
+    body_generation_by_calls,
     body_offload,
     body_offload_by_types,
     body_order_of_modules,

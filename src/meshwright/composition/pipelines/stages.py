@@ -120,7 +120,7 @@ def _traced(
     traced = twin_of(model, tensor) if tensor.styles else model
     try:
         pipe = pipeline(traced, args, named, dynamic_shapes=sizes, **cuts)
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:  # a RuntimeError where it cannot be traced
         raise PlanError(f"the model cannot be cut into {count} stages: {error}") from error
     if pipe.num_stages != count:
         raise PlanError(

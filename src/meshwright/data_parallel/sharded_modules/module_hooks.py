@@ -121,7 +121,7 @@ class Driver:
         self.residency: object | None = None
         """What lets a pipeline schedule drive this unit, once that has been asked for."""
         self.is_driven = False
-        """Whether a schedule gathers, frees and reduces now, so that hooks need not."""
+        """Whether a schedule, or a method around, gathers and frees now, so that hooks need not."""
         self._is_shown = False
         """True within a range of the profiler."""
         self._parts = frozenset(map(id, parts))
@@ -167,7 +167,7 @@ class Driver:
             self.iteration.limit_in_flight()
 
     def be_driven(self, is_driven: bool) -> None:
-        """Leave gathers and reductions to a schedule, or do them again."""
+        """Leave gathers and reductions to the caller, or do them again."""
         self.is_driven = is_driven
 
     def keep_residency(self, residency: object) -> None:
@@ -252,6 +252,9 @@ class Driver:
         """Raise RuntimeError when parameters are not where they compute from."""
 
     # --------------------------------------------------------------------------- forward
+
+    def prepare(self, module: nn.Module) -> None:
+        """Get ready for a pass that another method than the call of ``module`` begins."""
 
     @apart
     def before_forward(
@@ -342,6 +345,15 @@ class Driver:
                 driver.leave_forward()
             iteration.end_forward()
         return output
+
+    def end_without_graph(self, module: nn.Module, output: Any) -> Any:  # noqa: ANN401
+        """End a forward that has switched gradients off by itself: no backward goes through it."""
+        if self.unit is not None and torch.is_grad_enabled() and running_backward() == -1:
+            self._uses -= 1
+            self._in_graphs -= 1
+            self.has_run = self._uses > 0
+        with torch.no_grad():
+            return self.after_forward(module, (), output)
 
     def leave_forward(self) -> None:
         """End the root's forward: modules of one unit that did not run will not come."""

@@ -22,6 +22,7 @@ from meshwright import comm
 from meshwright.comm import settle
 from meshwright.comm.dtensors.dtensor import savable
 from meshwright.data_parallel.checks.starting_state import starting_buffers
+from meshwright.data_parallel.modules.nested import tensors_in
 from meshwright.data_parallel.sharded_modules.module_hooks import (
     CastSettings,
     Driver,
@@ -206,7 +207,8 @@ fully_shard = FullyShard()
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Make the method ``method_name`` gather and free parameters as ``forward`` does.
 
-    Does nothing to a module that is not sharded. Raises ValueError when it has no such method.
+    It may call the module itself, as ``generate`` does: that is part of the pass. Does nothing to
+    a module that is not sharded. Raises ValueError when it has no such method.
     """
     driver = driver_of(module)
     if driver is None:
@@ -216,8 +218,17 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         raise ValueError(f"{type(module).__name__} does not have a method {method_name!r}")
 
     def around(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        driver.prepare(module)
         args, kwargs = driver.before_forward(module, args, kwargs)
-        return driver.after_forward(module, args, method(*args, **kwargs))
+        is_driven = driver.is_driven
+        driver.be_driven(True)
+        try:
+            output = method(*args, **kwargs)
+        finally:
+            driver.be_driven(is_driven)
+        if not (is_driven or any(tensor.requires_grad for tensor in tensors_in(output))):
+            return driver.end_without_graph(module, output)
+        return driver.after_forward(module, args, output)
 
     setattr(module, method_name, around)
 
