@@ -10,6 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 DOCS_READY := $(VENV)/ready-docs
+CLIENTS := .venv-clients
 # Rooms whose tests on ranks run on simulated devices, too; see docs/devices.md.
 ON_DEVICES := tests/gradients tests/tensor_parallel tests/pipelining
 TORCH := $(shell sed -n 's/^torch==.*/&/p' constraints.txt)
@@ -18,7 +19,7 @@ TORCH := $(shell sed -n 's/^torch==.*/&/p' constraints.txt)
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv train test test-all soak check format bench docs wheel gpu-check gpu-bench clean
+.PHONY: help venv train test test-all soak check format bench docs wheel clients gpu-check gpu-bench clean
 .PHONY: check-format check-lint check-types check-spelling check-architecture
 
 help:
@@ -28,6 +29,7 @@ help:
 	@echo 'make test-all   the tests, the slow ones, and those of some rooms on simulated devices'
 	@echo 'make soak       the programs that run for hours, PART by PART'
 	@echo 'make bench      the measurements of benchmarks/'
+	@echo 'make clients    programs of others on Meshwright, in an environment of their own'
 	@echo 'make gpu-check  the check of a machine with a GPU, with the python3 found (no .venv)'
 	@echo 'make gpu-bench  the strategies on one GPU against torch, with the python3 found'
 	@echo 'make docs       the documentation, as HTML, in docs/_build/html'
@@ -111,6 +113,18 @@ docs: $(DOCS_READY)
 
 wheel: $(READY)
 	$(BIN)/python -m hatchling build --directory dist
+
+# Programs of others in their released versions, which ask for versions of what they share that differ from ours.
+# The packages named are those that tests/clients looks for.
+CLIENT_PACKAGES := transformers accelerate lightning peft torchao torchmetrics submitit 'ray[train]' torchtitan
+$(CLIENTS)/ready: pyproject.toml constraints-clients.txt $(READY)
+	$(BIN)/python -m venv --clear $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet -c constraints-clients.txt '$(TORCH)'
+	$(CLIENTS)/bin/python -m pip install --quiet -c constraints-clients.txt $(CLIENT_PACKAGES) pytest -e .
+	@touch $@
+
+clients: $(CLIENTS)/ready
+	$(CLIENTS)/bin/python -m pytest tests/clients --durations=10
 
 # Runs under the machine's own python3, whose torch must be a CUDA build; numpy and safetensors are all else
 # that it needs. It refuses a machine without a GPU in one line.

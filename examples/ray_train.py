@@ -10,7 +10,9 @@ FOLDER is one that all machines of the cluster see.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -31,10 +33,11 @@ def loop(config: Mapping[str, object]) -> None:
     )
     model = mw.replicate(torch.nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with ray.latest_checkpoint() as newest:
-        if newest is not None:
-            checkpoint.load(newest, model=model, optimizer=optimizer, data=loader)
-    folder = cast("str", config["folder"])
+    # A folder for each attempt: Ray may not have kept the last report of one that failed.
+    attempt = int(world.broadcast(torch.tensor(time.time_ns())).wait())
+    with ray.latest_checkpoint() as kept:
+        if kept is not None:
+            checkpoint.load(kept, model=model, optimizer=optimizer, data=loader)
     while loader.epoch < cast("int", config["epochs"]):
         for x, y in loader:
             loss = (model(x) - y).square().mean()
@@ -42,7 +45,12 @@ def loop(config: Mapping[str, object]) -> None:
             loss.backward()
             optimizer.step()
         path = checkpoint.save(
-            folder, loader.epoch, model=model, optimizer=optimizer, data=loader, keep_last=2
+            Path(cast("str", config["folder"])) / str(attempt),
+            loader.epoch,
+            model=model,
+            optimizer=optimizer,
+            data=loader,
+            keep_last=2,
         )
         ray.report({"loss": loss.item(), "epoch": loader.epoch}, path)
 

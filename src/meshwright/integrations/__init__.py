@@ -2,9 +2,13 @@
 
 Bottom-up:
 
-    torch_names  ours under the names of torch's modules
-    trackers     metrics of a run sent to TensorBoard, Weights & Biases, MLflow, Trackio or your own
-    ray          loops of Ray Train: metrics and checkpoints
+    changes       methods of others' classes that ask functions of ours
+    torch_names   ours under the names of torch's modules
+    trackers      metrics of a run sent to TensorBoard, Weights & Biases, MLflow, Trackio or yours
+    ray           loops of Ray Train: metrics and checkpoints
+    accelerate    models of ours in Accelerate
+    transformers  models of ours in the Trainer of transformers
+    lightning     strategies for Lightning Fabric
 """
 
 from __future__ import annotations

@@ -72,7 +72,9 @@ def report(metrics: Mapping[str, object], folder: str | Path | None = None) -> N
 def latest_checkpoint() -> Iterator[Path | None]:
     """Find the folder of the checkpoint that Ray has last been told of; None at the beginning.
 
-    It is there within the block. Any number of workers may have saved it.
+    It is there within the block. Any number of workers may have saved it. It may be the one before
+    the last `report` of a loop that failed just then: each attempt saves to a folder of its own, as
+    no checkpoint is overwritten.
     """
     from ray import train
 

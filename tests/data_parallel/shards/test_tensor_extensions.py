@@ -207,6 +207,8 @@ def build(cls: Any, *, is_one: bool) -> Any:
         else:
             if cls is Marked:
                 weight: Any = layer.weight.detach().as_subclass(Marked)
+            elif ins == 8:
+                weight = cls(layer.weight)  # around the parameter itself, as torchao's float8
             else:
                 weight = cls(layer.weight.detach())
             layer.weight = nn.Parameter(weight)

@@ -242,7 +242,8 @@ PICKLE_FILES = frozenset({"checkpoint/exchange/dcp.py", "checkpoint/exchange/tor
 # Packages that may be missing: imported inside a function, or at the top of the rooms named below.
 # The check of a GPU runs under its machine's own Python, which may lack the last two.
 OPTIONAL = frozenset(
-    {"hypothesis", "pytest", "ray", "rich", "tensorboard", "transformers", "tyro"}
+    {"accelerate", "hypothesis", "lightning", "pytest", "ray", "rich", "tensorboard"}
+    | {"transformers", "tyro"}
     | {"cloudpickle", "xxhash"}
 )
 OPTIONAL_ROOMS: dict[str, frozenset[str]] = {

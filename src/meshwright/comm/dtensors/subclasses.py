@@ -43,7 +43,7 @@ def holder_of(tensor: torch.Tensor) -> str | None:
         return None
     held = getattr(tensor, inner[0])
     is_alike = held.shape == tensor.shape and held.dtype == tensor.dtype
-    return inner[0] if is_alike and type(held) is torch.Tensor else None
+    return inner[0] if is_alike and type(held) in (torch.Tensor, torch.nn.Parameter) else None
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -55,5 +55,6 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     holder = holder_of(tensor)
     if holder is not None:
-        return getattr(tensor, holder)
+        held = getattr(tensor, holder)
+        return held.detach() if isinstance(held, torch.nn.Parameter) else held
     return tensor if dispatches(tensor) else tensor.as_subclass(torch.Tensor)

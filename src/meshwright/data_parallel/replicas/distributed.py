@@ -19,6 +19,7 @@ from meshwright.data_parallel.replicas.gradient_bucket import check_hook
 from meshwright.data_parallel.replicas.join import uneven_inputs
 from meshwright.data_parallel.replicas.low_precision import compute_in
 from meshwright.data_parallel.replicas.options import IGNORED_NAMES, ReplicateKeywords, resolved
+from meshwright.data_parallel.replicas.reducer import GradientReducer
 from meshwright.data_parallel.replicas.replica import Replica, move_inputs
 from meshwright.data_parallel.residency import ReplicaResidency
 from meshwright.torch_internals.autograd import is_profiled
@@ -187,13 +188,18 @@ class DistributedDataParallel(SteppedOver):
         return set(self.options.ignored_names)
 
     @property
+    def reducer(self) -> GradientReducer:
+        """The part that reduces gradients; a collective where there is none yet."""
+        return self._set_up().reducer
+
+    @property
     def require_backward_grad_sync(self) -> bool:
         """True when forward passes lead to a reduction; loops that accumulate set it."""
         return self._replica is None or self._replica.reducer.is_wanted
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, is_required: bool) -> None:
-        self._set_up().reducer.want(is_required)
+        self.reducer.want(is_required)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -225,7 +231,7 @@ class DistributedDataParallel(SteppedOver):
         Raises TypeError or ValueError for what cannot be one, RuntimeError for a second hook.
         """
         checked, self._lacks_hook = check_hook(hook), False
-        self._set_up().reducer.register_hook(state, checked)
+        self.reducer.register_hook(state, checked)
 
     def pipeline_residency(self) -> ReplicaResidency:
         """Return the switch by which a pipeline's schedule drives reductions and broadcasts."""

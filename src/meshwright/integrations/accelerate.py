@@ -1,0 +1,229 @@
+"""Models of ours in Hugging Face's Accelerate, and so in the Trainer of transformers.
+
+::
+
+    from meshwright.integrations import accelerate
+
+    accelerate.install()
+    model, optimizer, data = Accelerator().prepare(model, optimizer, data)
+
+`install` puts ours under the names of torch (`torch_names`), so that ``prepare`` wraps in our class
+and ``unwrap_model`` knows it. Names are not enough for six methods of ``Accelerator``, which are
+changed for models that were wrapped in ours before, and are what they were for any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from meshwright import checkpoint
+from meshwright.data_parallel import DistributedDataParallel, FSDPModule, replicate
+from meshwright.data_parallel.modules.of_this_process import OfThisProcess
+from meshwright.data_parallel.replicas.reducer import GradientReducer
+from meshwright.data_parallel.replicas.replicated import ReplicatedModule
+from meshwright.fsdp import FullyShardedDataParallel
+from meshwright.gradients import clip_grad_norm_
+from meshwright.integrations import torch_names
+from meshwright.integrations.changes import Changes, change, put_back
+
+FOLDER = "meshwright"
+"""The folder inside of a checkpoint of theirs that has model and optimizer of a sharded model."""
+
+
+def install() -> None:
+    """Make Accelerate prepare, run, save and load models of ours. Nothing the second time.
+
+    Raises RuntimeError for a version whose methods take other arguments than those known here.
+    """
+    from accelerate import Accelerator
+
+    change(Accelerator, _CHANGES)
+    torch_names.install()
+
+
+def uninstall() -> None:
+    """Put back what `install` has changed, the names of torch too. Nothing without it."""
+    from accelerate import Accelerator
+
+    put_back(Accelerator, _CHANGES)
+    torch_names.uninstall()
+
+
+def _prepare_model(
+    theirs: Callable[..., Any],
+    accelerator: Any,  # noqa: ANN401 - an Accelerator
+    model: nn.Module,
+    device_placement: bool | None = None,
+    evaluation_mode: bool = False,
+) -> Any:  # noqa: ANN401 - a module, or what it has compiled
+    """Prepare ``model``, but leave one of ours where it is and without a second wrapper."""
+    if isinstance(inside(model), DistributedDataParallel | OfThisProcess):
+        device_placement, evaluation_mode = False, True  # which is to wrap in nothing
+    return theirs(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
+
+
+@contextlib.contextmanager
+def _trigger_sync_in_backward(theirs: Callable[..., Any], model: nn.Module) -> Iterator[None]:
+    """Reduce in the backward pass of a forward pass that ran under ``no_sync``."""
+    reducer = _reducer_of(inside(model))
+    if reducer is None:
+        with theirs(model):
+            yield
+        return
+    reducer.synchronise(True)
+    yield
+
+
+def _get_state_dict(
+    theirs: Callable[..., Any],
+    accelerator: Any,  # noqa: ANN401 - an Accelerator
+    model: nn.Module,
+    unwrap: bool = True,
+) -> Any:  # noqa: ANN401 - a state dict
+    """List the state of ``model``; of a sharded one whole on the first rank, nothing on others."""
+    if not is_sharded(accelerator, model):
+        return theirs(model, unwrap=unwrap)
+    found: dict[str, object] = {}
+    for name, value in inside(model).state_dict().items():
+        whole = value.full_tensor().cpu() if hasattr(value, "full_tensor") else value
+        if accelerator.is_main_process:
+            found[name] = whole
+    return found
+
+
+def _save_state(
+    theirs: Callable[..., Any],
+    accelerator: Any,  # noqa: ANN401 - an Accelerator
+    output_dir: str | None = None,
+    safe_serialization: bool = True,
+    **keywords: object,
+) -> Any:  # noqa: ANN401 - a path
+    """Save the state, with a checkpoint of ours for a sharded model and its optimizer.
+
+    Accelerate saves those as rank 0 has them.
+    """
+    with _sharded(accelerator) as loop:
+        place = theirs(output_dir, safe_serialization, **keywords)
+    if loop is not None:
+        save_loop(place, **loop)
+    return place
+
+
+def save_loop(place: str | Path, **loop: Any) -> None:
+    """Save a checkpoint of ours inside of one of theirs, also where there is one already."""
+    folder = Path(place) / FOLDER
+    last = checkpoint.latest(folder)
+    step = 0 if last is None else int(last.name.partition("_")[2]) + 1
+    checkpoint.save(folder, step, keep_last=1, random=False, **loop)
+
+
+def load_loop(place: str | Path, **loop: Any) -> None:
+    """Load what `save_loop` has saved."""
+    checkpoint.load(Path(place) / FOLDER, random=False, **loop)
+
+
+def _load_state(
+    theirs: Callable[..., Any],
+    accelerator: Any,  # noqa: ANN401 - an Accelerator
+    input_dir: str | None = None,
+    load_kwargs: dict[str, Any] | None = None,
+    **keywords: object,
+) -> None:
+    """Load what `_save_state` has saved."""
+    places: list[str] = []  # which Accelerate chooses where it names checkpoints
+
+    def note(_: object, place: str) -> None:
+        places.append(place)
+
+    with _sharded(accelerator) as loop:
+        hook = accelerator.register_load_state_pre_hook(note)
+        try:
+            theirs(input_dir, load_kwargs, **keywords)
+        finally:
+            hook.remove()
+    if loop is not None:
+        load_loop(places[0], **loop)
+
+
+@contextlib.contextmanager
+def _sharded(accelerator: Any) -> Iterator[dict[str, Any] | None]:  # noqa: ANN401
+    """Hide a sharded model and its optimizers from Accelerate, and give them; None without one."""
+    models, optimizers = accelerator._models, accelerator._optimizers
+    sharded = [inside(model) for model in models if is_sharded(accelerator, model)]
+    if not sharded:
+        yield None
+        return
+    if len(models) != 1:
+        raise ValueError(
+            f"Accelerate has {len(models)} models, {len(sharded)} of them sharded: its save_state "
+            "and load_state take one sharded model alone. Use meshwright.checkpoint.save and load "
+            "for each"
+        )
+    kept = [*models], [*optimizers]
+    models.clear()
+    optimizers.clear()
+    try:
+        yield {"model": sharded[0], "optimizer": [each.optimizer for each in kept[1]] or None}
+    finally:
+        models.extend(kept[0])
+        optimizers.extend(kept[1])
+
+
+def is_sharded(accelerator: Any, model: nn.Module) -> bool:  # noqa: ANN401 - an Accelerator
+    """Return True for a model that was sharded before; Accelerate has a way for its own."""
+    kinds = FSDPModule | FullyShardedDataParallel
+    return accelerator.distributed_type != "FSDP" and isinstance(inside(model), kinds)
+
+
+def _clip_grad_norm(
+    theirs: Callable[..., Any],
+    accelerator: Any,  # noqa: ANN401 - an Accelerator
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    norm_type: float = 2,
+) -> Any:  # noqa: ANN401 - a tensor
+    """Clip by the norm over all ranks, also of parts that are plain tensors."""
+    if not any(is_sharded(accelerator, model) for model in accelerator._models):
+        return theirs(parameters, max_norm, norm_type=norm_type)
+    accelerator.unscale_gradients()
+    return clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+def inside(model: nn.Module) -> nn.Module:
+    """Take the graph of `torch.compile` off, if there is one."""
+    return getattr(model, "_orig_mod", model)
+
+
+def _reducer_of(model: nn.Module) -> GradientReducer | None:
+    if isinstance(model, DistributedDataParallel):
+        return model.reducer
+    if isinstance(model, ReplicatedModule):
+        return replicate.state(model).replica.reducer
+    return None
+
+
+_CHANGES: Changes = MappingProxyType(
+    {
+        "prepare_model": (
+            ("self", "model", "device_placement", "evaluation_mode"),
+            _prepare_model,
+        ),
+        "trigger_sync_in_backward": (("model",), _trigger_sync_in_backward),
+        "clip_grad_norm_": (("self", "parameters", "max_norm", "norm_type"), _clip_grad_norm),
+        "get_state_dict": (("self", "model", "unwrap"), _get_state_dict),
+        "save_state": (
+            ("self", "output_dir", "safe_serialization", "save_model_func_kwargs"),
+            _save_state,
+        ),
+        "load_state": (
+            ("self", "input_dir", "load_kwargs", "load_model_func_kwargs"),
+            _load_state,
+        ),
+    }
+)
