@@ -55,6 +55,8 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("title", SNIPPETS)
 def test_a_snippet_runs(ranks: Ranks, title: str, tmp_path: Path) -> None:
+    """Each block of docs/clients.md, with what it takes for granted."""
+
     def body() -> None:
         os.chdir(tmp_path)
         os.environ["ACCELERATE_USE_CPU"] = "true"
