@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,9 @@ def check(ranks: Ranks, name: str, axes: tuple[str, str]) -> None:
         if "pipeline" in axes
         else PipelinePlan(),
     )
-    assert_same_training(sample_of(name), plan, world=4, batch_size=8, ranks=ranks)
+    assert_same_training(
+        sample_of(name), plan, world=4, batch_size=8, ranks=partial(ranks, timeout=200)
+    )
 
 
 PAIRS = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import pytest
@@ -154,30 +153,6 @@ def test_summoned_parameters_run_forwards_without_a_backward(
     ranks: Ranks, use_orig_params: bool
 ) -> None:
     ranks(2, body_generate, use_orig_params)
-
-
-def body_generate_of_hugging_face() -> None:
-    warnings.filterwarnings("ignore")
-    import transformers
-    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
-
-    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 23, "n_positions": 32}
-    torch.manual_seed(0)
-    plain = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
-    tokens = torch.tensor([[1, 7, 3]])
-    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    expected = plain.generate(tokens, **options)
-    for use_orig_params in (False, True):
-        policy = ModuleWrapPolicy({GPT2Block})
-        model = FSDP(copy.deepcopy(plain), auto_wrap_policy=policy, use_orig_params=use_orig_params)
-        with FSDP.summon_full_params(model):
-            assert torch.equal(model.generate(tokens, **options), expected)
-
-
-@pytest.mark.slow
-def test_models_of_hugging_face_generate_with_summoned_parameters(ranks: Ranks) -> None:
-    pytest.importorskip("transformers")
-    ranks(2, body_generate_of_hugging_face, timeout=240)
 
 
 def body_convert(use_orig_params: bool) -> None:
@@ -441,35 +416,6 @@ def body_looked_at() -> None:
 
 def test_parameters_may_be_looked_at_between_forward_and_backward(ranks: Ranks) -> None:
     ranks(2, body_looked_at)
-
-
-def body_called_while_summoned(use_orig_params: bool) -> None:
-    model = FSDP(net(), auto_wrap_policy=LINEARS, use_orig_params=use_orig_params)
-    plain = net()
-    x = batch(dist.get_rank())
-    with FSDP.summon_full_params(model):
-        with torch.no_grad():
-            torch.testing.assert_close(model(x), plain(x))
-        with pytest.raises(RuntimeError, match="inside summon_full_params.*torch.no_grad"):
-            model(x)
-    with FSDP.summon_full_params(model, writeback=False, rank0_only=True), torch.no_grad():
-        if dist.get_rank() == 0:
-            torch.testing.assert_close(model(x), plain(x))
-        else:
-            with pytest.raises(RuntimeError, match="on a rank that has them whole"):
-                model(x)
-    model(x).square().mean().backward()
-    plain(batch()).square().mean().backward()
-    if use_orig_params:
-        same_gradients(model, plain)
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_summoned_modules_can_be_called_without_gradients(
-    ranks: Ranks, use_orig_params: bool
-) -> None:
-    ranks(2, body_called_while_summoned, use_orig_params)
 
 
 def body_compiled() -> None:
