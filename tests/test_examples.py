@@ -60,6 +60,7 @@ def test_the_example_of_the_readme_trains_one_model(ranks: Ranks, tmp_path: Path
     torch.testing.assert_close(weights["weight"], torch.ones(1, 8), rtol=0.05, atol=0.05)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["shard.py", "tensor.py", "pipeline.py"])
 def test_an_example_trains_on_two_ranks_as_on_one(ranks: Ranks, tmp_path: Path, name: str) -> None:
     _, alone = trained(ranks, 1, tmp_path, name)

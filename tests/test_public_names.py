@@ -98,6 +98,7 @@ def test_plans_and_errors_load_no_torch() -> None:
     assert _run(code) == "False"
 
 
+@pytest.mark.slow
 def test_the_library_needs_neither_a_compiler_nor_development_tools() -> None:
     """The public names load no compiler; all but the command, its recipes and the test plugin loads
     where development tools are missing."""

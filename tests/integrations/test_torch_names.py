@@ -182,6 +182,7 @@ FRESH = """
 """
 
 
+@pytest.mark.slow
 def test_it_may_come_before_all_else() -> None:
     code = textwrap.dedent(FRESH)
     done = subprocess.run(

@@ -133,6 +133,7 @@ def test_a_rank_that_works_alone_is_waited_for_in_silence(ranks: Ranks) -> None:
     assert any(at_work in line for line in named)
 
 
+@pytest.mark.slow
 @ON_BOTH
 def test_a_rank_that_stands_still_is_named_without_any_limit(ranks: Ranks) -> None:
     def body() -> None:
@@ -185,6 +186,7 @@ def body_crossed() -> tuple[str, float]:
     return str(caught.value), time.monotonic() - begun
 
 
+@pytest.mark.slow
 @pytest.mark.backends("gloo")
 def test_ranks_that_wait_on_both_channels_of_a_group_are_named_soon(ranks: Ranks) -> None:
     for text, seconds in ranks(2, body_crossed, timeout=50):

@@ -13,7 +13,7 @@ from torch import nn
 
 from meshwright.axes import Axes
 from meshwright.composition import parallelize
-from meshwright.errors import PipelinePeerError, PipeliningShapeError
+from meshwright.errors import PipelinePeerError, PipeliningShapeError, PlanError
 from meshwright.plan import PipelinePlan, Plan
 from meshwright.testing import Ranks
 
@@ -242,7 +242,7 @@ def test_encoders_and_decoders_on_other_axes(ranks: Ranks, axes: dict[str, int])
 
 
 def body_refused() -> str:
-    with pytest.raises(RuntimeError, match=r"dataclass Unknown.*call torch.export.register_data"):
+    with pytest.raises(PlanError, match=r"dataclass Unknown.*call torch.export.register_data"):
         laid_out("bert", "unknown", 2, pipeline=2)
     trainable = laid_out("bert", "named", 2, pipeline=2)
     batch, target = batch_of("bert", 4)

@@ -345,6 +345,7 @@ def body_uneven() -> None:
         torch.testing.assert_close(value, before[name], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_rows_that_two_axes_do_not_divide(ranks: Ranks) -> None:
     plan = plan_of({"0": "colwise", "2": "rowwise"}, CLIPPED, shard=2, tensor=2)
     assert_same_training(MODELS["uneven"], plan, world=4, ranks=ranks)
