@@ -225,6 +225,7 @@ def test_the_table_of_schedules_is_what_is_simulated() -> None:
         assert bool(schedule.split_backward) == (backward == "halves"), name
 
 
+@pytest.mark.slow
 def test_the_tutorial_trains_one_model_in_each_of_its_ways(
     ranks: Ranks, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

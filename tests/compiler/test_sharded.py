@@ -253,6 +253,7 @@ SHARING = (
 )
 
 
+@pytest.mark.slow
 def test_blocks_share_a_graph_and_gather_no_more_than_eager(ranks: Ranks) -> None:
     ranks(2, body_one_graph, SHARING[:2])
 

@@ -364,6 +364,7 @@ def body_tensor_parallel() -> None:
     torch.testing.assert_close(model(words), initialize(make(), 5)(words))
 
 
+@pytest.mark.slow
 def test_tensor_parallel_models_hold_the_same_model(ranks: Ranks) -> None:
     ranks(4, body_tensor_parallel)
 

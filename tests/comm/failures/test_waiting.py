@@ -226,6 +226,7 @@ def test_ranks_that_wait_for_each_other_are_named(ranks: Ranks, calls: str) -> N
             assert "waits for all_reduce" in text
 
 
+@pytest.mark.slow
 @ON_BOTH
 def test_a_call_of_c10d_that_cannot_end_ends_its_process_by_name(ranks: Ranks) -> None:
     def body() -> None:

@@ -225,6 +225,7 @@ def body_quick() -> None:
     check("nested", "", 1, pipeline=2)
 
 
+@pytest.mark.slow
 def test_encoders_and_decoders_train_on_batches_of_any_size(ranks: Ranks) -> None:
     ranks(2, body_quick)
 
