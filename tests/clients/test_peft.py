@@ -11,36 +11,17 @@ import torch
 import meshwright as mw
 from meshwright.comm import communicator
 from meshwright.testing import Ranks
-from support.clients import assert_same, needs
+from support.clients import WORDS, assert_same, gpt2, needs
 
 needs("peft", "transformers")
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
-WORDS = 32
-
-
-def plain() -> Any:
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=WORDS,
-        n_positions=16,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        resid_pdrop=0.0,
-    )
-    return transformers.GPT2LMHeadModel(config).double()
-
 
 def adapted() -> Any:
     import peft
 
-    found = plain()
+    found = gpt2()
     torch.manual_seed(1)
     config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
     model = peft.get_peft_model(found, config, autocast_adapter_dtype=False)
@@ -98,7 +79,7 @@ def test_an_adapter_is_trained_in_parts_saved_whole_and_loaded(
             model.save_pretrained(folder, state_dict=state)
         world.barrier()
         again = peft.PeftModel.from_pretrained(
-            plain(), folder, is_trainable=True, autocast_adapter_dtype=False
+            gpt2(), folder, is_trainable=True, autocast_adapter_dtype=False
         )
         if world.size > 1:
             again = sharded(again)

@@ -14,7 +14,7 @@ import meshwright as mw
 from meshwright.comm import connect
 from meshwright.data_parallel import FSDPModule
 from meshwright.testing import Ranks
-from support.clients import WORDS, assert_same, llama, needs, texts, whole
+from support.clients import assert_same, gpt2, llama, needs, texts, whole
 
 needs("accelerate", "transformers")
 
@@ -60,23 +60,6 @@ def trainer(model: Any, folder: Path, batch: int, steps: int = 4, **options: Any
     return transformers.Trainer(
         model=model, args=settings, train_dataset=texts(), compute_loss_func=loss
     )
-
-
-def gpt2() -> Any:
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=WORDS,
-        n_positions=16,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        resid_pdrop=0.0,
-    )
-    return transformers.GPT2LMHeadModel(config).double()
 
 
 def history(found: Any) -> list[float]:

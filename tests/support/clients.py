@@ -78,6 +78,23 @@ def assert_same(
         torch.testing.assert_close(dict(weights), dict(expected), rtol=1e-9, atol=1e-12)
 
 
+def gpt2() -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=WORDS,
+        n_positions=16,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        resid_pdrop=0.0,
+    )
+    return transformers.GPT2LMHeadModel(config).double()
+
+
 def llama() -> Any:
     import transformers
 

@@ -121,7 +121,7 @@ class Driver:
         self.residency: object | None = None
         """What lets a pipeline schedule drive this unit, once that has been asked for."""
         self.is_driven = False
-        """Whether a schedule, or a method around, gathers and frees now, so that hooks need not."""
+        """True while a schedule, or a method around, gathers and frees, so that hooks need not."""
         self._is_shown = False
         """True within a range of the profiler."""
         self._parts = frozenset(map(id, parts))
