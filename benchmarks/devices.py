@@ -8,19 +8,21 @@ The world has one rank, so that nothing is hidden behind communication. Arms tak
 rounds. Given are the medians of the rounds and their quartiles: the time of a step, until the
 device has done it; the time of the host for each unit, until all of a step is launched; and, of one
 step in a profiler's trace, launches and calls in which the host waits for the device. The peak of
-the device's memory (on a CPU that of the process) is of processes of their own, one for each arm.
+the device's memory (on a CPU that of the process) is of processes of their own, one for each arm,
+some of them side by side.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import os
 import resource
 import statistics
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +41,15 @@ __all__ = ["main"]
 
 ARMS = ("plain", "ddp", "replicate", "fsdp1 orig", "facade orig", "fsdp2", "fully_shard")
 WARM = 3
+SIDE_BY_SIDE = 4
+"""Processes that measure peaks at once."""
 
 Row = dict[str, Any]
 """What was measured of one arm."""
 
 
-def enter(port: int) -> torch.device:
+def enter() -> torch.device:
     """Join a world of one rank, on the GPU where there is one."""
-    names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_PORT": port}
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", **{k: str(v) for k, v in names.items()}})
     if torch.cuda.is_available():
         torch.cuda.set_device(0)
         comm.connect("cpu:gloo,cuda:nccl")
@@ -114,7 +116,7 @@ def parts_of(work: Workload, device: torch.device) -> tuple[nn.Module, torch.Ten
 
 def measure_times(_: int, options: argparse.Namespace, name: str, results: dict[str, Row]) -> None:
     """One process with all arms of a model."""
-    device = enter(options.port)
+    device = enter()
     work = WORKLOADS[name]
     model, batch, units = parts_of(work, device)
     arms = {arm: Arm(name, arm, model, batch) for arm in options.arms}
@@ -135,11 +137,9 @@ def measure_times(_: int, options: argparse.Namespace, name: str, results: dict[
     comm.disconnect()
 
 
-def measure_peak(
-    _: int, options: argparse.Namespace, name: str, arm: str, peaks: dict[str, float]
-) -> None:
+def measure_peak(_: int, name: str, arm: str, peaks: dict[str, float]) -> None:
     """A process with one arm: the most memory that was in use."""
-    device = enter(options.port)
+    device = enter()
     model, batch, _units = parts_of(WORKLOADS[name], device)
     built = Arm(name, arm, model, batch)
     del model
@@ -191,7 +191,6 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=models, choices=list(WORKLOADS))
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--port", type=int, default=29741)
     parser.add_argument("--json", help="write the figures to this file, too")
     options = parser.parse_args()
     title = f"torch {torch.__version__}, {torch.cuda.get_device_name(0) if on_gpu else 'CPU'}"
@@ -200,8 +199,9 @@ def main() -> None:
         for name in options.models:
             times, peaks = manager.dict(), manager.dict()
             mp.spawn(measure_times, (options, name, times))
-            for arm in options.arms:
-                mp.spawn(measure_peak, (options, name, arm, peaks))
+            with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+                each = [(name, arm, peaks) for arm in options.arms]
+                list(pool.map(functools.partial(mp.spawn, measure_peak), each))
             figures[name] = {arm: {**times[arm], "peak MiB": peaks[arm]} for arm in options.arms}
             print(table(name, f"{title}, medians of {options.rounds} rounds", figures[name]) + "\n")
     if options.json:

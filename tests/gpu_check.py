@@ -1,7 +1,8 @@
 """The check of a machine with a GPU: ``make gpu-check``, or ``python3 tests/gpu_check.py``.
 
 It runs under any Python that has a CUDA build of torch, numpy and safetensors. ``--only TEXT`` runs
-the rows whose name holds TEXT. It prints a table, the details of what has failed, and last how many
+the rows whose name holds TEXT; ``--share 2/6`` the second of six shares of them, which may run side
+by side where the GPU has room. It prints a table, the details of what has failed, and last how many
 rows passed, failed and were skipped; its status is 0 where none failed.
 """
 
@@ -32,7 +33,9 @@ def refusal(torch_version: str | None, cuda_build: str | None, gpus: int) -> str
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", help="run the rows whose name holds this")
-    only = parser.parse_args(arguments).only
+    parser.add_argument("--share", default="1/1", type=share, help="run one share of the rows: 2/6")
+    options = parser.parse_args(arguments)
+    first, shares = options.share
     reason, gpus = _examined()
     if reason:
         print(f"gpu-check: {reason}", file=sys.stderr)
@@ -41,8 +44,9 @@ def main(arguments: list[str]) -> int:
     from gpu.running import line_of, perform, summary
     from gpu.table import rows_for_gpus
 
+    rows = [row for row in rows_for_gpus(gpus) if options.only in row.name]
     results = []
-    for result in perform([row for row in rows_for_gpus(gpus) if only in row.name], gpus):
+    for result in perform(rows[first - 1 :: shares], gpus):
         results.append(result)
         print(line_of(result), flush=True)
     for result in results:
@@ -50,6 +54,14 @@ def main(arguments: list[str]) -> int:
             print(f"\n--- {result.row.name} on {result.row.site}\n{result.details}")
     print(f"\n{summary(results)}")
     return 1 if any(result.state == "failed" for result in results) else 0
+
+
+def share(text: str) -> tuple[int, int]:
+    """Read ``2/6``. Raises ValueError, which argparse reports, for anything else."""
+    first, shares = map(int, text.split("/"))
+    if not 1 <= first <= shares:
+        raise ValueError(text)
+    return first, shares
 
 
 def _examined() -> tuple[str, int]:

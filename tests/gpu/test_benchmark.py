@@ -19,7 +19,7 @@ def test_a_miniature_runs_and_says_all_of_each_arm(tmp_path: Path) -> None:
     arms = ["plain", "fsdp2", "fully_shard"]
     program = [sys.executable, str(ROOT / "benchmarks/devices.py"), "--models", "miniature"]
     done = subprocess.run(
-        [*program, "--rounds", "1", "--port", "0", "--json", str(target), "--arms", *arms],
+        [*program, "--rounds", "1", "--json", str(target), "--arms", *arms],
         capture_output=True,
         text=True,
         timeout=300,
