@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from meshwright.checkpoint import Storage, claim, latest, load_tensors, release, save_tensors
-from meshwright.checkpoint.claims import FOLDERS
+from meshwright.checkpoint.claims import FOLDERS, GRACE, Claim, Holder
 from meshwright.comm import communicator
 from meshwright.errors import (
     CheckpointClaimedError,
@@ -139,6 +139,26 @@ def test_kill_9_and_a_restart_at_once(tmp_path: Path, joins: bool) -> None:
     jobs[-1].kill()
     assert [each.join() for each in jobs] == [-9] * 15
     assert whole_steps(tmp_path) == [12, 13, 14]
+
+
+def test_a_lock_that_comes_back_while_its_holder_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has waited for a process that ends longer than for a guest has not used up that time."""
+    gone = Holder(pid=2**22, place=Holder.of_process(os.getpid()).place)
+    assert gone.is_ending
+    free_at, take = time.monotonic() + 3 * GRACE, Claim.take
+    unknown = iter([Holder(pid=0)])
+
+    def taken(claim: Claim, *, stays: bool) -> Holder | None:
+        if time.monotonic() < free_at:
+            return gone
+        return next(unknown, None) or take(claim, stays=stays)
+
+    monkeypatch.setattr(Claim, "take", taken)
+    claim(tmp_path)
+    release(tmp_path)
+    assert next(unknown, None) is None
 
 
 def test_processes_that_a_killed_job_has_started_do_not_keep_its_claim(tmp_path: Path) -> None:

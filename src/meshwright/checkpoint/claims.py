@@ -98,6 +98,10 @@ class Holder:
         command = f" ({self.command})" if self.command else ""
         return f"process {self.pid}{run} on host {self.host}{since}{command}"
 
+    def is_same(self, other: Holder) -> bool:
+        """Check that both are one process."""
+        return (self.pid, self.started, self.place) == (other.pid, other.started, other.place)
+
     @property
     def is_here(self) -> bool:
         """True when its number is that of a process of this host."""
@@ -245,7 +249,8 @@ def hold(folder: Path, *, stays: bool) -> Claim:
     its run or ends, otherwise until it is let go. Raises ``CheckpointClaimedError`` naming who has
     it, and ``OSError`` where the file system has no locks.
     """
-    begun = time.monotonic()
+    begun = came = time.monotonic()
+    seen: Holder | None = None
     while True:
         with PROCESS.holding:
             claim = PROCESS.held.setdefault(os.path.realpath(folder), Claim(folder))
@@ -253,8 +258,11 @@ def hold(folder: Path, *, stays: bool) -> Claim:
             if holder is None:
                 _let_go_of_the_first()
                 return claim
-        waited = time.monotonic() - begun
-        if waited > (ENDING if holder.is_ending else GRACE):
+        now = time.monotonic()
+        if seen is None or not holder.is_same(seen):
+            # A lock that comes back while it is looked for has no holder: not the end of a wait.
+            seen, came = holder, now
+        if now - came > (ENDING if holder.is_ending else GRACE) or now - begun > 2 * ENDING:
             release(folder)
             raise CheckpointClaimedError(_refusal(folder, holder))
         time.sleep(0.01)
