@@ -139,7 +139,7 @@ class Alignment:
         """Mark where this rank is."""
         notes.zero_()
         for place in self.marks():
-            notes[place] = 1
+            notes[place].fill_(1)  # to assign a number would wait for the device
 
     def refuse(
         self,
@@ -246,9 +246,9 @@ class PassNotes:
         """
         self.alignment.write(notes[:NOTES])
         if lacks:
-            notes[MARKS] = 1
+            notes[MARKS].fill_(1)
         if self.static is not None:
-            notes[NOTES] = self.static.deviates()
+            notes[NOTES].fill_(self.static.deviates())
         if self.values is not None and self.reduced is not None:
             self.values.add_to(notes[-1].zero_())
 

@@ -39,7 +39,7 @@ from meshwright.data_parallel.replicas.slots import (
 )
 from meshwright.errors import InternalError
 from meshwright.gradients import Factor, NonFiniteValues, multiply_, times
-from meshwright.torch_internals.tensors import foreach_copy_
+from meshwright.torch_internals.tensors import foreach_copy_, foreach_zero_
 
 BATCHED_NUMEL = 16384
 """Gradients up to this size are copied together; larger ones are scaled while they are copied."""
@@ -160,10 +160,8 @@ class Bucket(Reduction):
         for slot in self._absent:
             if self.arrived[slot] == ARRIVED:
                 raise lost_gradient(self.layout.slots[slot])
-            self.views[slot].zero_()
-            self.counts[slot] = 0
         self.lacks = bool(self._absent)
-        self._count_riders()
+        self._clear_absent()
         try:
             self._copy_in(gradients, scale)
         except RuntimeError as error:
@@ -181,7 +179,9 @@ class Bucket(Reduction):
         self.buffer.fill_(math.nan if is_void else 0.0)
         self._absent = [] if is_void else list(range(len(self.parameters)))
         if not is_void:
-            self._count_riders()
+            for place, rider in enumerate(self.riders, len(self.parameters)):
+                if not rider.lacks:
+                    self.counts[place].fill_(1)
 
     def launch(self, communicator: Communicator) -> None:
         """Start the reduction; with a hook of the gradients alone, as counts are the caller's."""
@@ -316,10 +316,14 @@ class Bucket(Reduction):
         if targets:
             foreach_copy_(targets, sources)
 
-    def _count_riders(self) -> None:
+    def _clear_absent(self) -> None:
+        """Clear the views and the counts of parameters without a gradient, riders among them."""
         first = len(self.parameters)
-        for place, rider in enumerate(self.riders, first):
-            self.counts[place] = 0 if rider.lacks else 1
+        riders = [slot for slot, rider in enumerate(self.riders, first) if rider.lacks]
+        cleared = [self.views[slot] for slot in self._absent]
+        cleared += [self.counts[slot] for slot in (*self._absent, *riders)]
+        if cleared:
+            foreach_zero_(cleared)
 
     def _adopt_absent(self) -> None:
         counts = self._counts()

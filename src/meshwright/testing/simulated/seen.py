@@ -50,6 +50,8 @@ _MAKERS = frozenset(
     }
 )
 """Functions that make tensors of the default device. In the library that is the host."""
+_COPIERS = frozenset({torch.tensor, torch.as_tensor})
+"""Those that copy values of the host."""
 
 
 def _is_of_library(frame: FrameType | None) -> bool:
@@ -127,6 +129,7 @@ class _Functions(TorchFunctionMode):
             torch.Tensor.__deepcopy__: self._copy,
             torch.Tensor.pin_memory: self._pin,
             torch.Tensor.is_pinned: self._is_pinned,
+            torch.Tensor.__setitem__: self._set_item,
         }
 
     def __torch_function__(
@@ -154,6 +157,8 @@ class _Functions(TorchFunctionMode):
         if is_host:
             # Some are filled by no operator.
             self._device.take_host(result, is_pinned=bool(kwargs.get("pin_memory")))
+        elif func in _COPIERS:
+            self._stop_in(func, result)
         return result
 
     def _is_host(self, asked: torch.device, frame: FrameType) -> bool:
@@ -216,6 +221,21 @@ class _Functions(TorchFunctionMode):
             _, place = device.launch(func.__name__, [tensor])
             device.stop(place)
         return func(*args, **kwargs)
+
+    def _set_item(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        """Write to a part of a tensor; a number for one element is copied from the host."""
+        tensor, key, value = args
+        place = key if isinstance(key, tuple) else (key,)
+        is_one = len(place) == tensor.dim() and all(type(index) is int for index in place)
+        result = func(*args, **kwargs)
+        if is_one and not isinstance(value, torch.Tensor) and not self._device.memory.is_host(tensor):
+            self._stop_in(func, tensor)
+        return result
+
+    def _stop_in(self, func: Call, tensor: torch.Tensor) -> None:
+        """Have the host wait for a copy of its own memory, which is not pinned, to ``tensor``."""
+        _, place = self._device.launch(func.__name__, [tensor.detach()])
+        self._device.stop(place)
 
     def _copy(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """Copy a tensor to where it is; torch fills such a copy by no operator."""
