@@ -28,6 +28,7 @@ from meshwright.comm.dtensors.dtensor import (
 from meshwright.comm.dtensors.gather_dtensor import held, part_like
 from meshwright.comm.dtensors.gather_dtensor import whole as gathered
 from meshwright.comm.dtensors.shard_view import ShardView
+from meshwright.data_parallel.shards.parameter_hooks import accumulator_of
 from meshwright.errors import LayoutError
 from meshwright.layout import Box, Partial, Replicate, Shard, chunk
 from meshwright.mesh import init_device_mesh
@@ -72,6 +73,22 @@ def test_dtensors_share_the_storage_of_their_part(ranks: Ranks, size: int) -> No
             assert not is_dtensor(local)
 
     ranks(size, body)
+
+
+def test_a_part_that_is_not_on_the_device_of_the_mesh_stays_where_it_is(ranks: Ranks) -> None:
+    """As shards that are offloaded; ``meta`` stands for the GPU of the mesh."""
+
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+        mesh._device_type = "meta"
+        local = torch.ones(2, 3)
+        tensor = dtensor_at_rest(local, mesh, [Shard(0)], (4, 3), (3, 1))
+        assert tensor.device == local.device
+        assert local_of(tensor).data_ptr() == local.data_ptr()
+        leaf = nn.Parameter(tensor)
+        assert accumulator_of(leaf).variable is leaf  # type: ignore[attr-defined]
+
+    ranks(2, body)
 
 
 def test_dtensors_on_two_axes(ranks: Ranks) -> None:

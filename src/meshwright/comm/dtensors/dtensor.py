@@ -99,14 +99,11 @@ def dtensor_at_rest(
             f"expected this rank's part of a tensor of shape {tuple(shape)}, placed {list(spread)} "
             f"on {mesh}, to have shape {box.shape}; found {tuple(local.shape)}"
         )
-    return DTensor.from_local(
-        local.detach(),
-        mesh,
-        spread,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=tuple(stride),
+    # torch's from_local would copy it to the device of the mesh.
+    rest = AtRest(
+        local=local, mesh=mesh, placements=spread, shape=tuple(shape), stride=tuple(stride)
     )
+    return dtensor_around(local, rest)
 
 
 def dtensor_like(local: torch.Tensor, like: torch.Tensor) -> DTensor:
