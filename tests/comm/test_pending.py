@@ -99,7 +99,8 @@ class _DeviceWork:
 def test_every_wait_on_a_device_orders_the_stream_that_is_current(finishes: bool) -> None:
     """What is done once, after the first, is before all of them."""
     communicator = FakeCommunicator(World(1), [0], 0)
-    communicator.device, communicator.is_on_host = torch.device("cpu", 0), False
+    communicator.device = torch.device("cpu", 0)
+    communicator.is_on_host = communicator.waits_on_host = False
     ordered: list[str] = []
     work, value = _DeviceWork(ordered), torch.ones(1)
     pending = Pending(communicator, Issued(0, "all_reduce", ""), value)

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import functools
-import os
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
+
+from torch.cuda._sanitizer import enable_cuda_sanitizer
 
 from gpu.places import place_of
 from gpu.table import Row, Site
 from meshwright import comm
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.errors import InternalError
-from meshwright.testing import Pool, Ranks, RanksFailed, shared_pool
-
-SANITIZER = "TORCH_CUDA_SANITIZER"
+from meshwright.testing import Ranks, RanksFailed, shared_pool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +35,8 @@ def run_here(
     site: Site, body: Callable[..., str], args: tuple[str, ...], limit: float | None
 ) -> str:
     """Be one rank of a row."""
+    if site.is_sanitized:
+        enable_cuda_sanitizer()
     many = PROCESS.size_one_as_many() if site.as_many else nullcontext()
     with place_of(site.kind) as place, many:
         world = place.connect(timeout=limit)
@@ -59,47 +60,20 @@ def found_by(row: Row, ranks: Ranks) -> str:
 
 
 def perform(rows: Iterable[Row], gpus: int) -> Iterator[Result]:
-    """Run the rows, those under the sanitizer in a process tree of their own."""
-    with _sanitized_pool() as sanitized:
-        for row in rows:
-            if row.site.gpus > gpus:
-                found = f"needs {row.site.gpus} GPUs, found {gpus}"
-                yield Result(row=row, state="skipped", found=found)
-                continue
-            ranks = sanitized.run if row.is_sanitized else shared_pool().run
-            begun = time.monotonic()
-            try:
-                found, details = found_by(row, ranks), ""
-            except (RanksFailed, AssertionError, InternalError) as error:
-                found, details = str(error).partition("\n")[0], traceback.format_exc()
-            state: Literal["passed", "failed"] = "failed" if details else "passed"
-            seconds = time.monotonic() - begun
-            yield Result(row=row, state=state, seconds=seconds, found=found, details=details)
-
-
-@contextmanager
-def _sanitized_pool() -> Iterator[Pool]:
-    """A pool whose server loads torch with the sanitizer; it starts with its first row."""
-    pool = _Sanitized()
-    try:
-        yield pool
-    finally:
-        pool.close()
-
-
-class _Sanitized(Pool):
-    """Ranks under the sanitizer, which torch enters when it is loaded."""
-
-    def run(self, *args: object, **kwargs: object) -> list:  # type: ignore[override]
-        before = os.environ.get(SANITIZER)
-        os.environ[SANITIZER] = "1"
+    """Run the rows."""
+    for row in rows:
+        if row.site.gpus > gpus:
+            found = f"needs {row.site.gpus} GPUs, found {gpus}"
+            yield Result(row=row, state="skipped", found=found)
+            continue
+        begun = time.monotonic()
         try:
-            return super().run(*args, **kwargs)  # type: ignore[arg-type]
-        finally:
-            if before is None:
-                del os.environ[SANITIZER]
-            else:
-                os.environ[SANITIZER] = before
+            found, details = found_by(row, shared_pool().run), ""
+        except (RanksFailed, AssertionError, InternalError) as error:
+            found, details = str(error).partition("\n")[0], traceback.format_exc()
+        state: Literal["passed", "failed"] = "failed" if details else "passed"
+        seconds = time.monotonic() - begun
+        yield Result(row=row, state=state, seconds=seconds, found=found, details=details)
 
 
 def line_of(result: Result) -> str:

@@ -23,6 +23,8 @@ class Site:
     gpus: int = 1
     as_many: bool = False
     """Whether axes of one rank send as larger ones do."""
+    is_sanitized: bool = False
+    """Whether its ranks run under torch's CUDA sanitizer."""
 
     def __str__(self) -> str:
         return f"{self.kind} x {self.size}{' as many' if self.as_many else ''}"
@@ -40,8 +42,6 @@ class Row:
     """Seconds after which its ranks are killed."""
     limit: float | None = None
     """The ``timeout`` of `connect`."""
-    is_sanitized: bool = False
-    """Whether its ranks run under torch's CUDA sanitizer."""
     judge: Callable[[RanksFailed], str] | None = None
     """Judges the failure that is expected; where None, none is."""
 
@@ -88,7 +88,7 @@ def rows_sanitized(site: Site) -> Iterator[Row]:
     """What torch's sanitizer sees; graphs are not compiled under it."""
     for name in values.WAYS_OF_STREAMS:
         body = values.trains
-        yield Row(name=f"sanitizer: {name}", site=site, body=body, args=(name,), is_sanitized=True)
+        yield Row(name=f"sanitizer: {name}", site=site, body=body, args=(name,))
 
 
 def rows_together(site: Site) -> Iterator[Row]:
@@ -119,7 +119,7 @@ def rows_for_gpus(count: int) -> list[Row]:
     return [
         *rows_alone(alone),
         *rows_as_many(Site(kind="nccl", size=1, as_many=True)),
-        *rows_sanitized(alone),
+        *rows_sanitized(Site(kind="nccl", size=1, is_sanitized=True)),
         *rows_together(Site(kind="gloo", size=2)),
         *rows_together(several),
         *rows_of_streams(several),

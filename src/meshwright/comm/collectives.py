@@ -69,7 +69,7 @@ class Communicator:
         self.axis = axis
         self.device = device
         self.is_on_host = is_host(device)
-        """True where waits are the host's, and not those of a stream of the device."""
+        """True where the host has the tensors, and not a device beside it."""
         self.is_followed = can_abort(group, device)
         """True where a device may stand still in an operation for which no wait of the host is."""
         self.timeout = timeout
@@ -81,6 +81,8 @@ class Communicator:
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))
         """The world's number of each rank of this group."""
         self.backend: str = lookup.backend_for(group, device)
+        self.waits_on_host = self.is_on_host or self.backend == "gloo"
+        """True where waits are the host's, and not those of a stream of the device."""
         self.name: str = group.group_name
         """The name by which c10d and traced graphs know the group."""
         self.clock = Clock(device)
@@ -125,7 +127,8 @@ class Communicator:
         return host
 
     def _become_control(self) -> None:
-        self.device, self.is_on_host, self.is_followed = torch.device("cpu"), True, False
+        self.device, self.is_followed = torch.device("cpu"), False
+        self.is_on_host = self.waits_on_host = True
         self.clock = Clock(self.device)
         self.name += CONTROL
         self._first_tag = CONTROL_TAGS
@@ -395,7 +398,7 @@ class Communicator:
 
     def batch(self, transfers: Sequence[Transfer]) -> list[Pending]:
         """Issue several transfers as one, so that no order among them can block the ranks."""
-        if self.is_on_host or len(transfers) == 1:
+        if self.waits_on_host or len(transfers) == 1:
             return list(map(self._transfer, transfers))
         with coalesced(self.group, self.device) as works:
             return [self._transfer(transfer, works) for transfer in transfers]
@@ -411,11 +414,14 @@ class Communicator:
             sent = replace(sent, tensor=gloo.as_bytes(transfer.tensor))
 
         def launch(group: dist.ProcessGroup) -> Launched:
-            work = lookup.transfer(sent, peer, group)
+            moved, finish = sent, None
+            if self.waits_on_host and not self.is_on_host:
+                moved, finish = gloo.on_host(sent)
+            work = lookup.transfer(moved, peer, group)
             if batched is not None:
                 return batched, None
             if self.backend == "gloo" or (PROCESS.checks is not None and self.is_on_host):
-                return [TransferWaiter(work, PROCESS.idle_waiters)], None
+                return [TransferWaiter(work, PROCESS.idle_waiters)], finish
             return [work], None
 
         return self._issue(

@@ -238,7 +238,7 @@ class Pending:
         """
         if PROCESS.stopped is not None:
             PROCESS.refuse()
-        if self.communicator.is_on_host:
+        if self.communicator.waits_on_host:
             for work in self._works:
                 try:
                     work.wait(SLICE)
@@ -246,7 +246,8 @@ class Pending:
                 except RuntimeError:
                     pass
                 self._wait_on(work, timeout, watch)
-            self._works = ()
+            if self.communicator.is_on_host:
+                self._works = ()
         else:
             for work in self._works:
                 work.wait()

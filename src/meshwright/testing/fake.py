@@ -36,7 +36,8 @@ class FakeCommunicator(Communicator):
     def __init__(self, world: World, ranks: Sequence[int], rank: int, axis: str = "world") -> None:
         self._group, self._living = lambda: None, (None,)  # there is none
         self.axis = axis
-        self.device, self.is_on_host, self.is_followed = torch.device("cpu"), True, False
+        self.device, self.is_followed = torch.device("cpu"), False
+        self.is_on_host = self.waits_on_host = True
         self.timeout = 60.0
         self.rank = rank
         self.size = len(ranks)

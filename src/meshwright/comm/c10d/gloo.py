@@ -1,4 +1,4 @@
-"""Faster algorithms for Gloo, made of Gloo's own operations, chosen by size.
+"""Faster algorithms for Gloo, made of Gloo's own operations, chosen by size; transfers of devices.
 
 Gloo's reduce-scatter sends the whole tensor through an all-reduce, and its all-gather passes
 every block around a ring. Between 2 and 4 processes over loopback (milliseconds, medians):
@@ -21,6 +21,7 @@ did not win over Gloo's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,6 +56,23 @@ MOVED = frozenset(
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View ``tensor``, which is contiguous, as a line of bytes."""
     return tensor.view(-1).view(torch.uint8)
+
+
+def on_host(given: lookup.Transfer) -> tuple[lookup.Transfer, Callable[[], None] | None]:
+    """Make of a transfer of a device's tensor one of the host's memory, which alone Gloo sends.
+
+    Returns it with what brings what has come to the device, once it is there. The host waits until
+    the device has made what is sent.
+    """
+    tensor = given.tensor
+    if given.direction == "send":
+        return replace(given, tensor=tensor.to("cpu")), None
+    came = torch.empty_like(tensor, device="cpu").pin_memory()
+
+    def bring() -> None:
+        tensor.copy_(came, non_blocking=True)
+
+    return replace(given, tensor=came), bring
 
 
 def all_gather(

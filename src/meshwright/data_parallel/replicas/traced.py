@@ -153,7 +153,10 @@ class Marking:
 
     def _prepare(self) -> Route:
         route, mode = _marking().route(self._module())
-        shares = self._communicator.backend == "meshwright"
+        ranks = self._communicator
+        if mode == "coalesced" and ranks.waits_on_host and not ranks.is_on_host:
+            mode = "concat"  # Gloo reduces lists of tensors of the host alone
+        shares = ranks.backend == "meshwright"
         self._mode = "shared" if mode == "coalesced" and shares else mode
         sent = self._sent_in()
         self._narrow = None if sent == torch.float32 else sent

@@ -228,7 +228,11 @@ class _Functions(TorchFunctionMode):
         place = key if isinstance(key, tuple) else (key,)
         is_one = len(place) == tensor.dim() and all(type(index) is int for index in place)
         result = func(*args, **kwargs)
-        if is_one and not isinstance(value, torch.Tensor) and not self._device.memory.is_host(tensor):
+        if (
+            is_one
+            and not isinstance(value, torch.Tensor)
+            and not self._device.memory.is_host(tensor)
+        ):
             self._stop_in(func, tensor)
         return result
 
