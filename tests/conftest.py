@@ -23,7 +23,10 @@ if not any(entry.value == "meshwright.testing.plugin" for entry in entry_points(
 
 @pytest.hookimpl(tryfirst=True)  # before what is slow is left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Make all but a ``few`` cases of a test slow: those that their names draw."""
+    """Make all but a ``few`` cases of a test slow: those that their names draw.
+
+    Of these no more than ``slow``, where it says so; what is left is for `make soak`.
+    """
     if config.getoption("--ranks-devices") == "simulated":
         return  # where these tests run a second time, in `make test-all` only
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
@@ -34,8 +37,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         drawn.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
         few = drawn[0].get_closest_marker("few")
         assert few is not None
-        for item in drawn[few.args[0] :]:
+        (quick,), slow = few.args, few.kwargs.get("slow", len(drawn))
+        for item in drawn[quick:]:
             item.add_marker(pytest.mark.slow)
+        for item in drawn[quick + slow :]:
+            item.add_marker(pytest.mark.soak)
 
 
 @contextlib.contextmanager

@@ -73,3 +73,12 @@ def test_cases_that_are_slow_by_themselves_are_not_drawn() -> None:
 
 def test_all_are_run_a_second_time_on_simulated_devices() -> None:
     assert quick(many(NAMES), "simulated") == NAMES
+
+
+def test_of_the_others_so_many_are_slow_and_the_rest_soak() -> None:
+    items = [Item(name, pytest.mark.few(2, slow=3).mark) for name in NAMES]
+    drawn = quick(items)
+    soak = {item.nodeid for item in items if "soak" in item.marks}
+    assert (len(drawn), len(soak)) == (2, len(NAMES) - 5)
+    assert soak.isdisjoint(drawn)
+    assert not [item for item in many(NAMES) if "soak" in item.marks]

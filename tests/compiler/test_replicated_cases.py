@@ -138,13 +138,13 @@ def test_compile(ranks: Ranks) -> None:
     ranks(2, compare_all, timeout=TIMEOUT)
 
 
-@pytest.mark.slow
+@pytest.mark.few(0, slow=3)
 @pytest.mark.parametrize("case", CASES)
 def test_compile_with_inductor(ranks: Ranks, case: str) -> None:
     ranks(2, functools.partial(compare_three, **CASES[case]), timeout=TIMEOUT)
 
 
-@pytest.mark.slow
+@pytest.mark.few(0, slow=2)
 @pytest.mark.parametrize("case", CASES)
 def test_compile_on_four_ranks(ranks: Ranks, case: str) -> None:
     ranks(4, functools.partial(compare_three, **CASES[case]), timeout=TIMEOUT)

@@ -44,26 +44,20 @@ ELSEWHERE = {
 AWAITED = ("failure: ",)
 """Rows that the library does not pass on devices of several ranks yet."""
 
-QUICK = ("collectives", "values: fully_shard", "values: replicate", "no host stop: replicate")
-
 
 def cases() -> list[object]:
-    """The rows for one rank and for two, most of them slow."""
+    """The rows for one rank and for two."""
     pairs = [*rows_together(TOGETHER), *rows_of_streams(TOGETHER)]
     rows = [*rows_alone(ALONE), *rows_as_many(AS_MANY)]
     rows += [*(row for row in pairs if not row.name.startswith(AWAITED))]
     return [
-        pytest.param(
-            row,
-            id=f"{row.name} on {row.site}",
-            marks=[] if row.name in QUICK and row.site.size == 2 else [pytest.mark.slow],
-        )
+        pytest.param(row, id=f"{row.name} on {row.site}")
         for row in rows
         if not any(name in row.name for name in ELSEWHERE)
     ]
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(1, slow=40)
 @pytest.mark.parametrize("row", cases())
 def test_a_row_on_simulated_devices(ranks: Ranks, row: Row) -> None:
     assert found_by(row, ranks)

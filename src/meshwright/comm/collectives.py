@@ -69,7 +69,6 @@ class Communicator:
         self.axis = axis
         self.device = device
         self.is_on_host = is_host(device)
-        """True where the host has the tensors, and not a device beside it."""
         self.is_followed = can_abort(group, device)
         """True where a device may stand still in an operation for which no wait of the host is."""
         self.timeout = timeout
@@ -161,11 +160,8 @@ class Communicator:
     def along(self, axis: str) -> Self:
         """Name it ``axis``, in a copy that shares counts of operations and what is remembered."""
         named = copy.copy(self)
-        named._rename(axis)
+        named.axis = axis
         return named
-
-    def _rename(self, axis: str) -> None:
-        self.axis = axis
 
     def __eq__(self, other: object) -> bool:
         """Equal when it is the same rank of the same group, whatever axis it is named by."""
@@ -414,9 +410,7 @@ class Communicator:
             sent = replace(sent, tensor=gloo.as_bytes(transfer.tensor))
 
         def launch(group: dist.ProcessGroup) -> Launched:
-            moved, finish = sent, None
-            if self.waits_on_host and not self.is_on_host:
-                moved, finish = gloo.on_host(sent)
+            moved, finish = gloo.staged(sent, self)
             work = lookup.transfer(moved, peer, group)
             if batched is not None:
                 return batched, None

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from meshwright.comm.c10d import lookup
 
 if TYPE_CHECKING:
+    from meshwright.comm.collectives import Communicator
     from meshwright.comm.pending import Work
 
 BROADCASTS_FROM = 64 * 1024
@@ -58,12 +59,16 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def on_host(given: lookup.Transfer) -> tuple[lookup.Transfer, Callable[[], None] | None]:
+def staged(
+    given: lookup.Transfer, door: Communicator
+) -> tuple[lookup.Transfer, Callable[[], None] | None]:
     """Make of a transfer of a device's tensor one of the host's memory, which alone Gloo sends.
 
     Returns it with what brings what has come to the device, once it is there. The host waits until
-    the device has made what is sent.
+    the device has made what is sent. Other transfers are as they are.
     """
+    if door.is_on_host or not door.waits_on_host:
+        return given, None
     tensor = given.tensor
     if given.direction == "send":
         return replace(given, tensor=tensor.to("cpu")), None
