@@ -54,11 +54,21 @@ def rows_alone(site: Site) -> Iterator[Row]:
     yield Row(name="not finite", site=site, body=values.names_of_what_is_not_finite)
     for name in WAYS:
         yield Row(name=f"values: {name}", site=site, body=values.trains, args=(name,))
-    for axis in ("replicate", "shard"):
-        yield Row(name=f"plan: {axis}", site=site, body=values.plan, args=(axis,))
+    yield from rows_of_products(site)
     for name in SCHEDULE_NAMES:
         yield Row(name=f"pipeline: {name}", site=site, body=values.pipeline, args=(name,))
     yield from rows_of_streams(site)
+
+
+def rows_of_products(site: Site) -> Iterator[Row]:
+    """What plans, checkpoints and seeds show."""
+    for axis in ("replicate", "shard"):
+        for train in ("", "compile = true", 'dropout = "global"'):
+            name = f"plan: {axis}{train and f', {train}'}"
+            yield Row(name=name, site=site, body=values.plan, args=(axis, train))
+    for name in ("replicate", "fully_shard", "fully_shard, offload", "class, flat"):
+        yield Row(name=f"checkpoint: {name}", site=site, body=values.goes_on, args=(name,))
+    yield Row(name="weights from a seed", site=site, body=values.weights_from_a_seed)
 
 
 def rows_as_many(site: Site) -> Iterator[Row]:
@@ -97,8 +107,7 @@ def rows_together(site: Site) -> Iterator[Row]:
     yield Row(name="transfers", site=site, body=values.transfers)
     for name in WAYS:
         yield Row(name=f"values: {name}", site=site, body=values.trains, args=(name,))
-    for axis in ("replicate", "shard"):
-        yield Row(name=f"plan: {axis}", site=site, body=values.plan, args=(axis,))
+    yield from rows_of_products(site)
     for name in SCHEDULE_NAMES:
         yield Row(name=f"pipeline: {name}", site=site, body=values.pipeline, args=(name,))
     for kind in FAULTS:

@@ -37,7 +37,7 @@ PROGRAM = Path(__file__).parents[1] / "gpu_check.py"
 
 ELSEWHERE = {
     "transfers to oneself": "Gloo, which moves the bytes of a simulated device, has no such sends",
-    "compiled replicas": "nothing is compiled under a dispatch mode: on the host below",
+    "compile": "nothing is compiled under a dispatch mode: on the host below",
 }
 """Rows that no simulated device can run."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import shutil
+import tempfile
 from typing import Any
 
 import torch
@@ -10,11 +12,13 @@ from torch import nn
 
 from gpu.places import Place, slow_collectives
 from gpu.ways import DIM, STEPS, WAYS, both, net
+from meshwright import checkpoint
 from meshwright.comm import Clock, Communicator, Transfer
 from meshwright.composition import parallelize
 from meshwright.gradients import NonFiniteValues
 from meshwright.pipelining import PipelineScheduleMulti, PipelineStage, get_schedule_class
 from meshwright.plan import Plan
+from meshwright.randomness import Draws, initialize, replace_dropout
 from meshwright.schedule.builders import stage_ranks
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8)
@@ -198,31 +202,69 @@ def steady_pipeline(place: Place, world: Communicator, name: str) -> str:
     return "0 host stops"
 
 
-def plan(place: Place, world: Communicator, axis: str) -> str:
-    """A plan of one axis trains as the plain model, from weights of the host."""
-    sample = net()
-    one = copy.deepcopy(sample).to(place.device)
+def plan(place: Place, world: Communicator, axis: str, train: str = "") -> str:
+    """A plan of one axis trains as the plain model on the host, from weights of the host.
+
+    ``train`` is a line of its table of that name.
+    """
+    sample = nn.Sequential(net(), nn.Dropout(0.25)) if "dropout" in train else net()
+    one, draws = copy.deepcopy(sample).cpu(), Draws(seed=0)
+    if "dropout" in train:
+        replace_dropout(one, draws)
     trainable = parallelize(
         sample,
-        Plan.from_toml(f"[axes]\n{axis} = {world.size}\n"),
+        Plan.from_toml(f"[axes]\n{axis} = {world.size}\n[train]\n{train}\n"),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         loss=nn.functional.mse_loss,
     )
     optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
     draw, worst = torch.Generator().manual_seed(5), 0.0
+    rows = 8 * world.size
     share = slice(8 * world.rank, 8 * world.rank + 8)
     for number in range(STEPS):
-        drawn = torch.empty(2, 8 * world.size, DIM, dtype=torch.float64, device="cpu")
-        x, y = drawn.normal_(generator=draw).to(place.device)
-        expected = nn.functional.mse_loss(one(x), y[:, :3])
+        drawn = torch.empty(2, rows, DIM, dtype=torch.float64, device="cpu")
+        x, y = drawn.normal_(generator=draw)
+        draws.begin_step(number)
+        with draws.microbatch(0, range(rows)):
+            expected = nn.functional.mse_loss(one(x), y[:, :3])
         optimizer.zero_grad()
         expected.backward()
         optimizer.step()
-        loss = trainable.step(x[share], y[share, :3]).loss
+        mine, wanted = place.to(x[share], y[share, :3])
+        loss = trainable.step(mine, wanted).loss
         what = f"loss of step {number}"
         found = torch.tensor(float(loss), dtype=torch.float64, device="cpu")
         worst = max(worst, _difference(found, expected.detach().cpu(), 1e-12, what))
     return f"{STEPS} steps, largest difference {worst:.1e}"
+
+
+def goes_on(place: Place, world: Communicator, name: str) -> str:
+    """A run that is saved and loaded again, into another model, goes on to the same bits."""
+    first, other = both(name, place, world)[1], both(name, place, world)[1]
+    folder = world.gather_values(tempfile.mkdtemp() if world.rank == 0 else "", label="folder")[0]
+    try:
+        for number in (0, 1):
+            first.step(number)
+        checkpoint.save(folder, 2, model=first.model, optimizer=first.optimizer)
+        expected = [first.step(number) for number in (2, 3)]
+        other.step(3)
+        checkpoint.load(folder, model=other.model, optimizer=other.optimizer)
+        for number, loss in zip((2, 3), expected, strict=True):
+            _difference(other.step(number), loss, 0.0, f"loss of step {number}")
+    finally:
+        world.barrier()
+        if world.rank == 0:
+            shutil.rmtree(folder)
+    return "saved after 2 steps, 2 more of each"
+
+
+def weights_from_a_seed(place: Place, world: Communicator) -> str:
+    """A seed gives the bits of the host on every device."""
+    expected = initialize(net().cpu(), 3).state_dict()
+    found = initialize(net().to(place.device), 3).state_dict()
+    for name, value in expected.items():
+        _same(found[name].cpu(), value.cpu())
+    return f"{len(expected)} tensors"
 
 
 def _layer(seed: int) -> nn.Module:

@@ -344,7 +344,10 @@ def _seen_storages(device: SimulatedDevice) -> Iterator[None]:
 
 @contextmanager
 def _seen_events(device: SimulatedDevice) -> Iterator[None]:
-    """Give a program that asks for events and streams of its device these of ``device``."""
+    """Give a program that asks for events and streams of its device these of ``device``.
+
+    Its random numbers are drawn by the generator of the host.
+    """
 
     def event(_: object) -> _MarkedPoint:
         return _MarkedPoint(device)
@@ -366,6 +369,12 @@ def _seen_events(device: SimulatedDevice) -> Iterator[None]:
             ("stream", used),
         ):
             stack.enter_context(replaced(torch.cpu, name, ours))
+        for name, host in (
+            ("get_rng_state", lambda _device=None: torch.get_rng_state()),
+            ("set_rng_state", lambda state, _device=None: torch.set_rng_state(state)),
+        ):
+            setattr(torch.cpu, name, host)
+            stack.callback(delattr, torch.cpu, name)
         yield
 
 
