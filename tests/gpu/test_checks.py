@@ -92,7 +92,7 @@ def test_one_rank_as_many_shows_a_missing_wait(ranks: Ranks, name: str) -> None:
     [
         row
         for row in rows_together(HOST)
-        if "compiled" in row.name or row.name.startswith(("pipeline: DualPipeV", "failure", "tr"))
+        if "compile" in row.name or row.name.startswith(("pipeline: DualPipeV", "failure", "tr"))
     ],
     ids=lambda row: row.name,
 )
