@@ -361,6 +361,12 @@ def _seen_events(device: SimulatedDevice) -> Iterator[None]:
     def used(_: object, line: WorkLine) -> AbstractContextManager[None]:
         return device.use(line)
 
+    def get_state(_: object = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(state: torch.Tensor, _: object = None) -> None:
+        torch.set_rng_state(state)
+
     with ExitStack() as stack:
         for name, ours in (
             ("Event", event),
@@ -369,10 +375,7 @@ def _seen_events(device: SimulatedDevice) -> Iterator[None]:
             ("stream", used),
         ):
             stack.enter_context(replaced(torch.cpu, name, ours))
-        for name, host in (
-            ("get_rng_state", lambda _device=None: torch.get_rng_state()),
-            ("set_rng_state", lambda state, _device=None: torch.set_rng_state(state)),
-        ):
+        for name, host in (("get_rng_state", get_state), ("set_rng_state", set_state)):
             setattr(torch.cpu, name, host)
             stack.callback(delattr, torch.cpu, name)
         yield
