@@ -103,10 +103,9 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# QUICK=1 takes five minutes and not twenty-five; JSON=FILE writes the figures there, too.
 bench: $(READY)
-	@scripts=$$(if [ -d benchmarks ]; then find benchmarks -name '*.py' ! -name '_*' | sort; fi); \
-	if [ -z "$$scripts" ]; then echo 'benchmarks/ holds no program: nothing to measure'; exit 0; fi; \
-	for script in $$scripts; do echo "== $$script"; $(BIN)/python "$$script"; done
+	$(BIN)/python benchmarks/bench.py $(if $(JSON),--json $(JSON))
 
 docs: $(DOCS_READY)
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html

@@ -20,7 +20,7 @@ from meshwright.data_parallel import fully_shard, replicate
 from meshwright.fsdp import FullyShardedDataParallel
 from meshwright.fsdp import wrap as our_wrap
 
-__all__ = ["ARMS", "FAMILIES", "MODELS", "PEERS", "WORKLOADS", "Workload", "make"]
+__all__ = ["ARMS", "FAMILIES", "MODELS", "PEERS", "WORKLOADS", "Workload", "encoder", "make"]
 
 
 @dataclass(frozen=True)

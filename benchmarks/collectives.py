@@ -21,6 +21,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from _figures import note, quartiles
 
 from meshwright import comm
 from meshwright.comm import shared_memory
@@ -126,8 +127,8 @@ def measure(
     return times
 
 
-def report(label: str, kind: str, times: Times) -> str:
-    """A line: microseconds of each arm (CPU), and the ratios of the rounds (CPU)."""
+def report(title: str, label: str, kind: str, times: Times) -> str:
+    """A line of the table ``title``: microseconds of each arm (CPU), ratios of the rounds (CPU)."""
     fields = []
     for arm in ARMS:
         wall, cpu = (1e6 * statistics.median(column) for column in zip(*times[arm], strict=True))
@@ -136,14 +137,12 @@ def report(label: str, kind: str, times: Times) -> str:
         if under == "memcpy" and "MB" not in label:
             continue
         pairs = list(zip(times[over], times[under], strict=True))
-        low, middle, high = quartiles([a[0] / b[0] for a, b in pairs])
+        values = [a[0] / b[0] for a, b in pairs]
+        low, middle, high = quartiles(values)
+        note(f"{title}, {label} {kind}: {over} over {under}", values)
         cpu = statistics.median(a[1] / max(b[1], 1e-9) for a, b in pairs)
         fields.append(f"{over}/{under} {middle:.1f} [{low:.1f}, {high:.1f}] (CPU {cpu:.1f})")
     return f"{label:>6} {kind:<17}" + "  ".join(f"{field:<22}" for field in fields)
-
-
-def quartiles(values: list[float]) -> list[float]:
-    return statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
 
 
 def rank_main(rank: int, size: int, port: int, options: argparse.Namespace) -> None:
@@ -165,7 +164,7 @@ def rank_main(rank: int, size: int, port: int, options: argparse.Namespace) -> N
             kinds = [kind for kind in kinds if kind != "barrier"]
         for kind, times in measure(size_of(text), kinds, options.rounds, ours).items():
             if rank == 0:
-                print(report(text, kind, times), flush=True)
+                print(report(f"{size} ranks", text, kind, times), flush=True)
     comm.disconnect()
 
 

@@ -37,7 +37,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from _data_parallel_arms import FAMILIES, MODELS, PEERS, WORKLOADS, Workload, make
+from _data_parallel_arms import FAMILIES, MODELS, PEERS, WORKLOADS, Workload, encoder, make
+from _figures import note
 from torch import nn
 
 from meshwright import comm
@@ -143,6 +144,8 @@ def show_times(title: str, steps: int, spent: Spent, peers: Sequence[str]) -> No
         cpu, wall, pages = (statistics.median(column) / steps for column in zip(*rows, strict=True))
         plain = statistics.median(ratios(spent, arm, "plain")) if "plain" in spent else 0.0
         columns = [spread(ratios(spent, arm, best, column)) if best else "" for column in (0, 1)]
+        if best and arm not in peers and arm != "plain":
+            note(f"{title}: {arm} over torch's best, CPU", ratios(spent, arm, best))
         mark = "*" if arm == best else " "
         print(
             f" {mark}{arm:<15}{cpu * 1e3:9.2f}{plain:11.2f}{columns[0]:>20}{wall * 1e3:10.2f}"
@@ -206,6 +209,8 @@ def measure_memory(rank: int, options: argparse.Namespace, name: str, arm: str) 
     rows = world.gather_numbers(grown, label="bytes")
     if rank == 0:
         peak, rest = (max(column) / 2**20 for column in zip(*rows, strict=True))
+        note(f"{name}, {options.backend}: MiB at most, {arm}", [peak])
+        note(f"{name}, {options.backend}: MiB between steps, {arm}", [rest])
         print(f"  {arm:<15}{peak:9.0f} MiB at most{rest:9.0f} MiB between steps", flush=True)
     comm.disconnect()
 
@@ -224,15 +229,27 @@ def show_memory(options: argparse.Namespace) -> None:
 
 
 def measure_python(options: argparse.Namespace) -> None:
-    """Microseconds that each arm adds to a step, for each unit, where nothing is sent."""
+    """What each arm adds for each unit, where nothing is sent, at each number of units."""
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=options.ranks)
+    for units in options.units:
+        measure_units(options, units)
+    dist.destroy_process_group()
+
+
+def measure_units(options: argparse.Namespace, units: int) -> None:
+    """Microseconds that each arm adds to a step, and CPU microseconds of its construction."""
     work = WORKLOADS["few"]
     torch.manual_seed(0)
-    model = work.build()
-    units = sum(isinstance(part, work.layer) for part in model.modules()) + 1
+    model = encoder(units - 1, 32, 4)
     arms = [arm for arm in FAMILIES["sharded"] if not options.arms or arm in options.arms]
-    models = {arm: make("few", arm, model) for arm in arms}
+    models: dict[str, nn.Module] = {}
+    for arm in arms:
+        begun = time.process_time()
+        models[arm] = make("few", arm, model)
+        built = (time.process_time() - begun) / units * 1e6
+        print(f"fake, {units} units: {built:.0f} microseconds of construction a unit, {arm}")
+        note(f"construction a unit, us: {arm}, {units} units", [built])
     spent: Spent = {arm: [] for arm in arms}
     for number in range(options.rounds + 1):
         for arm in arms if number % 2 else arms[::-1]:
@@ -254,11 +271,11 @@ def measure_python(options: argparse.Namespace) -> None:
     peers = [arm for arm in ("fsdp1 orig", "fsdp2") if arm in added]
     print(f"  {'arm':<15}{'microseconds':>26}" + "".join(f"{'/ ' + arm:>24}" for arm in peers))
     for arm, values in added.items():
+        note(f"Python a unit and step, us: {arm}, {units} units", values)
         columns = [
             spread([m / p for m, p in zip(values, added[peer], strict=True)]) for peer in peers
         ]
         print(f"  {arm:<15}{spread(values):>26}" + "".join(f"{text:>24}" for text in columns))
-    dist.destroy_process_group()
 
 
 # -------------------------------------------------------------------------------- optimizer
@@ -317,6 +334,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=29731)
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--python-per-unit", action="store_true")
+    parser.add_argument("--units", type=int, nargs="+", default=[13], help="with --python-per-unit")
     parser.add_argument("--optimizer", action="store_true")
     options = parser.parse_args()
     if options.python_per_unit:

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.pipelining as peer
 import torch.multiprocessing as mp
+from _figures import note
 from torch import nn
 
 from meshwright import comm, pipelining
@@ -250,6 +251,12 @@ def show(
         cpu = [row["cpu"] for row in rows]
         line = f"    {arm:<10} CPU {spread([c / count * 1e6 for c in cpu], 0)} us an action"
         if part == "step":
+            note(
+                f"gpt8, {name}: {arm}, CPU over compute", [r["cpu"] / r["floor cpu"] for r in rows]
+            )
+            note(
+                f"gpt8, {name}: {arm}, wall over floor", [r["wall"] / r["floor wall"] for r in rows]
+            )
             line = f"    {arm:<10} CPU {spread([c * 1e3 for c in cpu], 1)} ms"
             line += f", wall {spread([r['wall'] * 1e3 for r in rows], 1)} ms"
             line += f", wall/floor {spread([r['wall'] / r['floor wall'] for r in rows])}"
@@ -257,8 +264,9 @@ def show(
         if "torch" in spent and arm != "torch":
             others = spent["torch"]
             for what in ("cpu", "wall"):
-                pairs = zip(rows, others, strict=True)
-                line += f", {what}/torch {spread([a[what] / b[what] for a, b in pairs])}"
+                values = [a[what] / b[what] for a, b in zip(rows, others, strict=True)]
+                line += f", {what}/torch {spread(values)}"
+                note(f"{part}, {name}: {arm} over torch, {what}", values)
         print(line, flush=True)
 
 

@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor.parallel as peer
 import torch.multiprocessing as mp
+from _figures import note
 from torch import nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
@@ -153,6 +154,7 @@ def models(work: Workload, gloo: dist.ProcessGroup) -> dict[str, nn.Module]:
     made = {
         "torch": cut(peer, model, slow),
         "bare": nn.Sequential(*(Bare(mlp, gloo) for mlp in mlps)),
+        "bare shm": nn.Sequential(*(Bare(mlp, world) for mlp in mlps)),
         "ours gloo": cut(tensor_parallel, model, slow),
         "ours shm": cut(tensor_parallel, model, fast),
         "flat gloo": cut(tensor_parallel, model, slow),
@@ -256,6 +258,10 @@ def measure(rank: int, options: argparse.Namespace) -> None:
                 pairs = list(zip(rows, spent["torch"], strict=True))
                 ratios = [[one[n] / two[n] for one, two in pairs] for n in range(3)]
                 taken = 1e3 * statistics.median(row[0] for row in rows)
+                for over in ("torch", "bare", "bare shm"):
+                    if arm != over and not arm.startswith(("torch", "bare")):
+                        values = [a[0] / b[0] for a, b in zip(rows, spent[over], strict=True)]
+                        note(f"tensor {name}, {optimizer}: {arm} over {over}, CPU", values)
                 print(f"  {arm:10} {taken:8.2f}  {'  '.join(map(spread, ratios))}", flush=True)
     comm.disconnect()
 

@@ -1,0 +1,224 @@
+"""All programs of this folder as one table: what we cost over torch, over the limit, and the aim.
+
+    python benchmarks/bench.py                    # under 25 minutes on two cores
+    QUICK=1 python benchmarks/bench.py            # the dearest rows of each, in five
+    python benchmarks/bench.py --json figures.json --only "data parallel"
+
+The programs run one after the other, each in processes of its own; within each the arms take turns
+in short rounds, and a ratio is taken within a round: see their own heads for what they compare.
+Printed is a Markdown table of medians and quartiles: rows in which torch is ahead first, then rows
+that miss their aim, then the others. On a machine with a GPU the rows of `devices.py` follow.
+
+A row says what its limit is: ``memcpy``, ``compute`` (one process and the schedule's own bubble),
+``raw`` (a bare write or read), ``bare`` (the same operations written by hand).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+
+from _figures import FILE
+
+__all__ = ["main"]
+
+HERE = Path(__file__).parent
+BEST = "over torch's best, CPU"
+
+AIMS: dict[str, float] = {
+    f"tiny, gloo: replicate {BEST}": 0.95,
+    f"tiny, shm: replicate {BEST}": 0.90,
+    f"gpt, gloo: replicate {BEST}": 0.98,
+    f"gpt, shm: replicate {BEST}": 0.93,
+    f"net, shm: replicate {BEST}": 0.55,
+    f"tiny, gloo: fully_shard {BEST}": 0.50,
+    f"net, gloo: fully_shard {BEST}": 0.50,
+    f"gpt, gloo: fully_shard {BEST}": 0.88,
+    f"tiny, shm: fully_shard {BEST}": 0.35,
+    f"net, shm: fully_shard {BEST}": 0.30,
+    f"gpt, shm: fully_shard {BEST}": 0.78,
+    "2 ranks, 64MB all_reduce: staged over memcpy": 1.3,
+    "2 ranks, 64MB all_gather: staged over memcpy": 1.3,
+    "2 ranks, 64MB reduce_scatter: staged over memcpy": 1.3,
+    **{
+        f"transfers, {name}: ours gloo over torch, cpu": 0.75
+        for name in ("1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+    },
+    **{
+        f"gpt8, {name}: ours shm, CPU over compute": 1.08
+        for name in ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+    },
+    "tensor small, SGD: ours shm over bare shm, CPU": 1.2,
+    "checkpoint, 1,000 small tensors: save over a raw write": 3.0,
+    "checkpoint, 1,000 small tensors: load over a raw read of new memory": 4.0,
+    "checkpoint, 1,000 small tensors: load_into over a raw read": 4.0,
+    "checkpoint, 200 MB: load over a raw read of new memory": 2.0,
+    "checkpoint, 200 MB: load_into over a raw read": 2.0,
+    "checkpoint, 100,000 tensors: verify, s": 10.0,
+    **{
+        f"Python a unit and step, us: {arm}, {units} units": aim
+        for units in (60, 240, 960)
+        for arm, aim in (("fully_shard", 200.0), ("facade flat", 120.0))
+    },
+    **{
+        f"construction a unit, us: {arm}, {units} units": 1200.0
+        for units in (60, 240, 960)
+        for arm in ("fully_shard", "facade flat")
+    },
+    "first use, s: replicate more than ddp": 0.3,
+}
+"""At most; what is in neither table is shown without one."""
+LEAST: dict[str, float] = {"4 ranks, 64MB ring: gloo over staged": 2.0}
+"""At least."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One program, and the arguments with which it runs, all or the dearest alone."""
+
+    title: str
+    words: tuple[str, ...]
+    quick: tuple[str, ...] | None = None
+    """Arguments beside, of a quick run; None where it is left out of one."""
+
+
+RUNS = (
+    Run("data parallel, Gloo", ("data_parallel.py",), ("--models", "tiny", "--rounds", "3")),
+    Run(
+        "data parallel, shared memory",
+        ("data_parallel.py", "--backend", "shm"),
+        ("--models", "tiny", "--rounds", "3"),
+    ),
+    Run(
+        "data parallel, memory",
+        ("data_parallel.py", "--memory", "--backend", "shm", "--models", "gpt"),
+    ),
+    Run(
+        "data parallel, Python and construction",
+        ("data_parallel.py", "--python-per-unit", "--rounds", "5", "--units", "60", "240"),
+        ("--units", "60", "--rounds", "3"),
+    ),
+    Run(
+        "data parallel, 960 units of ours",
+        (
+            *("data_parallel.py", "--python-per-unit", "--rounds", "3", "--units", "960"),
+            *("--arms", "plain", "fully_shard", "facade flat"),
+        ),
+    ),
+    Run(
+        "collectives, 2 ranks",
+        ("collectives.py", "--ranks", "2", "--sizes", "4KB", "64MB"),
+        ("--rounds", "3"),
+    ),
+    Run("collectives, 4 ranks", ("collectives.py", "--ranks", "4", "--sizes", "64MB")),
+    Run(
+        "pipelining, small stages",
+        ("pipelining.py", "--part", "transfers"),
+        ("--schedules", "1F1B", "--rounds", "3"),
+    ),
+    Run("pipelining, gpt8", ("pipelining.py", "--part", "step")),
+    Run(
+        "tensor parallel",
+        ("tensor_parallel.py",),
+        ("--works", "small", "--optimizers", "SGD", "--rounds", "3"),
+    ),
+    Run("compiled", ("compiled.py", "--models", "net", "gpt", "--backend", "shm")),
+    Run("checkpoints over raw", ("checkpoint.py", "--raw"), ("--rounds", "3")),
+    Run("checkpoints of many tensors", ("checkpoint.py",)),
+    Run("first use", ("first_use.py",), ("--rounds", "3")),
+)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One row of the table."""
+
+    name: str
+    median: float
+    low: float
+    high: float
+
+    @property
+    def aim(self) -> str:
+        """The bound that is aimed at; empty where there is none."""
+        if self.name in AIMS:
+            return f"at most {AIMS[self.name]:g}"
+        return f"at least {LEAST[self.name]:g}" if self.name in LEAST else ""
+
+    @property
+    def is_behind_torch(self) -> bool:
+        """True where torch is ahead."""
+        return "over torch" in self.name and self.median > 1.0
+
+    @property
+    def is_missed(self) -> bool:
+        """True where there is an aim, and it is not met."""
+        return self.median > AIMS.get(self.name, inf) or self.median < LEAST.get(self.name, -inf)
+
+    def row(self) -> str:
+        """Its line of the table."""
+        state = "torch ahead" if self.is_behind_torch else "missed" if self.is_missed else ""
+        found = f"{self.median:.3g} ({self.low:.3g}..{self.high:.3g})"
+        return f"| {self.name} | {found} | {self.aim} | {state} |"
+
+
+def table(figures: list[Figure]) -> str:
+    """The table in Markdown, what asks for work first."""
+    ordered = sorted(figures, key=lambda each: (not each.is_behind_torch, not each.is_missed))
+    head = ["| What | Median (quartiles) | Aim | |", "|---|---|---|---|"]
+    return "\n".join([*head, *(each.row() for each in ordered)])
+
+
+def perform(run: Run, path: Path, *, is_quick: bool) -> None:
+    """Run a program, whose figures go to ``path``. Raises CalledProcessError where it fails."""
+    words = [*run.words, *(run.quick or () if is_quick else ())]
+    print(f"== {run.title}: {' '.join(words)}", flush=True)
+    begun = time.monotonic()
+    environment = {**os.environ, FILE: str(path), "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = (
+        f"{HERE.parent / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    )
+    command = [sys.executable, "-W", "ignore", str(HERE / words[0]), *words[1:]]
+    subprocess.run(command, check=True, env=environment)
+    print(f"   {time.monotonic() - begun:.0f} s", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="programs whose title holds this")
+    parser.add_argument("--json", help="write the figures to this file, too")
+    options = parser.parse_args()
+    is_quick = os.environ.get("QUICK", "") not in ("", "0")
+    chosen = [run for run in RUNS if options.only in run.title]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "figures"
+        path.touch()
+        for run in chosen:
+            if not is_quick or run.quick is not None:
+                perform(run, path, is_quick=is_quick)
+        figures = [Figure(**json.loads(line)) for line in path.read_text().splitlines()]
+    print(f"\n{table(figures)}")
+    missed = sum(each.is_missed for each in figures)
+    behind = sum(each.is_behind_torch for each in figures)
+    print(f"\n{len(figures)} rows: torch is ahead in {behind}, {missed} miss their aim")
+    if options.json:
+        rows = [{**vars(each), "aim": each.aim} for each in figures]
+        Path(options.json).write_text(json.dumps(rows, indent=1))
+    import torch
+
+    if torch.cuda.is_available():
+        subprocess.run([sys.executable, str(HERE / "devices.py")], check=True)
+
+
+if __name__ == "__main__":
+    main()
