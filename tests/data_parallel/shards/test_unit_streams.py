@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -169,3 +170,20 @@ def body_hybrid() -> list[bool]:
 def test_the_computation_does_not_wait_for_the_first_of_two_sums(ranks: Ranks) -> None:
     for waits in ranks(4, body_hybrid):
         assert waits == [False] * LAYERS
+
+
+def body_dropped() -> None:
+    model = build()
+
+    def refuse(*_: object) -> None:
+        raise ValueError("planted")
+
+    model[LAYERS // 2].register_full_backward_hook(refuse)
+    with pytest.raises(ValueError, match="planted"):
+        model(torch.randn(2, WIDE, requires_grad=True)).sum().backward()
+    del model
+    gc.collect()
+
+
+def test_a_model_dropped_in_a_backward_gives_no_memory_back_that_is_in_use(ranks: Ranks) -> None:
+    ranks(2, body_dropped)

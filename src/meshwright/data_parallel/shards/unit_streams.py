@@ -14,13 +14,15 @@ The host may be steps ahead: what bounds the memory of whole units is the order 
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from meshwright.comm.streams import Event, SideStream, record
+from meshwright.comm.streams import Event, SideStream, captures, current_stream, record
+from meshwright.data_parallel.shards.buffer import FlatBuffer
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup
 
 
@@ -33,8 +35,12 @@ class UnitStreams:
         self.sums = SideStream(device)
         self.further = SideStream(device)
         """For sums over ``replicate`` that follow those over ``shard``."""
-        self._left: deque[tuple[Event, Sequence[ParameterGroup]]] = deque()
-        """Whole units that nobody needs any more behind these events; their memory is there."""
+        self._all = self.gathers, self.sums, self.further
+        end = weakref.finalize(self, _leave, device, current_stream(device), self._all)
+        end.atexit = False  # pyrefly: ignore[missing-attribute]
+        self._left: deque[tuple[Event, Sequence[ParameterGroup], list[FlatBuffer]]] = deque()
+        """Whole units that nobody needs any more behind these events; their memory is there,
+        also where they have been given another buffer since."""
         self._is_running = False
         """True where shards are as they were when `begin` was called."""
 
@@ -57,25 +63,22 @@ class UnitStreams:
         """
         if not self._is_running:
             self.gathers.follow()
-        for event, mine in [left for left in self._left if left[1] is groups]:
-            self._left.remove((event, mine))
-            self.gathers.wait_for(event)
+        for left in [left for left in self._left if left[1] is groups]:
+            self._left.remove(left)
+            self.gathers.wait_for(left[0])
         self._give_back(1 if is_late else 0)
         with self.gathers.used():
             yield
 
     def leave(self, groups: Sequence[ParameterGroup]) -> None:
         """Give the whole of ``groups`` up behind what the computation was given by now."""
-        self._left.append((record(self._device), groups))
+        self._left.append((record(self._device), groups, [group.buffer for group in groups]))
         if not self._is_running:
             self._give_back(0)
 
     def stop(self) -> None:
         """Put all streams behind each other: what comes next may use anything."""
-        for stream in (self.gathers, self.sums, self.further):
-            stream.mark().wait()
-        for stream in (self.gathers, self.sums, self.further):
-            stream.follow()
+        _join(self._all)
         self.end()
 
     def deliver(self, *, to_host: bool) -> None:
@@ -88,7 +91,22 @@ class UnitStreams:
 
     def _give_back(self, keeps: int) -> None:
         while len(self._left) > keeps:
-            event, groups = self._left.popleft()
+            event, _, buffers = self._left.popleft()
             self.gathers.wait_for(event)
-            for group in groups:
-                group.buffer.release()
+            for buffer in buffers:
+                buffer.release()
+
+
+def _join(streams: Sequence[SideStream]) -> None:
+    """Put ``streams`` and the current one behind each other."""
+    for stream in streams:
+        stream.mark().wait()
+    for stream in streams:
+        stream.follow()
+
+
+def _leave(device: torch.device, computation: object, streams: Sequence[SideStream]) -> None:
+    """Join the ``streams`` of a root that goes in the middle of a pass: its memory goes next."""
+    if not captures(device, computation):
+        with torch.get_device_module(device).stream(computation):
+            _join(streams)
