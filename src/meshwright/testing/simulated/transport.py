@@ -260,7 +260,13 @@ class CommunicationStream:
         line.wait_for(device.current)
         device.launch(text, reads, writes, line)
         held = list(tensors_in([*reads, *writes]))  # before it runs: a sparse sum gets new parts
-        job = Job(text, run)
+        clock = line.snapshot()
+
+        def run_here(gloo: Gloo) -> None:
+            run(gloo)
+            device.host.wait_until(clock)  # the queue's thread may be the last to hold a tensor
+
+        job = Job(text, run_here)
         self.queue.put(job)
         device.keep(device.record(text, line), held)
-        return SimulatedWork(job, line.snapshot(), device, self.queue, held, writes)
+        return SimulatedWork(job, clock, device, self.queue, held, writes)
