@@ -13,7 +13,7 @@ from meshwright.testing.pool import SLOWER
 
 @contextmanager
 def raises_by_now(
-    kind: type[Exception], *, match: str
+    kind: type[Exception], *, match: str | None = None
 ) -> Iterator[pytest.ExceptionInfo[Exception]]:
     """Expect an error of the block, or of what looks late at what the block has done."""
     with pytest.raises(kind, match=match) as raised:  # noqa: PT012 - what looks late is one of two

@@ -17,7 +17,7 @@ from meshwright.comm.groups import registry
 from meshwright.data_parallel.checks.order import OrderCheck, OrderedUnit, OrderOptions, OrderRecord
 from meshwright.errors import CollectiveMismatchError, CommunicationError, RankFailedError
 from meshwright.testing import Ranks
-from support.late import as_on_a_host
+from support.late import as_on_a_host, raises_by_now
 
 UNITS = [
     OrderedUnit(name="root", parameters=("layer0.weight", "layer0.bias"), payload=(18,)),
@@ -147,7 +147,7 @@ CHANGES = {
 def caught(step: Callable[[], None]) -> str:
     """The text of the error of our own tree that ``step`` raises, soon."""
     begun = time.monotonic()
-    with pytest.raises(CommunicationError) as raised:
+    with raises_by_now(CommunicationError) as raised:
         step()
     assert as_on_a_host(time.monotonic() - begun) < 5.0
     assert isinstance(raised.value, CollectiveMismatchError | RankFailedError)
