@@ -344,7 +344,7 @@ def _seen_storages(device: SimulatedDevice) -> Iterator[None]:
 
 @contextmanager
 def _seen_events(device: SimulatedDevice) -> Iterator[None]:
-    """Give a program that asks for events and streams of its device these of ``device``.
+    """Give a program that asks for its device, events and streams these of ``device``.
 
     Its random numbers are drawn by the generator of the host.
     """
@@ -361,6 +361,9 @@ def _seen_events(device: SimulatedDevice) -> Iterator[None]:
     def used(_: object, line: WorkLine) -> AbstractContextManager[None]:
         return device.use(line)
 
+    def current(_: object) -> str:
+        return str(DEVICE)
+
     def get_state(_: object = None) -> torch.Tensor:
         return torch.get_rng_state()
 
@@ -373,6 +376,7 @@ def _seen_events(device: SimulatedDevice) -> Iterator[None]:
             ("current_stream", stream),
             ("Stream", side),
             ("stream", used),
+            ("current_device", current),
         ):
             stack.enter_context(replaced(torch.cpu, name, ours))
         for name, host in (("get_rng_state", get_state), ("set_rng_state", set_state)):
