@@ -28,6 +28,7 @@ from meshwright.data_parallel.sharded_modules.sharded import fully_shard
 from meshwright.layout import FlatLayout
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks
+from support.values import assert_close, is_equal
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "first.weight": (7, 5),
@@ -128,14 +129,14 @@ def load_views(folder: Path) -> None:
         for name, expected in whole(factor).items():
             found = state[part][name]
             assert isinstance(found, ShardView)
-            assert torch.equal(found.full_tensor(), expected)
+            assert is_equal(found.full_tensor(), expected)
 
 
 def load_plain(folder: Path) -> None:
     state = {"model": {name: torch.zeros_like(tensor) for name, tensor in whole().items()}}
     dcp.load(state, checkpoint_id=folder)
     for name, expected in whole().items():
-        assert torch.equal(state["model"][name], expected)
+        assert is_equal(state["model"][name], expected)
 
 
 def stock_dtensors(tensors: Mapping[str, torch.Tensor]) -> Tensors:
@@ -157,7 +158,7 @@ def load_stock(folder: Path) -> None:
     dcp.load(state, checkpoint_id=folder)
     for name, found in state["model"].items():
         assert isinstance(found, DTensor)
-        assert torch.equal(found.full_tensor(), whole()[name])
+        assert is_equal(found.full_tensor(), whole()[name])
 
 
 def save_stock(folder: Path) -> None:
@@ -170,7 +171,7 @@ def load_from_stock(folder: Path) -> None:
     dcp.load(state, checkpoint_id=folder)
     for name, found in state["model"].items():
         assert isinstance(found, ShardView)
-        assert torch.equal(found.full_tensor(), whole()[name])
+        assert is_equal(found.full_tensor(), whole()[name])
 
 
 @pytest.mark.slow
@@ -241,7 +242,7 @@ def same_weights(model: nn.Module, steps: int) -> None:
     for name, expected in reference(steps).items():
         found = state[name]
         full = found.full_tensor() if isinstance(found, DTensor) else found
-        torch.testing.assert_close(full, expected, rtol=0.0, atol=1e-12)
+        assert_close(full, expected, rtol=0.0, atol=1e-12)
 
 
 def save_trained(folder: Path, shard: Shard) -> None:
@@ -281,6 +282,7 @@ def load_and_train(folder: Path, shard: Shard | None) -> None:
     same_weights(model, 2 * STEPS)
 
 
+@pytest.mark.devices("host", reason="torch's fully_shard asks more of streams than these have")
 @pytest.mark.parametrize("size", [pytest.param(3, marks=pytest.mark.slow), 4])
 def test_a_trained_model_goes_on_at_another_size(ranks: Ranks, tmp_path: Path, size: int) -> None:
     ranks(2, save_trained, tmp_path, fully_shard)
@@ -289,6 +291,7 @@ def test_a_trained_model_goes_on_at_another_size(ranks: Ranks, tmp_path: Path, s
     ranks(2, load_and_train, tmp_path, None)
 
 
+@pytest.mark.devices("host", reason="torch's fully_shard asks more of streams than these have")
 @pytest.mark.parametrize("size", [pytest.param(3, marks=pytest.mark.slow), 4])
 def test_a_model_trained_under_torchs_own_goes_on_under_ours(
     ranks: Ranks, tmp_path: Path, size: int

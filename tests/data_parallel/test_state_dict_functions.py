@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.comm import Recorder, communicator, observe
 from meshwright.data_parallel import fully_shard, keep_batch_norm_local, replicate
 from meshwright.testing import Ranks
+from support.values import assert_close
 
 State = Mapping[str, Any]
 Wrap = Callable[[nn.Module], nn.Module]
@@ -94,7 +95,7 @@ def same(found: Any, expected: Any, path: str = "") -> None:
         for key, value in expected.items():
             same(found[key], value, f"{path}.{key}")
     elif isinstance(expected, torch.Tensor):
-        torch.testing.assert_close(whole(found), expected, rtol=1e-9, atol=1e-9, msg=path)
+        assert_close(whole(found), expected, rtol=1e-9, atol=1e-9, msg=path)
     elif isinstance(expected, list):
         assert len(found) == len(expected), path
         for index, value in enumerate(expected):
@@ -110,7 +111,7 @@ def goes_on(model: nn.Module, ours: Any, one: nn.Module, theirs: Any) -> None:
     ours.step()
     theirs.step()
     for mine, other in zip(model.parameters(), one.parameters(), strict=True):
-        torch.testing.assert_close(whole(mine.detach()), other.detach(), rtol=1e-8, atol=1e-8)
+        assert_close(whole(mine.detach()), other.detach(), rtol=1e-8, atol=1e-8)
 
 
 def body_each_part(wrap: Wrap) -> None:

@@ -210,6 +210,7 @@ def body_as_torch() -> None:
             assert +counts == letters, (strategy, mode, counts)
 
 
+@pytest.mark.devices("host", reason="torch's FSDP keeps memory by record_stream, on no CPU")
 def test_torch_issues_as_many(ranks: Ranks) -> None:
     ranks(4, body_as_torch)
 

@@ -93,6 +93,7 @@ def body_low_gradients() -> None:
         assert {b.dtype for b in before if b is not None} == {torch.bfloat16}
 
 
+@pytest.mark.devices("host", reason="torch's FSDP keeps memory by record_stream, on no CPU")
 def test_gradients_may_stay_in_low_precision(ranks: Ranks) -> None:
     ranks(2, body_low_gradients)
 
@@ -352,5 +353,6 @@ def body_dtypes() -> None:
     body_waiting_gradients()
 
 
+@pytest.mark.devices("host", reason="torch's FSDP keeps memory by record_stream, on no CPU")
 def test_what_is_left_out_saved_and_waits_has_the_dtypes_of_torch(ranks: Ranks) -> None:
     ranks(2, body_dtypes)

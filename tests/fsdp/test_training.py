@@ -152,6 +152,7 @@ def body_peer(use_orig_params: bool) -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.devices("host", reason="torch's FSDP keeps memory by record_stream, on no CPU")
 def test_steps_are_those_of_torch(ranks: Ranks, size: int, use_orig_params: bool) -> None:
     ranks(size, body_peer, use_orig_params)
 

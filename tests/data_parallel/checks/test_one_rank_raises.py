@@ -282,6 +282,7 @@ def body_skips(ends_with: str) -> None:
 
 
 @pytest.mark.few(1)
+@pytest.mark.devices("host", reason="only the watch of a real device names who does not come")
 @pytest.mark.parametrize("ends_with", ["the end", "something else"])
 def test_a_replica_that_skips_a_batch(ranks: Ranks, ends_with: str) -> None:
     ranks(2, body_skips, ends_with)

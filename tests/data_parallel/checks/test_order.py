@@ -429,6 +429,7 @@ def test_a_unit_that_the_check_was_not_told_of(ranks: Ranks) -> None:
 # -------------------------------------------------------------------------------- the board
 
 
+@pytest.mark.devices("host", reason="no host waits for a device's gather, and reports")
 def test_a_hang_report_shows_who_left_its_order(ranks: Ranks) -> None:
     def body() -> None:
         log = Log()

@@ -437,6 +437,7 @@ def body_on_one_rank(
 
 @pytest.mark.few(1)
 @pytest.mark.backends("shm", "gloo")
+@pytest.mark.devices("host", reason="only the watch of a real device names who does not come")
 @pytest.mark.parametrize(
     ("change", "odd", "named"),
     [

@@ -161,7 +161,7 @@ def body_mixed_precision(wrap: Wrap) -> None:
         ours.zero_grad()
         with observe(recorder := Recorder()):
             ours(share.float()).float().square().mean().backward()
-    assert [(c.kind, c.dtype) for c in recorder.collectives] == [("all_reduce", "float32")]
+    assert [c.dtype for c in recorder.collectives if c.kind == "all_reduce"] == ["float32"]
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
     plain = copy.deepcopy(model[1]).bfloat16()
@@ -207,7 +207,7 @@ def body_skip(wrap: Wrap) -> None:
         value = ours(share, [0, 1] if world.rank else [0]).square().mean()
         with observe(recorder := Recorder()):
             value.backward()
-        found.append([c.shape[0] for c in recorder.collectives])
+        found.append([c.shape[0] for c in recorder.collectives if c.kind == "all_reduce"])
         same(ours, one)
     rest = [3 + 1, 9 + 1 + NOTES]
     assert found == [[3 + 1, 9 + 1] * 2 + rest, [3 + 1, 9 + 1, *rest], [3 + 1, 9 + 1, *rest]]

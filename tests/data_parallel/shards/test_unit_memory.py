@@ -231,5 +231,6 @@ def body_gradients_are_left_to_who_holds_them() -> None:
         assert not torch.equal(local_of(parameter.grad), before)
 
 
+@pytest.mark.devices("host", reason="memory of gradients is kept on hosts alone")
 def test_gradients_are_left_to_who_holds_them(ranks: Ranks) -> None:
     ranks(2, body_gradients_are_left_to_who_holds_them)

@@ -75,5 +75,6 @@ def body_saved_while_it_trains(folder: Path) -> None:
 
 
 @pytest.mark.backends("gloo")
+@pytest.mark.devices("host", reason="torch asks for a CPU backend, which simulated is not")
 def test_saved_while_it_trains(ranks: Ranks, tmp_path: Path) -> None:
     ranks(4, body_saved_while_it_trains, tmp_path)

@@ -26,6 +26,7 @@ from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.fsdp import ModuleWrapPolicy, StateDictType
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks
+from support.values import assert_close, is_equal
 
 
 def net(seed: int = 0) -> nn.Sequential:
@@ -77,7 +78,7 @@ def body_load(folder: str, use_orig_params: bool) -> None:
         dcp.load(state, checkpoint_id=folder)
         model.load_state_dict(state["model"])
     for name, value in plain.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], value)
+        assert_close(model.state_dict()[name], value)
     if not use_orig_params:
         with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
             named = FSDP.optim_state_dict(model, optimizer)
@@ -88,7 +89,7 @@ def body_load(folder: str, use_orig_params: bool) -> None:
         found = FSDP.optim_state_dict(model, optimizer)["state"]
         expected = plain_optimizer.state_dict()["state"]
         for index, (name, _) in enumerate(plain.named_parameters()):
-            torch.testing.assert_close(found[name]["exp_avg"], expected[index]["exp_avg"])
+            assert_close(found[name]["exp_avg"], expected[index]["exp_avg"])
     peer = net(seed=2)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     peer_fully_shard(peer, mesh=mesh)
@@ -96,7 +97,7 @@ def body_load(folder: str, use_orig_params: bool) -> None:
     dcp.load(state, checkpoint_id=folder)
     peer.load_state_dict(state["model"])
     for name, value in plain.state_dict().items():
-        torch.testing.assert_close(peer.state_dict()[name].full_tensor(), value)
+        assert_close(peer.state_dict()[name].full_tensor(), value)
 
 
 @pytest.mark.few(1)
@@ -119,7 +120,7 @@ def body_from_torch(folder: str) -> None:
         dcp.load(state, checkpoint_id=folder)
         model.load_state_dict(state["model"])
     for name, value in net().state_dict().items():
-        assert torch.equal(model.state_dict()[name], value)
+        assert is_equal(model.state_dict()[name], value)
 
 
 def test_checkpoints_come_from_torch(ranks: Ranks, tmp_path: Path) -> None:
@@ -136,7 +137,7 @@ def body_functions() -> None:
             found = get_model_state_dict(model)
         assert recorder.collectives == []
         assert list(found) == list(plain)
-        assert all(torch.equal(found[name], plain[name]) for name in plain)
+        assert all(is_equal(found[name], plain[name]) for name in plain)
         parts = [value for value in found.values() if isinstance(value, ShardView)]
         assert len(parts) == len(plain)
         assert sum(part.local.numel() for part in parts) < sum(part.numel() for part in parts)
@@ -147,12 +148,12 @@ def body_functions() -> None:
         ):
             given = get_model_state_dict(model, options=options)
             if given or not options.full_state_dict:  # torch keeps what it offloads on rank 0
-                assert all(torch.equal(given[name], plain[name]) for name in plain)
+                assert all(is_equal(given[name], plain[name]) for name in plain)
             is_part = [isinstance(value, ShardView) for value in given.values()]
             assert is_part == [not options.full_state_dict] * len(given)
         other = wrapped(use_orig_params, seed=1)
         set_model_state_dict(other, found)
-        assert all(torch.equal(other.state_dict()[name], plain[name]) for name in plain)
+        assert all(is_equal(other.state_dict()[name], plain[name]) for name in plain)
         # The optimizer of what is beside it is loaded.
         one = net()
         _, moments = get_state_dict(one, trained(one))
@@ -192,7 +193,7 @@ def body_legacy() -> None:
         assert found["state"].keys() == optimizer.state_dict()["state"].keys()
         for key, own in optimizer.state_dict()["state"].items():
             for name, value in own.items():
-                torch.testing.assert_close(found["state"][key][name], value)
+                assert_close(found["state"][key][name], value)
 
 
 def test_older_names(ranks: Ranks) -> None:

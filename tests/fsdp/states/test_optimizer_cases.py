@@ -27,6 +27,7 @@ from meshwright.fsdp import (
 )
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.testing import Ranks
+from support.values import assert_close, is_equal
 
 FULL, LOCAL, SHARDED = (
     StateDictType.FULL_STATE_DICT,
@@ -87,7 +88,7 @@ def compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
     for name, state in expected["state"].items():
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
-                torch.testing.assert_close(found["state"][name][key], value)
+                assert_close(found["state"][name][key], value)
             else:
                 assert found["state"][name][key] == value
     groups = [sorted(group["params"]) for group in found["param_groups"]]
@@ -123,7 +124,7 @@ def body_first_rank() -> None:
             state = held or None
             FSDP.optim_state_dict_to_load(model, other, state, load_directly=True, group=group)
             assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
-            torch.testing.assert_close(other.state_dict()["state"], expected)
+            assert_close(other.state_dict()["state"], expected)
     other = torch.optim.AdamW(model.parameters())
     with pytest.raises(ValueError, match="^expected what optim_state_dict returned"):
         FSDP.optim_state_dict_to_load(model, other, None)
@@ -178,7 +179,7 @@ def body_named() -> None:
             held = optimizer.state_dict()["state"]
             held = {name: own for name, own in held.items() if own["exp_avg"].numel()}
             found = other.state_dict()["state"]
-            torch.testing.assert_close({name: found[name] for name in held}, held)
+            assert_close({name: found[name] for name in held}, held)
 
 
 def test_optimizers_that_know_parameters_by_name(ranks: Ranks) -> None:
@@ -197,7 +198,7 @@ def body_local() -> None:
             FSDP.optim_state_dict_to_load(model, other, found, load_directly=True)
         value = found["state"]["body.0.weight"]["exp_avg"]
         assert value.shape == (7, 5) and value.local.numel() < 35
-        torch.testing.assert_close(other.state_dict()["state"], optimizer.state_dict()["state"])
+        assert_close(other.state_dict()["state"], optimizer.state_dict()["state"])
 
 
 def test_local_and_sharded_state_stay_where_they_are(ranks: Ranks) -> None:
@@ -218,7 +219,7 @@ KEPT: dict[str, Any] = {
 
 def same(found: Any, expected: Any) -> None:
     if isinstance(expected, torch.Tensor):
-        assert found.dtype is expected.dtype and torch.equal(found, expected)
+        assert found.dtype is expected.dtype and is_equal(found, expected)
     elif isinstance(expected, dict):
         assert found.keys() == expected.keys()
         for key, value in expected.items():

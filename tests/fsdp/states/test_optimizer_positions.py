@@ -13,6 +13,7 @@ from torch import nn
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.fsdp import OptimStateKeyType, StateDictType
 from meshwright.testing import Ranks
+from support.values import assert_close
 
 
 class Inner(nn.Module):
@@ -62,7 +63,7 @@ def same_state(found: torch.optim.Optimizer, expected: torch.optim.Optimizer) ->
         assert own["lr"] == other["lr"]
         for parameter, one in zip(own["params"], other["params"], strict=True):
             for key, value in expected.state[one].items():
-                torch.testing.assert_close(found.state[parameter][key], value)
+                assert_close(found.state[parameter][key], value)
 
 
 def body(use_orig_params: bool, count: int) -> None:
@@ -118,7 +119,7 @@ def body(use_orig_params: bool, count: int) -> None:
         assert list(found) == ["state"]
         for number, own in held["state"].items():
             for key, value in own.items():
-                torch.testing.assert_close(found["state"][number][key], value)
+                assert_close(found["state"][number][key], value)
     found = FSDP.optim_state_dict(model, optimizer, {"state": held["state"]})
     assert list(found) == ["state"] and list(found["state"]) == list(full["state"])
     assert list(FSDP.optim_state_dict_to_load(model, again, bare, is_named_optimizer=True)) == [
@@ -144,7 +145,7 @@ def same_dicts(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert own.keys() == found["state"][number].keys()
         for key, value in own.items():
             assert type(found["state"][number][key]) is type(value)
-            torch.testing.assert_close(found["state"][number][key], value)
+            assert_close(found["state"][number][key], value)
 
 
 def body_elsewhere() -> None:

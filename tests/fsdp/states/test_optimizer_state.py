@@ -20,6 +20,7 @@ from meshwright.fsdp import (
 )
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.testing import Ranks
+from support.values import assert_close, is_equal
 
 KINDS = {"full": StateDictType.FULL_STATE_DICT, "sharded": StateDictType.SHARDED_STATE_DICT}
 
@@ -78,7 +79,7 @@ def body_round_trip(kind: str, use_orig_params: bool) -> None:
             found = saved["state"][name][key]
             assert found.shape == value.shape
             if kind == "full":
-                torch.testing.assert_close(found, value)
+                assert_close(found, value)
     # Full state goes to the other exposure as well.
     other = wrapped(use_orig_params if kind == "sharded" else not use_orig_params, seed=1)
     resumed = torch.optim.AdamW(other.parameters(), lr=0.5)
@@ -88,7 +89,7 @@ def body_round_trip(kind: str, use_orig_params: bool) -> None:
     assert resumed.param_groups[0]["lr"] == 0.1
     train(other, resumed, range(3, 5))
     for name, value in other.state_dict().items():
-        torch.testing.assert_close(value, weights[name])
+        assert_close(value, weights[name])
 
 
 @pytest.mark.few(1)
@@ -155,7 +156,7 @@ def body_keys() -> None:
     kept = named["state"].pop("0.bias")
     FSDP.optim_state_dict_to_load(model, sharded, named, load_directly=True)
     found = FSDP.optim_state_dict(model, sharded)["state"]
-    assert torch.equal(found["0.weight"]["exp_avg"], named["state"]["0.weight"]["exp_avg"])
+    assert is_equal(found["0.weight"]["exp_avg"], named["state"]["0.weight"]["exp_avg"])
     assert not found["0.bias"]["exp_avg"].any()
     named["state"]["0.bias"] = {**kept, "exp_avg": kept["exp_avg_sq"], "step": torch.tensor(9.0)}
     with pytest.raises(ValueError, match="^All unflattened parameters comprising a single flat"):
