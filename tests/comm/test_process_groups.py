@@ -92,22 +92,32 @@ def test_a_default_group_of_torch_is_used_as_it_is(ranks: Ranks) -> None:
 
 
 @pytest.mark.backends("shm", "gloo")
-def test_connect_again_after_disconnect(ranks: Ranks) -> None:
-    def body() -> None:
+@pytest.mark.parametrize("last", [0, 1])
+@pytest.mark.parametrize("agent", [True, False])
+def test_connect_again_after_disconnect(ranks: Ranks, *, agent: bool, last: int) -> None:
+    """On the store of an agent, and on that of rank 0, twice in each of two attempts."""
+
+    def body(port: int) -> None:
         import torch.distributed as dist
 
-        for attempt in range(3):
-            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
-            world = comm.connect()
+        if not agent:
+            os.environ.update(TORCHELASTIC_USE_AGENT_STORE="False", MASTER_PORT=str(port))
+        for run in range(4):
+            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(run // 2)
+            world = comm.connect(timeout=20.0)
             assert world.all_reduce(torch.ones(1)).wait().item() == 2
             comm.disconnect()
             comm.disconnect()
             gc.collect()
             assert not dist.is_initialized()
+            if world.rank == last:
+                time.sleep(0.3)
         with pytest.raises(CommunicationError, match="this process has joined no run"):
             comm.communicator()
 
-    ranks(2, body, connected=False)
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    ranks(2, body, port, connected=False)
 
 
 def test_a_process_alone_is_a_world_of_one(ranks: Ranks) -> None:

@@ -161,6 +161,19 @@ def test_a_module_that_no_graph_can_have_is_named() -> None:
         cut_model(model, PipelinePlan(microbatches=2), 2, prompt_of("Mixtral", 0), tensor=tensor)
 
 
+@pytest.mark.parametrize("name", ["GPT-2", "T5"])
+def test_a_cache_that_stages_would_have_to_send_is_refused_with_its_mend(name: str) -> None:
+    model = model_of(name, use_cache=True)  # as transformers has it by itself
+    words = r"found a transformers\.cache_utils\.\w*Cache, .* make or load it with use_cache=False"
+    tensor = ModelCut(styles={}, widths={}, ranks=1)
+    example, _ = sample_of(name).example_batch(2, torch.Generator())
+    with pytest.raises(PlanError, match=words) as refused:
+        cut_model(model, PipelinePlan(microbatches=2), 2, example, tensor=tensor)
+    assert f"expected {type(model).__name__} to return tensors" in str(refused.value)
+    with pytest.raises(RuntimeError, match=words):
+        pipeline(model, (), {**example})
+
+
 # -------------------------------------------------------------------------------- generation
 
 

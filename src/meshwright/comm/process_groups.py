@@ -400,14 +400,15 @@ def _join(
     hang_after: float,
 ) -> None:
     """Become a member of the run, and make the default group."""
-    host = STORE
+    host, place = STORE, ""
     if store is None:
-        store, rank, world_size = rendezvous.open_store(rank, world_size, timeout)
+        store, rank, world_size, place = rendezvous.open_store(rank, world_size, timeout)
         host = STORE if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
     if rank is None or world_size is None:
         raise ValueError("a store was given without rank and world_size: give all three")
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    run = dist.PrefixStore(f"meshwright/attempt/{attempt}", store)
+    number = PROCESS.runs_met[place] if host == STORE else 0  # rank 0 has a new store for each run
+    run = dist.PrefixStore(f"meshwright/attempt/{attempt}/{number}", store)
     board = dist.PrefixStore("meshwright/board", run)
     monitor = membership.enter(
         board, rank, world_size, hang_after=hang_after, limit=timeout, host=host
@@ -416,9 +417,13 @@ def _join(
         if not monitor.ranks.roll.claim():
             membership.resign()
             raise CommunicationError(
-                f"rank {rank} has joined this run already: two processes have the same RANK"
+                f"rank {rank} has joined this run already: two processes have the same RANK, or "
+                "one has joined twice by the same store=, where each run needs one of its own"
             )
-        _make_world(monitor, backend, run, timeout)
+        entries = rendezvous.sign_in(monitor, device_choice.own_entry(backend), timeout)
+        if place:
+            PROCESS.runs_met[place] += 1
+        _make_world(monitor, device_choice.choose(entries), run, timeout)
     except BaseException:
         with contextlib.suppress(RankFailedError):  # the error that is raised says it
             membership.leave()
@@ -427,12 +432,12 @@ def _join(
 
 
 def _make_world(
-    monitor: FailureMonitor, backend: str | None, store: dist.Store, timeout: float | None
+    monitor: FailureMonitor,
+    choice: device_choice.Choice,
+    store: dist.Store,
+    timeout: float | None,
 ) -> None:
     rank, world_size = monitor.rank, monitor.world_size
-    choice = device_choice.choose(
-        rendezvous.sign_in(monitor, device_choice.own_entry(backend), timeout)
-    )
     backend, index = choice.backend, choice.devices[rank]
     if rank == 0:
         for level, note in choice.notes:

@@ -90,6 +90,8 @@ class ProcessState:
     """What has something to look at that a device had not come to, in the order of its asking."""
     groups_made: Counter[tuple[int, ...]] = field(default_factory=Counter)
     """The number of groups that this process has made of these ranks of the world, in its run."""
+    runs_met: Counter[str] = field(default_factory=Counter)
+    """The runs in which this process has met the others, by the place of their store."""
     held: dict[str, Any] = field(default_factory=dict)
     """What this process keeps from others until it leaves its run or ends, by name; each has a
     method ``release``."""

@@ -3,12 +3,13 @@
 ::
 
     launcher's environment ──> store ──> roll of ranks ──> the choice of backend and devices
-                               (prefixed with the restart count, so that a restarted
-                                attempt never reads the addresses of the one before)
+                               (prefixed with the restart count and the number of the run, so
+                                that none reads the addresses of the one before)
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from meshwright.comm.failures.failure import FailureMonitor
 from meshwright.comm.failures.waiting import LINE_EVERY, UNSEEN
 from meshwright.comm.failures.whereabouts import one_line
+from meshwright.comm.groups.registry import PROCESS
 from meshwright.environment import cluster
 from meshwright.errors import CommunicationError
 
@@ -29,20 +31,27 @@ _log = logging.getLogger("meshwright")
 
 def open_store(
     rank: int | None, world_size: int | None, timeout: float | None
-) -> tuple[dist.Store, int, int]:
-    """Open the store where the ranks meet; returns it with the rank and the number of ranks.
+) -> tuple[dist.Store, int, int, str]:
+    """Open the store where the ranks meet; returns it, the rank, the number of ranks, the place.
 
+    `PROCESS` counts the runs of this process by place; there is none for a process that is alone.
     Raises `CommunicationError` when the environment is incomplete or the address of no use, or when
     nobody listens there within ``timeout`` seconds (ten minutes when None).
     """
-    place = cluster(rank, world_size)
-    rank, world_size, host, port = place.rank, place.size, place.address, place.port
+    found = cluster(rank, world_size)
+    rank, world_size, host, port = found.rank, found.size, found.address, found.port
     if not port:
-        return dist.HashStore(), 0, 1
+        return dist.HashStore(), 0, 1, ""
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agent else ""
+    place = f"{host}:{port}/{attempt}"
     serves = rank == 0 and not agent
+    limit = UNSEEN if timeout is None else timeout
     try:
-        store = _reach(host, port, world_size, UNSEEN if timeout is None else timeout, serves)
+        while True:
+            store = _reach(host, port, world_size, limit, serves)
+            if agent or serves or _is_of_new_run(store, rank, limit, PROCESS.runs_met[place]):
+                break
     except RuntimeError as error:
         what = "listen on" if serves else "reach the store of rank 0 at"
         raise CommunicationError(
@@ -50,7 +59,19 @@ def open_store(
             "is the port taken by another program, or rank 0 not started? "
             "Set MASTER_PORT to a free port on every rank"
         ) from error
-    return store, rank, world_size
+    return store, rank, world_size, place
+
+
+def _is_of_new_run(store: dist.Store, rank: int, limit: float, runs_met: int) -> bool:
+    """Check that rank 0 has opened ``store`` anew; else wait until it has closed it.
+
+    Raises RuntimeError when it has not done so within ``limit`` seconds.
+    """
+    with contextlib.suppress(dist.DistNetworkError):  # it is closed
+        if store.add(f"meshwright/opened/{rank}", 1) == 1 or not runs_met:
+            return True
+        store.wait(["meshwright/closed"], timedelta(seconds=limit))  # nobody sets this key
+    return False
 
 
 def _reach(host: str, port: int, world_size: int, limit: float, serves: bool) -> dist.TCPStore:

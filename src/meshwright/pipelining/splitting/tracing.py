@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from traceback import walk_tb
@@ -86,6 +87,7 @@ def _exported(
                 module, args, dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
             )
     except Exception as error:
+        _refuse_outputs(module, error)
         names = [name for name, _ in module.named_modules() if name]
         shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
         raise RuntimeError(
@@ -94,6 +96,17 @@ def _exported(
             "are control flow that depends on the values of tensors and calls out of torch. "
             "Without a trace, give the parts of the model by name to stages_by_name, or modules "
             f"of your own to PipelineStage. Modules of the model: {shown}"
+        ) from error
+
+
+def _refuse_outputs(module: nn.Module, error: Exception) -> None:
+    """Raise RuntimeError where ``error`` is about an output of the model that no stage can send."""
+    found = re.search(r"Found <class '(\S+)'> in output, which is not a known type", str(error))
+    if found is not None:
+        raise RuntimeError(
+            f"expected {type(module).__name__} to return tensors, alone or in tuples, lists and "
+            f"dicts, found a {found[1]}, which stages cannot send. If that is the cache of keys "
+            "and values of a model of transformers, make or load it with use_cache=False"
         ) from error
 
 
