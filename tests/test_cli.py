@@ -226,6 +226,7 @@ def test_train_prints_parity_baseline_checkpoint_and_trace(config: Path, tmp_pat
         "finished at step 6 of 6 on 2 ranks over shared memory, ",
         "unigram byte frequencies give",
         "parity: replicate=2 equals one process over 3 steps in float64",
+        " MiB at most, on rank ",
         f"checkpoint {tmp_path}/run/checkpoints/step_00000006",
         f"trace      {tmp_path}/run/timeline.json",
         f"tensors    {tmp_path}/run/tensors (meshwright compare {tmp_path}/run OTHER_RUN)",

@@ -366,6 +366,8 @@ def _summary(outcome: Outcome) -> list[str]:
         )
     if outcome.parity:
         lines.append(outcome.parity)
+    most = f"{outcome.peak_memory / 2**20:,.0f} MiB"
+    lines.append(f"memory     {most} at most, on rank {outcome.peak_rank}")
     lines.append(f"checkpoint {outcome.checkpoint}")
     lines.append(f"metrics    {os.path.join(outcome.folder, METRICS)}")
     if outcome.trace:

@@ -65,8 +65,17 @@ def test_a_run_leaves_metrics_checkpoint_summary_and_trace(ranks: Ranks, tmp_pat
     assert "validation_loss" in (folder / "metrics.jsonl").read_text()
 
 
+def run_large_on_rank_1(folder: Path) -> Outcome:
+    if connect().rank == 1:
+        torch.ones(2**26)  # 256 MiB, which the other rank does not have
+    return run_tiny(folder, "axes.shard=2", "run.peak_tflops=0.001")
+
+
 def test_metrics_tell_speed_and_memory_and_become_a_report(ranks: Ranks, tmp_path: Path) -> None:
-    (outcome, _) = ranks(2, run_tiny, tmp_path, "axes.shard=2", "run.peak_tflops=0.001")
+    outcomes = ranks(2, run_large_on_rank_1, tmp_path)
+    outcome, second = outcomes
+    assert outcome.peak_rank == second.peak_rank == 1
+    assert outcome.peak_memory == second.peak_memory > 2**28
     first, *_ = read_metrics(tmp_path / "run" / "metrics.jsonl")
     needed = flops_a_token(read_run(tmp_path).model) * first["tokens"] / first["seconds"]
     assert first["mfu"] == pytest.approx(needed / (2 * 0.001e12))

@@ -87,6 +87,10 @@ class Outcome:
     tokens_per_second: float
     seconds: float
     """Wall time of the steps taken now."""
+    peak_memory: int
+    """The most bytes that a rank has held, as `memory_of` has them."""
+    peak_rank: int
+    """The rank that held them."""
     parity: str
     """The line of the parity check; empty when it was not asked for."""
     folder: str
@@ -212,6 +216,8 @@ class _Training:
             validation = self._validate() if is_finished else None
             trace = self._trace.write(self._folder.path / "timeline.json", self._world)
             report = self._report(trace)
+            peak = memory_of(self._trainable, self._world.device)["peak"]
+            peaks = [int(of) for (of,) in self._world.gather_numbers([peak], label="peak memory")]
         data = self._config.data
         sample = self._text.validation_sample(data.validation_windows)
         _, targets = self._text.validation.batch(sample)
@@ -227,6 +233,8 @@ class _Training:
             unigram_loss=unigram_loss(self._text.training.data, targets),
             tokens_per_second=tokens / self._seconds if count else 0.0,
             seconds=self._seconds,
+            peak_memory=max(peaks),
+            peak_rank=peaks.index(max(peaks)),
             parity="" if parity is None else parity.line(self._losses if self._first == 1 else ()),
             folder=str(self._folder.path),
             checkpoint=str(self._saved or ""),
