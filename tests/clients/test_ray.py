@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ import meshwright as mw
 from meshwright import checkpoint
 from meshwright.comm import communicator
 from meshwright.data import DataLoader
+from meshwright.errors import RankFailedError
 from support.clients import needs, whole
 
 needs("ray")
@@ -103,6 +105,32 @@ def test_workers_that_are_lost_and_come_back_train_as_one_process(
     alone = weights(tmp_path / "alone", 1, 4, 0, wrapper)
     found = weights(tmp_path / "lost", workers, 4, 2, wrapper)
     torch.testing.assert_close(torch.tensor(found), torch.tensor(alone))
+
+
+@pytest.mark.usefixtures("ray_here")
+def test_a_worker_that_is_killed_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    from meshwright.integrations import ray
+
+    def loop(config: Mapping[str, object]) -> None:
+        world = communicator()
+        model = mw.replicate(torch.nn.Linear(8, 1))
+        for step in range(10_000):
+            if step == 3 and world.rank == 1:
+                (tmp_path / "killed").write_text(str(time.time()))
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                model(torch.ones(8)).sum().backward()
+            except RankFailedError as error:
+                (tmp_path / "named").write_text(f"{time.time()} {error}")
+                raise
+
+    with pytest.raises(Exception, match=r"(?i)rank 1") as failed:
+        ray.trainer(loop, 2, storage=tmp_path / "ray", name="run").fit()
+    assert type(failed.value).__name__ == "WorkerGroupError"
+    killed = float((tmp_path / "killed").read_text())
+    assert time.time() - killed < 60.0
+    when, _, text = (tmp_path / "named").read_text().partition(" ")
+    assert text.startswith("rank 1 failed first") and float(when) - killed < 10.0
 
 
 @pytest.mark.usefixtures("ray_here")

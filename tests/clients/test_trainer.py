@@ -86,12 +86,15 @@ def test_the_trainer_on_our_class_goes_on_after_a_checkpoint(ranks: Ranks, tmp_p
     assert results[0][1] == pytest.approx(losses, rel=1e-3)  # rounded by the Trainer
 
 
+@pytest.mark.parametrize("first", ["transformers", "install"])
 def test_the_trainer_on_a_model_that_transformers_shards_by_ours(
-    ranks: Ranks, tmp_path: Path
+    ranks: Ranks, tmp_path: Path, first: str
 ) -> None:
     """``from_pretrained(distributed_config=...)`` shards by the names of torch, which are ours."""
 
     def body(size: int) -> dict[str, torch.Tensor]:
+        if first == "transformers":
+            import transformers.distributed.fsdp
         install(size)
         import transformers
 

@@ -16,6 +16,8 @@ for ``from_pretrained``.
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
@@ -29,11 +31,13 @@ from meshwright.integrations.changes import Changes, change, put_back
 def install() -> None:
     """Make the Trainer train, save and resume models of ours. Nothing the second time.
 
-    Before transformers is loaded, for models that it shards at load time: by ours then.
+    Models that transformers shards at load time are sharded by ours from now on.
 
     Raises RuntimeError for a version whose methods take other arguments than those known here.
     """
     accelerate.install()  # first: transformers imports names of torch
+    if (loaded := sys.modules.get("transformers.distributed.fsdp")) is not None:
+        importlib.reload(loaded)  # which has those of torch
     from transformers import Trainer
 
     change(Trainer, _CHANGES)
