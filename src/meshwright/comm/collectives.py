@@ -160,8 +160,11 @@ class Communicator:
     def along(self, axis: str) -> Self:
         """Name it ``axis``, in a copy that shares counts of operations and what is remembered."""
         named = copy.copy(self)
-        named.axis = axis
+        named._rename(axis)
         return named
+
+    def _rename(self, axis: str) -> None:
+        self.axis = axis
 
     def __eq__(self, other: object) -> bool:
         """Equal when it is the same rank of the same group, whatever axis it is named by."""
@@ -173,10 +176,7 @@ class Communicator:
         return hash((self.name, self.rank))
 
     def __repr__(self) -> str:
-        return (
-            f"Communicator(axis={self.axis!r}, rank={self.rank}, size={self.size}, "
-            f"backend={self.backend!r})"
-        )
+        return f"Communicator({self.axis!r}, rank {self.rank} of {self.size}, on {self.backend!r})"
 
     # ------------------------------------------------------------------ collectives
 
