@@ -13,7 +13,7 @@ from torch import nn
 from gpu.places import Place, slow_collectives
 from gpu.ways import DIM, STEPS, WAYS, both, net
 from meshwright import checkpoint
-from meshwright.comm import Clock, Communicator, Transfer
+from meshwright.comm import Clock, Communicator, Transfer, held_boxes
 from meshwright.composition import parallelize
 from meshwright.gradients import NonFiniteValues
 from meshwright.pipelining import PipelineScheduleMulti, PipelineStage, get_schedule_class
@@ -259,11 +259,19 @@ def goes_on(place: Place, world: Communicator, name: str) -> str:
 
 
 def weights_from_a_seed(place: Place, world: Communicator) -> str:
-    """A seed gives the bits of the host on every device."""
-    expected = initialize(net().cpu(), 3).state_dict()
-    found = initialize(net().to(place.device), 3).state_dict()
+    """A seed gives what one process of this kind of device draws by hand, sharded or not."""
+    by_hand, whole = net().to(place.device), net().to(place.device)
+    torch.manual_seed(3)
+    for module in by_hand.modules():
+        if isinstance(module, nn.Linear | nn.LayerNorm):
+            module.reset_parameters()
+    shards = WAYS["fully_shard"].wrap(net().to(place.device), place)
+    initialize(whole, 3)
+    initialize(shards, 3, held=held_boxes)
+    expected = by_hand.state_dict()
     for name, value in expected.items():
-        _same(found[name].cpu(), value.cpu())
+        _same(whole.state_dict()[name], value)
+        _same(shards.state_dict()[name].full_tensor(), value)
     return f"{len(expected)} tensors"
 
 

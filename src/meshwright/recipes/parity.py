@@ -120,7 +120,7 @@ def _compare(
     torch.set_num_threads(min(len(os.sched_getaffinity(0)), threads * communicator.size))
     try:
         reference = train_reference(
-            _model(config),
+            _model(config).to(communicator.device),
             _with_barriers(batches, communicator),
             optimizer=_optimizer(config),
             loss=cross_entropy,
