@@ -213,6 +213,7 @@ def body_refusals() -> None:
     frozen = net().requires_grad_(False)
     mixed = net()
     mixed.fc2.to("meta")
+    empty = net().to("meta")
     cases = [
         (
             RuntimeError,
@@ -225,6 +226,7 @@ def body_refusals() -> None:
             nn.LazyLinear(2),
         ),
         (ValueError, "DistributedDataParallel's input module must be on the same type of", mixed),
+        (ValueError, "replicate: expected parameters with values, found 'fc1.weight'", empty),
     ]
     for kind, text, model in cases:
         replicate(model)

@@ -330,6 +330,17 @@ def _check(
             f"{device_ids[0]}. Leave device_id out"
         )
     for name, parameter in parameters:
+        if parameter.is_meta:
+            raise ValueError(
+                f"replicate: expected parameters with values, found {name!r} on the meta device. "
+                "Give the model memory with to_empty(device=...), and then values with "
+                "meshwright.randomness.initialize or from a checkpoint, before the first step"
+            )
+        if parameter.device != communicator.device and not communicator.is_alone:
+            raise ValueError(
+                f"replicate: axis {communicator.axis} communicates on {communicator.device}, found "
+                f"parameter {name!r} on {parameter.device}: move the model there first"
+            )
         known = known_at_rest(parameter)
         if known is not None:
             check_axes(name, known, communicator)
