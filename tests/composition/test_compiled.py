@@ -184,7 +184,7 @@ def body_as_uncompiled(name: str) -> None:
         torch.testing.assert_close(weights[key], value, rtol=close, atol=close, msg=key)
 
 
-@pytest.mark.slow
+@pytest.mark.few(0, slow=3)
 @pytest.mark.parametrize("name", OTHERS)
 def test_trains_and_evaluates_as_without_the_compiler(ranks: Ranks, name: str) -> None:
     ranks(2, body_as_uncompiled, name, timeout=200.0)

@@ -236,7 +236,7 @@ def body_all(axes: dict[str, int]) -> None:
             check(name, kind, rows, **axes)
 
 
-@pytest.mark.slow
+@pytest.mark.few(0, slow=1)
 @pytest.mark.parametrize("axes", [{"shard": 2}, {"replicate": 2}])
 def test_encoders_and_decoders_on_other_axes(ranks: Ranks, axes: dict[str, int]) -> None:
     ranks(4, body_all, {**axes, "pipeline": 2}, timeout=400)

@@ -706,7 +706,7 @@ def test_compiled_replicas_follow_what_is_lent_and_buffers(ranks: Ranks) -> None
     assert first == second
 
 
-@pytest.mark.slow
+@pytest.mark.few(0, slow=1)
 @pytest.mark.parametrize("in_hooks", [False, True], ids=["marks", "hooks"])
 def test_compiled_replicas_follow_all_changes(ranks: Ranks, in_hooks: bool) -> None:
     changes = (is_loaded, has_an_adapter) if in_hooks else (is_loaded, is_tied, is_renamed)
