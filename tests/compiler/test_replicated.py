@@ -221,9 +221,8 @@ def fuzz(seeds: Sequence[int]) -> None:
                 each.zero_grad()
 
 
-@pytest.mark.parametrize(
-    "size", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.soak)]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("size", [2, 4])
 def test_many_models_that_numbers_make_up(ranks: Ranks, size: int) -> None:
     ranks(size, fuzz, range(20), timeout=280)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 import tempfile
+import warnings
 from typing import Any
 
 import torch
@@ -240,6 +241,7 @@ def plan(place: Place, world: Communicator, axis: str, train: str = "") -> str:
 
 def goes_on(place: Place, world: Communicator, name: str) -> str:
     """A run that is saved and loaded again, into another model, goes on to the same bits."""
+    warnings.filterwarnings("ignore", ".*NO_SHARD")  # the class says that one rank shards nothing
     first, other = both(name, place, world)[1], both(name, place, world)[1]
     folder = world.gather_values(tempfile.mkdtemp() if world.rank == 0 else "", label="folder")[0]
     try:

@@ -75,14 +75,14 @@ def test_metrics_tell_speed_and_memory_and_become_a_report(ranks: Ranks, tmp_pat
     outcomes = ranks(2, run_large_on_rank_1, tmp_path)
     outcome, second = outcomes
     assert outcome.peak_rank == second.peak_rank == 1
-    assert outcome.peak_memory == second.peak_memory > 2**28
+    assert outcome.peak_memory == second.peak_memory >= 2**28
     first, *_ = read_metrics(tmp_path / "run" / "metrics.jsonl")
     needed = flops_a_token(read_run(tmp_path).model) * first["tokens"] / first["seconds"]
     assert first["mfu"] == pytest.approx(needed / (2 * 0.001e12))
     memory = first["memory"]
     # AdamW keeps two moments of each element, and a step of four bytes for each parameter.
     assert memory["parameters"] < memory["optimizer"] / 2 < 1.2 * memory["parameters"]
-    assert memory["peak"] > 2**20
+    assert memory["peak"] > memory["parameters"] + memory["optimizer"]
     page = Path(outcome.report).read_text(encoding="utf-8")
     assert page.count("<svg") == 8 and "gather parameters" in page
 

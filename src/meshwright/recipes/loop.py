@@ -453,7 +453,7 @@ def validation_loss(
         if speaks and mine:
             logits_BVT = logits_BTV.double().transpose(1, 2)
             means_BT = functional.cross_entropy(logits_BVT, targets, reduction="none")
-            losses[list(mine)] = means_BT.mean(1).cpu()
+            losses[torch.tensor(list(mine))] = means_BT.mean(1).cpu()
     total = communicator.all_reduce(losses.to(communicator.device), label="validation").wait()
     return losses.mean().item() if total is None else total.mean().item()
 

@@ -364,6 +364,9 @@ def _seen_events(device: SimulatedDevice) -> Iterator[None]:
     def current(_: object) -> str:
         return str(DEVICE)
 
+    def most(_: object, __: object = None) -> int:
+        return device.memory.peak
+
     def get_state(_: object = None) -> torch.Tensor:
         return torch.get_rng_state()
 
@@ -379,6 +382,7 @@ def _seen_events(device: SimulatedDevice) -> Iterator[None]:
             ("current_device", current),
         ):
             stack.enter_context(replaced(torch.cpu, name, ours))
+        stack.enter_context(replaced(torch.accelerator, "max_memory_allocated", most))
         for name, host in (("get_rng_state", get_state), ("set_rng_state", set_state)):
             setattr(torch.cpu, name, host)
             stack.callback(delattr, torch.cpu, name)
