@@ -62,7 +62,7 @@ def raw_read(path: Path, parts: Iterable[memoryview]) -> None:
 
 
 def beside_raw(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Seconds of each operation on ``tensors``, and of the bare ones on as many bytes."""
+    """Measure, in seconds, each operation on ``tensors`` and the bare ones on as many bytes."""
     targets = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
     parts = [memoryview(tensor.numpy()).cast("B") for tensor in tensors.values()]
     room = [memoryview(tensor.numpy()).cast("B") for tensor in targets.values()]

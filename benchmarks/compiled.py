@@ -85,7 +85,7 @@ def measure_steady(rank: int, options: argparse.Namespace) -> None:
                     spent[arm].append(mine)
         if rank == 0:
             peers = [arm for arm in PEERS if arm in spent]
-            show_times(f"{name}, {options.backend}", work.steps, spent, peers)
+            show_times(f"compiled {name}, {options.backend}", work.steps, spent, peers)
         del models, optimizers
     comm.disconnect()
 

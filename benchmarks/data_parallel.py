@@ -144,7 +144,7 @@ def show_times(title: str, steps: int, spent: Spent, peers: Sequence[str]) -> No
         cpu, wall, pages = (statistics.median(column) / steps for column in zip(*rows, strict=True))
         plain = statistics.median(ratios(spent, arm, "plain")) if "plain" in spent else 0.0
         columns = [spread(ratios(spent, arm, best, column)) if best else "" for column in (0, 1)]
-        if best and arm not in peers and arm != "plain":
+        if best and arm not in peers and not arm.startswith("plain"):
             note(f"{title}: {arm} over torch's best, CPU", ratios(spent, arm, best))
         mark = "*" if arm == best else " "
         print(
@@ -229,7 +229,7 @@ def show_memory(options: argparse.Namespace) -> None:
 
 
 def measure_python(options: argparse.Namespace) -> None:
-    """What each arm adds for each unit, where nothing is sent, at each number of units."""
+    """Print what each arm adds for each unit, where nothing is sent, at each number of units."""
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=options.ranks)
     for units in options.units:
@@ -238,7 +238,7 @@ def measure_python(options: argparse.Namespace) -> None:
 
 
 def measure_units(options: argparse.Namespace, units: int) -> None:
-    """Microseconds that each arm adds to a step, and CPU microseconds of its construction."""
+    """Print the microseconds that each arm adds to a step, and those of its construction."""
     work = WORKLOADS["few"]
     torch.manual_seed(0)
     model = encoder(units - 1, 32, 4)

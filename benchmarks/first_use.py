@@ -49,7 +49,7 @@ PEER = {"replicate": "ddp", "fully_shard": "fsdp2"}
 
 
 def seconds(code: str) -> float:
-    """CPU seconds of a process that runs ``code``."""
+    """Measure the CPU seconds of a process that runs ``code``."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment, capture_output=True)
@@ -58,6 +58,7 @@ def seconds(code: str) -> float:
 
 
 def main() -> None:
+    """Measure and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -61,7 +61,7 @@ def rows_alone(site: Site) -> Iterator[Row]:
 
 
 def rows_of_products(site: Site) -> Iterator[Row]:
-    """What plans, checkpoints and seeds show."""
+    """List what plans, checkpoints and seeds show."""
     for axis in ("replicate", "shard"):
         for train in ("", "compile = true", 'dropout = "global"'):
             name = f"plan: {axis}{train and f', {train}'}"

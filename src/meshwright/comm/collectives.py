@@ -410,7 +410,7 @@ class Communicator:
             sent = replace(sent, tensor=gloo.as_bytes(transfer.tensor))
 
         def launch(group: dist.ProcessGroup) -> Launched:
-            moved, finish = gloo.staged(sent, self)
+            moved, finish = (sent, None) if self.is_on_host else gloo.staged(sent, self)
             work = lookup.transfer(moved, peer, group)
             if batched is not None:
                 return batched, None

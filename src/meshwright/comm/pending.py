@@ -213,7 +213,7 @@ class Pending:
 
     @property
     def works(self) -> Sequence[Work]:
-        """The works that a wait is for: on the host those that it has not waited for yet."""
+        """The works that a wait is for: of tensors of the host those not waited for yet."""
         return self._works
 
     def observed(self, collective: Collective, start: Mark) -> None:
@@ -230,8 +230,8 @@ class Pending:
         """Wait until the operation has ended on this rank, and return its tensor.
 
         ``timeout`` is in seconds; the communicator's own bound when None. ``watch`` is called now
-        and then while a CPU waits: what it raises ends the wait, and the operation goes on. On
-        CUDA the current stream waits, not the host.
+        and then while the host waits: what it raises ends the wait, and the operation goes on. On
+        CUDA the current stream waits, not the host, which waits for Gloo alone.
 
         Raises `RankFailedError` when another rank failed first, `CollectiveTimeoutError` at the
         bound, `CollectiveMismatchError` when the peers issued something else, all naming ranks.

@@ -408,6 +408,8 @@ def _join(
         raise ValueError("a store was given without rank and world_size: give all three")
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     number = PROCESS.runs_met[place] if host == STORE else 0  # rank 0 has a new store for each run
+    if place:
+        PROCESS.runs_met[place] += 1  # also where it fails below: the others count it, too
     run = dist.PrefixStore(f"meshwright/attempt/{attempt}/{number}", store)
     board = dist.PrefixStore("meshwright/board", run)
     monitor = membership.enter(
@@ -421,8 +423,6 @@ def _join(
                 "one has joined twice by the same store=, where each run needs one of its own"
             )
         entries = rendezvous.sign_in(monitor, device_choice.own_entry(backend), timeout)
-        if place:
-            PROCESS.runs_met[place] += 1
         _make_world(monitor, device_choice.choose(entries), run, timeout)
     except BaseException:
         with contextlib.suppress(RankFailedError):  # the error that is raised says it

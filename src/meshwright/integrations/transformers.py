@@ -36,8 +36,7 @@ def install() -> None:
     Raises RuntimeError for a version whose methods take other arguments than those known here.
     """
     accelerate.install()  # first: transformers imports names of torch
-    if (loaded := sys.modules.get("transformers.distributed.fsdp")) is not None:
-        importlib.reload(loaded)  # which has those of torch
+    _import_names_anew()
     from transformers import Trainer
 
     change(Trainer, _CHANGES)
@@ -49,6 +48,13 @@ def uninstall() -> None:
 
     put_back(Trainer, _CHANGES)
     accelerate.uninstall()
+    _import_names_anew()
+
+
+def _import_names_anew() -> None:
+    """Have the module that shards at load time, where it is there, take torch's names as now."""
+    if (loaded := sys.modules.get("transformers.distributed.fsdp")) is not None:
+        importlib.reload(loaded)
 
 
 def _save(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
 from meshwright.comm import Transfer, communicator
+from meshwright.comm.c10d import lookup
 from meshwright.testing import Ranks
 from meshwright.testing.simulated import DEVICE, simulated
 
@@ -14,7 +18,14 @@ def test_transfers_of_a_device_go_through_memory_of_the_host(ranks: Ranks) -> No
 
     def body() -> list[float]:
         world = communicator()
-        with simulated() as device:
+        transfer, seen = lookup.transfer, list[bool]()
+        with simulated() as device, pytest.MonkeyPatch.context() as patch:
+
+            def looked(given: Transfer, *args: Any) -> Any:
+                seen.append(device.memory.is_host(given.tensor))
+                return transfer(given, *args)
+
+            patch.setattr(lookup, "transfer", looked)
             world.device, world.is_on_host = DEVICE, False
             sent = torch.arange(3.0) + world.rank
             came = torch.zeros(3)
@@ -30,6 +41,7 @@ def test_transfers_of_a_device_go_through_memory_of_the_host(ranks: Ranks) -> No
             world.device, world.is_on_host = torch.device("cpu"), True
             found = (came * 1).tolist()
             assert device.faults == []
+        assert seen == [True] * 3, "Gloo is given memory of the host"
         return found
 
     assert ranks(2, body, backend="gloo") == [[1.0, 2.0, 3.0], [5.0, 6.0, 7.0]]

@@ -82,6 +82,7 @@ def test_trains_as_one_process_beside_data_axes(ranks: Ranks, other: str) -> Non
     assert_same_training(language_model(tied=True), plan, world=4, ranks=ranks)
 
 
+@pytest.mark.slow
 def test_trains_as_one_process_in_a_pipeline(ranks: Ranks) -> None:
     schedule = PipelinePlan(schedule="1f1b", microbatches=2)
     plan = plan_of("language-model", CLIPPED, schedule, pipeline=2, tensor=2)

@@ -247,7 +247,7 @@ class _Group:
         axis, messages = self.axis, self._messages[side]
         source, target = (axis.rank, peer) if side == "send" else (peer, axis.rank)
         # Transports of a device know no tags.
-        is_by_tag = axis.is_on_host or words.tag >= CONTROL_TAGS
+        is_by_tag = axis.waits_on_host or words.tag >= CONTROL_TAGS
         lane = f"{source}>{target}/{words.tag if is_by_tag else 'any tag'}"
         key = f"calls/{axis.name}/{lane}/{messages[lane]}"
         messages[lane] += 1
@@ -348,8 +348,8 @@ class CheckedMessage(Work):
         super().__init__()
         self._work = work
         self._meeting = meeting
-        is_on_host = meeting.group.axis.is_on_host
-        self._waiter = TransferWaiter(work, PROCESS.idle_waiters) if is_on_host else None
+        is_waited = meeting.group.axis.waits_on_host
+        self._waiter = TransferWaiter(work, PROCESS.idle_waiters) if is_waited else None
 
     def is_completed(self) -> bool:
         """Check that it has ended, well or not."""

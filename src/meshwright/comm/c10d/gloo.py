@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm.c10d import lookup
+from meshwright.comm.streams import record
 
 if TYPE_CHECKING:
     from meshwright.comm.collectives import Communicator
@@ -72,9 +73,10 @@ def staged(
     tensor = given.tensor
     if given.direction == "send":
         return replace(given, tensor=tensor.to("cpu")), None
-    came = torch.empty_like(tensor, device="cpu").pin_memory()
+    came, before = torch.empty_like(tensor, device="cpu").pin_memory(), record(door.device)
 
     def bring() -> None:
+        before.wait()  # what was given to another stream may use the tensor until then
         tensor.copy_(came, non_blocking=True)
 
     return replace(given, tensor=came), bring

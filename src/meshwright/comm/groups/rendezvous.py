@@ -70,7 +70,13 @@ def _is_of_new_run(store: dist.Store, rank: int, limit: float, runs_met: int) ->
     with contextlib.suppress(dist.DistNetworkError):  # it is closed
         if store.add(f"meshwright/opened/{rank}", 1) == 1 or not runs_met:
             return True
-        store.wait(["meshwright/closed"], timedelta(seconds=limit))  # nobody sets this key
+        _log.warning(
+            "rank %d has left its run; rank 0 has not: is disconnect() called there?", rank
+        )
+        try:
+            store.wait(["meshwright/closed"], timedelta(seconds=limit))  # nobody sets this key
+        except dist.DistStoreError as error:
+            raise RuntimeError("rank 0 has not left the run before: disconnect() there") from error
     return False
 
 

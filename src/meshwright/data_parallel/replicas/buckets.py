@@ -161,7 +161,8 @@ class Bucket(Reduction):
             if self.arrived[slot] == ARRIVED:
                 raise lost_gradient(self.layout.slots[slot])
         self.lacks = bool(self._absent)
-        self._clear_absent()
+        if self._absent or self.riders:
+            self._clear_absent()
         try:
             self._copy_in(gradients, scale)
         except RuntimeError as error:

@@ -14,6 +14,7 @@ The host may be steps ahead: what bounds the memory of whole units is the order 
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -36,7 +37,9 @@ class UnitStreams:
         self.further = SideStream(device)
         """For sums over ``replicate`` that follow those over ``shard``."""
         self._all = self.gathers, self.sums, self.further
-        end = weakref.finalize(self, _leave, device, current_stream(device), self._all)
+        self._computation = [current_stream(device)]
+        """The stream that the last pass began on, for `_leave`, which holds nothing else of it."""
+        end = weakref.finalize(self, _leave, device, self._computation, self._all, os.getpid())
         end.atexit = False  # pyrefly: ignore[missing-attribute]
         self._left: deque[tuple[Event, Sequence[ParameterGroup], list[FlatBuffer]]] = deque()
         """Whole units that nobody needs any more behind these events; their memory is there,
@@ -48,6 +51,7 @@ class UnitStreams:
         """Begin a pass: gathers read what has been written to the shards by now, and not later."""
         self._give_back(0)
         self.gathers.follow()
+        self._computation[0] = current_stream(self._device)
         self._is_running = True
 
     def end(self) -> None:
@@ -105,8 +109,14 @@ def _join(streams: Sequence[SideStream]) -> None:
         stream.follow()
 
 
-def _leave(device: torch.device, computation: object, streams: Sequence[SideStream]) -> None:
-    """Join the ``streams`` of a root that goes in the middle of a pass: its memory goes next."""
-    if not captures(device, computation):
+def _leave(
+    device: torch.device, computations: Sequence[object], streams: Sequence[SideStream], pid: int
+) -> None:
+    """Join the ``streams`` of a root that goes in the middle of a pass: its memory goes next.
+
+    Nothing in a process that was forked since, which must not ask the device.
+    """
+    (computation,) = computations
+    if pid == os.getpid() and not captures(device, computation):
         with torch.get_device_module(device).stream(computation):
             _join(streams)

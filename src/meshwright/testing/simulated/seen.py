@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.autograd.graph import increment_version
@@ -384,8 +385,7 @@ def _seen_events(device: SimulatedDevice) -> Iterator[None]:
             stack.enter_context(replaced(torch.cpu, name, ours))
         stack.enter_context(replaced(torch.accelerator, "max_memory_allocated", most))
         for name, host in (("get_rng_state", get_state), ("set_rng_state", set_state)):
-            setattr(torch.cpu, name, host)
-            stack.callback(delattr, torch.cpu, name)
+            stack.enter_context(patch.object(torch.cpu, name, host, create=True))
         yield
 
 
