@@ -1,13 +1,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from meshwright.comm import connect
 from meshwright.errors import ParityError
+from meshwright.recipes import parity
 from meshwright.recipes.parity import TOLERANCE, Parity, check_parity
 from meshwright.recipes.text import open_text
+from meshwright.reference import ReferenceRun
 from meshwright.testing import Ranks
 from support.recipes.runs import read_run, run_tiny
 
@@ -21,6 +27,25 @@ def compare(folder: Path, tolerance: float) -> Parity | str:
         return check_parity(config, text, connect(), tolerance=tolerance)
     except ParityError as error:
         return str(error)
+
+
+def test_the_one_process_computes_where_the_batches_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``meta`` stands for a GPU."""
+    seen: list[str] = []
+
+    def looked(model: nn.Module, *_: object, **__: object) -> ReferenceRun:
+        seen.extend({parameter.device.type for parameter in model.parameters()})
+        return run
+
+    run = ReferenceRun(losses=(), gradients=(), norms=(), weights={})
+    config = read_run(tmp_path, *OPTIONS)
+    communicator: Any = SimpleNamespace(device=torch.device("meta"), size=1)
+    monkeypatch.setattr(parity, "train_reference", looked)
+    text = open_text(config.data, config.model.context)
+    parity._compare(run, config, text, communicator, TOLERANCE)
+    assert seen == ["meta"]
 
 
 def compare_another_text(folder: Path) -> str:

@@ -5,7 +5,7 @@
     from meshwright.integrations import torch_names
 
     torch_names.install()
-    import client  # where ``fully_shard`` of ``torch.distributed.fsdp`` is ours from now on
+    import client  # whose ``fully_shard`` is ours from now on, by whatever name it imports it
 
 `install` puts a stand-in in the place of each module of `BRIDGED`, in ``sys.modules`` and where the
 module around it shows it. Code that is loaded afterwards imports ours, constructs ours, and asks
