@@ -13,15 +13,17 @@ FILE = "MESHWRIGHT_FIGURES"
 """The variable of the environment that names the file to which figures are added, line by line."""
 
 
-def note(name: str, values: Sequence[float]) -> None:
-    """Add the median of ``values``, and their quartiles, to the file of figures, where one is."""
+def note(name: str, values: Sequence[float], limit: str = "") -> None:
+    """Add the median of ``values``, and their quartiles, to the file of figures, where one is.
+
+    ``limit`` says what no program can be below, and how much that is.
+    """
     path = os.environ.get(FILE)
     if path and values:
         low, middle, high = quartiles(values)
         with open(path, "a", encoding="utf-8") as file:
-            file.write(
-                json.dumps({"name": name, "median": middle, "low": low, "high": high}) + "\n"
-            )
+            row = {"name": name, "median": middle, "low": low, "high": high, "limit": limit}
+            file.write(json.dumps(row) + "\n")
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:

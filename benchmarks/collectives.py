@@ -3,11 +3,13 @@
     python benchmarks/collectives.py --ranks 2 4 --sizes 4KB 256KB 4MB 64MB --rounds 7
 
 A size is that of the full tensor: what all_reduce reduces, what all_gather writes, what
-reduce_scatter and all_to_all read. With ``--check`` every call is compared with those of the other
-ranks first, as by ``connect(check=True)``. The arms take turns in short rounds, so that a busy
-machine slows all of them alike; a ratio is taken within a round. Printed: the median time of a
-call, its CPU time over all threads of the rank, and the ratios of both with the quartiles of the
-rounds.
+reduce_scatter and all_to_all read; an all_gather reads a slice of what it writes, one "elsewhere" a
+tensor of its own. Barrier, reduce_scatter and ring of the first size have a fifth arm, ``bare``:
+the same written by hand over shared memory, without anything beside. With ``--check`` every call is
+compared with those of the other ranks first, as by ``connect(check=True)``. The arms take turns in
+short rounds, so that a busy machine slows all of them alike; a ratio is taken within a round.
+Printed: the median time of a call, its CPU time over all threads of the rank, and the ratios of
+both with the quartiles of the rounds.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from _bare import Bare
 from _figures import note, quartiles
 
 from meshwright import comm
@@ -29,12 +32,13 @@ from meshwright.comm import shared_memory
 __all__ = ["main"]
 
 UNITS = {"KB": 1 << 10, "MB": 1 << 20}
-ARMS = ("memcpy", "gloo", "staged", "in place")
+ARMS = ("memcpy", "gloo", "staged", "in place", "bare")
 RATIOS = (
     ("gloo", "staged"),
     ("gloo", "in place"),
     ("staged", "memcpy"),
     ("in place", "memcpy"),
+    ("staged", "bare"),
 )
 Call = Callable[[], object]
 Times = dict[str, list[tuple[float, float]]]
@@ -57,7 +61,7 @@ def calls(
     rank, size = dist.get_rank(), dist.get_world_size()
     share = whole.numel() // size
     own = other[rank * share : (rank + 1) * share]
-    separate = torch.empty(share)
+    separate, elsewhere = torch.empty(share), torch.empty(share)
     gather = current("all_gather_single", "all_gather_into_tensor")
     scatter = current("reduce_scatter_single", "reduce_scatter_tensor")
 
@@ -82,6 +86,7 @@ def calls(
         "all_reduce": lambda: dist.all_reduce(whole, group=group),
         "all_reduce async": asynchronous,
         "all_gather": lambda: gather(other, own, group=group),
+        "all_gather elsewhere": lambda: gather(other, elsewhere, group=group),
         "reduce_scatter": lambda: scatter(separate, whole, group=group),
         "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
         "broadcast": lambda: dist.broadcast(whole, group=group, group_src=0),
@@ -103,7 +108,7 @@ def seconds_of(call: Call, count: int) -> tuple[float, float]:
 
 
 def measure(
-    nbytes: int, kinds: list[str], rounds: int, ours: dist.ProcessGroup
+    nbytes: int, kinds: list[str], rounds: int, ours: dist.ProcessGroup, bare: Bare | None
 ) -> dict[str, Times]:
     """By operation and arm, the times of a call in each round."""
     numel = nbytes // 4
@@ -115,6 +120,7 @@ def measure(
         "gloo": calls(world, *plain, kinds),
         "staged": calls(ours, *plain, kinds),
         "in place": calls(ours, shared[0], shared[1], kinds),
+        "bare": bare.calls(dist.get_rank(), *plain) if bare is not None else {},
     }
     count = max(2, min(100, (8 << 20) // nbytes))
     times: dict[str, Times] = {kind: {arm: [] for arm in ARMS} for kind in kinds}
@@ -122,8 +128,9 @@ def measure(
         for kind in kinds:
             times[kind]["memcpy"].append(seconds_of(lambda: plain[0].copy_(plain[1]), count))
             for arm, every in arms.items():
-                dist.barrier(group=ours)
-                times[kind][arm].append(seconds_of(every[kind], count))
+                if kind in every:
+                    dist.barrier(group=ours)
+                    times[kind][arm].append(seconds_of(every[kind], count))
     return times
 
 
@@ -131,10 +138,11 @@ def report(title: str, label: str, kind: str, times: Times) -> str:
     """A line of the table ``title``: microseconds of each arm (CPU), ratios of the rounds (CPU)."""
     fields = []
     for arm in ARMS:
-        wall, cpu = (1e6 * statistics.median(column) for column in zip(*times[arm], strict=True))
-        fields.append(f"{wall:9.1f} ({cpu:.1f})")
+        columns = zip(*times[arm], strict=True)
+        found = [1e6 * statistics.median(column) for column in columns]
+        fields.append(f"{found[0]:9.1f} ({found[1]:.1f})" if found else f"{'-':>9}")
     for over, under in RATIOS:
-        if under == "memcpy" and "MB" not in label:
+        if not times[under] or (under == "memcpy" and "MB" not in label):
             continue
         pairs = list(zip(times[over], times[under], strict=True))
         values = [a[0] / b[0] for a, b in pairs]
@@ -145,7 +153,7 @@ def report(title: str, label: str, kind: str, times: Times) -> str:
     return f"{label:>6} {kind:<17}" + "  ".join(f"{field:<22}" for field in fields)
 
 
-def rank_main(rank: int, size: int, port: int, options: argparse.Namespace) -> None:
+def rank_main(rank: int, size: int, port: int, options: argparse.Namespace, bare: Bare) -> None:
     torch.set_num_threads(1)
     os.environ["LOCAL_WORLD_SIZE"] = str(size)
     shared_memory.register()
@@ -159,10 +167,10 @@ def rank_main(rank: int, size: int, port: int, options: argparse.Namespace) -> N
         print(f"{size} ranks; microseconds (CPU), ratios [quartiles], of {options.rounds} rounds")
         print(f"{'':>6} {'':<17}" + "  ".join(f"{arm:<22}" for arm in ARMS))
     for text in options.sizes:
-        kinds = list(options.operations)
-        if text != options.sizes[0]:
-            kinds = [kind for kind in kinds if kind != "barrier"]
-        for kind, times in measure(size_of(text), kinds, options.rounds, ours).items():
+        is_first = text == options.sizes[0]
+        kinds = [kind for kind in options.operations if is_first or kind != "barrier"]
+        beside = bare if is_first else None
+        for kind, times in measure(size_of(text), kinds, options.rounds, ours, beside).items():
             if rank == 0:
                 print(report(f"{size} ranks", text, kind, times), flush=True)
     comm.disconnect()
@@ -174,6 +182,7 @@ def main() -> None:
         "all_reduce",
         "all_reduce async",
         "all_gather",
+        "all_gather elsewhere",
         "reduce_scatter",
         "all_to_all",
         "broadcast",
@@ -188,7 +197,9 @@ def main() -> None:
     options = parser.parse_args()
     for size in options.ranks:
         store = comm.host_store()
-        mp.start_processes(rank_main, (size, store.port, options), nprocs=size, start_method="fork")
+        bare = Bare(size, size_of(options.sizes[0]))
+        words = (size, store.port, options, bare)
+        mp.start_processes(rank_main, words, nprocs=size, start_method="fork")
 
 
 if __name__ == "__main__":

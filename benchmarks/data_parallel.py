@@ -18,7 +18,8 @@ pages (Pss: a page of n processes counts as one part in n) grows over what it wa
 was built, at most while steps run, and between steps without gradients.
 
 Python: one process on c10d's ``fake`` backend, which sends nothing; what a step takes longer than
-the plain model's, for each unit.
+the plain model's, for each unit, and construction; and both at other numbers of units over the
+first of them.
 
 Optimizer: AdamW on the shards of one rank, parameter by parameter and unit by unit.
 """
@@ -32,6 +33,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing.queues import SimpleQueue
 from typing import Any
 
 import torch
@@ -48,6 +50,11 @@ __all__ = ["main"]
 
 Spent = dict[str, list[tuple[float, ...]]]
 """For each arm and round: CPU seconds, wall seconds, page faults."""
+Cost = dict[str, list[float]]
+"""For each arm: microseconds a unit, of each round."""
+Mebibytes = tuple[float, float]
+"""At most while steps run, and between steps."""
+OWN_UNITS = {"fully_shard", "facade flat", "facade orig"}
 
 
 def enter(rank: int, options: argparse.Namespace) -> Any:  # noqa: ANN401 - c10d's group or None
@@ -145,7 +152,8 @@ def show_times(title: str, steps: int, spent: Spent, peers: Sequence[str]) -> No
         plain = statistics.median(ratios(spent, arm, "plain")) if "plain" in spent else 0.0
         columns = [spread(ratios(spent, arm, best, column)) if best else "" for column in (0, 1)]
         if best and arm not in peers and not arm.startswith("plain"):
-            note(f"{title}: {arm} over torch's best, CPU", ratios(spent, arm, best))
+            limit = f"plain {statistics.median(ratios(spent, 'plain', best)):.2f}"
+            note(f"{title}: {arm} over torch's best, CPU", ratios(spent, arm, best), limit)
         mark = "*" if arm == best else " "
         print(
             f" {mark}{arm:<15}{cpu * 1e3:9.2f}{plain:11.2f}{columns[0]:>20}{wall * 1e3:10.2f}"
@@ -187,8 +195,10 @@ class Sampler:
         self._thread.join()
 
 
-def measure_memory(rank: int, options: argparse.Namespace, name: str, arm: str) -> None:
-    """One rank of one arm; rank 0 prints a row."""
+def measure_memory(
+    rank: int, options: argparse.Namespace, name: str, arm: str, found: SimpleQueue[Mebibytes]
+) -> None:
+    """One rank of one arm; rank 0 prints a row, and puts it into ``found``."""
     group = enter(rank, options)
     world = comm.communicator()
     work = WORKLOADS[name]
@@ -209,20 +219,34 @@ def measure_memory(rank: int, options: argparse.Namespace, name: str, arm: str) 
     rows = world.gather_numbers(grown, label="bytes")
     if rank == 0:
         peak, rest = (max(column) / 2**20 for column in zip(*rows, strict=True))
-        note(f"{name}, {options.backend}: MiB at most, {arm}", [peak])
-        note(f"{name}, {options.backend}: MiB between steps, {arm}", [rest])
+        found.put((peak, rest))
         print(f"  {arm:<15}{peak:9.0f} MiB at most{rest:9.0f} MiB between steps", flush=True)
     comm.disconnect()
 
 
 def show_memory(options: argparse.Namespace) -> None:
+    found: SimpleQueue[Mebibytes] = mp.get_context("spawn").SimpleQueue()
     for name in options.models:
         print(f"{name}, {options.backend}: growth of a rank's Pss from before the model was built")
         for family in options.family:
+            grown: dict[str, Mebibytes] = {}
             for arm in FAMILIES[family]:
                 if not options.arms or arm in options.arms:
                     options.port += 1
-                    mp.spawn(measure_memory, (options, name, arm), nprocs=options.ranks)
+                    mp.spawn(measure_memory, (options, name, arm, found), nprocs=options.ranks)
+                    grown[arm] = found.get()
+            note_memory(f"{name}, {options.backend}", grown, PEERS[family])
+
+
+def note_memory(title: str, grown: dict[str, Mebibytes], peers: Sequence[str]) -> None:
+    """Note what each arm of ours holds over what the peer holds that holds least."""
+    for column, what in enumerate(("at most", "between steps")):
+        best = min((grown[arm][column] for arm in peers if arm in grown), default=0.0)
+        for arm, row in grown.items():
+            if best and arm not in peers and not arm.startswith("plain"):
+                limit = f"plain {grown['plain'][column] / best:.2f}" if "plain" in grown else ""
+                name = f"{title}: {arm} over torch's best, memory {what}"
+                note(name, [row[column] / best], limit)
 
 
 # ---------------------------------------------------------------------------------- python
@@ -232,24 +256,50 @@ def measure_python(options: argparse.Namespace) -> None:
     """Print what each arm adds for each unit, where nothing is sent, at each number of units."""
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=options.ranks)
+    fewest = options.units[0]
+    costs: dict[int, tuple[Cost, Cost]] = {}
     for units in options.units:
-        measure_units(options, units)
+        costs[units] = measure_units(options, units)
+        for what, here, least in zip(
+            ("Python a unit and step", "construction a unit"),
+            costs[units],
+            costs[fewest],
+            strict=True,
+        ):
+            note_units(f"{what}, {units} units", what, here)
+            for arm in OWN_UNITS & here.keys() if units != fewest else ():
+                ratio = statistics.median(here[arm]) / statistics.median(least[arm])
+                note(f"{what}: {arm}, {units} over {fewest} units", [ratio])
     dist.destroy_process_group()
 
 
-def measure_units(options: argparse.Namespace, units: int) -> None:
-    """Print the microseconds that each arm adds to a step, and those of its construction."""
+def note_units(title: str, what: str, here: Cost) -> None:
+    """Note the microseconds of our arms, and the ratio to the peer that takes least."""
+    peers = [arm for arm in PEERS["sharded"] if arm in here]
+    best = min(peers, key=lambda arm: statistics.median(here[arm]), default=None)
+    for arm in sorted(OWN_UNITS & here.keys()):
+        note(f"{title}: {arm}, us", here[arm])
+        if best is not None:
+            values = [mine / peer for mine, peer in zip(here[arm], here[best], strict=True)]
+            note(f"{title}: {arm} over torch's best", values)
+            print(f"  {what}, {arm} over {best}: {spread(values) if values[1:] else values[0]}")
+
+
+def measure_units(options: argparse.Namespace, units: int) -> tuple[Cost, Cost]:
+    """Measure the microseconds that each arm adds to a step, and those of its construction."""
     work = WORKLOADS["few"]
     torch.manual_seed(0)
     model = encoder(units - 1, 32, 4)
     arms = [arm for arm in FAMILIES["sharded"] if not options.arms or arm in options.arms]
     models: dict[str, nn.Module] = {}
+    built: Cost = {}
     for arm in arms:
         begun = time.process_time()
         models[arm] = make("few", arm, model)
-        built = (time.process_time() - begun) / units * 1e6
-        print(f"fake, {units} units: {built:.0f} microseconds of construction a unit, {arm}")
-        note(f"construction a unit, us: {arm}, {units} units", [built])
+        built[arm] = [(time.process_time() - begun) / units * 1e6]
+        print(
+            f"fake, {units} units: {built[arm][0]:.0f} microseconds of construction a unit, {arm}"
+        )
     spent: Spent = {arm: [] for arm in arms}
     for number in range(options.rounds + 1):
         for arm in arms if number % 2 else arms[::-1]:
@@ -268,14 +318,9 @@ def measure_units(options: argparse.Namespace, units: int) -> None:
         for arm, rows in spent.items()
         if arm != "plain"
     }
-    peers = [arm for arm in ("fsdp1 orig", "fsdp2") if arm in added]
-    print(f"  {'arm':<15}{'microseconds':>26}" + "".join(f"{'/ ' + arm:>24}" for arm in peers))
     for arm, values in added.items():
-        note(f"Python a unit and step, us: {arm}, {units} units", values)
-        columns = [
-            spread([m / p for m, p in zip(values, added[peer], strict=True)]) for peer in peers
-        ]
-        print(f"  {arm:<15}{spread(values):>26}" + "".join(f"{text:>24}" for text in columns))
+        print(f"  {arm:<15}{spread(values):>26}", flush=True)
+    return added, built
 
 
 # -------------------------------------------------------------------------------- optimizer

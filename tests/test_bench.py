@@ -52,8 +52,13 @@ def test_rows_in_which_torch_is_ahead_are_first_then_those_that_miss_their_aim(b
     ]
     assert lines[0].endswith("| torch ahead |")
     assert lines[1].endswith("| torch ahead |")
-    assert lines[2].endswith("| 1.5 (0.1..2) | at most 1.2 | missed |")
-    assert lines[3].endswith("| at least 2 | missed |")
+    assert lines[2].endswith("| 1.5 (0.1..2) | at most 1.2 | bare 1 | missed |")
+    assert lines[3].endswith("| at least 2 |  | missed |")
+
+
+def test_a_row_has_the_limit_that_its_program_gave(bench: Any) -> None:
+    figure = bench.Figure("gpt, shm: replicate over torch's best, CPU", 0.9, 0.8, 1.0, "plain 0.72")
+    assert figure.row().endswith("| at most 0.93 | plain 0.72 |  |")
 
 
 def test_every_program_that_it_names_is_there(bench: Any) -> None:
