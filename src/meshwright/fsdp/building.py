@@ -12,7 +12,7 @@ from torch import nn
 from meshwright.comm.dtensors.dtensor import check_ties
 from meshwright.comm.streams import is_host
 from meshwright.data_parallel.checks.forward_writes import refuse_frequencies, refuse_max_norm
-from meshwright.data_parallel.checks.starting_state import digest_of, synchronise
+from meshwright.data_parallel.checks.starting_state import digests_of, synchronise
 from meshwright.data_parallel.distributed_parameters import local_parameters
 from meshwright.data_parallel.shards.buffer import BufferTypes, DataAxes
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup, UnitSettings
@@ -171,7 +171,9 @@ def build_unit(
     for slot in slots:
         check_class(slot.name, slot.original, why=REFUSED)
         take_part(slot, plan.groups, local)
-    wholes = {} if plan.is_synchronised else {slot: digest_of(slot.original) for slot in slots}
+    compared = [] if plan.is_synchronised else slots
+    digests = digests_of([slot.original for slot in compared])
+    wholes = dict(zip(compared, digests, strict=True))
     name = type(root).__name__
     cut = [slots] if not plan.use_orig_params else group_slots(slots, by_training=False)
     groups = [_group(members, plan) for members in cut]

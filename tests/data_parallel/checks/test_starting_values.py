@@ -17,7 +17,7 @@ from meshwright.axes import Axes
 from meshwright.comm import communicator
 from meshwright.composition import parallelize
 from meshwright.data_parallel import fully_shard, keep_batch_norm_local
-from meshwright.data_parallel.checks.starting_state import digest_of
+from meshwright.data_parallel.checks.starting_state import digests_of
 from meshwright.errors import CollectiveMismatchError
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.fsdp import ShardingStrategy
@@ -293,14 +293,32 @@ def test_one_rank_of_two_axes_differs(ranks: Ranks, strategy: str, odd: int) -> 
 def test_a_digest_sees_every_element_and_its_place(dtype: torch.dtype, size: int) -> None:
     torch.manual_seed(0)
     tensor = torch.randint(0, 2, (size,)).to(dtype)
-    digest = digest_of(tensor)
-    assert digest is not None
+    digest = _digest_of(tensor)
     assert digest.shape == ()
-    assert torch.equal(digest, digest_of(tensor.clone()))
+    assert torch.equal(digest, _digest_of(tensor.clone()))
     for index in {0, size // 2, size - 1} if size else ():
         other = tensor.clone()
         other[index] = 1 - other[index].to(torch.int8)
-        assert not torch.equal(digest, digest_of(other))
+        assert not torch.equal(digest, _digest_of(other))
     moved = tensor.roll(1)
     if not torch.equal(moved, tensor):
-        assert not torch.equal(digest, digest_of(moved))
+        assert not torch.equal(digest, _digest_of(moved))
+
+
+def test_digests_taken_together_are_those_of_each() -> None:
+    torch.manual_seed(0)
+    sizes = (0, 1, 2, 3, 4, 5, 17, 1000, 2**14 - 1, 2**14, 2**15 + 1)
+    dtypes = (torch.float32, torch.bfloat16, torch.int8, torch.float64, torch.complex64)
+    tensors = [torch.randint(0, 2, (n,)).to(dtype) for n in sizes for dtype in dtypes]
+    tensors += [torch.randn(5, 4).t(), torch.randn(9)[1:], torch.tensor(2.0)]
+    together = digests_of([*tensors, None, torch.empty(3, device="meta")])
+    assert together[len(tensors) :] == [None, None]
+    for tensor, digest in zip(tensors, together, strict=False):
+        assert digest is not None
+        assert torch.equal(digest, _digest_of(tensor))
+
+
+def _digest_of(tensor: torch.Tensor) -> torch.Tensor:
+    (digest,) = digests_of([tensor])
+    assert digest is not None
+    return digest

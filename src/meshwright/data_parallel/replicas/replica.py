@@ -20,7 +20,7 @@ from meshwright.data_parallel.checks.starting_state import (
     broadcast_tensors,
     compare_digests,
     compare_parameters,
-    digest_of,
+    digests_of,
 )
 from meshwright.data_parallel.distributed_parameters import check_axes, local_parameters
 from meshwright.data_parallel.modules.batch_norm import LocalStatistics
@@ -215,8 +215,11 @@ class Replica:
             broadcast_tensors(self.communicator, found, label="broadcast buffers")
 
     def _compare_values(self, fresh: Mapping[str, nn.Parameter]) -> None:
-        digests = [(name, digest_of(parameter)) for name, parameter in fresh.items()]
-        rows = [(name, None if each is None else (each, each, each)) for name, each in digests]
+        digests = digests_of([*fresh.values()])
+        rows = [
+            (name, None if each is None else (each, each, each))
+            for name, each in zip(fresh, digests, strict=True)
+        ]
         if difference := compare_digests(self.communicator, rows, "", ALIKE):
             raise CollectiveMismatchError(difference)
 

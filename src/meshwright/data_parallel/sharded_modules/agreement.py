@@ -18,7 +18,7 @@ from meshwright.comm import Communicator
 from meshwright.data_parallel.checks.starting_state import (
     Compared,
     compare_digests,
-    digest_of,
+    digests_of,
     require_equal_tensors,
 )
 from meshwright.data_parallel.shards.parameter_group import UnitSettings
@@ -88,23 +88,26 @@ def compare_values(drivers: Sequence[Driver], names: Mapping[nn.Module, str]) ->
     for driver in drivers:
         for group in () if driver.unit is None else driver.unit.groups:
             replicate = group.axes.replicate
-            for index, slot in enumerate(group.slots):
-                start, part = slot.take_start(), group.buffer.own(index)
+            nows = digests_of([group.buffer.own(index) for index in range(len(group.slots))])
+            for slot, now in zip(group.slots, nows, strict=True):
+                start = slot.take_start()
                 (module, attribute), name = slot.places[0], slot.name
                 if module in names:
                     name = driver.clean(f"{names[module]}.{attribute}".lstrip("."))
                 name = driver.alike(name)
                 for axis in group.axes.communicators:
-                    row = name, None if start is None else start.now(part)
+                    row = name, None if start is None else start.beside(now)
                     by_axis.setdefault(axis, []).append(row)
-                if replicate is not None and (now := digest_of(part)) is not None:
+                if replicate is not None and now is not None:
                     copying.add(replicate)
                     by_axis[replicate].append((name, (now, now, now)))
-        for buffer in driver.take_buffers():
+        buffers = driver.take_buffers()
+        nows = digests_of([buffer.tensor for buffer in buffers])
+        for buffer, now in zip(buffers, nows, strict=True):
             name = driver.clean(f"{names.get(buffer.module, '')}.{buffer.name}".lstrip("."))
             name = driver.alike(name)
             for axis in buffer.axes:
-                by_axis.setdefault(axis, []).append((name, buffer.compared))
+                by_axis.setdefault(axis, []).append((name, buffer.start.beside(now)))
     difference = ""
     for axis, rows in by_axis.items():
         if not axis.is_alone:

@@ -21,7 +21,7 @@ from meshwright.comm.dtensors.dtensor import dtensor_at_rest, is_dtensor, local_
 from meshwright.comm.dtensors.local_leaves import take_over
 from meshwright.comm.dtensors.subclasses import values_of
 from meshwright.comm.streams import is_host
-from meshwright.data_parallel.checks.starting_state import Start, digest_of, has_values_of
+from meshwright.data_parallel.checks.starting_state import Start, digests_of, has_values_of
 from meshwright.data_parallel.shards.buffer import (
     BufferTypes,
     CustomCollective,
@@ -180,10 +180,12 @@ class ParameterGroup:
 
     def note_starts(self, wholes: Sequence[torch.Tensor | None]) -> None:
         """Remember ``wholes``, digests of what was sharded, with those of this rank's parts."""
-        for index, whole in enumerate(wholes):
-            own = None if whole is None else digest_of(self.buffer.own(index))
+        owns = digests_of(
+            [None if whole is None else self.buffer.own(n) for n, whole in enumerate(wholes)]
+        )
+        for slot, whole, own in zip(self.slots, wholes, owns, strict=True):
             if whole is not None and own is not None:
-                self.slots[index].note_start(Start(whole, own))
+                slot.note_start(Start(whole, own))
 
     def carry_starts(self, parts: Sequence[torch.Tensor]) -> None:
         """Put ``parts`` in the place of those of now: forget starts of what is not converted."""
@@ -192,7 +194,7 @@ class ParameterGroup:
             if start is None:
                 continue
             before, after = self.buffer.own(index).view(-1), part.reshape(-1)
-            own, now = digest_of(before), digest_of(after)
+            own, now = digests_of([before, after])
             if own is None or now is None or not has_values_of(after, before):
                 continue
             if torch.equal(own, start.own.to(own.device)):

@@ -15,7 +15,7 @@ from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import check_ties, local_of
 from meshwright.comm.dtensors.subclasses import values_of
 from meshwright.data_parallel.checks.forward_writes import refuse_frequencies
-from meshwright.data_parallel.checks.starting_state import digest_of, is_of_one_rank, synchronise
+from meshwright.data_parallel.checks.starting_state import digests_of, is_of_one_rank, synchronise
 from meshwright.data_parallel.distributed_parameters import local_parameters
 from meshwright.data_parallel.sharded_modules.module_hooks import driver_of
 from meshwright.data_parallel.sharded_modules.module_tree import STATES
@@ -79,7 +79,9 @@ def build_unit(
         slot.settle(at, _extension(slot, at, options))
     if synchronises:
         _synchronise(modules, slots, options)
-    wholes = {} if synchronises else {slot: digest_of(slot.original) for slot in slots}
+    compared = [] if synchronises else slots
+    digests = digests_of([slot.original for slot in compared])
+    wholes = dict(zip(compared, digests, strict=True))
     slots += moved
     if not slots:
         return None
