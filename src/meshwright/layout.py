@@ -320,11 +320,12 @@ class FlatLayout(LineLayout):
         dtype_bytes(dtype)
         dims = tuple(dims) if dims is not None else (0,) * len(names)
         _check_dims(names, shapes, dims)
+        sizes = [_largest_chunk(s, dim, parts) for s, dim in zip(shapes, dims, strict=True)]
         offsets: list[int] = []
         end = 0
-        for shape, dim in zip(shapes, dims, strict=True):
+        for size in sizes:
             offsets.append(_round_up(end, ALIGNMENT))
-            end = offsets[-1] + _largest_chunk(shape, dim, parts)
+            end = offsets[-1] + size
         return ChunkedLayout(
             names=tuple(names),
             shapes=tuple(tuple(shape) for shape in shapes),
@@ -332,6 +333,7 @@ class FlatLayout(LineLayout):
             dtype=dtype,
             parts=parts,
             offsets=tuple(offsets),
+            sizes=tuple(sizes),
             shard_size=end,
         )
 
@@ -393,6 +395,8 @@ class ChunkedLayout(LineLayout):
 
     dims: tuple[int, ...]
     """Along which dim each tensor is cut."""
+    sizes: tuple[int, ...]
+    """Elements of the largest chunk of each tensor."""
 
     @property
     def padding(self) -> float:
@@ -451,14 +455,6 @@ class ChunkedLayout(LineLayout):
     def _cut(self, index: int, part: int) -> Cut:
         box, offset = self.box(index, part), self.offsets[index]
         return Cut(index, offset, box.shape, self.shapes[index], box.slices())
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Elements of the largest chunk of each tensor."""
-        return tuple(
-            _largest_chunk(shape, dim, self.parts)
-            for shape, dim in zip(self.shapes, self.dims, strict=True)
-        )
 
     def stretch(self, indices: range) -> tuple[int, int]:
         """See `LineLayout`."""

@@ -135,13 +135,14 @@ def wrap_targets(
     """Put a wrapper in place of every target, in every module that holds it."""
     deferred = deferred_parameters(root, targets)
     names = {module: name for name, module in root.named_modules()}
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {module: [] for module in targets}
+    for parent in names:
+        for name, child in parent._modules.items():
+            if child in places:
+                places[child].append((parent, name))
     for module, own in targets.items():
         if "use_orig_params" not in own:
             check_frozen_mix(module, names[module], ignored, is_allowed=allows_frozen_mix)
         wrapped = wrapper(module, own, deferred[module])
-        for parent in list(root.modules()):
-            if parent is wrapped:
-                continue
-            for name, child in parent._modules.items():
-                if child is module:
-                    parent._modules[name] = wrapped
+        for parent, name in places[module]:
+            parent._modules[name] = wrapped
