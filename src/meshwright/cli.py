@@ -30,7 +30,8 @@ import tyro
 from meshwright import __version__
 from meshwright.cli_checkpoint import CHECKPOINT_COMMANDS
 from meshwright.comm import connect, disconnect, phase
-from meshwright.comm.groups.launch import launch, record_failure
+from meshwright.comm.failures.membership import record_failure
+from meshwright.comm.groups.launch import launch
 from meshwright.composition import check_model
 from meshwright.doctor import examine, report_lines
 from meshwright.environment import cluster, is_launched

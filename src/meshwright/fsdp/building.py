@@ -171,7 +171,7 @@ def build_unit(
     for slot in slots:
         check_class(slot.name, slot.original, why=REFUSED)
         take_part(slot, plan.groups, local)
-    compared = [] if plan.is_synchronised else slots
+    compared: Sequence[Slot] = () if plan.is_synchronised else slots
     digests = digests_of([slot.original for slot in compared])
     wholes = dict(zip(compared, digests, strict=True))
     name = type(root).__name__

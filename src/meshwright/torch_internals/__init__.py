@@ -15,6 +15,7 @@ Bottom-up:
     tracing      functions that compilers leave alone, and the compiler where it is loaded
     simulation   places at which a simulated device stands in for torch
     distributed  process groups, backends, meshes and DTensors
+    checkpoints  torch's distributed checkpoint: loading it loads that
     compile      the parts of the compiler: loading it loads dynamo and inductor
 """
 

@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from meshwright.comm.groups.launch import first_failure, launch, record_failure
+from meshwright.comm.failures.membership import record_failure
+from meshwright.comm.groups.launch import first_failure, launch
 from meshwright.errors import LaunchError, RankFailedError
 
 RANK = """
 import os, sys, time
 from pathlib import Path
-from meshwright.comm.groups.launch import record_failure
+from meshwright.comm.failures.membership import record_failure
 folder, mode = Path(sys.argv[1]), sys.argv[2]
 rank = os.environ["RANK"]
 (folder / f"{rank}.pid").write_text(str(os.getpid()))

@@ -39,7 +39,7 @@ from meshwright.checkpoint.tensor_file import DTYPES, Entry
 from meshwright.checkpoint.writing import write_file
 from meshwright.errors import CheckpointDamagedError, CheckpointError
 from meshwright.layout import Box
-from meshwright.torch_internals.distributed import StorageInfo
+from meshwright.torch_internals.checkpoints import StorageInfo
 
 METADATA = ".metadata"
 PREFIX = "model"

@@ -9,15 +9,9 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from meshwright.comm.collectives import Communicator
 from meshwright.errors import LayoutError
@@ -29,6 +23,11 @@ from meshwright.torch_internals.tensors import (
     to_copy_operator,
     without_function,
 )
+
+# What calls for these has loaded them; by itself that takes half a second.
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 aten = torch.ops.aten
 
@@ -161,6 +160,9 @@ class ShardView(torch.Tensor):
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
         """Describe each box of the range."""
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         return [
             WriteItem(
                 index=MetadataIndex(fqn, torch.Size(box.offset)),
@@ -343,6 +345,8 @@ def _called_from(module: str) -> bool:
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
     return ChunkStorageMetadata(offsets=torch.Size(box.offset), sizes=torch.Size(box.shape))
 
 

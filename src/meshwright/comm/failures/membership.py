@@ -7,9 +7,12 @@ closed its connections while another still finishes an operation would look like
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import sys
+import time
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,7 +23,6 @@ from meshwright.comm.failures.board import STORE, Gathering
 from meshwright.comm.failures.failure import FailureMonitor
 from meshwright.comm.failures.waiting import AllOthers, Watch, blame
 from meshwright.comm.failures.watching import Watcher
-from meshwright.comm.groups.launch import record_failure
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.errors import CommunicationError, RankFailedError
 
@@ -31,6 +33,9 @@ LEAVE_TIMEOUT = 10.0
 
 LINGER = 5.0
 """Seconds that the store of a failed run stays, at most, for others to read who failed first."""
+
+FOLLOWS_BY = 60
+"""Seconds by which a rank that ended because of another is dated later than it ended."""
 
 
 def enter(
@@ -197,6 +202,25 @@ def _tell(monitor: FailureMonitor, error: BaseException) -> None:
         error.add_note(first)
     elif not monitor.has_raised or not isinstance(error, CommunicationError):
         monitor.end(error)
+
+
+def record_failure(error: BaseException) -> None:
+    """Leave ``error`` where the launcher looks for it, when there is one.
+
+    An error that follows from another rank's is dated later than any of its kind can be: torchrun
+    takes the earliest for the first.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    later = FOLLOWS_BY if isinstance(error, RankFailedError) else 0
+    trace = "".join(traceback.format_exception(error))
+    said = {
+        "message": f"{type(error).__name__}: {error}",
+        "extraInfo": {"py_callstack": trace, "timestamp": str(int(time.time()) + later)},
+    }
+    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": said}, file)
 
 
 class ExceptionHook:

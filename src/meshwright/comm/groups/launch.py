@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import shutil
 import signal
 import tempfile
-import time
-import traceback
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -21,10 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from meshwright.environment import LOCAL_NETWORK
-from meshwright.errors import LaunchError, RankFailedError
-
-FOLLOWS_BY = 60
-"""Seconds by which a rank that ended because of another is dated later than it ended."""
+from meshwright.errors import LaunchError
 
 
 def launch(command: Sequence[str], ranks: int, *, grace: float = 60.0) -> int:
@@ -67,25 +61,6 @@ def _time_to_leave(grace: float) -> dict[str, Any]:
     """List the setting of torch's launcher for ``grace`` seconds, where it has one."""
     is_known = any(field.name == "shutdown_timeout" for field in fields(LaunchConfig))
     return {"shutdown_timeout": max(1, int(grace))} if is_known else {}
-
-
-def record_failure(error: BaseException) -> None:
-    """Leave ``error`` where the launcher looks for it, when there is one.
-
-    An error that follows from another rank's is dated later than any of its kind can be: torchrun
-    takes the earliest for the first.
-    """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
-    later = FOLLOWS_BY if isinstance(error, RankFailedError) else 0
-    trace = "".join(traceback.format_exception(error))
-    said = {
-        "message": f"{type(error).__name__}: {error}",
-        "extraInfo": {"py_callstack": trace, "timestamp": str(int(time.time()) + later)},
-    }
-    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
-        json.dump({"message": said}, file)
 
 
 def first_failure(failures: Mapping[int, ProcessFailure], ranks: int) -> str:

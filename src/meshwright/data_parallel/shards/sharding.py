@@ -79,7 +79,7 @@ def build_unit(
         slot.settle(at, _extension(slot, at, options))
     if synchronises:
         _synchronise(modules, slots, options)
-    compared = [] if synchronises else slots
+    compared: Sequence[Slot] = () if synchronises else slots
     digests = digests_of([slot.original for slot in compared])
     wholes = dict(zip(compared, digests, strict=True))
     slots += moved
