@@ -1,4 +1,4 @@
-"""What torch's distributed checkpoint keeps private: loading this loads that, and elastic."""
+"""Private parts of torch's distributed checkpoint: loading this loads that, and elastic."""
 
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 

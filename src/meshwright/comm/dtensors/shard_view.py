@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
+import torch.distributed as dist
 
 from meshwright.comm.collectives import Communicator
 from meshwright.errors import LayoutError
@@ -24,7 +25,7 @@ from meshwright.torch_internals.tensors import (
     without_function,
 )
 
-# What calls for these has loaded them; by itself that takes half a second.
+# Only torch's checkpoint calls for these, and has loaded itself then: that takes half a second.
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
@@ -160,16 +161,14 @@ class ShardView(torch.Tensor):
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
         """Describe each box of the range."""
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
+        metadata, planner = dist.checkpoint.metadata, dist.checkpoint.planner
         return [
-            WriteItem(
-                index=MetadataIndex(fqn, torch.Size(box.offset)),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
+            planner.WriteItem(
+                index=metadata.MetadataIndex(fqn, torch.Size(box.offset)),
+                type=planner.WriteItemType.SHARD,
+                tensor_data=planner.TensorWriteData(
                     chunk=_chunk(box),
-                    properties=TensorProperties.create_from_tensor(self.local),
+                    properties=metadata.TensorProperties.create_from_tensor(self.local),
                     size=self.shape,
                 ),
             )
@@ -345,9 +344,9 @@ def _called_from(module: str) -> bool:
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-    return ChunkStorageMetadata(offsets=torch.Size(box.offset), sizes=torch.Size(box.shape))
+    return dist.checkpoint.metadata.ChunkStorageMetadata(
+        offsets=torch.Size(box.offset), sizes=torch.Size(box.shape)
+    )
 
 
 def _views(values: Iterable[object]) -> Iterator[ShardView]:

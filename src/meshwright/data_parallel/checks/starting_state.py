@@ -244,7 +244,7 @@ class StartingBuffer:
 
     @property
     def tensor(self) -> torch.Tensor | None:
-        """What the module holds now."""
+        """The tensor that the module holds now."""
         return self.module._buffers.get(self.name)
 
 
