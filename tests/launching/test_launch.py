@@ -72,7 +72,7 @@ def is_there(file: Path) -> bool:
 
 
 PROGRAM = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
 import meshwright as mw
 from meshwright.comm import communicator
@@ -86,6 +86,7 @@ def work(folder, rounds=60):
         time.sleep(1)
 
 folder = Path(sys.argv[1])
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have jobs behind them ignore it
 try:
     mw.launch(work, 2, folder)
 except KeyboardInterrupt:
