@@ -73,9 +73,10 @@ test: export RANK_PLACES := 4
 test: $(READY)
 	$(BIN)/python -m pytest -m 'not slow and not soak' -n 2 --dist worksteal --durations=10
 
+# Programs of others run in `make clients`.
 test-all: export RANK_PLACES := 8
 test-all: $(READY)
-	$(BIN)/python -m pytest -m 'not soak' -n 2 --dist worksteal --durations=20
+	$(BIN)/python -m pytest -m 'not soak' --ignore tests/clients -n 2 --dist worksteal --durations=20
 	SIMULATED=1 $(BIN)/python -m pytest $(ON_DEVICES) -m 'not slow and not soak' -n 2 --dist worksteal
 
 # Without PART it says what there is.

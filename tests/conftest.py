@@ -21,11 +21,15 @@ if not any(entry.value == "meshwright.testing.plugin" for entry in entry_points(
     pytest_plugins = ["meshwright.testing.plugin"]
 
 
+SLOW = 4
+"""Of a test with many cases so many run in `make test-all` beside those that are quick."""
+
+
 @pytest.hookimpl(tryfirst=True)  # before what is slow is left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Make all but a ``few`` cases of a test slow: those that their names draw.
 
-    Of these no more than ``slow``, where it says so; what is left is for `make soak`.
+    Of these no more than ``slow``, `SLOW` where it says nothing; the rest is for `make soak`.
     """
     if config.getoption("--ranks-devices") == "simulated":
         return  # where these tests run a second time, in `make test-all` only
@@ -37,7 +41,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         drawn.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
         few = drawn[0].get_closest_marker("few")
         assert few is not None
-        (quick,), slow = few.args, few.kwargs.get("slow", len(drawn))
+        (quick,), slow = few.args, few.kwargs.get("slow", SLOW)
         for item in drawn[quick:]:
             item.add_marker(pytest.mark.slow)
         for item in drawn[quick + slow :]:

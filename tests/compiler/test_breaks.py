@@ -96,7 +96,7 @@ def body_run(folder: Path, *overrides: str) -> tuple[str, list[str]]:
     return outcome.parity, [line for line in told if "a graph ends at" in line]
 
 
-@pytest.mark.slow
+@pytest.mark.few(0, slow=1)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("axis", ["replicate", "shard", "pipeline"])

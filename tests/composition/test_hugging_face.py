@@ -80,6 +80,7 @@ def losses_of_example(processes: int, *arguments: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)$", done.stdout, re.M)]
 
 
+@pytest.mark.soak
 def test_the_example_trains_the_same_model_on_two_layouts(tmp_path: Path) -> None:
     alone = tmp_path / "alone.toml"
     alone.write_text("[train]\nclip_norm = 1.0\n")

@@ -158,7 +158,7 @@ def test_every_rank_stops_and_says_who(ranks: Ranks, name: str) -> None:
     check(name, ranks(2, body, name))
 
 
-@pytest.mark.slow
+@pytest.mark.few(0, slow=3)
 @pytest.mark.backends("shm", "gloo")
 @pytest.mark.parametrize("name", WRAPS)
 def test_four_ranks_stop_on_both_backends(ranks: Ranks, name: str) -> None:

@@ -194,7 +194,7 @@ def body_mutated(name: str, expected: ReferenceRun) -> Outcome:
     return outcome
 
 
-@pytest.mark.slow
+@pytest.mark.few(0, slow=6)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_fault_is_seen(ranks: Ranks, name: str) -> None:
     mutation = MUTATIONS[name]

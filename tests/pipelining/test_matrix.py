@@ -194,7 +194,7 @@ def test_every_pair(ranks: Ranks, size: int) -> None:
     ranks(size, body, combinations, timeout=120)
 
 
-@pytest.mark.slow
+@pytest.mark.few(0, slow=5)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_every_combination(ranks: Ranks, name: str, size: int) -> None:

@@ -374,7 +374,7 @@ def body_apart(calls: Callable[[], None]) -> str:
     return str(raised.value)
 
 
-@pytest.mark.slow
+@pytest.mark.few(0, slow=8)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", APART)
 def test_calls_that_never_meet_end_with_what_each_rank_is_in(

@@ -80,7 +80,7 @@ def test_to_sign_in_takes_few_requests_and_bytes(size: int) -> None:
     assert many.operations <= 1.5 * few.operations
 
 
-@pytest.mark.slow
+@pytest.mark.few(0, slow=1)
 @pytest.mark.parametrize("body", [first_passes, wait_for_a_late_rank, leave])
 def test_thousands_that_wait_ask_little(body: Callable[[SimulatedRank], Used]) -> None:
     """Ten first events, ten seconds of waiting for a rank, and the end of the run."""

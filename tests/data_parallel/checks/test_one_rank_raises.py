@@ -187,7 +187,7 @@ def test_every_rank_is_told_who_raised(ranks: Ranks, strategy: str, place: str) 
     check_one(ranks, strategy, place)
 
 
-@pytest.mark.slow
+@pytest.mark.few(0, slow=6)
 @pytest.mark.backends("gloo")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("strategy", STRATEGIES)

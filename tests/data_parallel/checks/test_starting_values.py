@@ -280,7 +280,7 @@ def test_copies_that_start_from_other_values(ranks: Ranks) -> None:
     ranks(4, body_of_copies, "fully_shard", 1)
 
 
-@pytest.mark.slow
+@pytest.mark.few(0, slow=6)
 @pytest.mark.backends("shm", "gloo")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("odd", range(4))

@@ -344,7 +344,7 @@ def test_the_host_does_not_wait_in_a_steady_step(ranks: Ranks, kind: str) -> Non
 
 
 @pytest.mark.parametrize("kind", PAIRS)
-@pytest.mark.slow
+@pytest.mark.few(0, slow=12)
 def test_the_host_does_not_wait_in_other_steady_steps(ranks: Ranks, kind: str) -> None:
     on_devices(ranks)(2, steady, PAIRS[kind])
 
