@@ -190,7 +190,7 @@ def test_every_order_of_unsynced_writes_leaves_old_or_new(tmp_path: Path) -> Non
     assert steps[-8:] == [NEW] * 8
 
 
-@pytest.mark.slow
+@pytest.mark.few(0, slow=1)
 @pytest.mark.parametrize("seed", range(3))
 def test_many_orders_of_unsynced_writes(tmp_path: Path, seed: int) -> None:
     steps = crash_states(tmp_path, RecordedStorage(), draws=150, seed=seed)

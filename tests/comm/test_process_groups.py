@@ -190,7 +190,7 @@ def test_fresh_interpreters_leave_with_status_0(leave: str) -> None:
     assert run_once(leave) == [(0, "")] * 2
 
 
-@pytest.mark.few(0, slow=4)
+@pytest.mark.few(0, slow=1)
 @pytest.mark.parametrize("leave", ["comm.disconnect()", ""])
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 @pytest.mark.parametrize("strategy", STRATEGIES)

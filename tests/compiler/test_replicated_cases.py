@@ -138,7 +138,7 @@ def test_compile(ranks: Ranks) -> None:
     ranks(2, compare_all, timeout=TIMEOUT)
 
 
-@pytest.mark.few(0, slow=3)
+@pytest.mark.few(0, slow=1)
 @pytest.mark.parametrize("case", CASES)
 def test_compile_with_inductor(ranks: Ranks, case: str) -> None:
     ranks(2, functools.partial(compare_three, **CASES[case]), timeout=TIMEOUT)
@@ -191,14 +191,14 @@ def check_code(passes: Sequence[str], first: Sequence[str], reduction: str) -> N
             check.run(code)
 
 
-@pytest.mark.slow
+@pytest.mark.few(0, slow=1)
 @pytest.mark.parametrize("size", [2, 4])
 def test_bucketing_coalesced_op(ranks: Ranks, size: int) -> None:
     ranks(size, check_code, COALESCED, ["cpp_fused_"], "all_reduce_coalesced_", timeout=TIMEOUT)
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.slow
+@pytest.mark.few(0, slow=1)
 def test_bucketing_concat_op(ranks: Ranks, size: int) -> None:
     first = ["aten.flatten.using_ints(", "cpp_fused_"]
     ranks(size, check_code, CONCAT, first, "all_reduce_", timeout=TIMEOUT)
@@ -231,7 +231,7 @@ def compare_on_two_axes(backend: str) -> None:
         torch.testing.assert_close(found.grad, expected.grad)
 
 
-@pytest.mark.slow
+@pytest.mark.few(0, slow=1)
 @pytest.mark.parametrize("backend", ["inductor", "eager"])
 def test_ddp_tp(ranks: Ranks, backend: str) -> None:
     ranks(4, compare_on_two_axes, backend, timeout=TIMEOUT)

@@ -103,7 +103,7 @@ def test_pairs_on_four_ranks(ranks: Ranks) -> None:
     check(ranks, 4, cells(pairwise(COLUMNS, is_legal)), 600)
 
 
-@pytest.mark.few(0, slow=3)
+@pytest.mark.few(0, slow=1)
 @pytest.mark.parametrize("model", ROWS)
 def test_two_axes_of_two_ranks(ranks: Ranks, model: str) -> None:
     chosen = [cell for cell in product(model) if "hybrid" in cell.strategy.lower()]

@@ -153,7 +153,7 @@ def test_a_killed_rank_is_named(ranks: Ranks, phase: str, victim: int) -> None:
             assert seconds(str(error)) < 5
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(1, slow=2)
 @pytest.mark.parametrize(("phase", "victim"), phase_and_victim((1, 0), 4))
 def test_a_stopped_rank_is_named_within_the_wait_and_does_not_come_back(
     ranks: Ranks, phase: str, victim: int

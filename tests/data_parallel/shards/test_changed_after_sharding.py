@@ -704,7 +704,7 @@ def test_parameters_given_anew_over_several_axes(ranks: Ranks) -> None:
     ranks(4, body_over_axes)
 
 
-@pytest.mark.slow
+@pytest.mark.few(0, slow=3)
 @pytest.mark.backends("shm", "gloo")
 @pytest.mark.parametrize("strategy", ALL)
 def test_programs_that_change_models_on_four_ranks(ranks: Ranks, strategy: str) -> None:
