@@ -276,7 +276,7 @@ def test_a_compiled_backward_is_refused(ranks: Ranks) -> None:
     ranks(2, body_compiled_backward)
 
 
-@pytest.mark.few(0, slow=5)
+@pytest.mark.few(0, slow=2)
 @pytest.mark.parametrize("is_facade", [False, True])
 @pytest.mark.parametrize(
     "compiles",
