@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from meshwright import checkpoint
 from meshwright.checkpoint import (
     Reader,
+    ShardedPiece,
     load_into,
     load_tensors,
     read_manifest,
@@ -80,6 +84,16 @@ def test_pieces_of_other_ranks_are_read_together(tmp_path: Path, reads: list[int
     assert [count for count in reads if count > 1] == [400, 400]
 
 
+def test_a_model_is_filled_in_a_few_reads(tmp_path: Path, reads: list[int]) -> None:
+    model, other = (nn.Sequential(*(nn.Linear(3, 3) for _ in range(50))) for _ in range(2))
+    checkpoint.save(tmp_path, 1, model=model)
+    reads.clear()
+    checkpoint.load(tmp_path, model=other)
+    assert [count for count in reads if count > 1] == [100]
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_small_and_large_tensors_across_the_ends_of_reads(tmp_path: Path, reads: list[int]) -> None:
     generator = torch.Generator().manual_seed(0)
     sizes = [50_000, 2, 262_144, 262_143, 1, 100_000, 100_000, 600_000, 3, 250_000, 12_144, 1]
@@ -91,6 +105,34 @@ def test_small_and_large_tensors_across_the_ends_of_reads(tmp_path: Path, reads:
     assert_equal(targets, tensors)
     assert [count for count in reads if count > 1] == [2] * 5
     assert_equal(load_tensors(path).tensors, tensors)
+
+
+def test_one_large_piece_of_which_little_is_taken_is_held_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {f"{n}": torch.rand(2, 200_000) for n in range(6)}
+    path = save_tensors(tmp_path, tensors, {}, step=0)
+    box = Box((1, 7), (1, 2))
+    targets = {
+        name: ShardedPiece(global_shape=(2, 200_000), boxes=(box,), tensor=torch.zeros(2))
+        for name in tensors
+    }
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+    empty = torch.empty
+
+    def noting(*arguments: Any, **options: Any) -> torch.Tensor:
+        found = empty(*arguments, **options)
+        made.append(weakref.ref(found))
+        alive.append(sum(each() is not None for each in made))
+        return found
+
+    monkeypatch.setattr(torch, "empty", noting)
+    load_into(path, targets)
+    assert max(alive) <= 2  # the next, while the names of the last still stand
+    assert len(alive) == 6
+    for name, target in targets.items():
+        assert torch.equal(target.tensor, tensors[name][1, 7:9])
 
 
 @pytest.mark.parametrize("number", [0, 437, 999])

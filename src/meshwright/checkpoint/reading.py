@@ -167,7 +167,7 @@ class Reader:
                 reads.append(read)
             if then:
                 copies += then
-                beside += sum(source.nbytes for _, source in then)
+                beside += then[0][1].untyped_storage().nbytes()  # all of it, whatever is taken
             if beside >= _CHUNK:
                 self._read(reads, copies)
                 beside = 0
