@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 
 from meshwright.checkpoint.document import (
     MAX_DOCUMENT_BYTES,
-    Fields,
     canonical,
     check_json,
-    parse_canonical,
     seal,
     unseal,
 )
@@ -37,18 +35,20 @@ VALUES = st.recursive(
 @given(VALUES)
 def test_values_come_back_exactly(value: Any) -> None:
     check_json(value, "value")
-    back = unseal(seal({"value": value}))
+    sealed = seal(canonical({"value": value}))
+    back = unseal(sealed)
     assert repr(back) == repr({"value": value})  # repr tells 1 from 1.0 and 0.0 from -0.0
-    assert json.loads(seal({"value": value}))["manifest"] == {"value": value}
+    assert seal(canonical(back)) == sealed
+    assert json.loads(sealed)["manifest"] == {"value": value}
 
 
 def test_the_order_of_keys_is_kept() -> None:
     body = {"b": 1, "a": {"z": 1, "y": 2}}
-    assert canonical(unseal(seal(body))) == b'{"b":1,"a":{"z":1,"y":2}}'
+    assert canonical(unseal(seal(canonical(body)))) == b'{"b":1,"a":{"z":1,"y":2}}'
 
 
 def test_every_flipped_bit_and_every_length_is_refused() -> None:
-    sealed = seal({"a": [1, 2.5, None], "b": "text"})
+    sealed = seal(canonical({"a": [1, 2.5, None], "b": "text"}))
     for bit in range(len(sealed) * 8):
         changed = bytearray(sealed)
         changed[bit // 8] ^= 1 << bit % 8
@@ -57,25 +57,6 @@ def test_every_flipped_bit_and_every_length_is_refused() -> None:
     for size in range(len(sealed)):
         with pytest.raises(ValueError, match=r"."):
             unseal(sealed[:size])
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        b'{"a":1,"a":1}',
-        b"[1, 2]",
-        b"1e2",
-        b"1.50",
-        b"-0",
-        b'"\\u0041"',
-        b"[NaN]",
-        b'"\xc3\xa9"',
-        b"[",
-    ],
-)
-def test_other_texts_of_a_value_are_refused(text: bytes) -> None:
-    with pytest.raises(ValueError, match=r"."):
-        parse_canonical(text)
 
 
 @pytest.mark.parametrize(
@@ -104,23 +85,6 @@ def test_endless_values_are_refused() -> None:
 def test_a_document_above_the_cap_is_refused() -> None:
     large = "x" * MAX_DOCUMENT_BYTES
     with pytest.raises(ValueError, match=r"limit is \d+; save large metadata as tensors"):
-        seal({"a": large})
+        seal(large.encode())
     with pytest.raises(ValueError, match="bytes, the limit is"):
         unseal(large.encode() + b"x")
-
-
-def test_fields_say_what_they_expected() -> None:
-    fields = Fields({"a": 1, "b": "x", "c": [1, -1], "d": True}, "here")
-    assert fields.count("a") == 1
-    with pytest.raises(ValueError, match="here: 'z' is missing"):
-        fields.text("z")
-    with pytest.raises(ValueError, match="here: 'd' must be a string, found 'True'"):
-        fields.text("d")
-    with pytest.raises(ValueError, match="here: 'c' must be a list of at most 64 integers"):
-        fields.counts("c")
-    with pytest.raises(ValueError, match="here: 'd' must be an integer from 0"):
-        fields.count("d")
-    with pytest.raises(ValueError, match="here: unknown field 'b'"):
-        fields.end()
-    with pytest.raises(ValueError, match="here: expected an object, found list"):
-        Fields([], "here")

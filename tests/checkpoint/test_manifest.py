@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.checkpoint.document import canonical, seal, unseal
 from meshwright.checkpoint.manifest import (
     Manifest,
     Piece,
@@ -106,6 +107,70 @@ def test_a_manifest_comes_back() -> None:
     assert back.owner("rank_00000.safetensors", "t") == "t"
     with pytest.raises(KeyError):
         back.owner("rank_00001.safetensors", "t")
+
+
+@pytest.mark.parametrize(
+    ("written", "changed"),
+    [
+        (b'"shape":[4]', b'"shape":[4.0]'),
+        (b'"shape":[4]', b'"shape":[ 4]'),
+        (b'"shape":[4]', b'"shape":[04]'),
+        (b'"shape":[4],"pieces"', b'"shape":[true],"pieces"'),
+        (b'"shape":[4],"pieces"', b'"shape":"4","pieces"'),
+        (b'"offset":[0]', b'"offset":[-0]'),
+        (b'"offset":[0]', b'"offset":[false]'),
+        (b'"offset":[0]', b'"offset":{}'),
+        (b'"step":3', b'"step":3.0'),
+        (b'"step":3', b'"step":"3"'),
+        (b'"step":3', b'"step":3,"step":3'),
+        (b'"version":2', b'"version":true'),
+        (b'"version":2', b'"version":[2]'),
+        (b'"dtype":"int16"', b'"dtype":"i\\u006et16"'),
+        (b'"dtype":"int16","shape":[4]', b'"shape":[4],"dtype":"int16"'),
+        (b'"dtype":"int16",', b'"dtype":"int16","more":1,'),
+        (b'"dtype":"int16",', b""),
+        (b'"key":"t"', b'"key":["t"]'),
+        (b"0000000000000007", b"0000000000000_07"),
+        (b"0000000000000007", b"              +7"),
+        (b"0000000000000007", b"000000000000000A"),
+        (b'"metadata":{"a":[1]}', b'"metadata":{"a":[1], "b":2}'),
+        (b'"metadata":{"a":[1]}', b'"metadata":{"a":[1e0]}'),
+        (b'"metadata":{"a":[1]}', b'"metadata":{"a":[NaN]}'),
+        (b'"metadata":{"a":[1]}', b'"metadata":[1]'),
+        (b'"files":{', b'"files":{"rank_00001.safetensors":{},'),
+    ],
+)
+def test_every_other_text_of_a_manifest_is_refused(written: bytes, changed: bytes) -> None:
+    text = canonical(unseal(to_bytes(manifest())))
+    assert from_bytes(seal(text)) == manifest()
+    assert written in text
+    with pytest.raises(ValueError, match=r"."):
+        from_bytes(seal(text.replace(written, changed, 1)))
+
+
+def test_the_first_difference_of_a_manifest_is_shown() -> None:
+    text = canonical(unseal(to_bytes(manifest())))
+    changed = seal(text.replace(b'"a":[1]', b'"a": [1]'))
+    with pytest.raises(
+        ValueError, match=r"manifest: expected b'\[1\].* at byte \d+, found b' \[1\]"
+    ):
+        from_bytes(changed)
+
+
+def test_equal_forms_are_checked_once_and_others_each() -> None:
+    def record(number: int, *stored: Box) -> TensorRecord:
+        file = "rank_00000.safetensors"
+        pieces = [Piece(file, f"{number}/{n}", box, 7) for n, box in enumerate(stored)]
+        return TensorRecord("int16", (4,), tuple(pieces))
+
+    sound = {str(n): record(n, Box((0,), (2,)), Box((2,), (2,))) for n in range(3)}
+    Manifest(step=0, tensors=sound, metadata={})
+    with pytest.raises(ValueError, match="tensor 'x': the pieces .* overlap"):
+        Manifest(
+            step=0,
+            tensors={**sound, "x": record(4, Box((0,), (2,)), Box((1,), (2,)))},
+            metadata={},
+        )
 
 
 def test_two_tensors_under_one_key_are_refused() -> None:

@@ -21,7 +21,7 @@ def test_the_next_tensor_of_a_device_is_copied_while_one_is_used() -> None:
 
         views = byte_views(made())
         for number, ahead in ((0, 2), (1, 3), (2, 3)):
-            assert next(views).tolist() == [number] * 4
+            assert bytes(next(views)) == bytes([number] * 4)
             assert len(started) == ahead
         assert [stop.what for stop in device.stops] == ["wait for an event"] * 3
 
@@ -30,4 +30,19 @@ def test_what_lies_on_the_host_is_not_copied() -> None:
     values = torch.arange(4, dtype=torch.uint8)
     (view,) = byte_views([values])
     values[0] = 7
-    assert view.tolist() == [7, 1, 2, 3]
+    assert bytes(view) == b"\7\1\2\3"
+
+
+def test_bytes_are_those_of_the_values_however_a_tensor_lies() -> None:
+    complex_values = torch.tensor([1 + 2j, 3 - 4j])
+    tensors = [
+        torch.arange(6, dtype=torch.int16).view(2, 3).t(),
+        torch.arange(8.0)[::2].requires_grad_(),
+        torch.ones(3, dtype=torch.bfloat16),
+        torch.tensor(5.0),
+        complex_values.conj(),
+        complex_values[:1].conj().imag,  # contiguous, and to be read with another sign
+    ]
+    for tensor, view in zip(tensors, byte_views(tensors), strict=True):
+        plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+        assert bytes(view) == bytes(plain.view(-1).view(torch.uint8).tolist())

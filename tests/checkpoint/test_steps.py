@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from meshwright.checkpoint import Storage, latest, load_tensors, save_tensors, step_directory
-from meshwright.checkpoint.document import seal, unseal
+from meshwright.checkpoint.document import canonical, seal, unseal
 from meshwright.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
 from support.checkpoint.samples import METADATA, small
 
@@ -68,7 +68,7 @@ def test_a_later_format_is_not_passed_over(tmp_path: Path) -> None:
     _, path = fill(tmp_path, 1, 2)
     body = unseal((path / "manifest.json").read_bytes())
     assert isinstance(body, dict)
-    (path / "manifest.json").write_bytes(seal({**body, "version": 3}))
+    (path / "manifest.json").write_bytes(seal(canonical({**body, "version": 3})))
     with pytest.raises(CheckpointMismatchError, match="version 3; this Meshwright reads 1 and 2"):
         latest(tmp_path)
 

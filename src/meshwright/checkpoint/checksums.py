@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
+from ctypes import Array, c_char
 from types import MappingProxyType
 from typing import Protocol
+
+Bytes = bytes | bytearray | memoryview | Array[c_char]
 
 
 class Checksum(Protocol):
     """The checksum of all bytes that it was given, one chunk after the other."""
 
-    def update(self, data: memoryview, /) -> object:
+    def update(self, data: Bytes, /) -> object:
         """Take more bytes in."""
         ...
 
@@ -25,26 +28,24 @@ class Checksum(Protocol):
 
 
 class _Crc32:
-    def __init__(self) -> None:
-        self._value = 0
+    def __init__(self, data: Bytes = b"") -> None:
+        self._value = zlib.crc32(data)
 
-    def update(self, data: memoryview, /) -> None:
+    def update(self, data: Bytes, /) -> None:
         self._value = zlib.crc32(data, self._value)
 
     def intdigest(self) -> int:
         return self._value
 
 
-def _xxh3() -> Checksum:
+def algorithm(kind: str) -> Callable[[Bytes], Checksum]:
+    """Find how a checksum of ``kind`` is begun, with the first bytes that it is given."""
+    if kind == "crc32":
+        return _Crc32
     import xxhash  # here, so that models train where nothing is saved without it
 
-    return xxhash.xxh3_64()
+    return xxhash.xxh3_64
 
-
-ALGORITHMS: Mapping[str, Callable[[], Checksum]] = MappingProxyType(
-    {"xxh3": _xxh3, "crc32": _Crc32}
-)
-"""An empty checksum of each kind."""
 
 DIGITS: Mapping[str, int] = MappingProxyType({"xxh3": 16, "crc32": 8})
 """Hexadecimal digits of each kind."""

@@ -13,11 +13,13 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from operator import attrgetter
+from typing import Any, NamedTuple
 
 from meshwright.checkpoint.checksums import DIGITS, OF_VERSION
-from meshwright.checkpoint.document import JSON, Fields, check_json, seal, unseal
-from meshwright.checkpoint.tensor_file import Entry, FileMap, file_map, is_file_name, item_size
+from meshwright.checkpoint.document import JSON, canonical, check_json, seal, unseal
+from meshwright.checkpoint.tensor_file import FileMap, file_map, is_file_name, item_size, quoted
 from meshwright.layout import Box
 
 MANIFEST_NAME = "manifest.json"
@@ -33,8 +35,7 @@ class UnknownVersionError(ValueError):
     """The manifest is sound, but of a version that this code does not read."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Piece(NamedTuple):
     """A stored box of a tensor: ``key`` is its name inside ``file``."""
 
     file: str
@@ -43,8 +44,7 @@ class Piece:
     checksum: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorRecord:
+class TensorRecord(NamedTuple):
     """A whole tensor. One without elements has no pieces."""
 
     dtype: str
@@ -70,17 +70,25 @@ class Manifest:
         if not 0 <= self.step <= MAX_STEP:
             raise ValueError(f"step {self.step} is not from 0 to {MAX_STEP}")
         work = 0
-        for name, record in self.tensors.items():
-            work += _check_tensor(name, record, _MAX_COVER_WORK - work)
-        object.__setattr__(self, "file_maps", self._map_files())
-
-    def _map_files(self) -> dict[str, FileMap]:
-        entries: defaultdict[str, list[Entry]] = defaultdict(list)
-        for record in self.tensors.values():
-            for piece in record.pieces:
-                entry = Entry(key=piece.key, dtype=record.dtype, shape=piece.box.shape)
-                entries[piece.file].append(entry)
-        return {name: file_map(name, self.step, entries[name]) for name in sorted(entries)}
+        entries: dict[str, list[tuple[str, str, tuple[int, ...]]]] = {}
+        sound: dict[tuple[object, ...], list[Box]] = {}  # the boxes live as long as their ids
+        for name, (dtype, shape, pieces) in self.tensors.items():
+            form = dtype, shape, *[id(piece.box) for piece in pieces]
+            try:
+                if form not in sound:
+                    sound[form] = [piece.box for piece in pieces]
+                    work += _check_form(dtype, shape, sound[form], _MAX_COVER_WORK - work)
+                if len(name) > _MAX_NAME or not name.isascii():
+                    _check_name(name)
+                for file, key, box, _ in pieces:
+                    if file not in entries or len(key) > 2 * _MAX_NAME:
+                        _check_place(file, key)
+                        entries.setdefault(file, [])
+                    entries[file].append((key, dtype, box.shape))
+            except ValueError as error:
+                raise ValueError(f"tensor {name[:200]!r}: {error}") from None
+        maps = {name: file_map(name, self.step, entries[name]) for name in sorted(entries)}
+        object.__setattr__(self, "file_maps", maps)
 
     def owner(self, file: str, key: str) -> str:
         """Find the tensor that the key of a file belongs to."""
@@ -90,26 +98,27 @@ class Manifest:
         raise KeyError(key)
 
 
-def _check_tensor(name: str, record: TensorRecord, budget: int) -> int:
-    """Refuse an unsound record; return the work that it took."""
-    where = f"tensor {name[:200]!r}"
+def _check_form(dtype: str, shape: tuple[int, ...], boxes: list[Box], budget: int) -> int:
+    """Refuse a shape or boxes that are not sound; return the work that it took."""
+    if math.prod(shape) * item_size(dtype) >= 2**63:
+        raise ValueError(f"shape {shape} is too large")
+    return covers(shape, boxes, budget)
+
+
+def _check_name(name: str) -> None:
     if len(name) > _MAX_NAME:
-        raise ValueError(f"{where}...: a name of {len(name)} characters, at most {_MAX_NAME}")
+        raise ValueError(f"a name of {len(name)} characters, at most {_MAX_NAME}")
     try:
         name.encode("utf-8")
     except UnicodeEncodeError:
-        raise ValueError(f"{where}: the name is not valid Unicode") from None
-    if math.prod(record.shape) * item_size(record.dtype) >= 2**63:
-        raise ValueError(f"{where}: shape {record.shape} is too large")
-    for piece in record.pieces:
-        if not is_file_name(piece.file):
-            raise ValueError(f"{where}: {piece.file[:80]!r} is not the name of a checkpoint file")
-        if len(piece.key) > 2 * _MAX_NAME:
-            raise ValueError(f"{where}: a key of {len(piece.key)} characters")
-    try:
-        return covers(record.shape, [piece.box for piece in record.pieces], budget)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        raise ValueError("the name is not valid Unicode") from None
+
+
+def _check_place(file: str, key: str) -> None:
+    if not is_file_name(file):
+        raise ValueError(f"{file[:80]!r} is not the name of a checkpoint file")
+    if len(key) > 2 * _MAX_NAME:
+        raise ValueError(f"a key of {len(key)} characters")
 
 
 def covers(shape: Sequence[int], pieces: Sequence[Box], budget: int = _MAX_COVER_WORK) -> int:
@@ -167,92 +176,79 @@ def to_bytes(
     """Write the manifest file; ``checksum`` says that of each piece, by default its own."""
     kind = OF_VERSION[manifest.version]
     form = f"0{DIGITS[kind]}x"
-    files: dict[str, JSON] = {
-        name: {"bytes": at.size, "header_crc32": f"{zlib.crc32(at.header):08x}"}
+    files = (
+        f'"{name}":{{"bytes":{at.size},"header_crc32":"{zlib.crc32(at.header):08x}"}}'
         for name, at in manifest.file_maps.items()
-    }
-    tensors: dict[str, JSON] = {
-        name: {
-            "dtype": record.dtype,
-            "shape": list(record.shape),
-            "pieces": [
-                {
-                    "file": piece.file,
-                    "key": piece.key,
-                    "offset": list(piece.box.offset),
-                    "shape": list(piece.box.shape),
-                    kind: format(checksum(piece), form),
-                }
-                for piece in record.pieces
-            ],
-        }
-        for name, record in manifest.tensors.items()
-    }
-    return seal(
-        {
-            "format": _FORMAT,
-            "version": manifest.version,
-            "step": manifest.step,
-            "files": files,
-            "tensors": tensors,
-            "metadata": dict(manifest.metadata),
-        }
     )
+    tensors: list[str] = []
+    for name, (dtype, shape, pieces) in manifest.tensors.items():
+        rows = [
+            f'{{"file":"{piece.file}","key":{quoted(piece.key)},"offset":'
+            f'{_listed(piece.box.offset)},"shape":{_listed(piece.box.shape)},'
+            f'"{kind}":"{checksum(piece):{form}}"}}'
+            for piece in pieces
+        ]
+        tensors.append(
+            f'{quoted(name)}:{{"dtype":"{dtype}","shape":{_listed(shape)},'
+            f'"pieces":[{",".join(rows)}]}}'
+        )
+    head = f'{{"format":"{_FORMAT}","version":{manifest.version:d},"step":{manifest.step:d}'
+    table = f'"files":{{{",".join(files)}}},"tensors":{{{",".join(tensors)}}}'
+    metadata = canonical(manifest.metadata).decode("ascii")
+    return seal(f'{head},{table},"metadata":{metadata}}}'.encode("ascii"))
+
+
+@lru_cache(4096)
+def _listed(counts: tuple[int, ...]) -> str:
+    """Write a shape; a number of another type than it has there is refused or differs."""
+    return f"[{','.join([f'{count:d}' for count in counts])}]"
 
 
 def from_bytes(data: bytes) -> Manifest:
-    """Parse a manifest file. Raises ``ValueError`` unless every bit is as it was written."""
-    fields = Fields(unseal(data), "manifest")
-    if fields.text("format") != _FORMAT:
+    """Parse a manifest file. Raises ``ValueError`` unless every bit is as it was written.
+
+    What was read is written again and must give the same text: whatever is missing, more, of
+    another type or in another order differs, or cannot be read.
+    """
+    body = unseal(data)
+    if not isinstance(body, dict) or body.get("format") != _FORMAT:
         raise ValueError(f"manifest: 'format' is not {_FORMAT!r}")
-    version = fields.count("version")
-    if version not in OF_VERSION:
+    version = body.get("version")
+    if type(version) is int and version not in OF_VERSION:
         read = " and ".join(map(str, OF_VERSION))
         raise UnknownVersionError(f"format version {version}; this Meshwright reads {read}")
-    kind = OF_VERSION[version]
-    step = fields.count("step")
-    files = {name: _file(value, name) for name, value in fields.mapping("files").items()}
-    tensors = {
-        name: _tensor(value, name, kind) for name, value in fields.mapping("tensors").items()
-    }
-    metadata = fields.mapping("metadata")
-    check_json(metadata, "metadata")
-    fields.end()
-    manifest = Manifest(step=step, tensors=tensors, metadata=metadata, version=version)
-    expected = {name: (at.size, zlib.crc32(at.header)) for name, at in manifest.file_maps.items()}
-    if files != expected:
-        wrong = sorted(k for k in files.keys() | expected if files.get(k) != expected.get(k))
-        raise ValueError(f"manifest: size or header checksum of {wrong[0][:80]!r} contradicts it")
+    try:
+        manifest = _read(body)
+        expected = to_bytes(manifest)
+    except (ArithmeticError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"manifest: a value of another type: {error}") from None
+    if expected != data:
+        pairs = enumerate(itertools.zip_longest(expected, data))
+        at = next(place for place, (one, other) in pairs if one != other)
+        raise ValueError(
+            f"manifest: expected {expected[at : at + 60]!r} at byte {at}, found"
+            f" {data[at : at + 60]!r}"
+        )
     return manifest
 
 
-def _file(value: JSON, name: str) -> tuple[int, int]:
-    """Read the size of a file in bytes and the checksum of its header."""
-    fields = Fields(value, f"file {name[:80]!r}")
-    record = fields.count("bytes"), fields.checksum("header_crc32", DIGITS["crc32"])
-    fields.end()
-    return record
-
-
-def _tensor(value: JSON, name: str, kind: str) -> TensorRecord:
-    where = f"tensor {name[:200]!r}"
-    fields = Fields(value, where)
-    record = TensorRecord(
-        dtype=fields.text("dtype"),
-        shape=fields.counts("shape"),
-        pieces=tuple(_piece(item, where, kind) for item in fields.items("pieces")),
-    )
-    fields.end()
-    return record
-
-
-def _piece(value: JSON, where: str, kind: str) -> Piece:
-    fields = Fields(value, where)
-    piece = Piece(
-        file=fields.text("file"),
-        key=fields.text("key"),
-        box=Box(fields.counts("offset"), fields.counts("shape")),
-        checksum=fields.checksum(kind, DIGITS[kind]),
-    )
-    fields.end()
-    return piece
+def _read(body: dict[str, Any]) -> Manifest:
+    """Read what has the form of a manifest; of anything else it makes an error, or nonsense."""
+    _, version, step, _, tensors, metadata = body.values()
+    if type(metadata) is not dict:
+        raise ValueError("manifest: 'metadata' must be an object")
+    check_json(metadata, "metadata")
+    boxes: dict[tuple[tuple[int, ...], tuple[int, ...]], Box] = {}
+    records: dict[str, TensorRecord] = {}
+    for name, row in tensors.items():
+        dtype, shape, stored = row.values()
+        pieces: list[Piece] = []
+        for piece in stored:
+            file, key, offset, extent, checksum = piece.values()
+            place = tuple(offset), tuple(extent)
+            box = boxes.get(place)
+            if box is None:
+                box = boxes[place] = Box(*place)
+            pieces.append(Piece(file, key, box, int(checksum, 16)))
+        records[name] = TensorRecord(dtype, tuple(shape), tuple(pieces))
+    return Manifest(step=step, tensors=records, metadata=metadata, version=version)

@@ -1,9 +1,10 @@
 """Reading a checkpoint: nothing is believed before it is verified, nothing outside is opened.
 
 The manifest says which bytes hold which box of which tensor, so any layout reads what any other has
-written: only pieces that overlap the wanted boxes are read, one at a time, each verified whole.
-Files are opened relative to the checkpoint's own directory, links are refused, and no byte of a
-file is ever interpreted except as the elements of a tensor.
+written: only pieces that overlap the wanted boxes are read, each verified whole. Small neighbours
+in a file are read in one call, each into its own memory. Files are opened relative to the
+checkpoint's own directory, links are refused, and no byte of a file is ever interpreted except as
+the elements of a tensor.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import filterfalse
+from operator import itemgetter
 from pathlib import Path
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.checksums import ALGORITHMS, DIGITS, OF_VERSION
+from meshwright.checkpoint.checksums import DIGITS, OF_VERSION, Bytes, algorithm
 from meshwright.checkpoint.document import JSON, MAX_DOCUMENT_BYTES
 from meshwright.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -31,15 +33,29 @@ from meshwright.checkpoint.manifest import (
     UnknownVersionError,
     from_bytes,
 )
-from meshwright.checkpoint.pieces import ShardedPiece, boxes_of, describe, torch_dtype
-from meshwright.comm.streams import is_host
+from meshwright.checkpoint.pieces import (
+    ShardedPiece,
+    boxes_of,
+    form_of,
+    is_plain_host,
+    memory_of,
+    torch_dtype,
+)
 from meshwright.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
 from meshwright.layout import Box
 
 _CHUNK = 2**20
+"""Bytes that are read in one call: the processor's cache still holds them when they are summed."""
+_BUFFERS = 1024
+"""Pieces that are read in one call: as many as the system takes."""
 _OPEN_FILES = 32
 """Files of tensors that a reader keeps open: those of one tensor's pieces are read in turn."""
 _ADVICE = "restore it from a copy, or use another checkpoint"
+
+
+_Read = tuple[str, int, int, str, int, Tensor]
+"""A stored piece that is to be read: its file, where it begins and ends there, the name of its
+tensor, its checksum, and what it is read into, which is contiguous and on the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -103,18 +119,23 @@ class Reader:
 
     def read(self, name: str) -> Tensor:
         """Read a whole tensor."""
-        return self.read_piece(name, Box.whole(self._record(name).shape))
+        return self.read_all([name])[name]
+
+    def read_all(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Read whole tensors, each into a storage of its own."""
+        found: dict[str, Tensor] = {}
+        for name in names:
+            record = self._record(name)
+            found[name] = torch.empty(record.shape, dtype=self._dtype(name, record))
+        self._fill(found)
+        return found
 
     def read_piece(self, name: str, box: Box) -> Tensor:
         """Read one box of a tensor, whatever the boxes it was saved in."""
         record = self._record(name)
-        for stored in record.pieces:
-            if stored.box == box:
-                tensor = torch.empty(box.shape, dtype=self._dtype(name, record))
-                self._read_stored(name, stored, tensor)
-                return tensor
         tensor = torch.empty(box.shape, dtype=self._dtype(name, record))
-        self.fill(name, ShardedPiece(global_shape=record.shape, boxes=(box,), tensor=tensor))
+        held = ShardedPiece(global_shape=record.shape, boxes=(box,), tensor=tensor)
+        self._fill({name: held})
         return tensor
 
     def read_into(self, name: str, target: Tensor | ShardedPiece) -> None:
@@ -122,30 +143,64 @@ class Reader:
 
         When this raises, a part of the target may be overwritten.
         """
-        held = describe(name, target)
-        self.check_names({name: (held.shape, held.dtype)}, within=None)
-        self.fill(name, target)
+        self.read_all_into({name: target}, within=None)
 
-    def fill(self, name: str, target: Tensor | ShardedPiece) -> None:
-        """Fill a tensor as `read_into`, whose shape and dtype were compared before."""
-        tensor = (target.tensor if isinstance(target, ShardedPiece) else target).detach()
-        if not tensor.numel():
-            return
-        direct = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-        flat = tensor.view(-1) if direct else torch.empty_like(tensor.reshape(-1))
-        held: list[tuple[Tensor, Box]] = []
-        position = 0
-        for box in boxes_of(target):
-            held.append((flat[position : position + box.numel].view(box.shape), box))
-            position += box.numel
-        record = self._record(name)
-        for piece in record.pieces:
-            self._fill_from(name, piece, held)
-        if not direct:
-            tensor.copy_(flat.view(tensor.shape))
+    def read_all_into(
+        self, targets: Mapping[str, Tensor | ShardedPiece], *, within: str | None = ""
+    ) -> None:
+        """Fill tensors as `read_into`, after all were compared as in `check_names`."""
+        expected = {name: form_of(name, target) for name, target in targets.items()}
+        self.check_names(expected, within=within)
+        self._fill(targets)
 
-    def _fill_from(self, name: str, piece: Piece, held: Sequence[tuple[Tensor, Box]]) -> None:
-        """Fill what ``held`` has of a stored piece: straight, where that is all of the piece."""
+    def _fill(self, targets: Mapping[str, Tensor | ShardedPiece]) -> None:
+        """Fill tensors whose shapes and dtypes are those that are stored.
+
+        What does not lie as it is stored comes through other memory, of which there is one large
+        piece at a time, or a few small ones.
+        """
+        reads: list[_Read] = []
+        copies: list[tuple[Tensor, Tensor]] = []
+        beside = 0
+        for read, then in self._steps(targets):
+            if read is not None:
+                reads.append(read)
+            if then:
+                copies += then
+                beside += then[0][1].untyped_storage().nbytes()  # all of it, whatever is taken
+            if beside >= _CHUNK:
+                self._read(reads, copies)
+                beside = 0
+        self._read(reads, copies)
+
+    def _steps(
+        self, targets: Mapping[str, Tensor | ShardedPiece]
+    ) -> Iterator[tuple[_Read | None, Sequence[tuple[Tensor, Tensor]]]]:
+        """List what is read to fill ``targets``, each with what is copied to where then."""
+        for name, target in targets.items():
+            pieces = self._record(name).pieces
+            if len(pieces) == 1 and isinstance(target, Tensor) and is_plain_host(target):
+                yield self._read_of(name, pieces[0], target), ()
+                continue
+            tensor = (target.tensor if isinstance(target, ShardedPiece) else target).detach()
+            if not tensor.numel():
+                continue
+            direct = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+            flat = tensor.view(-1) if direct else torch.empty_like(tensor.reshape(-1))
+            held: list[tuple[Tensor, Box]] = []
+            position = 0
+            for box in boxes_of(target):
+                held.append((flat[position : position + box.numel].view(box.shape), box))
+                position += box.numel
+            for piece in pieces:
+                yield from self._step(name, piece, held)
+            if not direct:
+                yield None, [(tensor, flat.view(tensor.shape))]
+
+    def _step(
+        self, name: str, piece: Piece, held: Sequence[tuple[Tensor, Box]]
+    ) -> Iterator[tuple[_Read, Sequence[tuple[Tensor, Tensor]]]]:
+        """Read what ``held`` has of a stored piece: straight, where that is all of the piece."""
         common: list[tuple[Tensor, Box]] = []
         for view, box in held:
             inner = box if box == piece.box else box.intersect(piece.box)
@@ -154,15 +209,12 @@ class Reader:
         if not common:
             return
         view, inner = common[0]
-        if inner == piece.box and view.is_contiguous() and is_host(view.device):
-            self._read_stored(name, piece, view)
-            if not view.is_inference():
-                torch.autograd.graph.increment_version(view)
-            return
-        found = torch.empty(piece.box.shape, dtype=view.dtype)
-        self._read_stored(name, piece, found)
-        for view, inner in common:
-            view.copy_(found[inner.slices(piece.box)])
+        if inner == piece.box and is_plain_host(view):
+            yield self._read_of(name, piece, view), ()
+        else:
+            found = torch.empty(piece.box.shape, dtype=view.dtype)
+            then = [(view, found[inner.slices(piece.box)]) for view, inner in common]
+            yield self._read_of(name, piece, found), then
 
     def check_names(
         self,
@@ -176,23 +228,24 @@ class Reader:
         Raises ``CheckpointMismatchError`` listing every difference, one a line.
         """
         stored = self.manifest.tensors
-        problems = [
-            f"{name!r} is expected but not in the checkpoint"
-            for name in sorted(expected)
-            if name not in stored
+        missing = [name for name in expected if name not in stored]
+        more = [name for name in stored if name not in expected] if within is not None else ()
+        other = [
+            name
+            for name, (shape, dtype) in expected.items()
+            if name in stored and stored[name][:2] != (dtype, tuple(shape))
         ]
+        problems = [f"{name!r} is expected but not in the checkpoint" for name in sorted(missing)]
         problems += [
             f"{name!r} is in the checkpoint but not expected"
-            for name in ([] if within is None else sorted(stored))
-            if name not in expected and name.startswith(within or "")
+            for name in sorted(more)
+            if name.startswith(within or "")
         ]
-        for name in sorted(expected):
-            record, (shape, dtype) = stored.get(name), expected[name]
-            if record is not None and (tuple(shape), dtype) != (record.shape, record.dtype):
-                problems.append(
-                    f"{name!r} is {record.dtype} {record.shape} in the checkpoint,"
-                    f" expected {dtype} {tuple(shape)}"
-                )
+        problems += [
+            f"{name!r} is {stored[name].dtype} {stored[name].shape} in the checkpoint,"
+            f" expected {expected[name][1]} {tuple(expected[name][0])}"
+            for name in sorted(other)
+        ]
         if problems:
             head = f"the checkpoint {self.directory} belongs to another model or optimizer:"
             raise CheckpointMismatchError("\n  ".join([head, *problems]))
@@ -200,15 +253,19 @@ class Reader:
     def damage(self) -> list[str]:
         """Verify every byte of every file; one line for each damaged file or tensor."""
         found = self._listing_problems()
-        reads = [partial(self._verify_header, file) for file in self.manifest.file_maps]
+        reads: list[_Read] = []
+        waiting = 0
         for name, record in self.manifest.tensors.items():
-            read = partial(self._verify_stored, name, self._dtype(name, record))
-            reads += [partial(read, piece) for piece in record.pieces]
-        for read in reads:
-            try:
-                read()
-            except CheckpointDamagedError as error:
-                found.append(str(error))
+            dtype = self._dtype(name, record)
+            for piece in record.pieces:
+                into = torch.empty(piece.box.shape, dtype=dtype)
+                reads.append(self._read_of(name, piece, into))
+                waiting += into.nbytes
+                if waiting >= _CHUNK:
+                    found += map(str, self._damages(reads))
+                    reads.clear()
+                    waiting = 0
+        found += map(str, self._damages(reads))
         return list(dict.fromkeys(found))  # each once, in this order
 
     # ------------------------------------------------------------------ files
@@ -250,7 +307,7 @@ class Reader:
             if size > MAX_DOCUMENT_BYTES:
                 raise self._damaged(MANIFEST_NAME, f"{size} bytes, at most {MAX_DOCUMENT_BYTES}")
             data = bytearray(size)
-            count = self._read_at(MANIFEST_NAME, handle, memoryview(data), 0)
+            count = self._read_at(MANIFEST_NAME, handle, [data], 0)
         finally:
             os.close(handle)
         try:
@@ -321,11 +378,8 @@ class Reader:
             raise
         return handle
 
-    def _open(self, file: str, *, verify: bool = True) -> int:
-        """Open a tensor file of the right size and, when ``verify``, with its right header.
-
-        It stays open until others are.
-        """
+    def _open(self, file: str) -> int:
+        """Open a tensor file of the right size; it stays open until others are."""
         handle = self._files.get(file)
         if handle is None:
             if len(self._files) >= _OPEN_FILES:
@@ -335,20 +389,17 @@ class Reader:
             if size != self.manifest.file_maps[file].size:
                 os.close(self._files.pop(file))
                 raise self._damaged(file, self._size_problem(file, size))
-        if verify and file not in self._verified_headers:
-            self._check_header(file, handle)
-            self._verified_headers.add(file)
         return handle
 
-    def _verify_header(self, file: str) -> None:
-        self._check_header(file, self._open(file, verify=False))
-
     def _check_header(self, file: str, handle: int) -> None:
-        """Compare the header with the only one that fits the manifest."""
+        """Compare the header with the only one that fits the manifest, once."""
+        if file in self._verified_headers:
+            return
         expected = self.manifest.file_maps[file].header
         found = bytearray(len(expected))
-        self._read_at(file, handle, memoryview(found), 0)
+        self._read_at(file, handle, [found], 0)
         if found == expected:
+            self._verified_headers.add(file)
             return
         text = "its header is not the one that was written"
         origin = re.search(
@@ -358,49 +409,102 @@ class Reader:
             text += f" (it is that of {origin[1].decode()} of step {origin[2].decode()})"
         raise self._damaged(file, text)
 
-    def _verify_stored(self, name: str, dtype: torch.dtype, piece: Piece) -> None:
-        self._read_stored(name, piece, torch.empty(piece.box.shape, dtype=dtype), verify=False)
+    # ------------------------------------------------------------------ pieces
 
-    def _read_stored(self, name: str, piece: Piece, target: Tensor, *, verify: bool = True) -> None:
-        """Fill ``target``, contiguous and on the host, with one piece, and verify its checksum."""
-        handle = self._open(piece.file, verify=verify)
-        start, stop = self.manifest.file_maps[piece.file].spans[piece.key]
-        data = target.view(-1).view(torch.uint8)
-        view = data.numpy().data
+    def _read_of(self, name: str, piece: Piece, into: Tensor) -> _Read:
+        file, key, _, checksum = piece
+        start, stop = self.manifest.file_maps[file].spans[key]
+        return file, start, stop, name, checksum, into
+
+    def _read(self, reads: list[_Read], copies: list[tuple[Tensor, Tensor]]) -> None:
+        """Read all, then copy from it, and empty both lists. Raises for the first damage."""
+        # Before, because damage is found when some are overwritten.
+        kept = filterfalse(Tensor.is_inference, map(itemgetter(-1), reads))
+        torch.autograd.graph.increment_version(list(kept))
+        for error in self._damages(reads):
+            raise error
+        for target, source in copies:
+            target.copy_(source)
+        reads.clear()
+        copies.clear()
+
+    def _damages(self, reads: list[_Read]) -> Iterator[CheckpointDamagedError]:
+        """Read all, neighbours in one call; list what is damaged, headers of files included."""
+        reads.sort(key=itemgetter(0, 1))
+        run: list[_Read] = []
+        file, start, end = "", 0, 0
+        for read in reads:
+            is_next = read[1] == end and read[0] == file and len(run) < _BUFFERS
+            if not is_next or read[2] - start > _CHUNK:
+                yield from self._damages_of(file, run)
+                run = []
+                file, start = read[:2]
+            run.append(read)
+            end = read[2]
+        yield from self._damages_of(file, run)
+
+    def _damages_of(self, file: str, run: Sequence[_Read]) -> Iterator[CheckpointDamagedError]:
+        """Read pieces that lie side by side: together, or one large one in chunks."""
+        if not run:
+            return
+        try:
+            handle = self._open(file)
+        except CheckpointDamagedError as error:
+            yield error
+            return
+        try:
+            self._check_header(file, handle)
+        except CheckpointDamagedError as error:
+            yield error
         kind = OF_VERSION[self.manifest.version]
-        checksum = ALGORITHMS[kind]()
-        # In chunks that the processor's cache still holds when they are summed.
-        for position in range(0, len(view), _CHUNK):
-            chunk = view[position : position + _CHUNK]
-            count = self._read_at(piece.file, handle, chunk, start + position)
-            if count < len(chunk):
-                raise self._damaged(piece.file, f"tensor {name!r} is cut off")
-            checksum.update(chunk)
-        found = checksum.intdigest()
-        if found != piece.checksum:
-            form = f"0{DIGITS[kind]}x"
-            raise self._damaged(
-                piece.file,
-                f"tensor {name!r} (bytes {start} to {stop}) has checksum {found:{form}},"
-                f" expected {piece.checksum:{form}}",
-            )
-        if target.dtype == torch.bool and bool((data > 1).any()):
-            raise self._damaged(piece.file, f"tensor {name!r} holds bytes that are no booleans")
+        begin = algorithm(kind)
+        start, stop = run[0][1], run[-1][2]
+        memories = [memory_of(read[-1]) for read in run]
+        if stop - start <= _CHUNK:
+            count = self._read_at(file, handle, memories, start)
+            checksums = list(map(begin, memories))
+        else:
+            count, checksums = 0, [begin(b"")]
+            for position in range(0, stop - start, _CHUNK):
+                chunk = memoryview(memories[0])[position : position + _CHUNK]
+                count += self._read_at(file, handle, [chunk], start + position)
+                checksums[0].update(chunk)
+        end = start + count
+        for (_, start, stop, name, expected, into), checksum in zip(run, checksums, strict=True):
+            found = checksum.intdigest()
+            if stop > end:
+                yield self._damaged(file, f"tensor {name!r} is cut off")
+            elif found != expected:
+                form = f"0{DIGITS[kind]}x"
+                yield self._damaged(
+                    file,
+                    f"tensor {name!r} (bytes {start} to {stop}) has checksum {found:{form}},"
+                    f" expected {expected:{form}}",
+                )
+            elif into.dtype == torch.bool and bool((into.view(torch.uint8) > 1).any()):
+                yield self._damaged(file, f"tensor {name!r} holds bytes that are no booleans")
 
-    def _read_at(self, file: str, handle: int, target: memoryview, position: int) -> int:
-        """Fill ``target`` from a position; returns fewer bytes only at the end of the file."""
+    def _read_at(self, file: str, handle: int, into: Sequence[Bytes], position: int) -> int:
+        """Fill ``into`` from a position; returns fewer bytes only at the end of the file."""
         done = 0
         try:
-            while done < len(target):
-                count = os.preadv(handle, [target[done:]], position + done)
-                if count == 0:
-                    break
+            while into and (count := os.preadv(handle, into, position + done)):
                 done += count
+                into = _after(into, count)
         except OSError as error:
             raise CheckpointError(
                 f"{self.directory / file} cannot be read: {error.strerror}"
             ) from error
         return done
+
+
+def _after(parts: Sequence[Bytes], count: int) -> list[memoryview]:
+    """View what is left of ``parts`` after the first ``count`` bytes."""
+    for number, part in enumerate(parts):
+        if count < len(part):
+            return [memoryview(part)[count:], *map(memoryview, parts[number + 1 :])]
+        count -= len(part)
+    return []
 
 
 def load_tensors(
@@ -417,7 +521,7 @@ def load_tensors(
         return Checkpoint(
             step=reader.manifest.step,
             metadata=reader.manifest.metadata,
-            tensors={name: reader.read(name) for name in wanted},
+            tensors=reader.read_all(wanted),
         )
 
 
@@ -435,10 +539,7 @@ def load_into(
     The returned ``tensors`` are empty.
     """
     with Reader(directory) as reader:
-        held = [describe(name, target) for name, target in targets.items()]
-        reader.check_names({row.name: (row.shape, row.dtype) for row in held}, within=within)
-        for name, target in targets.items():
-            reader.fill(name, target)
+        reader.read_all_into(targets, within=within)
         manifest = reader.manifest
         return Checkpoint(step=manifest.step, metadata=manifest.metadata, tensors={})
 

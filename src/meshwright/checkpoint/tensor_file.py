@@ -10,13 +10,15 @@ tensors a file holds knows its header to the last byte, compares, and never has 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import struct
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii as quoted
 from types import MappingProxyType
+from typing import NamedTuple
 
 from meshwright.precision import dtype_bytes
 
@@ -65,8 +67,7 @@ def is_file_name(name: str) -> bool:
     return _FILE_NAME.fullmatch(name) is not None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class Entry(NamedTuple):
     """A tensor of a file."""
 
     key: str
@@ -89,36 +90,42 @@ class FileMap:
     """Bytes of the whole file."""
 
 
-def file_map(name: str, step: int, entries: Iterable[Entry]) -> FileMap:
+def file_map(name: str, step: int, entries: Iterable[tuple[str, str, tuple[int, ...]]]) -> FileMap:
     """Find the header and the byte spans of the file ``name`` of a step.
 
     Larger elements come first, so that each tensor is aligned to its element and the file has no
     gap. The header holds the step and the file's name: files of another step or rank do not fit.
+    ``entries`` are key, dtype and shape, as an ``Entry`` has them.
     """
-    ordered = sorted(entries, key=lambda entry: (-item_size(entry.dtype), entry.key))
-    header: dict[str, object] = {
-        "__metadata__": {"format": "pt", "file": name, "step": str(step)},
-    }
-    offsets: dict[str, tuple[int, int]] = {}
+    kinds: dict[tuple[str, tuple[int, ...]], tuple[int, int, str]] = {}
+    rows: list[tuple[int, str, int, str]] = []
+    for key, dtype, shape in entries:
+        kind = kinds.get((dtype, shape))
+        if kind is None:
+            size = Entry(key, dtype, shape).size
+            text = f'"dtype":"{DTYPES[dtype]}","shape":[{",".join(map(str, shape))}]'
+            kind = kinds[dtype, shape] = -item_size(dtype), size, text
+        rows.append((kind[0], key, kind[1], kind[2]))
+    rows.sort()
+    spans: dict[str, tuple[int, int]] = {}
+    texts = [f'{{"__metadata__":{{"format":"pt","file":{quoted(name)},"step":"{step}"}}']
     position = 0
-    for entry in ordered:
-        if entry.key in header:
-            raise ValueError(f"{name}: two tensors under the key {entry.key!r}")
-        stop = position + entry.size
-        header[entry.key] = {
-            "dtype": DTYPES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [position, stop],
-        }
-        offsets[entry.key] = (position, stop)
+    for _, key, size, text in rows:
+        stop = position + size
+        texts.append(f'{quoted(key)}:{{{text},"data_offsets":[{position},{stop}]}}')
+        spans[key] = position, stop
         position = stop
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=True).encode("ascii")
-    text += b" " * (-len(text) % 8)
-    if len(text) > _MAX_HEADER_BYTES:
-        raise ValueError(f"{name}: a header of {len(text)} bytes, the limit is {_MAX_HEADER_BYTES}")
-    start = 8 + len(text)
+    if len(spans) < len(rows) or "__metadata__" in spans:
+        twice = Counter(["__metadata__", *(row[1] for row in rows)]).most_common(1)[0][0]
+        raise ValueError(f"{name}: two tensors under the key {twice!r}")
+    header = (",".join(texts) + "}").encode("ascii")
+    header += b" " * (-len(header) % 8)
+    if len(header) > _MAX_HEADER_BYTES:
+        size = len(header)
+        raise ValueError(f"{name}: a header of {size} bytes, the limit is {_MAX_HEADER_BYTES}")
+    start = 8 + len(header)
     return FileMap(
-        header=struct.pack("<Q", len(text)) + text,
-        spans=MappingProxyType({key: (start + a, start + b) for key, (a, b) in offsets.items()}),
+        header=struct.pack("<Q", len(header)) + header,
+        spans=MappingProxyType({key: (start + a, start + b) for key, (a, b) in spans.items()}),
         size=start + position,
     )

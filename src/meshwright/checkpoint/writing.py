@@ -31,8 +31,8 @@ from torch import Tensor
 
 from meshwright import comm
 from meshwright.checkpoint import claims
-from meshwright.checkpoint.checksums import ALGORITHMS, DIGITS, OURS
-from meshwright.checkpoint.document import JSON, Fields, canonical, check_json
+from meshwright.checkpoint.checksums import OURS, algorithm
+from meshwright.checkpoint.document import JSON, canonical, check_json
 from meshwright.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -48,13 +48,14 @@ from meshwright.checkpoint.pieces import (
     assign,
     byte_views,
     describe,
-    held_from_json,
-    held_to_json,
+    held_from_rows,
+    held_to_rows,
     parts,
+    with_keys,
 )
 from meshwright.checkpoint.steps import prune, remove_torsos, step_directory, torso_directory
 from meshwright.checkpoint.storage import Storage
-from meshwright.checkpoint.tensor_file import Entry, FileMap, file_map, file_name
+from meshwright.checkpoint.tensor_file import FileMap, file_map, file_name
 from meshwright.comm import Communicator, settle
 from meshwright.comm.failures.sameness import first_difference
 from meshwright.errors import CheckpointClaimedError, CheckpointError, CheckpointWriteError
@@ -206,7 +207,7 @@ def _describe(request: _Request, keep_last: int | None) -> tuple[list[Held], JSO
     return held, {
         "step": request.step,
         "metadata": zlib.crc32(canonical(metadata)),
-        "held": [held_to_json(row) for row in held],
+        "held": held_to_rows(held) if request.group.size > 1 else [],
     }
 
 
@@ -243,39 +244,36 @@ def _plan(request: _Request, own: Sequence[Held], rows: Sequence[bytes]) -> _Wri
 
     Raises ``ValueError`` unless the ranks agree and cover every tensor.
     """
-    fields = [Fields(json.loads(row), f"rank {rank}") for rank, row in enumerate(rows)]
+    told = [json.loads(row) for row in rows]
     for key, advice in (
         ("step", "call save on all ranks at the same step"),
         ("metadata", "pass the same on all ranks, with what is per rank under one key for each"),
     ):
-        said = [{key: each.count(key)} for each in fields]
+        said = [{key: each[key]} for each in told]
         if (found := first_difference(range(len(said)), said)) is not None:
             raise ValueError(f"{found}; {advice}")
     rank = request.group.rank
-    held = [
-        own if number == rank else [held_from_json(row) for row in each.items("held")]
-        for number, each in enumerate(fields)
-    ]
-    known, by_rank = assign(held)
+    known, chosen = assign(
+        own if number == rank else held_from_rows(each["held"]) for number, each in enumerate(told)
+    )
+    mine = with_keys(rank, chosen[rank], known)
     draft = None
     if rank == 0:
+        others = (with_keys(other, chosen[other], known) for other in range(1, len(chosen)))
         pieces: defaultdict[str, list[Piece]] = defaultdict(list)
-        for name, piece in itertools.chain(*by_rank):
+        for name, piece in itertools.chain(mine, *others):
             pieces[name].append(piece)
         tensors = {
-            name: TensorRecord(dtype=row.dtype, shape=row.shape, pieces=tuple(pieces[name]))
+            name: TensorRecord(row.dtype, row.shape, tuple(pieces[name]))
             for name, row in known.items()
         }
         draft = Manifest(step=request.step, tensors=tensors, metadata=dict(request.metadata))
-    if draft is not None and by_rank[rank]:
+    if draft is not None and mine:
         at = draft.file_maps[file_name(rank)]
     else:
-        entries = (
-            Entry(key=piece.key, dtype=known[name].dtype, shape=piece.box.shape)
-            for name, piece in by_rank[rank]
-        )
+        entries = ((piece.key, known[name].dtype, piece.box.shape) for name, piece in mine)
         at = file_map(file_name(rank), request.step, entries)
-    return _Writes(own=by_rank[rank], at=at, draft=draft)
+    return _Writes(own=mine, at=at, draft=draft)
 
 
 def _write(request: _Request, writes: _Writes, torso: Path) -> tuple[None, JSON]:
@@ -285,21 +283,20 @@ def _write(request: _Request, writes: _Writes, torso: Path) -> tuple[None, JSON]
     boxes = {piece.key: (name, piece.box) for name, piece in writes.own}
     at, cut = writes.at, dict[str, Mapping[Box, Tensor]]()
 
-    def flat_of(name: str, box: Box) -> Tensor:
+    def tensor_of(name: str, box: Box) -> Tensor:
         value = request.tensors[name]
         if isinstance(value, Tensor):
-            return value.detach().reshape(-1)
+            return value
         if isinstance(value, ReadTensor):
-            return value.flat()
+            return value.checked()
         if name not in cut:
             cut[name] = dict(parts(value))
         return cut[name][box]
 
-    views = byte_views(flat_of(*boxes[key]) for key in at.spans)
+    views = byte_views(tensor_of(*boxes[key]) for key in at.spans)
     path = torso / file_name(request.group.rank)
     checksums = write_file(request.storage, path, at.header, views)
-    form = f"0{DIGITS[OURS]}x"
-    return None, {key: format(each, form) for key, each in zip(at.spans, checksums, strict=True)}
+    return None, dict(zip(at.spans, checksums, strict=True))
 
 
 def write_file(
@@ -307,24 +304,25 @@ def write_file(
 ) -> list[int]:
     """Write and sync a new file, view by view. Returns their checksums."""
     checksums: list[int] = []
+    begin = algorithm(OURS)
     with _naming(path):
         handle = storage.create(path)
         try:
             small = bytearray(header)
             for view in views:
-                checksum = ALGORITHMS[OURS]()
                 if len(view) <= _SMALL:
-                    checksum.update(view)
+                    checksums.append(begin(view).intdigest())
                     small += view
-                    view = view[:0]
-                if len(small) >= _CHUNK or view:
+                if len(small) >= _CHUNK or len(view) > _SMALL:
                     storage.write(handle, memoryview(small))
                     small = bytearray()
-                for start in range(0, len(view), _CHUNK):
-                    chunk = view[start : start + _CHUNK]
-                    checksum.update(chunk)
-                    storage.write(handle, chunk)
-                checksums.append(checksum.intdigest())
+                if len(view) > _SMALL:
+                    checksum = begin(b"")
+                    for start in range(0, len(view), _CHUNK):
+                        chunk = view[start : start + _CHUNK]
+                        checksum.update(chunk)
+                        storage.write(handle, chunk)
+                    checksums.append(checksum.intdigest())
             storage.write(handle, memoryview(small))
             storage.sync(handle)
         finally:
@@ -338,12 +336,10 @@ def _commit(
     if writes.draft is None:
         return None, None
     storage, target = request.storage, request.target
-    found = {
-        file_name(rank): Fields(json.loads(row), f"rank {rank}")
-        for rank, row in enumerate(checksums)
+    found: dict[str, dict[str, int]] = {
+        file_name(rank): json.loads(row) for rank, row in enumerate(checksums)
     }
-    digits = DIGITS[OURS]
-    data = to_bytes(writes.draft, lambda piece: found[piece.file].checksum(piece.key, digits))
+    data = to_bytes(writes.draft, lambda piece: found[piece.file][piece.key])
     write_file(storage, torso / MANIFEST_NAME, data, [])
     with _naming(torso):
         storage.sync_directory(torso)

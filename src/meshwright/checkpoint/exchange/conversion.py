@@ -208,7 +208,7 @@ def _cast(weights: Weights, dtype: torch.dtype | None) -> Weights:
     if dtype is None:
         return weights
     cast = {
-        name: replace(entry, dtype=dtype_name(dtype))
+        name: entry._replace(dtype=dtype_name(dtype))
         if torch_dtype(entry.dtype).is_floating_point
         else entry
         for name, entry in weights.entries.items()

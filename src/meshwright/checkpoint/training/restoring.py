@@ -95,7 +95,7 @@ class _Tensors(Mapping[str, Tensor]):
         if like is None or not record.shape or record.shape != tuple(like.shape):
             return self._reader.read(name)
         found = empty_part_like(like, torch_dtype(record.dtype))
-        fill(self._reader, name, found)
+        fill(self._reader, {name: found})
         return found
 
     def __iter__(self) -> Iterator[str]:
@@ -106,14 +106,19 @@ class _Tensors(Mapping[str, Tensor]):
 
 
 @torch.no_grad()
-def fill(reader: Reader, name: str, tensor: Tensor) -> None:
-    """Fill what this rank holds of ``tensor`` with the stored tensor ``name``."""
-    piece = piece_of(name, tensor)
-    reader.read_into(name, piece)
-    places = [memory for box, memory in held_boxes(tensor, name) if box.numel]
-    if len(places) > 1:  # what lies in several boxes was filled in a copy
+def fill(reader: Reader, tensors: Mapping[str, Tensor]) -> None:
+    """Fill what this rank holds of ``tensors`` with the stored tensors of their names."""
+    together: dict[str, ShardedPiece] = {}
+    for name, tensor in tensors.items():
+        piece = piece_of(name, tensor)
+        places = [memory for box, memory in held_boxes(tensor, name) if box.numel]
+        if len(places) <= 1:
+            together[name] = piece
+            continue
+        reader.read_into(name, piece)  # what lies in several boxes is filled in a copy
         for memory, (_, flat) in zip(places, parts(piece), strict=True):
             memory.copy_(flat.view(memory.shape))
+    reader.read_all_into(together, within=None)
 
 
 def piece_of(name: str, tensor: Tensor) -> ShardedPiece:
@@ -182,17 +187,22 @@ class Matching:
         weights, reader = self._weights, self._saved.reader
         if weights is None:
             return
+        together: dict[str, Tensor] = {}
         for first, tensor in weights.tensors.items():
             source, *others = self.sources(first)
-            fill(reader, source, tensor)
+            if not others and source not in together:
+                together[source] = tensor
+                continue
+            fill(reader, {source: tensor})
             for other in others:
                 second = empty_part_like(tensor, tensor.dtype)
-                fill(reader, other, second)
+                fill(reader, {other: second})
                 if not torch.equal(piece_of(other, tensor).tensor, piece_of(other, second).tensor):
                     raise CheckpointMismatchError(
                         f"{source!r} and {other!r} differ in the checkpoint {reader.directory}, "
                         "and are one tensor here: load it into a model that does not tie them"
                     )
+        fill(reader, together)
         stored = self._saved.structure.get("model", {})
         for name in list(weights.rest):
             weights.set_rest(name, self._saved.read(stored[name]))
