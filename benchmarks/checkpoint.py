@@ -13,6 +13,7 @@ memory, all of which stays, as that of a dict does.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 import tempfile
@@ -117,6 +118,8 @@ def main() -> int:
     each: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
         measure(Path(folder), 100)  # what the first call loads is not counted
+        gc.collect()
+        gc.freeze()  # nor passes of the collector over what torch has made when it was loaded
         for count in COUNTS:
             found = measure(Path(folder), count)
             note(f"checkpoint, {count:,} tensors: verify, s", [found["verify"]])

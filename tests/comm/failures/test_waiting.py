@@ -109,6 +109,7 @@ def test_a_rank_that_works_is_waited_for(ranks: Ranks, calls: str) -> None:
             assert "test_waiting.py" in line or "its process is at work" in line
 
 
+@pytest.mark.slow
 def test_a_rank_that_works_alone_is_waited_for_in_silence(ranks: Ranks) -> None:
     def body() -> list[list[str]]:
         shorten(1.0)
