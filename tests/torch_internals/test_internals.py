@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -479,3 +481,25 @@ def body_below() -> list[str]:
 
 def test_calls_that_come_from_outside_of_python_are_seen(ranks: Ranks) -> None:
     assert ranks(2, body_below, backend="gloo") == [["allreduce sum [3]"]] * 2
+
+
+def test_the_first_strategy_loads_neither_checkpoints_nor_a_launcher() -> None:
+    """torch's take half a second together, which most processes never use."""
+    program = (
+        "import sys\n"
+        "from torch import nn\n"
+        "from meshwright import comm\n"
+        "from meshwright.data_parallel import fully_shard\n"
+        "comm.connect('gloo')\n"
+        "fully_shard(nn.Linear(2, 2))\n"
+        "roots = 'torch.distributed.checkpoint', 'torch.distributed.elastic'\n"
+        "print([name for name in sys.modules if name in roots])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout == "[]\n"
