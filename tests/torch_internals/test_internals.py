@@ -483,6 +483,7 @@ def test_calls_that_come_from_outside_of_python_are_seen(ranks: Ranks) -> None:
     assert ranks(2, body_below, backend="gloo") == [["allreduce sum [3]"]] * 2
 
 
+@pytest.mark.slow
 def test_the_first_strategy_loads_neither_checkpoints_nor_a_launcher() -> None:
     """torch's take half a second together, which most processes never use."""
     program = (
