@@ -26,13 +26,11 @@ SLOW = 4
 
 
 @pytest.hookimpl(tryfirst=True)  # before what is slow is left out
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Make all but a ``few`` cases of a test slow: those that their names draw.
 
     Of these no more than ``slow``, `SLOW` where it says nothing; the rest is for `make soak`.
     """
-    if config.getoption("--ranks-devices") == "simulated":
-        return  # where these tests run a second time, in `make test-all` only
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("few") and not item.get_closest_marker("slow"):

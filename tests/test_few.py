@@ -25,18 +25,7 @@ class Item:
         self.marks[decorator.mark.name] = decorator.mark
 
 
-class Config:
-    """The settings of a run, on devices of one kind."""
-
-    def __init__(self, devices: str) -> None:
-        self.devices = devices
-
-    def getoption(self, name: str) -> str:
-        assert name == "--ranks-devices"
-        return self.devices
-
-
-def quick(items: list[Item], devices: str = "host") -> list[str]:
+def quick(items: list[Item]) -> list[str]:
     """The tests that stay quick."""
     spec = importlib.util.spec_from_file_location(
         "conftest_here", Path(__file__).parent / "conftest.py"
@@ -45,7 +34,7 @@ def quick(items: list[Item], devices: str = "host") -> list[str]:
     assert spec.loader is not None
     conftest: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(conftest)
-    conftest.pytest_collection_modifyitems(Config(devices), items)
+    conftest.pytest_collection_modifyitems(items)
     return sorted(item.nodeid for item in items if "slow" not in item.marks)
 
 
@@ -69,10 +58,6 @@ def test_cases_that_are_slow_by_themselves_are_not_drawn() -> None:
     found = quick(items)
     assert len(found) == 3
     assert set(drawn[1:]) < set(found)
-
-
-def test_all_are_run_a_second_time_on_simulated_devices() -> None:
-    assert quick(many(NAMES), "simulated") == NAMES
 
 
 def test_of_the_others_so_many_are_slow_as_it_says_and_the_rest_soak() -> None:

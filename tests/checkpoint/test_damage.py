@@ -111,7 +111,7 @@ def test_flips_in_lengths_padding_and_frames_are_refused(damaged: Path) -> None:
     assert check_flips(damaged, manifest, flips) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_bit_of_every_byte_of_every_file(damaged: Path) -> None:
     manifest = read_manifest(damaged)
     for file in sorted(damaged.iterdir()):

@@ -148,7 +148,7 @@ def test_accumulation_reduces_what_was_kept(ranks: Ranks) -> None:
     ranks(2, accumulate, [(False, True), (True, False, False, True)], in_hooks=False)
 
 
-@pytest.mark.slow
+@pytest.mark.few(0, slow=1)
 @pytest.mark.parametrize("in_hooks", [False, True])
 def test_every_accumulation_of_four_passes(ranks: Ranks, in_hooks: bool) -> None:
     ranks(2, accumulate, patterns(4), in_hooks=in_hooks, timeout=280)

@@ -144,7 +144,7 @@ def test_compile_with_inductor(ranks: Ranks, case: str) -> None:
     ranks(2, functools.partial(compare_three, **CASES[case]), timeout=TIMEOUT)
 
 
-@pytest.mark.few(0, slow=2)
+@pytest.mark.few(0, slow=1)
 @pytest.mark.parametrize("case", CASES)
 def test_compile_on_four_ranks(ranks: Ranks, case: str) -> None:
     ranks(4, functools.partial(compare_three, **CASES[case]), timeout=TIMEOUT)

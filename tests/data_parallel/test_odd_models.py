@@ -82,15 +82,11 @@ def body(strategy: str) -> dict[str, str]:
     return wrong
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.few(1, slow=3)
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
     "strategy",
-    [
-        pytest.param("replicate", marks=ON_HOSTS),
-        "fully_shard",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("flat", "original")),
-    ],
+    [pytest.param("replicate", marks=ON_HOSTS), "fully_shard", "flat", "original"],
 )
 def test_weights_are_those_of_one_process(ranks: Ranks, strategy: str, size: int) -> None:
     for wrong in ranks(size, body, strategy, timeout=120):

@@ -33,7 +33,7 @@ def train_briefly(folder: Path, layout: str) -> Outcome:
     return train(read_config(EXAMPLE, overrides), connect(), lambda line: None)
 
 
-@pytest.mark.slow
+@pytest.mark.few(0, slow=1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_example_trains_on_four_ranks_and_checks_parity(
     ranks: Ranks, tmp_path: Path, layout: str

@@ -18,6 +18,12 @@ ROOT = Path(__file__).parents[2]
 LAST = 12
 """Lines of each program that are shown at the end."""
 
+ON_DEVICES = (
+    *("gradients", "tensor_parallel", "pipelining", "composition", "recipes"),
+    *("data_parallel", "fsdp"),
+)
+"""Rooms whose tests on ranks run on simulated devices."""
+
 PARTS: dict[str, dict[str, tuple[str, ...]]] = {
     "1": {
         "5,000 cases of the fuzzer": ("tests/fuzz", "--cases", "5000"),
@@ -36,6 +42,10 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
             *("tests/soak/busy_train.py", "--loops", "0", "--steps", "3"),
             *("--axes.replicate", "2", "--axes.shard", "16", "--model.layers", "2"),
             *("--run.check_parity", "false"),
+        ),
+        "all tests on ranks, on simulated devices": (
+            *("-m", "pytest", "--ranks-devices", "simulated", "-n", "2", "--dist", "worksteal"),
+            *(f"tests/{room}" for room in ON_DEVICES),
         ),
     },
 }

@@ -34,7 +34,7 @@ def test_pure_tests_load_no_torch_and_start_no_server(outside: pytest.Pytester) 
     outside.runpytest_subprocess().assert_outcomes(passed=1)
 
 
-@pytest.mark.slow
+@pytest.mark.few(0, slow=1)
 @pytest.mark.parametrize("mode", ["prepend", "importlib"])
 def test_reports_and_outcomes(outside: pytest.Pytester, mode: str) -> None:
     outside.makepyfile(

@@ -266,7 +266,7 @@ def test_flat_gradients_of_shards_are_what_hooks_have_made_of_them(ranks: Ranks)
     ranks(4, body_as_alone, plan_of("1f1b", TrainPlan(flat=True), pipeline=2, shard=2), cases)
 
 
-@pytest.mark.slow
+@pytest.mark.few(0, slow=3)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_hooks_and_weights_in_losses_under_all_schedules(ranks: Ranks, schedule: str) -> None:
     ranks(2, body_as_alone, plan_of(schedule, pipeline=2), CASES, is_made_before=True)

@@ -18,8 +18,6 @@ from support.hugging_face import KINDS, blocks_of, model_of
 
 pytest.importorskip("transformers")
 
-QUICK = ("GPT-2", "Llama", "T5")
-
 
 def loss(output: Any) -> torch.Tensor:
     """Something of all that the model gives."""
@@ -43,11 +41,9 @@ def gradients(pipe: Pipe, alone: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(2, slow=6)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in KINDS]
-)
+@pytest.mark.parametrize("name", KINDS)
 def test_split(name: str) -> None:
     torch.manual_seed(0)
     alone: nn.Module = model_of(name, is_plain=True)
