@@ -170,27 +170,26 @@ def check_one(ranks: Ranks, strategy: str, place: str) -> None:
         assert seconds < SOON
 
 
+CASES = [
+    pytest.param(
+        strategy,
+        place,
+        marks=[ON_HOSTS] if strategy == "replicate" and place in ("loss", "backward") else [],
+    )
+    for strategy in STRATEGIES
+    for place in PLACES
+]
+
+
 @pytest.mark.few(4)
-@pytest.mark.parametrize(
-    ("strategy", "place"),
-    [
-        pytest.param(
-            strategy,
-            place,
-            marks=[ON_HOSTS] if strategy == "replicate" and place in ("loss", "backward") else [],
-        )
-        for strategy in STRATEGIES
-        for place in PLACES
-    ],
-)
+@pytest.mark.parametrize(("strategy", "place"), CASES)
 def test_every_rank_is_told_who_raised(ranks: Ranks, strategy: str, place: str) -> None:
     check_one(ranks, strategy, place)
 
 
 @pytest.mark.few(0, slow=6)
 @pytest.mark.backends("gloo")
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "place"), CASES)
 def test_every_rank_is_told_on_gloo(ranks: Ranks, strategy: str, place: str) -> None:
     check_one(ranks, strategy, place)
 

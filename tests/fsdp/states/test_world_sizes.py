@@ -146,6 +146,7 @@ def body_to_torch(folder: Path, use_orig_params: bool) -> None:
 
 
 @pytest.mark.few(1)
+@pytest.mark.devices("host", reason="torch's FSDP keeps memory by record_stream, on no CPU")
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_training_goes_to_torch_and_back(
     ranks: Ranks, tmp_path: Path, use_orig_params: bool
