@@ -91,6 +91,7 @@ def test_a_default_group_of_torch_is_used_as_it_is(ranks: Ranks) -> None:
     assert line.endswith("used as it is: 2 ranks, backend gloo, on cpu")
 
 
+@pytest.mark.few(3)
 @pytest.mark.backends("shm", "gloo")
 @pytest.mark.parametrize("last", [0, 1])
 @pytest.mark.parametrize("agent", [True, False])

@@ -161,7 +161,7 @@ def test_a_module_that_no_graph_can_have_is_named() -> None:
         cut_model(model, PipelinePlan(microbatches=2), 2, prompt_of("Mixtral", 0), tensor=tensor)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["GPT-2", "T5"])
 def test_a_cache_that_stages_would_have_to_send_is_refused_with_its_mend(name: str) -> None:
     model = model_of(name, use_cache=True)  # as transformers has it by itself

@@ -118,6 +118,7 @@ def test_the_commands_show_compare_and_convert(
     assert (status, out) == (0, "no difference\n")
 
 
+@pytest.mark.slow
 def test_ranks_that_a_launcher_has_started_share_the_work(ranks: Ranks, tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path / "run", 3, model=Net(0))
     words = ["checkpoint", "export", str(path), str(tmp_path / "out"), "--to", "dcp"]

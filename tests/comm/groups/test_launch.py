@@ -82,6 +82,7 @@ def test_a_missing_program_is_named(tmp_path: Path) -> None:
         launch(["/no/such/program"], 2)
 
 
+@pytest.mark.slow
 def test_a_signal_reaches_the_ranks_and_is_the_result(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(RANK)

@@ -75,7 +75,7 @@ def foreign_writes(tree: Tree) -> Found:
     found = [
         (source.path, node.lineno, ast.unparse(node))
         for source in tree.sources
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.Attribute)
         and isinstance(node.ctx, ast.Store)
         and node.attr not in table.NOT_FOREIGN
@@ -397,7 +397,7 @@ def module_state(tree: Tree) -> Found:
                 holders.add(name)
                 if is_living or (name != "__all__" and name != name.upper()):
                     yield source.path, node.lineno, f"{name} can change: hold it in an object"
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.Global):
                 yield source.path, node.lineno, f"global {', '.join(node.names)}"
             for name in _changed(node):
@@ -412,7 +412,7 @@ def _living_classes(tree: Tree) -> set[str]:
     """Names of the classes whose objects can change: they have fields and are not frozen."""
     found: set[str] = set()
     for source in tree.sources:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if not isinstance(node, ast.ClassDef) or _VALUES & {_last(base) for base in node.bases}:
                 continue
             frozen = any("frozen=True" in ast.unparse(mark) for mark in node.decorator_list)
@@ -459,7 +459,7 @@ def no_print(tree: Tree) -> Found:
     for source in tree.sources:
         if source.path in table.CONSOLE_FILES:
             continue
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.Call) and ast.unparse(node.func) in {"print", "builtins.print"}:
                 yield (
                     source.path,
@@ -494,7 +494,7 @@ def docstrings(tree: Tree) -> Found:
     """No docstring begins with a question word, One of or Let: it says an act, or a thing."""
     kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
     for source in tree.sources:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             text = ast.get_docstring(node) if isinstance(node, kinds) else None
             if text is not None and (found := _NO_SENTENCE.match(text)):
                 said = f"a docstring begins with {found[0]!r}: begin with a verb or a noun"

@@ -40,6 +40,11 @@ class Source:
     def tree(self) -> ast.Module:
         return ast.parse(self.text, self.path)
 
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """All nodes, walked once for all rules."""
+        return tuple(ast.walk(self.tree))
+
     @property
     def is_package(self) -> bool:
         return self.path.endswith("__init__.py")
@@ -51,13 +56,13 @@ class Source:
 
     @cached_property
     def functions(self) -> tuple[Function, ...]:
-        return tuple(node for node in ast.walk(self.tree) if isinstance(node, Function))
+        return tuple(node for node in self.nodes if isinstance(node, Function))
 
     @cached_property
     def docstrings(self) -> frozenset[int]:
         """The identities of the string constants that are docstrings."""
         owners = [self.tree, *self.functions]
-        owners += [node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef)]
+        owners += [node for node in self.nodes if isinstance(node, ast.ClassDef)]
         firsts = [owner.body[0] for owner in owners if owner.body]
         return frozenset(
             id(first.value)
@@ -88,7 +93,7 @@ class Source:
     def aliases(self) -> dict[str, str]:
         """Local names that stand for something imported, also through plain assignment."""
         found: dict[str, str] = {"__import__": "__import__", "getattr": "getattr"}
-        nodes = list(ast.walk(self.tree))
+        nodes = self.nodes
         for node in nodes:
             found.update({local: name for local, name, _ in self.imported(node)})
         for node in nodes:
@@ -102,7 +107,7 @@ class Source:
     def uses(self) -> tuple[Use, ...]:
         """Every dotted name in use: imports, attributes of imported names, import by string."""
         found: set[Use] = set()
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.ImportFrom):
                 found.add(Use(self.origin(node), node.lineno))
             if isinstance(node, ast.Import | ast.ImportFrom):
@@ -118,7 +123,7 @@ class Source:
         """Every string constant that is not a docstring."""
         return tuple(
             Use(node.value, node.lineno)
-            for node in ast.walk(self.tree)
+            for node in self.nodes
             if isinstance(node, ast.Constant)
             and isinstance(node.value, str)
             and id(node) not in self.docstrings
@@ -138,7 +143,7 @@ class Source:
         """The attributes of anything but ``self`` and ``cls``, and strings that may name one."""
         found = [
             Use(node.attr, node.lineno)
-            for node in ast.walk(self.tree)
+            for node in self.nodes
             if isinstance(node, ast.Attribute)
             and not (isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"})
         ]
