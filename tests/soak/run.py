@@ -43,8 +43,9 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
             *("--axes.replicate", "2", "--axes.shard", "16", "--model.layers", "2"),
             *("--run.check_parity", "false"),
         ),
-        "all tests on ranks, on simulated devices": (
+        "all quick tests on ranks with all their cases, on simulated devices": (
             *("-m", "pytest", "--ranks-devices", "simulated", "-n", "2", "--dist", "worksteal"),
+            *("-m", "few or not (slow or soak)"),
             *(f"tests/{room}" for room in ON_DEVICES),
         ),
     },

@@ -691,11 +691,13 @@ def body_compiled_and_lent() -> None:
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.devices("host", reason="nothing is compiled under a dispatch mode")
 @pytest.mark.slow
 def test_compiled_replicas_follow(ranks: Ranks) -> None:
     ranks(2, body_compiled, is_assigned)
 
 
+@pytest.mark.devices("host", reason="nothing is compiled under a dispatch mode")
 @pytest.mark.slow
 def test_compiled_replicas_follow_what_is_lent_and_buffers(ranks: Ranks) -> None:
     ranks(2, body_compiled_and_lent)
@@ -706,6 +708,7 @@ def test_compiled_replicas_follow_what_is_lent_and_buffers(ranks: Ranks) -> None
     assert first == second
 
 
+@pytest.mark.devices("host", reason="nothing is compiled under a dispatch mode")
 @pytest.mark.few(0, slow=1)
 @pytest.mark.parametrize("in_hooks", [False, True], ids=["marks", "hooks"])
 def test_compiled_replicas_follow_all_changes(ranks: Ranks, in_hooks: bool) -> None:
