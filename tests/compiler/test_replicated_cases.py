@@ -27,8 +27,6 @@ DIM = 2000
 TIMEOUT = 280.0
 """Of a test with code generation, most of which is compiling; in seconds."""
 
-SIZES = [2, pytest.param(4, marks=pytest.mark.slow)]
-
 
 class Net(nn.Module):
     def __init__(self, checkpoint: bool = False, dim: int = DIM) -> None:
@@ -197,7 +195,7 @@ def test_bucketing_coalesced_op(ranks: Ranks, size: int) -> None:
     ranks(size, check_code, COALESCED, ["cpp_fused_"], "all_reduce_coalesced_", timeout=TIMEOUT)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.few(0, slow=1)
 def test_bucketing_concat_op(ranks: Ranks, size: int) -> None:
     first = ["aten.flatten.using_ints(", "cpp_fused_"]

@@ -305,7 +305,7 @@ def test_every_way_to_compile(ranks: Ranks, compiles: str, is_facade: bool) -> N
     ranks(2, body_cases, cases, timeout=180.0)
 
 
-@pytest.mark.slow
+@pytest.mark.few(0, slow=1)
 @pytest.mark.parametrize("is_facade", [False, True])
 def test_generated_code(ranks: Ranks, is_facade: bool) -> None:
     case = Case(compiles="blocks in place after", is_facade=is_facade)

@@ -51,6 +51,7 @@ PAIRS = (
 )
 
 
+@pytest.mark.few(2, slow=2)
 @pytest.mark.parametrize("axes", PAIRS, ids="-".join)
 def test_a_llama_trains_on_pairs_of_axes_as_one_process(
     ranks: Ranks, axes: tuple[str, str]

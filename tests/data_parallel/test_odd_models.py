@@ -82,7 +82,7 @@ def body(strategy: str) -> dict[str, str]:
     return wrong
 
 
-@pytest.mark.few(1, slow=3)
+@pytest.mark.few(1, slow=2)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
     "strategy",

@@ -126,7 +126,7 @@ def check_pipeline(ranks: Ranks, name: str) -> None:
             torch.testing.assert_close(gradient, wanted, rtol=tolerance, atol=tolerance * largest)
 
 
-@pytest.mark.few(1, slow=14)
+@pytest.mark.few(1, slow=10)
 @pytest.mark.parametrize(("name", "column"), TRAINED, ids=map("-".join, TRAINED))
 def test_trains_as_one_process(ranks: Ranks, name: str, column: str) -> None:
     if column == "pipeline":

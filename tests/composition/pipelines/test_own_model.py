@@ -574,7 +574,7 @@ def test_writes_to_tied_parameters_beside_other_axes(ranks: Ranks, other: str) -
     ranks(4, body_written, plan, (TiedTwice,))
 
 
-@pytest.mark.few(0, slow=5)
+@pytest.mark.few(0, slow=2)
 @pytest.mark.parametrize("other", ["replicate", "shard"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_writes_to_tied_parameters_everywhere(ranks: Ranks, schedule: str, other: str) -> None:

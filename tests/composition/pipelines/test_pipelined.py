@@ -40,7 +40,7 @@ def plan_of(
     )
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(1, slow=3)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] if n == "transformer" else []) for n in CUTS]
 )
