@@ -104,10 +104,14 @@ class Run:
 
 
 RUNS = (
-    Run("data parallel, Gloo", ("data_parallel.py",), ("--models", "tiny", "--rounds", "3")),
+    Run(
+        "data parallel, Gloo",
+        ("data_parallel.py", "--rounds", "4"),
+        ("--models", "tiny", "--rounds", "3"),
+    ),
     Run(
         "data parallel, shared memory",
-        ("data_parallel.py", "--backend", "shm"),
+        ("data_parallel.py", "--backend", "shm", "--rounds", "4"),
         ("--models", "tiny", "--rounds", "3"),
     ),
     Run(
