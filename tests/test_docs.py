@@ -331,7 +331,7 @@ def shown_commands() -> list[str]:
     return [line for line in dict.fromkeys(lines) if line.startswith(("torchrun", "meshwright"))]
 
 
-@pytest.mark.few(0, slow=4)
+@pytest.mark.few(0)
 @pytest.mark.parametrize("line", shown_commands())
 def test_the_commands_shown_run_as_they_stand(line: str, tmp_path: Path) -> None:
     name, *words = shlex.split(line)

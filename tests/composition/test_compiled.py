@@ -102,7 +102,7 @@ def laid_out(plan: Plan, model: nn.Module, training: Training) -> Trainable:
 
 
 @pytest.mark.devices("host", reason="nothing is compiled under a dispatch mode")
-@pytest.mark.few(0, slow=4)
+@pytest.mark.few(0)
 @pytest.mark.parametrize("name", CASES)
 def test_trains_as_one_process(ranks: Ranks, name: str) -> None:
     model, plan = CASES[name]

@@ -28,7 +28,7 @@ def test_pairs(ranks: Ranks) -> None:
     check(ranks, quick(), 240)
 
 
-@pytest.mark.few(0, slow=4)
+@pytest.mark.few(0)
 @pytest.mark.parametrize(
     "axes", [*SINGLE_AXES, "pipeline=4", *(axes for axes in COMBINED if axes not in DEAR)]
 )

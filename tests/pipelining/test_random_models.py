@@ -138,7 +138,7 @@ def test_random_models(ranks: Ranks) -> None:
     assert min(ranks(2, body, 0, 12)) == 10
 
 
-@pytest.mark.few(0, slow=4)
+@pytest.mark.few(0)
 @pytest.mark.backends("shm", "gloo")
 @pytest.mark.parametrize(("size", "seed"), [(2, 1), (2, 2), (4, 3), (4, 4)])
 def test_more_random_models(ranks: Ranks, size: int, seed: int) -> None:

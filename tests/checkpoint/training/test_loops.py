@@ -54,7 +54,7 @@ def test_layouts_go_on_from_each_other(ranks: Ranks, tmp_path: Path) -> None:
         assert_same_state(path, start)
 
 
-@pytest.mark.few(0, slow=4)
+@pytest.mark.few(0)
 @pytest.mark.parametrize("source", LAYOUTS)
 def test_every_layout_goes_on_from_every_other(ranks: Ranks, tmp_path: Path, source: str) -> None:
     start = begin(tmp_path)
