@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from meshwright.comm import Communicator, communicator, settle
-from meshwright.comm.dtensors.dtensor import is_dtensor
+from meshwright.comm.dtensors.gather_dtensor import whole as gathered
 from meshwright.comm.dtensors.shard_view import ShardView
 from meshwright.fsdp.exposures.exposure import flat_layout, own_pieces
 from meshwright.fsdp.exposures.tensor_axes import part_of, whole_of, whole_shape
@@ -441,9 +441,7 @@ def _own_part(entry: Managed, value: Any) -> Any:  # noqa: ANN401 - any state
     if isinstance(value, ShardView):
         return value.local.clone()  # it fits
     piece = own_pieces(entry.group).get(entry.index)
-    if is_dtensor(value):
-        value = value.full_tensor()  # pyrefly: ignore[missing-attribute]
-    flat = part_of(value, outer).reshape(-1)
+    flat = part_of(gathered(value, label=f"whole state of {entry.names[0]}"), outer).reshape(-1)
     part = flat[:0] if piece is None else flat[piece.start : piece.stop]
     part = part.clone()
     return part.view(local) if entry.group.axes.shard is None and not entry.is_flat else part

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.comm.dtensors.dtensor import AtRest, concatenated_mesh, dtensor_at_rest, is_dtensor
+from meshwright.comm.dtensors.dtensor import AtRest, concatenated_mesh, dtensor_at_rest
+from meshwright.comm.dtensors.gather_dtensor import whole as gathered
 from meshwright.comm.dtensors.shard_view import ShardView
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup
 from meshwright.data_parallel.shards.unit import Unit
@@ -310,8 +311,8 @@ def _load_value(
             target.copy_(value.local)
             return
         value = value.full_tensor()
-    elif is_dtensor(value):
-        value = value.full_tensor()  # pyrefly: ignore[missing-attribute]
+    else:
+        value = gathered(value, label=f"whole {name}")
     if piece is not None:
         part = part_of(value.detach(), outer)
         target.copy_(part.reshape(-1)[piece.start : piece.stop])
