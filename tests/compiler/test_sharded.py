@@ -311,3 +311,57 @@ def test_generated_code(ranks: Ranks, is_facade: bool) -> None:
     case = Case(compiles="blocks in place after", is_facade=is_facade)
     cases = [case, replace(case, is_mixed=True), replace(case, compiles="whole", is_tied=True)]
     ranks(2, body_cases, cases, "inductor", timeout=180.0)
+
+
+# What is at rest, inside of graphs.
+
+
+@torch.compile(backend="aot_eager", fullgraph=True)
+def scaled(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Reads parameters that are at rest, none of which but one begins the memory of the unit."""
+    named = dict(model.named_parameters())
+    return x * sum(p.shape[0] * p.element_size() for p in named.values() if p.requires_grad)
+
+
+def body_graphs_read_what_is_at_rest() -> None:
+    model = Net(Case())
+    for module in (*model.blocks, model):
+        fully_shard(module)
+    x = torch.ones(2)
+    expected = x * sum(p.shape[0] * 4 for p in model.parameters())
+    torch.testing.assert_close(scaled(model, x), expected)
+    model(torch.zeros(2, 3, dtype=torch.long)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    torch._dynamo.reset()
+    torch.testing.assert_close(scaled(model, x), expected)
+
+
+def test_graphs_read_what_is_at_rest(ranks: Ranks) -> None:
+    ranks(2, body_graphs_read_what_is_at_rest)
+
+
+def body_optimizers_are_compiled(kind: str, is_kept: bool) -> None:
+    """As one process does with its compiled optimizer: torch's count steps in float32."""
+    torch._dynamo.reset()
+    found = []
+    for is_sharded in (False, True):
+        model: Any = Net(Case()).double()
+        for module in (*model.blocks, model) if is_sharded else ():
+            fully_shard(module)
+        options = {"momentum": 0.9} if kind == "SGD" else {}
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01, **options)
+        step = torch.compile(optimizer.step, backend="aot_eager")
+        for number in range(4):
+            words = torch.arange(6).view(2, 3).roll(number) % WORDS
+            model(words).square().sum().backward()
+            step()
+            optimizer.zero_grad(set_to_none=not is_kept)
+        found.append([p.full_tensor() if is_sharded else p for p in model.parameters()])
+    plain, sharded = found
+    for one, other in zip(plain, sharded, strict=True):
+        torch.testing.assert_close(other, one.detach(), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(("kind", "is_kept"), [("AdamW", False), ("SGD", True)])
+def test_optimizers_of_sharded_models_are_compiled(ranks: Ranks, kind: str, is_kept: bool) -> None:
+    ranks(2, body_optimizers_are_compiled, kind, is_kept)

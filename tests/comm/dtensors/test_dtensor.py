@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from meshwright import comm
 from meshwright.comm.dtensors.dtensor import (
     at_rest,
+    beginning_storage,
     cut_once_more,
     dtensor_at_rest,
     dtensor_like,
@@ -40,6 +41,34 @@ SHAPES = [(8, 3), (5, 3), (3,), (1, 4), (4, 0), (0, 4), (7, 2, 3)]
 def whole(shape: tuple[int, ...]) -> torch.Tensor:
     """Numbered elements."""
     return torch.arange(math.prod(shape), dtype=torch.float64).view(shape)
+
+
+@pytest.mark.parametrize("place", [(2, 4), (slice(1, 3),), (slice(2, 2),), (slice(None), 3)])
+def test_a_storage_begins_with_what_a_view_shows(place: tuple[int | slice, ...]) -> None:
+    line = torch.arange(30.0).view(6, 5)
+    view = line[place].requires_grad_(False)
+    found = beginning_storage(view)
+    assert (found.storage_offset(), found.shape, found.stride()) == (0, view.shape, view.stride())
+    assert torch.equal(found, view)
+    before = line._version
+    found.mul_(2)
+    assert torch.equal(found, line[place]), "the memory is one"
+    assert line._version == before + 1, "and so is what is written to it"
+    assert found.untyped_storage().nbytes() < line.nbytes
+    assert torch.equal(copy.deepcopy(found), found)
+    file = io.BytesIO()
+    torch.save(found, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file), found)
+    del line, view
+    assert torch.isfinite(found).all(), "its memory is kept"
+
+
+def test_what_begins_a_storage_stays_and_meta_tensors_share_nothing() -> None:
+    line = torch.arange(6.0)
+    assert beginning_storage(line) is line
+    made = beginning_storage(torch.empty(4, 3, device="meta")[2])
+    assert (made.device.type, made.shape, made.storage_offset()) == ("meta", (3,), 0)
 
 
 @pytest.mark.parametrize("size", [2, 4])

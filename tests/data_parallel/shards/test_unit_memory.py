@@ -207,15 +207,19 @@ def body_gradients_are_left_to_who_holds_them() -> None:
     model.zero_grad()
     step()
     assert places() == first, "memory that nobody holds is used again"
-    for hold in (
+    holds = (
         lambda gradient: gradient,
         local_of,
         lambda gradient: gradient.to_local(),
         lambda gradient: local_of(gradient).view(-1)[:1],
         lambda gradient: gradient.detach(),
-    ):
+        lambda gradient: local_of(gradient).untyped_storage(),
+    )
+    for hold, index in itertools.product(holds, (0, 1)):
         model.zero_grad()
-        held = hold(step()[0])
+        held = hold(step()[index])
+        if isinstance(held, torch.UntypedStorage):
+            held = torch.empty(0).set_(held)
         before = local_of(held).clone()
         model.zero_grad()
         step()

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from meshwright.comm.dtensors.dtensor import beginning_storage
 from meshwright.testing.simulated import DEVICE, SimulatedDevice, SimulationError, simulated
 from meshwright.testing.simulated.memory import Extent
 from meshwright.testing.simulated.streams import WorkLine
@@ -64,6 +65,26 @@ def test_parts_that_share_no_byte_are_no_fault() -> None:
             assert not kinds(device)
             x[1:2].zero_()
             assert kinds(device) == ["unordered"]
+
+
+def test_a_storage_on_a_part_of_another_is_its_memory() -> None:
+    with simulated() as device:
+        x, side = torch.ones(4, 6), WorkLine("side")
+        side.wait_for(device.current)
+        allocated = device.memory.allocated
+        row = beginning_storage(x[1])
+        assert row.storage_offset() == 0
+        assert device.memory.allocated == allocated
+        x[1].zero_()
+        with device.use(side):
+            x[2].sum()
+            row.view(2, 3)
+            assert not kinds(device)
+            row.sum()
+            assert kinds(device) == ["unordered"]
+        del row
+        side.wait_for(device.current)
+        assert device.memory.allocated == allocated
 
 
 def test_an_event_orders_what_was_queued_before_it_alone() -> None:

@@ -40,7 +40,6 @@ from meshwright.torch_internals.distributed import (
 )
 from meshwright.torch_internals.tensors import (
     local_tensor_of,
-    mark_parameter,
     number_operator,
     set_local_tensor,
 )
@@ -121,7 +120,11 @@ def dtensor_like(local: torch.Tensor, like: torch.Tensor) -> DTensor:
             f"expected a part of shape {tuple(known.shape)} and {known.dtype}, found "
             f"{tuple(local.shape)} and {local.dtype}"
         )
-    return _around(local, like)
+    # An offset would be one into a storage of its own, which is empty, and looked for there.
+    begins = local.new_empty(0) if local.storage_offset() else local
+    found = DTensor(begins, spec_of(like), requires_grad=False)
+    set_local_tensor(found, local)
+    return found
 
 
 def dtensor_around(local: torch.Tensor, rest: AtRest) -> DTensor:
@@ -131,24 +134,26 @@ def dtensor_around(local: torch.Tensor, rest: AtRest) -> DTensor:
     return DTensor(local.detach(), spec, requires_grad=False)
 
 
-def savable(tensor: torch.Tensor) -> torch.Tensor:
-    """Make of a DTensor one on the same memory that `copy.deepcopy` and `torch.save` take.
+def beginning_storage(local: torch.Tensor) -> torch.Tensor:
+    """Make of a view with an offset one without, on the same memory: a storage begins with it.
 
-    They look for memory of the wrapper's own where its local tensor is a view with an offset.
+    For what DTensors hold: copies and files then have their part alone, and compilers, which do not
+    take DTensors around views with an offset, see that such parts do not overlap. Writes to either
+    are counted for both. What is made keeps the memory alive, which must never be resized.
     """
-    if not isinstance(tensor, DTensor) or not local_tensor_of(tensor).storage_offset():
-        return tensor
-    found = _around(local_tensor_of(tensor), tensor).requires_grad_(tensor.requires_grad)
-    if isinstance(tensor, nn.Parameter):
-        mark_parameter(found, is_parameter=True)
-    return found
-
-
-def _around(local: torch.Tensor, like: DTensor) -> DTensor:
-    """Make a DTensor without an offset, whatever that of ``local`` is."""
-    begins = local.new_empty(0) if local.storage_offset() else local
-    found = DTensor(begins, spec_of(like), requires_grad=False)
-    set_local_tensor(found, local)
+    offset = local.storage_offset()
+    if not offset or type(local) is not torch.Tensor:
+        return local
+    strides = local.stride()
+    storage = local.untyped_storage()
+    if storage.device.type == "meta":  # there is no memory to share
+        return torch.empty_strided(local.shape, strides, dtype=local.dtype, device=local.device)
+    size = local.itemsize
+    reach = sum((n - 1) * step for n, step in zip(local.shape, strides, strict=True)) + 1
+    begin, end = offset * size, (offset + (reach if local.numel() else 0)) * size
+    found = local.detach()
+    with torch.no_grad():
+        found.data = local.new_empty(0).set_(storage[begin:end], 0, local.shape, strides)
     return found
 
 

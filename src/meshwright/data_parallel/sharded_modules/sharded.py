@@ -15,12 +15,10 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import nn
 
 from meshwright import comm
 from meshwright.comm import settle
-from meshwright.comm.dtensors.dtensor import savable
 from meshwright.data_parallel.checks.starting_state import starting_buffers
 from meshwright.data_parallel.modules.nested import tensors_in
 from meshwright.data_parallel.sharded_modules.module_hooks import (
@@ -246,7 +244,6 @@ def _install(module: nn.Module, driver: Driver, options: ShardOptions) -> None:
     holders = () if driver.unit is None else driver.unit.slots
     for part in dict.fromkeys(where for slot in holders for where, _ in slot.places):
         part.register_state_dict_pre_hook(partial(_put_away, driver))
-        part.register_state_dict_post_hook(_make_savable)
         part.register_load_state_dict_pre_hook(partial(_put_away, driver))
 
 
@@ -280,14 +277,6 @@ def _put_away(driver: Driver, *_: object) -> None:
     settle()
     if driver.unit is not None:
         driver.unit.reshard()
-
-
-def _make_savable(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
-    """Make what state dicts hold fit to be copied and saved, also where nobody asks us."""
-    for name in module._parameters:
-        value = state.get(prefix + name)
-        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-            state[prefix + name] = savable(value)
 
 
 def _loaded(driver: Driver, module: nn.Module, keys: object) -> None:

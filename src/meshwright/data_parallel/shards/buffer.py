@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from meshwright.comm import Communicator, Pending
+from meshwright.comm.dtensors.dtensor import beginning_storage
 from meshwright.comm.memory.reusable_storage import Line, line_of
 from meshwright.comm.streams import is_host
 from meshwright.data_parallel.shards.gradient_lines import GradientLine
@@ -214,7 +215,7 @@ class FlatBuffer:
 
     def around(self, index: int) -> torch.Tensor:
         """Give this rank's chunk of tensor ``index`` as users see it, on the shard's memory."""
-        return self.local(index).detach()
+        return beginning_storage(self.local(index).detach())
 
     def own(self, index: int, line: torch.Tensor | None = None) -> torch.Tensor:
         """Give this rank's elements of tensor ``index``: a view of the shard, or of ``line``."""

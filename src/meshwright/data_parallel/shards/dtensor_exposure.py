@@ -16,12 +16,12 @@ from torch import nn
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.after_hooks import run_after_hooks
 from meshwright.comm.dtensors.dtensor import (
+    beginning_storage,
     dtensor_at_rest,
     dtensor_like,
     is_dtensor,
     local_of,
     put_on_mesh,
-    savable,
 )
 from meshwright.comm.dtensors.gradient_part import gradient_part, plain
 from meshwright.comm.dtensors.sharded_axes import is_marked_spread
@@ -86,14 +86,13 @@ class _Entry:
         if place is None:
             raise InternalError("a DTensor at rest needs a place on a mesh")
         self.wrap = (place.mesh, place.placements, place.shape, contiguous_strides(place.shape))
-        exposed = nn.Parameter(
+        shown: Any = nn.Parameter(
             dtensor_at_rest(local, *self.wrap), requires_grad=slot.original.requires_grad
         )
-        shown: Any = savable(exposed)
         set_local_tensor(shown, local)  # of its class, with its attributes
         shown.__dict__.update(before.__dict__)
         carry_hooks(before, shown, slot.name)
-        self.exposed: Any = shown
+        self.exposed = shown
         self.note_memory()
         self.trains = self.exposed.requires_grad
         """Whether both required grad when they were compared last."""
@@ -134,6 +133,15 @@ class _Entry:
         self.exposed = parameter
         set_local_tensor(parameter, local)
         self.note_memory()
+
+    def part_of(self, line: torch.Tensor) -> torch.Tensor:
+        """View this rank's part of the parameter in ``line``, which lies as the shard does."""
+        return line[self.start : self.stop].view(self.shape)
+
+    def gradient_on(self, line: torch.Tensor) -> torch.Tensor:
+        """Make a gradient of its part of ``line``, which is never resized."""
+        # Detached, since a view would hold on to the tensor that it is of.
+        return dtensor_like(beginning_storage(self.part_of(line).detach()), self.exposed)
 
     def note_training(self) -> None:
         """Remember whether it trains, which whole and exposed parameter agree on now."""
@@ -216,7 +224,7 @@ class ExposedTensors(Exposure):
     ) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """List the parameters of ``group``, and a DTensor for each with its part of ``line``."""
         return [
-            (e.exposed, dtensor_at_rest(line[e.start : e.stop].view(e.shape), *e.wrap))
+            (e.exposed, dtensor_at_rest(beginning_storage(e.part_of(line)), *e.wrap))
             for e in self.entries(group)
         ]
 
@@ -373,7 +381,7 @@ class ExposedTensors(Exposure):
                 part.zero_()
             elif local_of(gradient).data_ptr() != part.data_ptr():
                 part.copy_(local_of(gradient).reshape(-1))
-                entry.exposed.grad = dtensor_like(part.view(entry.shape), entry.exposed)
+                entry.exposed.grad = entry.gradient_on(line)
 
     def show_waiting(self, unit: Unit) -> bool:
         """See `Exposure`: ``.grad`` holds what has been reduced, as in torch's."""
@@ -398,13 +406,12 @@ class ExposedTensors(Exposure):
                 flat.grad.add_(reduced)  # the parameters' gradients are views of it
                 for e, is_used in zip(entries, used, strict=True):
                     if is_used and e.exposed.grad is None and e.exposed.requires_grad:
-                        part = plain(flat.grad)[e.start : e.stop].view(e.shape)
-                        e.exposed.grad = dtensor_like(part.detach(), e.exposed)
+                        e.exposed.grad = e.gradient_on(plain(flat.grad))
                 return
             for entry in self.entries(group):
                 if entry.exposed.grad is not None:  # of a loss that has read the DTensor itself
                     own = entry.exposed.grad.redistribute(placements=entry.exposed.placements)
-                    plain(reduced)[entry.start : entry.stop].view(entry.shape).add_(local_of(own))
+                    entry.part_of(plain(reduced)).add_(local_of(own))
             is_part = is_marked_spread(flat)
             flat.grad = (
                 gradient_part(reduced, self.entries(group)[0].slot.name) if is_part else reduced
@@ -438,11 +445,7 @@ class ExposedTensors(Exposure):
         if is_kept and kept.guests:
             return [guest for guest, _ in kept.guests]
         entries = self.entries(group)
-        made: list[torch.Tensor] = [
-            # Detached, since a view would hold on to the tensor that it is of.
-            dtensor_like(reduced[e.start : e.stop].view(e.shape).detach(), e.exposed)
-            for e in entries
-        ]
+        made = [entry.gradient_on(reduced) for entry in entries]
         if is_kept:
             kept.remember([(dt, e.exposed) for dt, e in zip(made, entries, strict=True)])
         return made

@@ -75,15 +75,21 @@ class KeptLine:
 
     def _is_unused(self, line: torch.Tensor) -> bool:
         """Check that the memory is used by the line and the guests alone, and those by nobody."""
-        # One use each by the line, the storage that is asked for here, and each guest's local part.
-        used = storage_users(storage_id(line.untyped_storage()))
-        if used != 2 + len(self.guests):
+        # One use each by the line, the storage that is asked for here, and each guest's local part,
+        # or the storage that begins with that.
+        lines = storage_id(line.untyped_storage())
+        if storage_users(lines) != 2 + len(self.guests):
             return False
         for guest, parameter in self.guests:
             # References to a guest: the pair, the name, the argument. To its part: one less.
             if parameter.grad is guest or sys.getrefcount(guest) > OURS:
                 return False
-            if local_of(guest) is not guest and sys.getrefcount(local_of(guest)) >= OURS:
+            part = local_of(guest)
+            if part is guest:
+                continue
+            # References to the part: the name in its place. Uses: the part's, and the one here.
+            storage = storage_id(part.untyped_storage())
+            if sys.getrefcount(part) > OURS or (storage != lines and storage_users(storage) > 2):
                 return False
         return True
 

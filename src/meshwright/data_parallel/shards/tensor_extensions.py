@@ -237,7 +237,9 @@ class ExtendedBuffer(FlatBuffer):
 
     def around(self, index: int) -> torch.Tensor:
         """See `FlatBuffer`: of the parameter's class."""
-        return self._extensions[index].around(self.local(index), self.axes.parts, self.axes.part)
+        return self._extensions[index].around(
+            super().around(index), self.axes.parts, self.axes.part
+        )
 
     @torch.no_grad()
     def gather(

@@ -190,8 +190,7 @@ class SimulatedDevice:
         for tensors, is_write in ((reads, False), (writes, True)):
             for tensor in tensors:
                 for part in tensors_in(tensor):
-                    if not self.memory.is_known(part):
-                        self.memory.allocate(part.untyped_storage(), self.current, is_host=False)
+                    self.memory.block(part, self.current)
                     self.memory.access(part, line, stamp, place, writes=is_write)
         self._time.go_on()
         return stamp, place
@@ -222,6 +221,10 @@ class SimulatedDevice:
         result: object,
     ) -> None:
         """Take in a call of an operator, which has given ``result``."""
+        if any(isinstance(value, torch.UntypedStorage) for value in args):
+            for tensor in tensors_in(result):
+                if not self.memory.is_known(tensor):
+                    self.memory.share(tensor)
         uses = uses_of(func, args, kwargs, result)
         used = [*uses.reads, *uses.writes]
         if not used and not uses.makes:
@@ -233,7 +236,7 @@ class SimulatedDevice:
             makes_host = (where or {self.memory.is_host(tensor) for tensor in uses.like}) == {True}
         for tensor in uses.makes:
             if not self.memory.is_known(tensor):
-                self.memory.allocate(tensor.untyped_storage(), self.current, is_host=makes_host)
+                self.memory.allocate(tensor, self.current, is_host=makes_host)
         if calls_a_group(func):
             return
         if uses.makes:
@@ -276,8 +279,7 @@ class SimulatedDevice:
         """Know tensors that were made for the host."""
         for tensor in tensors_in(value):
             if not self.memory.is_known(tensor):
-                storage = tensor.untyped_storage()
-                self.memory.allocate(storage, self.current, is_host=True)
+                self.memory.allocate(tensor, self.current, is_host=True)
             if is_pinned:
                 self.memory.pin(tensor)
 

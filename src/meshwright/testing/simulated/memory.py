@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -66,11 +67,11 @@ class Extent:
     itemsize: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Extent:
-        """Find what ``tensor`` covers."""
+    def of(cls, tensor: torch.Tensor, before: int = 0) -> Extent:
+        """Find what ``tensor`` covers, in a storage with ``before`` bytes before its own."""
         size = tensor.element_size()
         shape, strides = tuple(tensor.shape), tuple(n * size for n in tensor.stride())
-        start = int(tensor.storage_offset()) * size
+        start = before + int(tensor.storage_offset()) * size
         if 0 in shape:
             return cls(start, start, shape, strides, size)
         reach = sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
@@ -137,12 +138,9 @@ class _Block:
     """One storage."""
 
     def __init__(
-        self,
-        storage: torch.UntypedStorage,
-        home: WorkLine,
-        is_host: bool,
-        dropped: Callable[[int], None],
+        self, tensor: torch.Tensor, home: WorkLine, is_host: bool, dropped: Callable[[int], None]
     ) -> None:
+        storage = tensor.untyped_storage()
         key = storage_id(storage)
         self.home = home
         """The stream that it was allocated on, and goes back to."""
@@ -151,20 +149,27 @@ class _Block:
         self.nbytes = storage.nbytes()
         """0 where its memory was given back."""
         self.accesses: list[_Access] = []
+        self._address = _address(tensor)
+        """Where it begins; 0 if nobody knows."""
         self._end = weakref.ref(storage, lambda _: dropped(key))
 
     def pin(self) -> None:
         """Say that the device reaches it by itself."""
         self.is_pinned = True
 
+    def place_of(self, address: int) -> int | None:
+        """Find which of its bytes lies at ``address``, if one does."""
+        place = address - self._address
+        return place if self._address and 0 <= place < self.nbytes else None
+
     def give_back(self) -> int:
         """Have no memory any more; return how much there was."""
         nbytes, self.nbytes = self.nbytes, 0
         return nbytes
 
-    def renew(self, home: WorkLine, nbytes: int) -> None:
+    def renew(self, home: WorkLine, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Have memory that nobody has used, from ``home``."""
-        self.home, self.nbytes = home, nbytes
+        self.home, self.nbytes, self._address = home, nbytes, storage.data_ptr()
         self.accesses.clear()
 
     def add(self, access: _Access, is_past: Callable[[_Access], bool]) -> None:
@@ -181,31 +186,38 @@ class Memory:
         self._report = report
         self._host = host
         self._blocks: dict[int, _Block] = {}
+        self._parts: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
+        """Of storages that are a part of another one: the bytes before it there."""
         self.allocated = 0
         self.peak = 0
         """Bytes on the device."""
 
     def block(self, tensor: torch.Tensor, home: WorkLine) -> _Block:
         """Find the block of ``tensor``; what was there before the simulation is on the device."""
-        storage = tensor.untyped_storage()
-        found = self._blocks.get(storage_id(storage))
-        if found is None:
-            found = self.allocate(storage, home, is_host=False)
-        return found
+        key = storage_id(tensor.untyped_storage())
+        if key not in self._blocks:
+            self.share(tensor)
+        return self._blocks.get(key) or self.allocate(tensor, home, is_host=False)
 
-    def allocate(
-        self,
-        storage: torch.UntypedStorage,
-        home: WorkLine,
-        *,
-        is_host: bool,
-    ) -> _Block:
-        """Take in a storage that is new."""
-        found = _Block(storage, home, is_host, self._drop)
-        self._blocks[storage_id(storage)] = found
+    def allocate(self, tensor: torch.Tensor, home: WorkLine, *, is_host: bool) -> _Block:
+        """Take in the storage of ``tensor``, which is new."""
+        found = _Block(tensor, home, is_host, self._drop)
+        self._blocks[storage_id(tensor.untyped_storage())] = found
         if not is_host:
             self._count(found.nbytes)
         return found
+
+    def share(self, tensor: torch.Tensor) -> None:
+        """Take in the storage of ``tensor`` if it is a part of the memory of another one."""
+        address = _address(tensor)
+        for block in list(self._blocks.values()) if address else ():
+            place = block.place_of(address)
+            if place is not None:
+                storage = tensor.untyped_storage()
+                key = storage_id(storage)
+                self._blocks[key] = block
+                self._parts[key] = place, weakref.ref(storage, partial(self._forget, key))
+                return
 
     def is_known(self, tensor: torch.Tensor) -> bool:
         """Check that the storage of ``tensor`` was taken in."""
@@ -230,7 +242,9 @@ class Memory:
         self, tensor: torch.Tensor, line: WorkLine, stamp: Stamp, place: Place, *, writes: bool
     ) -> None:
         """Note that the work at ``stamp`` of ``line`` reads ``tensor``, or writes it."""
-        block, extent = self.block(tensor, line), Extent.of(tensor)
+        block = self.block(tensor, line)
+        before, _ = self._parts.get(storage_id(tensor.untyped_storage()), (0, None))
+        extent = Extent.of(tensor, before)
         if extent.start == extent.end:
             return
         if not block.nbytes:
@@ -260,7 +274,10 @@ class Memory:
             return
         if not block.is_host:
             self._count(nbytes - block.nbytes)
-        block.renew(home, nbytes)
+        block.renew(home, storage, nbytes)
+
+    def _forget(self, key: int, _: object) -> None:
+        del self._blocks[key], self._parts[key]
 
     def _drop(self, key: int) -> None:
         block = self._blocks.pop(key, None)
@@ -282,6 +299,14 @@ class Memory:
     def _count(self, nbytes: int) -> None:
         self.allocated += nbytes
         self.peak = max(self.peak, self.allocated)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Find where the storage of ``tensor`` begins; 0 for one that has no memory of its own."""
+    if tensor.untyped_storage().device.type == "meta":  # it stands for another tensor
+        return 0
+    begin = tensor.data_ptr()
+    return begin and begin - int(tensor.storage_offset()) * tensor.itemsize
 
 
 def caller() -> str:
