@@ -69,7 +69,7 @@ def fuse_marks(graph: fx.Graph) -> list[BucketPlan]:
         return []
     plans = plan_marks(marks)
     old = list(graph.nodes)
-    write = _Writer(graph, old[-1])
+    write = Writer(graph, old[-1])
     buckets = [write.bucket(plan) for plan in plans]
     _ask_before_each_model(write, buckets)
     for bucket in buckets:
@@ -81,23 +81,24 @@ def fuse_marks(graph: fx.Graph) -> list[BucketPlan]:
     return plans
 
 
-class _Writer:
+class Writer:
     """The new nodes of a graph, each with the value that the trace would have seen."""
 
     def __init__(self, graph: fx.Graph, before: fx.Node) -> None:
-        self._graph = graph
+        self.graph = graph
         self._before = before
         values = [node.meta["val"] for node in graph.nodes if "val" in node.meta]
         self._fake = detect_fake_mode(values)
 
-    def call(self, target: Callable[..., Any], *args: Any) -> fx.Node:
-        with self._graph.inserting_before(self._before):
-            node = self._graph.call_function(target, args)
+    def call(self, target: Callable[..., Any], *args: Any, **constants: Any) -> fx.Node:
+        """Write a call of ``target`` before the end."""
+        with self.graph.inserting_before(self._before):
+            node = self.graph.call_function(target, args, constants)
         values = fx.map_arg(args, lambda argument: argument.meta["val"])
         if self._fake is None:
             raise InternalError("a graph with marks holds no traced values")
         with self._fake:
-            node.meta["val"] = target(*values)
+            node.meta["val"] = target(*values, **constants)
         return node
 
     def bucket(self, plan: BucketPlan) -> _Emitted:
@@ -152,7 +153,7 @@ class _Writer:
         return _Emitted(plan, [*flat, line, divided, reduced], receive, results)
 
 
-def _ask_before_each_model(write: _Writer, buckets: Sequence[_Emitted]) -> None:
+def _ask_before_each_model(write: Writer, buckets: Sequence[_Emitted]) -> None:
     """Have all ranks agree on what they reduce, before the first reduction of each model."""
     by_model: dict[str, list[_Emitted]] = {}
     for bucket in buckets:

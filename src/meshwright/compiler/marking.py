@@ -19,9 +19,10 @@ from weakref import WeakSet
 import torch
 from torch import fx, nn
 
-from meshwright.compiler import bucket_pass, bucket_plan
+from meshwright.compiler import bucket_pass, bucket_plan, unit_pass
 from meshwright.torch_internals import compile as internals
 from meshwright.torch_internals.modules import call_of, set_compiled_call
+from meshwright.torch_internals.tensors import version_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -37,7 +38,8 @@ _COALESCED = "fuse_ddp_with_coalesced_op"
 
 
 def _fuse(graph: fx.Graph) -> None:
-    """Fuse the marks of ``graph``, if it has any, and check what came of it."""
+    """Place the units of ``graph`` and fuse its marks, if it has any; check what came of it."""
+    MARKING.counters["gathers"] += unit_pass.place_units(graph)
     if not bucket_plan.marks_of(graph):
         return
     before = bucket_pass.peak_bytes(graph)
@@ -55,14 +57,25 @@ class _FusePass(internals.CustomGraphPass):
 
     def uuid(self) -> str:
         """Name the version of the pass: compiled graphs are cached under it."""
-        return "".join(inspect.getsource(part) for part in (bucket_plan, bucket_pass))
+        return "".join(inspect.getsource(part) for part in (bucket_plan, bucket_pass, unit_pass))
+
+
+class _ApartPass(internals.CustomGraphPass):
+    """What comes before a joint graph is cut in two, as inductor calls it."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        unit_pass.keep_apart(graph)
+
+    def uuid(self) -> str:
+        """Name the version of the pass: compiled graphs are cached under it."""
+        return inspect.getsource(unit_pass)
 
 
 class _Marking:
     """The `GradientMarking` of `torch.compile`. There is one, `MARKING`."""
 
     def __init__(self) -> None:
-        self.fuse_pass = _FusePass()
+        self.fuse_pass, self.apart_pass = _FusePass(), _ApartPass()
         self.scoped: WeakSet[nn.Module] = WeakSet()
         """Modules whose compilation brings its settings itself."""
         self.counters: Counter[str] = Counter()
@@ -83,14 +96,36 @@ class _Marking:
         is_concat = _CONCAT in passes and _COALESCED not in passes
         return "hooks", "concat" if is_concat else "coalesced"
 
+    def modules_of_trace(self) -> list[nn.Module]:
+        """List the modules that the function has whose graph is traced now."""
+        found = internals.first_frame_locals().values()
+        return [each for each in found if isinstance(each, nn.Module)]
+
+    def obstacle_to_gathers(self, module: nn.Module) -> str:
+        """Get ready for gathers of units of ``module`` in it; "", or what is in the way."""
+        if internals.backend_of_trace() not in ("inductor", _inductor, aot_backend):
+            return (
+                "the backend runs no pass of ours; inductor and meshwright.compiler.aot_backend do"
+            )
+        if internals.is_functional_call_traced():
+            return "torch.func.functional_call puts tensors in the place of parameters"
+        if not self._depth and module not in self.scoped:
+            self._install()
+        return ""
+
+    def has_written(self) -> bool:
+        """Tell whether the graph that is traced now has written to what it gathers."""
+        return any(version_of(each) for each in internals.values_in_trace(unit_pass.UNSHARD))
+
     def settings(self) -> Mapping[str, Any]:
         """List inductor's settings while it compiles a graph with marks, by their names."""
-        found: object = internals.inductor_settings.post_grad_custom_post_pass
-        others = [] if found is None else list(found) if isinstance(found, list) else [found]
-        passes = [*(each for each in others if each is not self.fuse_pass), self.fuse_pass]
+        found = {
+            "post_grad_custom_post_pass": self.fuse_pass,
+            "joint_custom_pre_pass": self.apart_pass,
+        }
         return MappingProxyType(
             {
-                "post_grad_custom_post_pass": passes if len(passes) > 1 else self.fuse_pass,
+                **{name: _with_others(name, each) for name, each in found.items()},
                 # It would put each wait right behind its reduction.
                 "reorder_for_peak_memory": False,
             }
@@ -141,6 +176,14 @@ class _Marking:
         # Plain torch.compile has no place to scope settings to; they stay, as torch's own do.
         for name, value in self.settings().items():
             setattr(internals.inductor_settings, name, value)
+
+
+def _with_others(setting: str, own: internals.CustomGraphPass) -> object:
+    """List the passes that ``setting`` has, ``own`` the last; alone where there are no others."""
+    found: object = getattr(internals.inductor_settings, setting)
+    others = [] if found is None else list(found) if isinstance(found, list) else [found]
+    passes = [*(each for each in others if each is not own), own]
+    return passes if len(passes) > 1 else own
 
 
 MARKING = _Marking()
@@ -200,6 +243,21 @@ def _fuse_and_run(graph: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
     return internals.make_boxed_func(graph.forward)
 
 
-aot_backend = internals.aot_autograd(fw_compiler=_fuse_and_run, bw_compiler=_fuse_and_run)
+def _run_alone(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    unit_pass.keep_apart(graph.graph)
+    return _fuse_and_run(graph, inputs)
+
+
+def _cut(graph: fx.GraphModule, inputs: Any, **keywords: Any) -> Any:  # noqa: ANN401 - torch's
+    unit_pass.keep_apart(graph.graph)
+    return internals.min_cut_rematerialization_partition(graph, inputs, **keywords)
+
+
+aot_backend = internals.aot_autograd(
+    fw_compiler=_fuse_and_run,
+    bw_compiler=_fuse_and_run,
+    inference_compiler=_run_alone,
+    partition_fn=_cut,
+)
 """A backend for `torch.compile`: reductions are fused, nodes run in the graph's order, no code is
 generated. For tests, and for models whose code generation fails."""

@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch._dynamo.config as dynamo_settings
 import torch._functorch.config as functorch_settings
 import torch._inductor.config as inductor_settings
+from torch import fx
 from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
 from torch._inductor import compile as compile_graph
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.nn.utils import stateless
+from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "CustomGraphPass",
     "aot_autograd",
+    "backend_of_trace",
     "backward_compiler",
     "compile_graph",
     "counters",
     "ddp_fusion_passes",
     "detect_fake_mode",
     "dynamo_settings",
+    "first_frame_locals",
     "functorch_settings",
     "inductor_settings",
+    "is_functional_call_traced",
     "make_boxed_func",
+    "min_cut_rematerialization_partition",
+    "recompute_always",
+    "recompute_never",
+    "values_in_trace",
 ]
 
 
@@ -40,3 +52,50 @@ def backward_compiler() -> Callable[..., Any] | None:
 def ddp_fusion_passes() -> list[Any]:
     """Read which passes inductor's settings name to fuse the gradients of torch's DDP."""
     return inductor_settings._fuse_ddp_communication_passes
+
+
+def backend_of_trace() -> object:
+    """Find what compiles the graph that is traced now, as it was given to `torch.compile`."""
+    found: Any = InstructionTranslator.current_tx().output.compiler_fn
+    while (inner := getattr(found, "_torchdynamo_orig_backend", None)) is not None:
+        found = inner
+    if getattr(found, "compiler_name", None) == "inductor":
+        return "inductor"
+    return getattr(found, "compiler_fn", found)
+
+
+def first_frame_locals() -> Mapping[str, Any]:
+    """Return what the frame that begins the graph that is traced now was called with, by name."""
+    return InstructionTranslator.current_tx().output.root_tx.f_locals
+
+
+def is_functional_call_traced() -> bool:
+    """Tell whether the frames that are traced now are inside of `torch.func.functional_call`."""
+    frame: Any = InstructionTranslator.current_tx()
+    while frame is not None:
+        if frame.f_code.co_filename == stateless.__file__:
+            return True
+        frame = getattr(frame, "parent", None)
+    return False
+
+
+def values_in_trace(operator: Callable[..., Any]) -> list[Any]:
+    """List the tensors that ``operator`` has given, in lists, in the graph that is traced now."""
+    graph = InstructionTranslator.current_tx().output.graph
+    nodes = graph.find_nodes(op="call_function", target=operator)
+    return [each for node in nodes for each in node.meta["example_value"]]
+
+
+def recompute_always(node: fx.Node) -> None:
+    """Have the partitioner compute ``node`` anew in the backward, wherever its users are."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    node.meta["ac_graph_id"] = _LAST_REGION
+
+
+def recompute_never(node: fx.Node) -> None:
+    """Have the partitioner keep ``node``, if the backward needs it."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+_LAST_REGION = 1 << 31
+"""Above the numbers of all regions that are checkpointed: what they use is not kept for them."""

@@ -20,6 +20,7 @@ __all__ = [
     "keep_result",
     "never_first",
     "not_traced",
+    "notes_of_trace",
 ]
 
 P = ParamSpec("P")
@@ -34,6 +35,8 @@ _strategy = required(
 _set_strategy = required(
     "torch._C._dynamo.eval_frame.set_code_exec_strategy", "keeps its hooks out of graphs"
 )
+
+_trace = required("torch._guards.TracingContext.try_get", "knows which graph is traced")
 
 COMPILER_MODULES = (
     "torch._dynamo",
@@ -75,3 +78,9 @@ def is_backward_compiled() -> bool:
     """True in a backward pass that compiled autograd runs or traces."""
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     return compiled is not None and bool(compiled.in_compiled_autograd_region)
+
+
+def notes_of_trace() -> dict[str, object]:
+    """Return the notes on the graph that is traced now, which end with it; none outside of one."""
+    context = _trace()
+    return {} if context is None else context.__dict__.setdefault("meshwright", {})

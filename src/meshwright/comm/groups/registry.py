@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from meshwright.comm.failures.failure import FailureMonitor
     from meshwright.comm.failures.watching import Watcher
     from meshwright.comm.graphs.marks import MarkedModel
+    from meshwright.comm.graphs.units import TracedRoot
 
 _log = logging.getLogger("meshwright")
 
@@ -84,6 +85,8 @@ class ProcessState:
     """Memory of lines that come and go."""
     marked: MutableMapping[str, MarkedModel] = field(default_factory=weakref.WeakValueDictionary)
     """Models whose gradients are marked in traced graphs, by the name that their marks carry."""
+    roots: MutableMapping[str, TracedRoot] = field(default_factory=weakref.WeakValueDictionary)
+    """Roots whose units graphs drive, by the name that their operators carry."""
     checks: CallChecks | None = None
     """Compares every call with those of the other ranks, where that was asked for."""
     outstanding: dict[str, Outstanding] = field(default_factory=dict)

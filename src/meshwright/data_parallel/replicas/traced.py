@@ -60,6 +60,18 @@ class GradientMarking(Protocol):
         """Choose the route of marks of ``module``, and name how buckets are sent and fused."""
         ...
 
+    def modules_of_trace(self) -> list[nn.Module]:
+        """List the modules that the function has whose graph is traced now."""
+        ...
+
+    def obstacle_to_gathers(self, module: nn.Module) -> str:
+        """Get ready for gathers of shards of ``module`` in it; "", or what is in the way."""
+        ...
+
+    def has_written(self) -> bool:
+        """Tell whether the graph that is traced now has written to what it gathers."""
+        ...
+
     def ran(self, plan: str) -> None:
         """Take note that a graph with this plan begins its first reduction."""
         ...
@@ -152,7 +164,7 @@ class Marking:
         return "eager"
 
     def _prepare(self) -> Route:
-        route, mode = _marking().route(self._module())
+        route, mode = compiler_of_marks().route(self._module())
         ranks = self._communicator
         if mode == "coalesced" and ranks.waits_on_host and not ranks.is_on_host:
             mode = "concat"  # Gloo reduces lists of tensors of the host alone
@@ -338,7 +350,7 @@ class Marking:
         late.compare(started, judge, is_late=is_late)
         if count.bit_count() == 1 and not self._reducer.is_synchronising:
             at_end_of_backward(self._verify)
-        _marking().ran(plan)
+        compiler_of_marks().ran(plan)
 
     def _judge(self, indices: Sequence[int], plan: str, place: PassPlace, rows: Rows) -> None:
         """Raise where ``rows`` of a pass are not alike; reduce what is left of it elsewhere."""
@@ -459,7 +471,7 @@ class Marking:
 
     def unfused(self) -> None:
         """Count a mark that is reduced alone."""
-        _marking().is_unfused(self.name)
+        compiler_of_marks().is_unfused(self.name)
 
 
 class _Rest(IntEnum):
@@ -506,6 +518,7 @@ class TracedForward(nn.Module):
         return run(self.module, *args, **kwargs)
 
 
-def _marking() -> GradientMarking:
+def compiler_of_marks() -> GradientMarking:
+    """Find the compiler's side, which the first trace that asks for it loads."""
     # The one way round the arrow between the rooms: loaded by the first trace that needs it.
     return cast("GradientMarking", meshwright.compiler.MARKING)

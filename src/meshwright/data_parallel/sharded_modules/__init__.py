@@ -6,6 +6,7 @@ Bottom-up:
     module_tree     the modules of one root, and those that came later
     iteration       the state that units of one root share in an iteration
     module_hooks    the hooks that bring units through an iteration
+    traced_units    the same inside of a compiled graph
     sharded_join    ranks that have run out of batches
     sharded_module  the members that a sharded module has beside its own
     sharded         `fully_shard`

@@ -55,6 +55,10 @@ REMEMBERED = 8
 class Iteration:
     """Brings the units of ``drivers`` (the root's first) through iterations, one after another."""
 
+    token: torch.Tensor | None = None
+    """What graphs that gather write to, see `traced_units`; its gradient is zero."""
+    _follow: Callable[[], None] | None = None
+
     def __init__(self, drivers: Sequence[Driver], options: OrderOptions | None) -> None:
         self.drivers = tuple(drivers)
         self.tree: ModuleTree | None = None
@@ -130,6 +134,11 @@ class Iteration:
         """
         self.announce, self.announce_clip = delivery, clip
 
+    def follow_with(self, follow: Callable[[], None]) -> None:
+        """Call ``follow`` when a forward begins; graphs may gather from now on."""
+        self._follow = follow
+        self.token = torch.zeros((), requires_grad=True)
+
     def leave_use_counts_out(self) -> None:
         """Take every parameter for used by some rank, and ask none."""
         self.sends_use_counts = False
@@ -143,6 +152,8 @@ class Iteration:
     def begin_forward(self, *, training: bool) -> None:
         """Begin the root's forward; an iteration that raised is given up first."""
         raised_in = self._begin()
+        if self._follow is not None:
+            self._follow()
         if self._order:
             self._expected, self._order = self._order, self._expected
             self._order.clear()
@@ -217,6 +228,11 @@ class Iteration:
         if position + 1 < len(expected) and expected[position] is driver:
             return expected[position + 1]
         return None
+
+    def begin_graph(self, what: str) -> None:
+        """Compare ``what``, which a compiled graph is about to do, with the other ranks."""
+        if self._events is not None:
+            self._events.happens(Event(what))
 
     def end_forward(self) -> None:
         """End the root's forward."""
@@ -322,8 +338,8 @@ class Iteration:
     def _reaches_parameters(self) -> bool:
         """Tell whether the backward pass that runs now gives any parameter a gradient."""
         slots = (slot for unit in self._units for slot in unit.slots)
-        return any(
-            _gets_gradient(slot.leaf) or (slot.full is not slot.leaf and _gets_gradient(slot.full))
+        return (self.token is not None and gets_gradient(self.token)) or any(
+            gets_gradient(slot.leaf) or (slot.full is not slot.leaf and gets_gradient(slot.full))
             for slot in slots
             if slot.leaf.requires_grad
         )
@@ -517,7 +533,7 @@ def _widest(units: Sequence[Unit]) -> Communicator | None:
     return world if world.size == size else found
 
 
-def _gets_gradient(leaf: torch.Tensor) -> bool:
+def gets_gradient(leaf: torch.Tensor) -> bool:
     """Tell whether the backward pass that runs now accumulates a gradient of ``leaf``."""
     try:
         return is_executed(accumulator_of(leaf))

@@ -101,7 +101,8 @@ class Driver:
         """How the order is checked if this becomes the root."""
         self.iteration: Iteration | None = None
         """What the units of one root share; None before the first forward."""
-        self.is_root = False
+        self.is_root = self.is_below = False
+        """Whether it is the first of its iteration, or another one of it."""
         self.keeps_as_root = keeps_as_root
         """Whether a root keeps its parameters between forward and backward by default."""
         self.forward_ahead: list[Driver] | None = None
@@ -166,6 +167,11 @@ class Driver:
         if self.iteration is not None:
             self.iteration.limit_in_flight()
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether several modules are one unit."""
+        return bool(self._parts)
+
     def be_driven(self, is_driven: bool) -> None:
         """Leave gathers and reductions to the caller, or do them again."""
         self.is_driven = is_driven
@@ -188,6 +194,7 @@ class Driver:
     def join_root(self, iteration: Iteration) -> None:
         """Belong to the root of ``iteration`` from now on."""
         self.iteration = iteration
+        self.is_below = iteration.drivers[0] is not self
 
     def be_called(self, name: str) -> None:
         """Take ``name`` where it has none yet."""
@@ -262,6 +269,8 @@ class Driver:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """List the forward pre-hook: whole parameters are there afterwards. Never traced."""
         if torch.compiler.is_compiling():
+            if self.joins_graph(module):
+                return self.cast_inputs(args, kwargs)
             return untraced(self.before_forward, module, args, kwargs)
         if is_profiled() and not self._is_shown:
             with self._shown("pre_forward"):
@@ -269,7 +278,7 @@ class Driver:
         if self.is_driven:
             if self.unit is not None:
                 self.unit.wait_unshard()
-            return self._cast_inputs(args, kwargs)
+            return self.cast_inputs(args, kwargs)
         self.refuse_transforms(module)
         iteration = self.iteration or self.start(module)
         is_recompute = running_backward() != -1
@@ -281,7 +290,7 @@ class Driver:
             self._to_run.update(self._parts)
         unit = self.unit
         if unit is None:
-            return self._cast_inputs(args, kwargs)
+            return self.cast_inputs(args, kwargs)
         unit.unshard(is_late=True)
         self._gather_ahead(unit, following)
         unit.wait_unshard()
@@ -292,7 +301,15 @@ class Driver:
                 self.has_run = True
                 self._changes = unit.changes
             return self._watch_inputs(args, kwargs)
-        return self._cast_inputs(args, kwargs)
+        return self.cast_inputs(args, kwargs)
+
+    def joins_graph(self, module: nn.Module) -> bool:
+        """Have the graph that is traced gather what ``module`` computes with, if it can."""
+        return False
+
+    def leaves_graph(self, module: nn.Module) -> bool:
+        """End that behind the forward of ``module``; False where the graph did not gather."""
+        return False
 
     def refuse_transforms(self, module: nn.Module) -> None:
         """Raise RuntimeError inside of a transform of `torch.func`."""
@@ -306,15 +323,16 @@ class Driver:
     @apart
     def after_forward(self, module: nn.Module, args: object, output: Any) -> Any:  # noqa: ANN401
         """Find the forward hook: the unit is freed, unless it is kept. Never traced."""
-        if torch.compiler.is_compiling():
+        is_traced = torch.compiler.is_compiling()
+        if is_traced and not self.leaves_graph(module):
             return untraced(self.after_forward, module, args, output)
-        if is_profiled() and not self._is_shown:
+        if not is_traced and is_profiled() and not self._is_shown:
             with self._shown("post_forward"):
                 return Driver.after_forward(self, module, args, output)
         dtype = self.cast.outputs
         if dtype is not None:
             output = map_tensors(partial(_cast, dtype=dtype), output)
-        if self.is_driven:
+        if is_traced or self.is_driven:
             return output
         if self.unit is not None:
             output = self._without_parameters(output, self.unit)
@@ -422,9 +440,10 @@ class Driver:
             return {key: self._alias(item, watched) for key, item in value.items()}
         return value if self.cast.inputs is None else map_tensors(self._cast_input, value)
 
-    def _cast_inputs(
+    def cast_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Cast what is floating-point to the dtype of the computation, if that is set."""
         if self.cast.inputs is None:
             return args, kwargs
         return map_tensors(self._cast_input, args), map_tensors(self._cast_input, kwargs)
@@ -463,11 +482,7 @@ class Driver:
         if iteration is None:
             return
         if unit is not None and unit.changes != self._changes:
-            raise RuntimeError(
-                f"rank {rank_in(unit.communicators)}: parameters of {self.name!r} were converted, "
-                "loaded or given anew between its forward and its backward pass, whose graph "
-                "needs those of before. Run backward first, then change them"
-            )
+            raise self._changed(unit)
         iteration.begin_backward()
         if unit is None or not unit.settings.unshard_in_backward:
             return
@@ -485,6 +500,13 @@ class Driver:
             if driver.unit is not None and driver.unit.settings.unshard_in_backward:
                 driver.unit.unshard()
         unit.wait_unshard()
+
+    def _changed(self, unit: Unit) -> RuntimeError:
+        return RuntimeError(
+            f"rank {rank_in(unit.communicators)}: parameters of {self.name!r} were converted, "
+            "loaded or given anew between its forward and its backward pass, whose graph needs "
+            "those of before. Run backward first, then change them"
+        )
 
     @apart
     def after_backward(self, gradient: object = None) -> None:

@@ -12,7 +12,7 @@ import functools
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -29,6 +29,7 @@ from meshwright.data_parallel.sharded_modules.module_hooks import (
 )
 from meshwright.data_parallel.sharded_modules.module_tree import STATES, places_in
 from meshwright.data_parallel.sharded_modules.sharded_module import FSDPModule, rebuild
+from meshwright.data_parallel.sharded_modules.traced_units import TracedDriver
 from meshwright.data_parallel.shards.placement import PlacementChoice, target_of
 from meshwright.data_parallel.shards.policies import (
     DataParallelMeshDims,
@@ -51,7 +52,7 @@ from meshwright.mesh import DeviceMesh, init_device_mesh
 NAME = "fully_shard"
 
 
-class _ShardedDriver(Driver):
+class _ShardedDriver(TracedDriver):
     """Its unit is called by the names that the root knows."""
 
     def adopt_names(self, modules: Mapping[nn.Module, str]) -> None:
@@ -263,13 +264,13 @@ def _framed(cls: type[nn.Module]) -> dict[str, object]:
     if not (theirs.__module__ or "").startswith("torch."):  # None for what torch.fx has written
         return {}
 
-    @functools.wraps(theirs)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> object:
         return theirs(self, *args, **kwargs)
 
     # Graphs belong to the code of a frame, and there are only so many to one.
-    forward.__code__ = forward.__code__.replace(co_name=theirs.__qualname__)
-    return {"forward": forward}
+    code = forward.__code__.replace(co_name=theirs.__qualname__)
+    framed = FunctionType(code, forward.__globals__, closure=forward.__closure__)
+    return {"forward": functools.wraps(theirs)(framed)}
 
 
 def _put_away(driver: Driver, *_: object) -> None:

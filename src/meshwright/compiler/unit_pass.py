@@ -1,0 +1,422 @@
+"""The passes that put gathers of sharded units into their places in a graph.
+
+Before a joint graph is cut in two, `keep_apart` has whole parameters, and all that is computed of
+them alone, computed anew in the backward: nothing of them is kept for it. Then, in each part::
+
+    unshard 1 ─ a ─ b      start 1, wait 1, start 2, a, b, free 1
+    unshard 2 ─ c      ->  wait 2, start 3, c, free 2
+    unshard 3 ─ d          wait 3, d, free 3
+    reduce 3, 2, 1         send each behind its last gradient
+
+So at most two units are whole at a time, beside those of modules around them. Every graph is
+checked afterwards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from meshwright.comm.graphs.units import (
+    BEGIN,
+    BEGIN_BACKWARD,
+    DRIVE,
+    FREE,
+    FREE_BACKWARD,
+    HOLD,
+    NEEDED,
+    NO_UNIT,
+    REDUCE,
+    SEND,
+    START,
+    START_BACKWARD,
+    UNSHARD,
+    WHOLE,
+    UnitForm,
+)
+from meshwright.compiler.bucket_pass import Writer
+from meshwright.errors import InternalError
+from meshwright.torch_internals.compile import recompute_always, recompute_never
+from meshwright.torch_internals.tensors import storage_id
+from meshwright.torch_internals.trees import tree_leaves
+
+_ATEN = torch.ops.aten
+
+MOST = 2
+"""Units that may be whole at a time, beside those whose modules contain others that are."""
+
+
+@dataclass(slots=True, eq=False)
+class Gather:
+    """The gather of one unit in a graph, and what reads it."""
+
+    number: int
+    form: UnitForm
+    mark: fx.Node
+    readers: list[fx.Node] = field(default_factory=list)
+    """In the order of the graph."""
+    computed: dict[fx.Node, None] = field(default_factory=dict)
+    """What is computed with it, as far as the pass has come."""
+    lines: list[fx.Node] = field(default_factory=list)
+    """What the pass has come, and frees."""
+
+    def note(self, node: fx.Node) -> None:
+        """Note that ``node`` is the next of the graph."""
+        if node in self.readers or not self.computed.keys().isdisjoint(node.all_input_nodes):
+            self.computed[node] = None
+
+
+def keep_apart(graph: fx.Graph) -> None:
+    """Keep what is computed of whole parameters alone out of what a backward finds.
+
+    Outputs that lie in their memory become copies.
+    """
+    alone: set[fx.Node] = set()
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        is_of_them = bool(inputs) and all(each in alone for each in inputs)
+        if node.target is UNSHARD or (is_of_them and not _is_random(node)):
+            alone.add(node)
+    *_, output = graph.nodes
+    alone.discard(output)
+    if not alone:
+        return
+    for node in alone:
+        recompute_always(node)
+    lent = _lent(graph)
+    for node in _handed_on(graph, alone, lent):
+        recompute_never(node)
+    for node in output.all_input_nodes:
+        if lent[node]:
+            output.replace_input_with(node, _copy(graph, node))
+
+
+def _handed_on(
+    graph: fx.Graph, alone: set[fx.Node], lent: Mapping[fx.Node, set[tuple[str, int]]]
+) -> list[fx.Node]:
+    """List what the forward computes with one unit and uses where it is at another one.
+
+    To compute it anew would take the first unit where the backward is at the other.
+    """
+    *_, output = graph.nodes
+    late = {node for node in graph.nodes if _is_tangent(node)}
+    for node in graph.nodes:
+        if late.intersection(node.all_input_nodes):
+            late.add(node)
+    forward: set[fx.Node] = {node for node in output.all_input_nodes if node not in late}
+    for node in reversed(graph.nodes):
+        if node in forward:
+            forward.update(node.all_input_nodes)
+    at: dict[fx.Node, int] = {}
+    now: set[tuple[str, int]] = set()
+    count = 0
+    for node in graph.nodes:
+        if node not in forward or node in alone:
+            continue
+        read = {unit for each in node.all_input_nodes for unit in lent[each]}
+        if read and read != now:
+            now, count = read, count + 1
+        at[node] = count
+    return [n for n in at if at[n] and any(at.get(user, at[n]) != at[n] for user in n.users)]
+
+
+def place_units(graph: fx.Graph) -> int:
+    """Replace the marks of units in ``graph``, check what came of it, and count the gathers."""
+    marks = [node for node in graph.nodes if node.target in (UNSHARD, REDUCE)]
+    for model in dict.fromkeys(_model_of(mark) for mark in marks):
+        placing = _Placing(graph, model)
+        placing.run()
+        check_units(graph, model, {gather.number: gather.form for gather in placing.gathers})
+    return sum(mark.target is UNSHARD for mark in marks)
+
+
+class _Placing:
+    """The nodes of a graph in a new order, in which the units of one model come and go."""
+
+    def __init__(self, graph: fx.Graph, model: str) -> None:
+        self._graph = graph
+        *self._body, self._output = graph.nodes
+        marks = [n for n in self._body if n.target in (UNSHARD, REDUCE) and _model_of(n) == model]
+        self._model, self._token = model, _args(marks[0])[0]
+        self._reductions = [mark for mark in marks if mark.target is REDUCE]
+        self._gone = {*marks, *(user for m in marks if m.target is UNSHARD for user in m.users)}
+        self.gathers = _gathers(self._body, marks)
+        """In the order of their first use."""
+        self._is_backward = any(_is_tangent(node) for node in self._body)
+        if self._reductions and not self._is_backward:
+            raise RuntimeError(
+                "a graph holds the whole of a backward pass through sharded modules, which is not "
+                "supported: call backward outside of compiled_autograd"
+            )
+        self._writer = Writer(graph, self._output)
+        self._order: list[fx.Node] = []
+        self._waiting = list(self.gathers)
+        """Those that have not been started."""
+        self._alive: list[Gather] = []
+        self._is_ahead = False
+        """Whether the last of these has been started and not arrived."""
+        self._sent: list[fx.Node] = []
+        """The gradients that were sent last."""
+        self._seen: set[fx.Node] = set()
+        self._lent = _lent(graph)
+
+    def run(self) -> None:
+        """Bring all nodes into their order."""
+        first = {gather.readers[0]: gather for gather in reversed(self.gathers)}
+        body = [node for node in self._body if node not in self._gone]
+        is_begun = False
+        for node in body:
+            if node.op != "placeholder" and not is_begun:
+                is_begun = True
+                self._drive(BEGIN, NO_UNIT, self._described())
+                self._start_next()
+            for gather in self.gathers if node in first else ():
+                if gather.readers[0] is node:
+                    self._arrive(gather)
+            self._order.append(node)
+            self._seen.add(node)
+            for gather in self._alive:
+                gather.note(node)
+            for gather in [each for each in self._alive if each.readers[-1] is node]:
+                self._free(gather)
+            for reduction in [r for r in self._reductions if self._seen.issuperset(_gradients(r))]:
+                self._send(reduction)
+        held = [line for gather in self.gathers for line in gather.lines]
+        # Named once more, so that generated code does not take their memory for its own.
+        self._drive(HOLD, NO_UNIT, "", [*held, *self._sent])
+        for node in self._order:
+            self._output.prepend(node)
+        for node in reversed([node for node in self._body if node in self._gone]):
+            self._graph.erase_node(node)
+
+    def _arrive(self, gather: Gather) -> None:
+        if gather in self._waiting:
+            self._start(gather)
+        self._is_ahead = False
+        text = _args(gather.mark)[3]
+        for line in range(len(gather.form.lines)):
+            there = self._call(WHOLE, self._token, self._model, gather.number, line, text)
+            gather.lines.append(there)
+        wholes = []
+        for part, value in zip(gather.form.parts, gather.mark.meta["val"], strict=True):
+            place = [*part.shape], [*value.stride()], part.start
+            wholes.append(self._call(_ATEN.as_strided.default, gather.lines[part.line], *place))
+            # Views of it that the trace has seen lie in the memory that it has seen.
+            wholes[-1].meta["val"] = value
+        for user in gather.mark.users:
+            user.replace_all_uses_with(wholes[_args(user)[1]])
+        self._start_next()
+
+    def _start_next(self) -> None:
+        """Start the next gather ahead, where there is room for it."""
+        if self._waiting and not self._is_ahead:
+            held = [*self._alive, self._waiting[0]]
+            if len(_innermost({each.number: each.form for each in held})) <= MOST:
+                self._start(self._waiting[0])
+                self._is_ahead = True
+
+    def _start(self, gather: Gather) -> None:
+        self._waiting.remove(gather)
+        self._alive.append(gather)
+        self._drive(START, gather.number)
+
+    def _free(self, gather: Gather) -> None:
+        self._alive.remove(gather)
+        # A compiler may put off to compute a value until it is used, and would read the lines then.
+        late = [n for n in gather.computed if not (self._lent[n] or self._seen.issuperset(n.users))]
+        after = [node for node in late if isinstance(node.meta.get("val"), torch.Tensor)]
+        said = NEEDED if gather.form.has_backward else ""
+        self._drive(FREE, gather.number, said, gather.lines, after)
+        self._start_next()
+
+    def _send(self, reduction: fx.Node) -> None:
+        self._reductions.remove(reduction)
+        gradients = _gradients(reduction)
+        indices, _, number = _args(reduction)[2:]
+        self._call(SEND, self._token, gradients, indices, self._sent, self._model, number)
+        self._sent = gradients
+        like = reduction.meta["val"]
+        zero = self._call(_ATEN.full.default, [], 0.0, dtype=like.dtype, device=like.device)
+        reduction.replace_all_uses_with(zero)
+
+    def _drive(
+        self,
+        what: str,
+        number: int,
+        said: str = "",
+        held: Sequence[fx.Node] = (),
+        after: Sequence[fx.Node] = (),
+    ) -> None:
+        if self._is_backward:
+            what = _IN_BACKWARD.get(what, what)
+        held, after = list(held), list(after)
+        self._call(DRIVE, self._token, held, after, self._model, what, number, said)
+
+    def _call(self, target: Callable[..., Any], *args: Any, **constants: Any) -> fx.Node:
+        node = self._writer.call(target, *args, **constants)
+        self._order.append(node)
+        return node
+
+    def _described(self) -> str:
+        """Digest the order: equal on ranks with equal ones."""
+        gathers = [[gather.number, _args(gather.mark)[3]] for gather in self.gathers]
+        sums = [[_args(mark)[4], list(_args(mark)[2])] for mark in self._reductions]
+        return hashlib.blake2b(json.dumps([gathers, sums]).encode(), digest_size=4).hexdigest()
+
+
+_IN_BACKWARD = MappingProxyType({BEGIN: BEGIN_BACKWARD, START: START_BACKWARD, FREE: FREE_BACKWARD})
+
+
+def check_units(graph: fx.Graph, model: str, forms: Mapping[int, UnitForm]) -> None:
+    """Check ``graph`` after the marks of ``model`` have become gathers of the units in ``forms``.
+
+    The graph is well formed; each unit is gathered once, read while it is whole and in no output;
+    the gradients of each are sent once; at most two are whole at a time, beside those of modules
+    around them.
+
+    Raises InternalError, naming the unit and what does not hold.
+    """
+    graph.lint()
+    lent = _lent(graph)
+    whole: dict[int, UnitForm] = {}
+    seen = {START: [], WHOLE: [], FREE: [], SEND: []}
+    for node in graph.nodes:
+        what, number = _act_of(node, model)
+        if what in seen:
+            seen[what].append(number)
+        if what == START:
+            whole[number] = forms[number]
+            held = _innermost(whole)
+            if len(held) > MOST:
+                names = [form.name for form in held]
+                raise InternalError(
+                    f"a graph holds {len(held)} units of {model} whole at a time, {names}, where "
+                    f"{MOST} are allowed"
+                )
+        elif what == FREE:
+            del whole[number]
+        elif what != HOLD:
+            _check_reads(node, model, lent, whole, forms)
+    expected = sorted(forms)
+    for what in (START, WHOLE, FREE):
+        if sorted(seen[what]) != expected:
+            raise InternalError(f"a graph of {model} has {what} of {seen[what]}, not of {expected}")
+    if len(set(seen[SEND])) < len(seen[SEND]):
+        raise InternalError(f"a graph of {model} sends gradients twice: of {seen[SEND]}")
+
+
+def _check_reads(
+    node: fx.Node,
+    model: str,
+    lent: Mapping[fx.Node, set[tuple[str, int]]],
+    whole: Mapping[int, UnitForm],
+    forms: Mapping[int, UnitForm],
+) -> None:
+    read = {unit for each in node.all_input_nodes for unit in lent[each]}
+    for its_model, number in read:
+        if its_model == model and (node.op == "output" or number not in whole):
+            place = "an output" if node.op == "output" else f"{node.name}, where it is not whole"
+            raise InternalError(
+                f"a graph of {model} has unit {forms[number].name!r} in {place}: expected to read "
+                "it between its gather and its end"
+            )
+
+
+def _act_of(node: fx.Node, model: str) -> tuple[object, int]:
+    """Find what ``node`` does with a unit of ``model``, and with which; nothing as a rule."""
+    if node.target is DRIVE and _args(node)[3] == model:
+        what = next((k for k, v in _IN_BACKWARD.items() if v == _args(node)[4]), _args(node)[4])
+        return what, int(_args(node)[5])
+    if node.target is WHOLE and _args(node)[1] == model and not _args(node)[3]:
+        return WHOLE, int(_args(node)[2])
+    if node.target is SEND and _args(node)[4] == model:
+        return SEND, int(_args(node)[5])
+    return None, NO_UNIT
+
+
+def _innermost(units: Mapping[int, UnitForm]) -> list[UnitForm]:
+    """List the units but those whose modules contain the modules of others of them."""
+    around = {number for form in units.values() for number in form.around}
+    return [form for number, form in units.items() if number not in around]
+
+
+def _gathers(body: Iterable[fx.Node], marks: Iterable[fx.Node]) -> list[Gather]:
+    """List the gathers of ``marks`` that something reads, in the order of their first use."""
+    found: dict[int, Gather] = {}
+    for mark in marks:
+        if mark.target is UNSHARD:
+            _, _, number, text = _args(mark)
+            found[number] = Gather(number, UnitForm.of(text), mark)
+    storages = {
+        storage_id(whole.untyped_storage()): gather
+        for gather in found.values()
+        for whole in gather.mark.meta["val"]
+    }
+    gone = {user for gather in found.values() for user in (gather.mark, *gather.mark.users)}
+    ordered: list[Gather] = []
+    for node in body:
+        if node in gone:
+            continue
+        for each in node.all_input_nodes:
+            for storage in _memory(each):
+                gather = storages.get(storage)
+                if gather is None or node in gather.readers[-1:]:
+                    continue
+                if not gather.readers:
+                    ordered.append(gather)
+                gather.readers.append(node)
+    return ordered
+
+
+def _lent(graph: fx.Graph) -> dict[fx.Node, set[tuple[str, int]]]:
+    """Find for each node the units in whose memory its value lies, by model and number."""
+    units: dict[int, tuple[str, int]] = {}
+    for node in graph.nodes:
+        if node.target in (UNSHARD, WHOLE):
+            views = [user for user in node.users if user.target is _ATEN.as_strided.default]
+            for each in (node, *views):
+                for storage in _memory(each):
+                    units[storage] = str(_args(node)[1]), int(_args(node)[2])
+    return {node: {units[s] for s in _memory(node) if s in units} for node in graph.nodes}
+
+
+def _memory(node: fx.Node) -> set[int]:
+    leaves = (x for x in tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor))
+    return {storage_id(leaf.untyped_storage()) for leaf in leaves}
+
+
+def _copy(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    value = node.meta["val"]
+    with graph.inserting_after(node):
+        copy = graph.call_function(_ATEN.clone.default, (node,))
+    with value.fake_mode:
+        copy.meta["val"] = value.clone()
+    return copy
+
+
+def _model_of(mark: fx.Node) -> str:
+    return str(_args(mark)[1 if mark.target is UNSHARD else 3])
+
+
+def _gradients(reduction: fx.Node) -> list[fx.Node]:
+    return list(_args(reduction)[1])
+
+
+def _args(node: fx.Node) -> tuple[Any, ...]:
+    return cast("tuple[Any, ...]", node.args)
+
+
+def _is_random(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _is_tangent(node: fx.Node) -> bool:
+    """Check for a gradient of an output, which a backward's graph is given."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
