@@ -1,13 +1,15 @@
-"""Compiled data-parallel training against torch's own, on the CPU: steady state and first step.
+r"""Compiled data-parallel training against torch's own, on the CPU: steady state and first step.
 
     python benchmarks/compiled.py --models net gpt --ranks 2 --rounds 9
     python benchmarks/compiled.py --backend shm
     python benchmarks/compiled.py --first-step
+    python benchmarks/compiled.py --models gpt --arms plain fully_shard "plain compiled" \
+        "fully_shard compiled"
 
 The peers are torch's DDP, eager at its best setting and compiled as `torch.compile` does by itself.
 `own entry` is `meshwright.compiler.compile_module`. Torch's arms always run on Gloo. Arms take
 turns in short rounds; a ratio is taken within a round; printed is the median of the rounds, and
-their quartiles.
+their quartiles. Below the table is each compiled arm over the eager one.
 
 First step: each arm in processes of its own, with caches switched off; the arms take turns.
 """
@@ -26,14 +28,14 @@ import torch.multiprocessing as mp
 from _data_parallel_arms import ARMS, WORKLOADS, make
 from torch import nn
 
-from data_parallel import enter, show_times, spend, spread, train
+from data_parallel import enter, ratios, show_times, spend, spread, train
 from meshwright import comm
 from meshwright.compiler import compile_module
 
 __all__ = ["main"]
 
-EAGER = ("plain", "ddp", "ddp view", "replicate")
-COMPILED = {"plain compiled": "plain", "ddp compiled": "ddp", "replicate compiled": "replicate"}
+EAGER = ("plain", "ddp", "ddp view", "replicate", "fully_shard")
+COMPILED = {f"{arm} compiled": arm for arm in ("plain", "ddp", "replicate", "fully_shard")}
 OWN_ENTRY = "replicate, own entry"
 PEERS = ("ddp", "ddp view", "ddp compiled")
 FIRST = ("ddp compiled", "replicate compiled", OWN_ENTRY)
@@ -86,6 +88,9 @@ def measure_steady(rank: int, options: argparse.Namespace) -> None:
         if rank == 0:
             peers = [arm for arm in PEERS if arm in spent]
             show_times(f"compiled {name}, {options.backend}", work.steps, spent, peers)
+            for arm in (arm for arm in COMPILED if arm in spent and COMPILED[arm] in spent):
+                of_cpu, of_wall = (spread(ratios(spent, arm, COMPILED[arm], n)) for n in (0, 1))
+                print(f"  {arm:<20} over eager: CPU {of_cpu}  wall {of_wall}", flush=True)
         del models, optimizers
     comm.disconnect()
 

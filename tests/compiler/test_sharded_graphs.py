@@ -295,6 +295,9 @@ class Odd(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = torch.tanh(block(x))
+        if self.how == "break":
+            torch._dynamo.graph_break()
+            x = self.blocks[0](x) * self.blocks[1](x)
         if self.how == "again":
             x = self.blocks[0](x)
         if self.how == "recomputed":
@@ -420,6 +423,38 @@ def test_graphs_that_differ_between_ranks_are_an_error(ranks: Ranks) -> None:
     error = caught.value.first.exception
     assert isinstance(error, CollectiveMismatchError)
     assert "a compiled backward pass" in str(error)
+
+
+def body_as_eager(how: str) -> None:
+    """Models of which some are compiled; in each step one forward is computed anew."""
+    torch._dynamo.reset()
+    before = counters["gathers"]
+    gradients = []
+    nets: list[Any] = [fully_shard(Odd(how), mesh=init_device_mesh("cpu", (2,))) for _ in range(4)]
+    models = [*(torch.compile(net, backend=aot_backend) for net in nets[:2]), *nets[2:]]
+    for step in range(5):
+        gradients.clear()
+        for number, (net, model) in enumerate(zip(nets, models, strict=True)):
+            net.blocks[0].weight.requires_grad_(step % 4 != 1)
+            net.blocks[1].weight.requires_grad_(step < 2)
+            if step == 4:
+                net.set_reduce_scatter_max_input_buffers(1)
+            x = torch.randn(2, WIDTH, generator=torch.manual_seed(step + number % 2)).double()
+            loss = model(x).sin().mean() + checkpoint(model, x, use_reentrant=False).cos().mean()
+            loss.backward()
+            gradients.append([full(p.grad) for p in net.parameters()])
+            net.zero_grad()
+        for mine, theirs in ((0, 2), (1, 3)):
+            for one, other in zip(gradients[mine], gradients[theirs], strict=True):
+                assert (one is None) == (other is None)
+                if one is not None:
+                    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    assert counters["gathers"] > before
+
+
+@pytest.mark.parametrize("how", ["", pytest.param("break", marks=pytest.mark.slow)])
+def test_looks_breaks_and_twins_are_as_in_eager_mode(ranks: Ranks, how: str) -> None:
+    ranks(2, body_as_eager, how)
 
 
 def body_inputs_alone() -> None:

@@ -61,7 +61,7 @@ class _FusePass(internals.CustomGraphPass):
 
 
 class _ApartPass(internals.CustomGraphPass):
-    """What comes before a joint graph is cut in two, as inductor calls it."""
+    """The pass before a joint graph is cut in two, as inductor calls it."""
 
     def __call__(self, graph: fx.Graph) -> None:
         unit_pass.keep_apart(graph)
@@ -249,8 +249,12 @@ def _run_alone(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
 
 
 def _cut(graph: fx.GraphModule, inputs: Any, **keywords: Any) -> Any:  # noqa: ANN401 - torch's
-    unit_pass.keep_apart(graph.graph)
-    return internals.min_cut_rematerialization_partition(graph, inputs, **keywords)
+    has_units = unit_pass.keep_apart(graph.graph)
+    # What is tagged to be computed anew takes the one; all else is kept as eager mode keeps it.
+    cut = (
+        internals.min_cut_rematerialization_partition if has_units else internals.default_partition
+    )
+    return cut(graph, inputs, **keywords)
 
 
 aot_backend = internals.aot_autograd(

@@ -73,10 +73,10 @@ class Gather:
             self.computed[node] = None
 
 
-def keep_apart(graph: fx.Graph) -> None:
+def keep_apart(graph: fx.Graph) -> bool:
     """Keep what is computed of whole parameters alone out of what a backward finds.
 
-    Outputs that lie in their memory become copies.
+    Outputs that lie in their memory become copies. False where the graph gathers nothing.
     """
     alone: set[fx.Node] = set()
     for node in graph.nodes:
@@ -87,7 +87,7 @@ def keep_apart(graph: fx.Graph) -> None:
     *_, output = graph.nodes
     alone.discard(output)
     if not alone:
-        return
+        return False
     for node in alone:
         recompute_always(node)
     lent = _lent(graph)
@@ -96,6 +96,7 @@ def keep_apart(graph: fx.Graph) -> None:
     for node in output.all_input_nodes:
         if lent[node]:
             output.replace_input_with(node, _copy(graph, node))
+    return True
 
 
 def _handed_on(

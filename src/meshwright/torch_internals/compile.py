@@ -14,7 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
-from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
 from torch._inductor import compile as compile_graph
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -29,6 +29,7 @@ __all__ = [
     "compile_graph",
     "counters",
     "ddp_fusion_passes",
+    "default_partition",
     "detect_fake_mode",
     "dynamo_settings",
     "first_frame_locals",

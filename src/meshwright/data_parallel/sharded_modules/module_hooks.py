@@ -169,7 +169,7 @@ class Driver:
 
     @property
     def has_parts(self) -> bool:
-        """Whether several modules are one unit."""
+        """True where several modules are one unit."""
         return bool(self._parts)
 
     def be_driven(self, is_driven: bool) -> None:

@@ -41,7 +41,7 @@ from meshwright.data_parallel.sharded_modules.module_tree import STATES
 from meshwright.data_parallel.shards.replaced_parameters import is_given_for_call
 from meshwright.data_parallel.shards.unit import Unit
 from meshwright.errors import InternalError
-from meshwright.torch_internals.autograd import function_transforms
+from meshwright.torch_internals.autograd import function_transforms, running_backward
 from meshwright.torch_internals.tracing import notes_of_trace
 
 _log = logging.getLogger("meshwright")
@@ -97,7 +97,7 @@ class TracedDriver(Driver):
 
     @property
     def ends_next(self) -> bool:
-        """Whether the next backward of the unit is the last of those that are to come."""
+        """True where the next backward of the unit is the last of those that are to come."""
         return self._uses <= 1
 
     def end_forward(self, unit: Unit, iteration: Iteration, *, is_needed: bool) -> None:
@@ -105,10 +105,11 @@ class TracedDriver(Driver):
         if not is_needed:
             unit.reshard()
             return
-        self._uses += 1
-        self._in_graphs += 1
-        self.has_run = True
-        self._changes = unit.changes
+        if running_backward() == -1:  # else a checkpoint computes it anew
+            self._uses += 1
+            self._in_graphs += 1
+            self.has_run = True
+            self._changes = unit.changes
         if not unit.settings.keep_full_after_forward and unit.reshard_for_backward():
             iteration.in_blocks.append(unit)
 
@@ -177,7 +178,8 @@ class GraphedRoot:
         """See what the units look like now: graphs are made anew for what was not seen before."""
         units = [driver.unit for driver in self._drivers if driver.unit is not None]
         trains = (t for u in units for group in u.groups for t in u.exposure.trains(u, group))
-        look = (*(unit.changes for unit in units), *trains)
+        asked = self._iteration.announce is not None, self._iteration.most_in_flight
+        look = (*asked, *(unit.changes for unit in units), *trains)
         if look not in self._looks:
             self._looks.append(look)
         number = self._looks.index(look)
@@ -258,13 +260,19 @@ class GraphedRoot:
     def drive(self, what: str, number: int, said: str) -> None:
         """See `TracedRoot`."""
         if what == BEGIN:
+            if self._drivers[0].is_driven:
+                raise RuntimeError(
+                    f"{self._drivers[0].name!r} was compiled with gathers, and a pipeline drives "
+                    "it now: compile it after the pipeline is built"
+                )
             self._iteration.begin_graph(f"a compiled forward pass ({said})")
         elif what == BEGIN_BACKWARD:
             self._begin_backward(said)
         elif what in (START, START_BACKWARD, FREE, FREE_BACKWARD):
             driver, unit = self._at(number)
             if what == START:
-                self._iteration.record(driver)
+                if running_backward() == -1:
+                    self._iteration.record(driver)
                 unit.unshard()
             elif what == START_BACKWARD:
                 driver.check_unchanged(unit)
