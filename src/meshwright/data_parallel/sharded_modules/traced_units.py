@@ -176,10 +176,11 @@ class GraphedRoot:
 
     def follow(self) -> None:
         """See what the units look like now: graphs are made anew for what was not seen before."""
-        units = [driver.unit for driver in self._drivers if driver.unit is not None]
-        trains = (t for u in units for group in u.groups for t in u.exposure.trains(u, group))
         asked = self._iteration.announce is not None, self._iteration.most_in_flight
-        look = (*asked, *(unit.changes for unit in units), *trains)
+        groups = [(d.unit, g) for d in self._drivers if d.unit is not None for g in d.unit.groups]
+        lines = ((g.buffer.full.dtype, g.buffer.layout.shapes) for _, g in groups)
+        trains = (tuple(unit.exposure.trains(unit, group)) for unit, group in groups)
+        look = (*asked, *lines, *trains)
         if look not in self._looks:
             self._looks.append(look)
         number = self._looks.index(look)
