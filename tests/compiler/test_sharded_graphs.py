@@ -17,7 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.comm import Recorder, observe
 from meshwright.compiler import aot_backend, compiled_autograd, counters
-from meshwright.data_parallel import MixedPrecisionPolicy, fully_shard
+from meshwright.data_parallel import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from meshwright.data_parallel.shards.unit import Phase, Unit
 from meshwright.errors import CollectiveMismatchError
 from meshwright.mesh import init_device_mesh
@@ -288,13 +292,23 @@ class Odd(nn.Module):
         torch.manual_seed(0)
         self.how = how
         self.blocks = nn.ModuleList(
-            fully_shard(nn.Linear(WIDTH, WIDTH).double(), mesh=init_device_mesh("cpu", (2,)))
-            for _ in range(2)
+            nn.Linear(WIDTH, WIDTH).double() for _ in range(2)
         )
+        if how == "tied":
+            self.blocks[1].weight = self.blocks[0].weight
+        for block in self.blocks:
+            fully_shard(block, mesh=init_device_mesh("cpu", (2,)))
+
+    def doubled(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self(x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "rest":
+            x = x * self.blocks[0].bias.shape[0] + x.to(self.blocks[1].bias.dtype)
         for block in self.blocks:
             x = torch.tanh(block(x))
+        if self.how == "rest":
+            x = x if self.blocks[1].bias is None else x / self.blocks[1].bias.element_size()
         if self.how == "break":
             torch._dynamo.graph_break()
             x = self.blocks[0](x) * self.blocks[1](x)
@@ -338,6 +352,7 @@ def body_left_to_eager(how: str, backend: Any, told: str) -> None:
         ),
         ("again", None, "'blocks.0' is called several times in a forward"),
         ("recomputed", None, "'blocks.0' is called several times in a forward"),
+        ("tied", None, "modules of several units use a parameter"),
     ],
 )
 def test_what_a_graph_cannot_hold_is_left_to_eager_mode(
@@ -449,10 +464,12 @@ def body_as_eager(how: str) -> None:
                 assert (one is None) == (other is None)
                 if one is not None:
                     torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
-    assert counters["gathers"] > before
+    assert (counters["gathers"] > before) is (how != "tied")
 
 
-@pytest.mark.parametrize("how", ["", pytest.param("break", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "how", ["", "rest", *(pytest.param(how, marks=pytest.mark.slow) for how in ("break", "tied"))]
+)
 def test_looks_breaks_and_twins_are_as_in_eager_mode(ranks: Ranks, how: str) -> None:
     ranks(2, body_as_eager, how)
 
@@ -473,3 +490,59 @@ def body_inputs_alone() -> None:
 
 def test_gradients_of_inputs_alone(ranks: Ranks) -> None:
     ranks(2, body_inputs_alone)
+
+
+def body_between_steps() -> None:
+    """A load makes no other graph; a join and a method that drives the root leave the one there."""
+    torch._dynamo.reset()
+    torch_counters.clear()
+    mesh = init_device_mesh("cpu", (2,))
+    nets: list[Any] = [fully_shard(Odd(""), mesh=mesh) for _ in range(2)]
+    nets[0].compile(backend=aot_backend)
+    gathered, found = [], []
+    for net in nets:
+        register_fsdp_forward_method(net, "doubled")
+    for step in range(8):
+        x = torch.randn(2, WIDTH, generator=torch.manual_seed(step)).double()
+        if step == 2:
+            for net in nets:
+                net.load_state_dict({k: v * 0.5 for k, v in net.state_dict().items()})
+        before = counters["gathers"]
+        found.clear()
+        for net in nets:
+            net.zero_grad()
+            call = net.doubled if step in (3, 6) else net
+            with net.join() if step in (4, 7) else contextlib.nullcontext():
+                call(x).square().mean().backward()
+            found.append([full(p.grad) for p in net.parameters()])
+        gathered.append(counters["gathers"] - before)
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    assert gathered[0] > 0, gathered
+    assert not any(gathered[1:]), "no other graph that gathers was made"
+
+
+def test_loads_joins_and_methods_between_steps(ranks: Ranks) -> None:
+    ranks(2, body_between_steps)
+
+
+def body_modes() -> None:
+    for options in ({"mode": "reduce-overhead"}, {"dynamic": True}):
+        torch._dynamo.reset()
+        before = counters["gathers"]
+        found = []
+        for is_compiled in (True, False):
+            net: Any = fully_shard(Odd(""), mesh=init_device_mesh("cpu", (2,)))
+            model = torch.compile(net, **options) if is_compiled else net
+            for step in range(3):
+                x = torch.randn(2 + step, WIDTH, generator=torch.manual_seed(step)).double()
+                model(x).square().mean().backward()
+            found.append([full(p.grad) for p in net.parameters()])
+        for mine, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
+        assert counters["gathers"] > before
+
+
+@pytest.mark.slow
+def test_modes_of_compile(ranks: Ranks) -> None:
+    ranks(2, body_modes, timeout=300.0)

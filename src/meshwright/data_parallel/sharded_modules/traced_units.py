@@ -62,7 +62,9 @@ class TracedDriver(Driver):
 
     def joins_graph(self, module: nn.Module) -> bool:
         """See `Driver.joins_graph`."""
-        if not self.is_below or not self._joins(self.look):
+        if not self.is_below or self.iteration is None:
+            return False
+        if not self._joins(self.look, self.iteration.drivers[0].is_driven):
             return False
         model, number, form, places = self._described(module, torch.is_grad_enabled())
         if model:
@@ -121,7 +123,7 @@ class TracedDriver(Driver):
     # What a trace asks for once, and keeps.
 
     @constant
-    def _joins(self, look: int) -> bool:
+    def _joins(self, look: int, is_driven: bool) -> bool:
         iteration = self.iteration
         root = None if iteration is None else iteration.drivers[0]
         if iteration is None or not isinstance(root, TracedDriver):
@@ -261,11 +263,6 @@ class GraphedRoot:
     def drive(self, what: str, number: int, said: str) -> None:
         """See `TracedRoot`."""
         if what == BEGIN:
-            if self._drivers[0].is_driven:
-                raise RuntimeError(
-                    f"{self._drivers[0].name!r} was compiled with gathers, and a pipeline drives "
-                    "it now: compile it after the pipeline is built"
-                )
             self._iteration.begin_graph(f"a compiled forward pass ({said})")
         elif what == BEGIN_BACKWARD:
             self._begin_backward(said)
