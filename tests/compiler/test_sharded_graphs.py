@@ -291,9 +291,7 @@ class Odd(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.how = how
-        self.blocks = nn.ModuleList(
-            nn.Linear(WIDTH, WIDTH).double() for _ in range(2)
-        )
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH).double() for _ in range(2))
         if how == "tied":
             self.blocks[1].weight = self.blocks[0].weight
         for block in self.blocks:
