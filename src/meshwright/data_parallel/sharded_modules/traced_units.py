@@ -243,7 +243,6 @@ class GraphedRoot:
                 is_given_for_call()
             ),
             "a unit has several modules": any(driver.has_parts for driver in drivers),
-            "modules of several units use a parameter": any(slot.is_spread for slot in slots),
             "parameters are parts of DTensors, or gathered by a class of their own": any(
                 slot.outer is not None or slot.extension is not None for slot in slots
             ),
