@@ -37,9 +37,9 @@ Words = torch.Tensor
 class Block(nn.Module):
     def __init__(self, case: Case) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
+        self.norm = nn.Identity() if case.is_bare else nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.scale = None if case.is_bare else nn.Parameter(torch.ones(WIDTH))
         self.recomputes = case.recomputes
         if case.is_nested:
             self.down = case.shard(self.down)
@@ -50,7 +50,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found = checkpoint(self.body, x, use_reentrant=False) if self.recomputes else self.body(x)
         # What follows reads only this, which is cheap to compute anew: with parameters of here.
-        return (x + found) * self.scale
+        return (x + found) * self.scale if self.scale is not None else x + found
 
 
 class Net(nn.Module):
@@ -86,6 +86,8 @@ class Case:
     is_hybrid: bool = False
     is_nested: bool = False
     is_tied: bool = False
+    is_bare: bool = False
+    """Whether blocks are two products and a sum, which compilers move behind other gradients."""
     recomputes: bool = False
     freezes: bool = False
     synchronised: tuple[bool, ...] = (True, True, True)
@@ -258,7 +260,10 @@ def test_hybrid_shards(ranks: Ranks) -> None:
 
 @pytest.mark.slow
 def test_generated_code(ranks: Ranks) -> None:
-    cases = Case(), Case(keeps=False, is_mixed=True), Case(synchronised=(False, True, True))
+    cases = (
+        *(Case(), Case(is_bare=True), Case(keeps=False, is_mixed=True)),
+        Case(synchronised=(False, True, True)),
+    )
     ranks(2, body_cases, *cases, compiler="inductor", exactly=False, timeout=300.0)
 
 

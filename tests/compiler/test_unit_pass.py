@@ -126,7 +126,9 @@ def test_three_units_that_are_read_at_a_time_are_refused() -> None:
         place_units(traced(all_three))
 
 
-def test_gradients_are_sent_behind_the_last_and_live_until_the_next_is() -> None:
+def backwards() -> fx.Graph:
+    """The backward of two units, whose weights' gradients come before those of their inputs."""
+
     def backward(token: torch.Tensor, tangents: torch.Tensor) -> torch.Tensor:
         zeros = []
         for number in (1, 0):
@@ -140,10 +142,15 @@ def test_gradients_are_sent_behind_the_last_and_live_until_the_next_is() -> None
         node.target = {"token_1": "token_1", "tangents_1": "tangents_1"}[node.target]
     graph.eliminate_dead_code()  # the activation's gradient is nobody's
     place_units(graph)
+    return graph
+
+
+def test_gradients_are_sent_behind_their_unit_and_live_until_the_next_are() -> None:
+    graph = backwards()
     assert not graph.find_nodes(op="call_function", target=REDUCE)
     assert acts(graph) == [
         *("begin backward", "start backward 1"),
-        *("mm", "send 1", "wait 1", "mm", "free backward 1"),
+        *("mm", "wait 1", "mm", "free backward 1", "send 1"),
         *("mm", "send 0", "hold"),
     ]
     first, second = graph.find_nodes(op="call_function", target=SEND)
@@ -236,6 +243,13 @@ def test_a_gather_left_out_or_made_twice_is_found() -> None:
         graph.call_function(again.target, again.args).meta["val"] = None
     with pytest.raises(InternalError, match=r"has start of \[0, 0, 1, 2, 3\]"):
         check_units(graph, "m", forms(4))
+
+
+def test_gradients_that_are_sent_too_early_are_found() -> None:
+    graph = backwards()
+    find(graph, WHOLE, 1).append(graph.find_nodes(op="call_function", target=SEND)[0])
+    with pytest.raises(InternalError, match="sends gradients of unit 'unit 1'.* before it is"):
+        check_units(graph, "m", {1: form("unit 1")})
 
 
 def test_a_whole_parameter_that_is_kept_is_found() -> None:

@@ -187,8 +187,12 @@ class _Placing:
                 gather.note(node)
             for gather in [each for each in self._alive if each.readers[-1] is node]:
                 self._free(gather)
-            for reduction in [r for r in self._reductions if self._seen.issuperset(_gradients(r))]:
-                self._send(reduction)
+            # To send ends a unit's backward: it must not be read any more.
+            still = {gather.number for gather in (*self._alive, *self._waiting)}
+            for reduction in list(self._reductions):
+                is_there = self._seen.issuperset(_gradients(reduction))
+                if is_there and _args(reduction)[4] not in still:
+                    self._send(reduction)
         held = [line for gather in self.gathers for line in gather.lines]
         # Named once more, so that generated code does not take their memory for its own.
         self._drive(HOLD, NO_UNIT, "", [*held, *self._sent])
@@ -279,8 +283,8 @@ def check_units(graph: fx.Graph, model: str, forms: Mapping[int, UnitForm]) -> N
     """Check ``graph`` after the marks of ``model`` have become gathers of the units in ``forms``.
 
     The graph is well formed; each unit is gathered once, read while it is whole and in no output;
-    the gradients of each are sent once; at most two are whole at a time, beside those of modules
-    around them.
+    the gradients of each are sent once, behind that; at most two are whole at a time, beside those
+    of modules around them.
 
     Raises InternalError, naming the unit and what does not hold.
     """
@@ -303,6 +307,11 @@ def check_units(graph: fx.Graph, model: str, forms: Mapping[int, UnitForm]) -> N
                 )
         elif what == FREE:
             del whole[number]
+        elif what == SEND and number in whole:
+            raise InternalError(
+                f"a graph of {model} sends gradients of unit {forms[number].name!r}, which ends its "
+                "backward, before it is freed"
+            )
         elif what != HOLD:
             _check_reads(node, model, lent, whole, forms)
     expected = sorted(forms)
