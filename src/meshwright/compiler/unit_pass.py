@@ -309,8 +309,8 @@ def check_units(graph: fx.Graph, model: str, forms: Mapping[int, UnitForm]) -> N
             del whole[number]
         elif what == SEND and number in whole:
             raise InternalError(
-                f"a graph of {model} sends gradients of unit {forms[number].name!r}, which ends its "
-                "backward, before it is freed"
+                f"a graph of {model} sends gradients of unit {forms[number].name!r} before it is "
+                "freed, which ends its backward"
             )
         elif what != HOLD:
             _check_reads(node, model, lent, whole, forms)
