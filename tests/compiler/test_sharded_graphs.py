@@ -233,7 +233,7 @@ def test_twelve_blocks_are_one_graph_and_two_of_them_whole(ranks: Ranks) -> None
     ranks(2, body_cases, Case(blocks=12))
 
 
-@pytest.mark.few(2, slow=4)
+@pytest.mark.few(1, slow=5)
 @pytest.mark.parametrize(
     "case",
     [
@@ -470,7 +470,7 @@ def body_as_eager(how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", ["", "rest", *(pytest.param(how, marks=pytest.mark.slow) for how in ("break", "tied"))]
+    "how", ["rest", *(pytest.param(how, marks=pytest.mark.slow) for how in ("", "break", "tied"))]
 )
 def test_looks_breaks_and_twins_are_as_in_eager_mode(ranks: Ranks, how: str) -> None:
     ranks(2, body_as_eager, how)
@@ -490,6 +490,7 @@ def body_inputs_alone() -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.slow
 def test_gradients_of_inputs_alone(ranks: Ranks) -> None:
     ranks(2, body_inputs_alone)
 

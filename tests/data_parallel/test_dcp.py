@@ -282,8 +282,9 @@ def load_and_train(folder: Path, shard: Shard | None) -> None:
     same_weights(model, 2 * STEPS)
 
 
+@pytest.mark.slow
 @pytest.mark.devices("host", reason="torch's fully_shard asks more of streams than these have")
-@pytest.mark.parametrize("size", [pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("size", [3, 4])
 def test_a_trained_model_goes_on_at_another_size(ranks: Ranks, tmp_path: Path, size: int) -> None:
     ranks(2, save_trained, tmp_path, fully_shard)
     ranks(size, load_and_train, tmp_path, fully_shard)
