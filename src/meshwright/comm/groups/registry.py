@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import threading
 import time
@@ -87,6 +88,8 @@ class ProcessState:
     """Models whose gradients are marked in traced graphs, by the name that their marks carry."""
     roots: MutableMapping[str, TracedRoot] = field(default_factory=weakref.WeakValueDictionary)
     """Roots whose units graphs drive, by the name that their operators carry."""
+    root_numbers: Iterator[int] = field(default_factory=itertools.count)
+    """Numbers that make such names."""
     checks: CallChecks | None = None
     """Compares every call with those of the other ranks, where that was asked for."""
     outstanding: dict[str, Outstanding] = field(default_factory=dict)

@@ -55,10 +55,21 @@ class TracedDriver(Driver):
 
     graphed: GraphedRoot | None = None
     """Of a root that was compiled."""
-    look = 0
-    """The number of the state of the root's units, which a graph is made for."""
+    root_name = ""
+    """Of a root: unlike that of any other in this process."""
+    look = ""
+    """The root's name and the number of the state of its units, which a graph is made for."""
     lent: Sequence[nn.Parameter | None] = ()
     """What modules hold at rest, while a forward is traced."""
+
+    def join_root(self, iteration: Iteration) -> None:
+        """See `Driver.join_root`."""
+        super().join_root(iteration)
+        root = iteration.drivers[0]
+        if not self.is_below:
+            self.root_name = str(next(PROCESS.root_numbers))
+        if isinstance(root, TracedDriver):
+            self.look = look_of(root, 0)
 
     def joins_graph(self, module: nn.Module) -> bool:
         """See `Driver.joins_graph`."""
@@ -66,7 +77,7 @@ class TracedDriver(Driver):
             return False
         if not self._joins(self.look, self.iteration.drivers[0].is_driven):
             return False
-        model, number, form, places = self._described(module, torch.is_grad_enabled())
+        model, number, form, places = self._described(torch.is_grad_enabled())
         if model:
             wholes = unshard(self.iteration.token, model, number, form)
             lent = []
@@ -81,7 +92,7 @@ class TracedDriver(Driver):
         """See `Driver.leaves_graph`."""
         if not self.is_below or not self._has_joined():
             return False
-        _, _, _, places = self._described(module, torch.is_grad_enabled())
+        _, _, _, places = self._described(torch.is_grad_enabled())
         for (_, path, name), parameter in zip(places, self.lent, strict=True):
             module.get_submodule(path)._parameters[name] = parameter
         self.lent = ()
@@ -91,7 +102,7 @@ class TracedDriver(Driver):
         """Be a root that graphs drive as ``graphed``."""
         self.graphed = graphed
 
-    def see(self, look: int) -> None:
+    def see(self, look: str) -> None:
         """Be traced anew, unless a graph was made for ``look``."""
         self.look = look
 
@@ -123,13 +134,13 @@ class TracedDriver(Driver):
     # What a trace asks for once, and keeps.
 
     @constant
-    def _joins(self, look: int, is_driven: bool) -> bool:
+    def _joins(self, look: str, is_driven: bool) -> bool:
         iteration = self.iteration
         root = None if iteration is None else iteration.drivers[0]
         if iteration is None or not isinstance(root, TracedDriver):
             return False
         if root.graphed is None:
-            root.be_graphed(GraphedRoot(iteration))
+            root.be_graphed(GraphedRoot(root, iteration))
         return _graphed(self).joins(self)
 
     @constant
@@ -142,12 +153,12 @@ class TracedDriver(Driver):
         return compiler_of_marks().has_written()
 
     @constant
-    def _described(self, module: nn.Module, has_backward: bool) -> tuple[str, int, str, Places]:
+    def _described(self, has_backward: bool) -> tuple[str, int, str, Places]:
         """Describe the unit in a graph: the model, its number there, its form, and its places."""
         unit, root = self.unit, _graphed(self)
         if unit is None:
             return "", NO_UNIT, "", ()
-        paths = {part: path for path, part in module.named_modules()}
+        paths = {part: path for path, part in _joined()[self].named_modules()}
         places = tuple(
             (index, paths[part], name)
             for index, slot in enumerate(unit.slots)
@@ -160,10 +171,10 @@ class TracedDriver(Driver):
 class GraphedRoot:
     """The units of one root, as graphs drive them by their numbers."""
 
-    def __init__(self, iteration: Iteration) -> None:
-        axis = iteration.axes[0]
-        self.name = f"{axis.name}/{axis.number('graphed roots')}"
-        """Equal on all ranks; operators carry it."""
+    def __init__(self, root: TracedDriver, iteration: Iteration) -> None:
+        self.name = root.root_name
+        """What operators carry."""
+        self._root = root
         self._iteration = iteration
         self._drivers = iteration.drivers
         self._told = ""
@@ -185,10 +196,10 @@ class GraphedRoot:
         look = (*asked, *lines, *trains)
         if look not in self._looks:
             self._looks.append(look)
-        number = self._looks.index(look)
+        now = look_of(self._root, self._looks.index(look))
         for driver in self._drivers:
-            if isinstance(driver, TracedDriver) and driver.look != number:
-                driver.see(number)
+            if isinstance(driver, TracedDriver) and driver.look != now:
+                driver.see(now)
                 if driver.unit is not None:  # in a graph there is no autograd to do it
                     driver.unit.exposure.follow_training(driver.unit)
 
@@ -206,7 +217,7 @@ class GraphedRoot:
         else:
             obstacle = "" if joined else self._obstacle(root)
         if not obstacle:
-            joined.add(driver)
+            joined[driver] = next(part for part in root.modules() if driver_of(part) is driver)
         elif obstacle != self._told:
             self._told = obstacle
             _log.info("shards are gathered outside of the compiled graph: %s", obstacle)
@@ -321,9 +332,17 @@ class GraphedRoot:
         return driver, driver.unit
 
 
-def _joined() -> set[Driver]:
-    """Return the drivers whose units the graph has that is traced now."""
-    return cast("set[Driver]", notes_of_trace().setdefault("joined", set()))
+def look_of(root: TracedDriver, number: int) -> str:
+    """Write down a look. Compilers compare it, so that equal models do not share a graph."""
+    return f"{root.root_name} {number}"
+
+
+def _joined() -> dict[Driver, nn.Module]:
+    """Return the drivers whose units the graph has that is traced now, with their modules.
+
+    Older compilers take no module as an argument of a function whose result they keep.
+    """
+    return cast("dict[Driver, nn.Module]", notes_of_trace().setdefault("joined", {}))
 
 
 def _graphed(driver: Driver) -> GraphedRoot:
