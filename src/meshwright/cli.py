@@ -158,7 +158,7 @@ class _ReportCommand:
     timeline: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
     """A run's folder, or a timeline.json."""
     output: Annotated[str, tyro.conf.arg(metavar="FILE.html")] = ""
-    """Where to write it; by default report.html beside the timeline."""
+    """The file to write; by default report.html beside the timeline."""
 
     def run(self, words: list[str]) -> int:
         """Write the page."""

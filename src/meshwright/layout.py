@@ -136,7 +136,7 @@ class Partial:
 
 
 Placement = Replicate | Shard | Partial
-"""How one tensor lies along one axis."""
+"""The way in which one tensor lies along one axis."""
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
@@ -155,13 +155,13 @@ class Piece:
     """The part of one tensor that lies in one shard of a flat line."""
 
     index: int
-    """Which tensor, in the order of the layout."""
+    """Index of the tensor, in the order of the layout."""
     start: int
     """First element, counted in the flattened tensor."""
     stop: int
     """One past the last element, counted in the flattened tensor."""
     offset: int
-    """Where ``start`` lies in the shard."""
+    """Place of ``start`` in the shard."""
 
     @property
     def numel(self) -> int:
@@ -174,15 +174,15 @@ class Cut:
     """The part of one tensor that lies in one shard, in a stretch of its elements."""
 
     index: int
-    """Which tensor, in the order of the layout."""
+    """Index of the tensor, in the order of the layout."""
     offset: int
-    """Where the stretch begins in the shard."""
+    """Start of the stretch in the shard."""
     shape: tuple[int, ...]
     """The shape that the elements have there."""
     of: tuple[int, ...]
     """The shape in which the whole tensor is cut: its own, or ``(-1,)``."""
     slices: tuple[slice, ...]
-    """What is taken of the whole tensor in that shape."""
+    """The part of the whole tensor in that shape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +197,7 @@ class LineLayout(ABC):
     dtype: str
     parts: int
     offsets: tuple[int, ...]
-    """Where each tensor begins: in the line when packed, in every shard when chunked."""
+    """Start of each tensor: in the line when packed, in every shard when chunked."""
     shard_size: int
     """Elements of one shard, padding included."""
 

@@ -64,7 +64,7 @@ class PipelinePlan:
     microbatches: Annotated[int, AtLeast(1)] = 1
     """Equal parts of each rank's batch that follow each other through the stages."""
     split: Literal["auto", "parameters"] | tuple[str, ...] = "auto"
-    """Where stages begin: module names, or balanced by cost or by number of parameters."""
+    """Starts of the stages: module names, or balanced by cost or by number of parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +148,7 @@ class Plan:
     train: TrainPlan = TrainPlan()
     buckets: BucketPlan = BucketPlan()
     origin: Origin = field(default_factory=Origin, compare=False, repr=False)
-    """Where the values were given; not part of the value."""
+    """The place where the values were given; not part of the value."""
 
     def __post_init__(self) -> None:
         for item, hint in fields_of(type(self)):

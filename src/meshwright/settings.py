@@ -46,7 +46,7 @@ class Through:
     build: Callable[..., object]
     plain: Callable[..., object]
     check: Callable[..., Iterable[Problem]] | None = None
-    """What is wrong with a table as it is written; keys are those of the table."""
+    """Finds the problems of a table as it is written; keys are those of the table."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ Kind = Literal[
 """The operations that pass the door."""
 
 Lane = Literal["compute", "gather", "reduce", "transfer"]
-"""What can run at the same time on one rank."""
+"""The lanes of one rank, which can run at the same time."""
 
 Interval = tuple[float, float]
 """Start and end in seconds."""
@@ -60,7 +60,7 @@ class Collective:
     """An operation as it passes the door: what, over which axis, and why."""
 
     kind: str
-    """One of ``KINDS``."""
+    """A member of ``KINDS``."""
     axis: str
     """Name of the mesh axis it runs over."""
     shape: tuple[int, ...] = ()
@@ -71,9 +71,9 @@ class Collective:
     peer: int | None = None
     """The other rank of a transfer or the source of a broadcast, counted within the group."""
     label: str = ""
-    """Why, such as ``"unshard layers.3"``."""
+    """The reason for it, such as ``"unshard layers.3"``."""
     sequence: int = 0
-    """How many operations this group has issued before on this rank."""
+    """The number of operations that this group has issued before on this rank."""
 
     @property
     def bytes(self) -> int:
@@ -97,16 +97,16 @@ class Event:
     """A span of time on one lane of one rank."""
 
     name: str
-    """What is drawn, such as ``"forward"`` or ``"unshard layers.3"``."""
+    """The text that is drawn, such as ``"forward"`` or ``"unshard layers.3"``."""
     lane: str
-    """One of ``LANES``."""
+    """A member of ``LANES``."""
     rank: int
     start: float
     """Seconds on a clock that all events of a timeline share."""
     end: float
     bytes: int = 0
     category: str = ""
-    """What kind of work it is, such as ``"backward"`` or ``"all_gather"``."""
+    """The kind of work, such as ``"backward"`` or ``"all_gather"``."""
     axis: str = ""
     label: str = ""
     sequence: int | None = None

@@ -77,9 +77,9 @@ class Reader:
     """
 
     directory: Path
-    """Where the checkpoint lies."""
+    """The folder of the checkpoint."""
     manifest: Manifest
-    """What it holds."""
+    """The list of its contents."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)

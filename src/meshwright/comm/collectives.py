@@ -98,7 +98,7 @@ class Communicator:
         self.unions: dict[tuple[Communicator, ...], Communicator] = {}
         """Those of the ranks of this axis and others, by the others."""
         self.kept: dict[str, Any] = {}
-        """What other rooms keep for this axis, by name."""
+        """Objects that other rooms keep for this axis, by name."""
         self._control: list[Communicator] = []
 
     @property

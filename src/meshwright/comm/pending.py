@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from meshwright.comm.streams import Event, Mark
 
 SLICE = timedelta(seconds=0.5)
-"""How long one wait inside c10d lasts before the peers' failures are looked at."""
+"""The length of one wait inside c10d, after which the peers' failures are looked at."""
 
 
 IDLE_FOR = 10.0
@@ -65,7 +65,7 @@ class _WaiterThread(threading.Thread):
 
 
 Launched = tuple[Sequence[Work], Callable[[], None] | None]
-"""What was started, and what runs once after the last of it."""
+"""The works that were started, and the function that runs once after the last of them."""
 
 
 class TransferWaiter:
@@ -84,10 +84,10 @@ class TransferWaiter:
         self._running.acquire()
         self._error: BaseException | None = None
         self._has_started = False
-        """Whether a thread has it or has had it: whoever waits holds the lock for a moment, too."""
+        """True once a thread has got it: whoever waits holds the lock for a moment, too."""
         self._thread: _WaiterThread | None = None
         self._is_last = True
-        """Whether the thread has nothing else to wait for after it."""
+        """True when the thread has nothing else to wait for after it."""
 
     @staticmethod
     def start_together(waiters: Sequence[TransferWaiter]) -> None:

@@ -15,7 +15,7 @@ from meshwright.compiler.breaks import GraphBreak, GraphBreaks
 from meshwright.compiler.marking import MARKING, aot_backend, compile_module, compiled_autograd
 
 counters = MARKING.counters
-"""What the compiled reductions of this process have done so far."""
+"""Counts of what the compiled reductions of this process have done so far."""
 
 __all__ = [
     "MARKING",

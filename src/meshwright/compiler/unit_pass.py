@@ -63,9 +63,9 @@ class Gather:
     readers: list[fx.Node] = field(default_factory=list)
     """In the order of the graph."""
     computed: dict[fx.Node, None] = field(default_factory=dict)
-    """What is computed with it, as far as the pass has come."""
+    """Nodes that are computed with it, as far as the pass has come."""
     lines: list[fx.Node] = field(default_factory=list)
-    """What the pass has come, and frees."""
+    """Nodes that hold its lines once it has arrived; the pass frees them."""
 
     def note(self, node: fx.Node) -> None:
         """Note that ``node`` is the next of the graph."""
@@ -162,7 +162,7 @@ class _Placing:
         """Those that have not been started."""
         self._alive: list[Gather] = []
         self._is_ahead = False
-        """Whether the last of these has been started and not arrived."""
+        """True while the last of these has been started and has not arrived."""
         self._sent: list[fx.Node] = []
         """The gradients that were sent last."""
         self._seen: set[fx.Node] = set()

@@ -43,7 +43,7 @@ _PLAIN = (int, float, complex, str, bytes, type(None))
 _LISTS = (list, tuple, set, frozenset, deque)
 _DEVICES = ("cpu", "cuda")
 _CHANGING = HOOKING | {"__set__", "backward", "detach_", "requires_grad_"}
-"""What changes a tensor, or what its backward does, and returns none."""
+"""Names of functions that change a tensor, or what its backward does, and return none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

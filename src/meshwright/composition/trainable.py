@@ -128,12 +128,12 @@ class Trainable:
         self._sources = LossSources(module, {})
         self._window = LossWindow(peers.losses)
         self._calls = 0
-        """How often `forward_backward` was called."""
+        """The number of calls of `forward_backward`."""
         self._draws = draws
         self._traffic = traffic
         self._passes = EventCheck(peers.alike, "the model", dict, (peers.tensor,))
         self._raised_in = ""
-        """What raised on this rank since the last pass: its collectives may not be those of all."""
+        """The step that raised since the last pass: its collectives may not be those of all."""
         self._late = LateNumbers()
         """The loss and the norm of the step before, until the device has come to them."""
         # A step in half precision may be left out, and so must be known to be good before it.

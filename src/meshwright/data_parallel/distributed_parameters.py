@@ -72,7 +72,7 @@ class LocalParameter:
     """The local leaf with which one DTensor parameter computes."""
 
     is_local: bool = False
-    """Whether every module that holds it computes on a plain tensor in its place."""
+    """True when every module that holds it computes on a plain tensor in its place."""
     partial: PartialSum | None = None
 
 

@@ -80,7 +80,7 @@ class _Member:
             parameter.data = mine
         self.address = local_of(parameter).data_ptr()
         self.gradient: torch.Tensor | None = None
-        """What the parameter has as ``.grad`` when that lies in the flat gradient."""
+        """The ``.grad`` of the parameter when that lies in the flat gradient."""
         self.local_gradient: torch.Tensor | None = None
 
     def part_of(self, line: torch.Tensor) -> torch.Tensor:

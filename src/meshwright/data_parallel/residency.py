@@ -35,7 +35,7 @@ class ReplicaResidency:
         self._replica = replica
         self._compared: set[str] = set()
         self._has_begun = False
-        """Whether the next step goes on with one that has raised before any backward."""
+        """True when the next step goes on with one that has raised before any backward."""
         self._is_reducing = False
 
     def begin(self, what: str, *, training: bool) -> None:

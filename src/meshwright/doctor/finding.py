@@ -12,9 +12,9 @@ class Finding:
     name: str
     value: str
     problem: str = ""
-    """What was expected instead; empty when the fact is as it should be."""
+    """The value that was expected instead; empty when the fact is as it should be."""
     remedy: str = ""
-    """What to do about the problem."""
+    """Advice on what to do about the problem."""
     is_broken: bool = False
     """Training cannot work before this is mended; a mere piece of advice leaves it false."""
 

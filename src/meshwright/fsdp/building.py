@@ -45,7 +45,7 @@ class UnitPlan:
     device: torch.device
     use_orig_params: bool
     offloads: bool = False
-    """Whether shards and gradients stay on the CPU."""
+    """True when shards and gradients stay on the CPU."""
     is_synchronised: bool = False
     """True where all ranks have just been given the same values."""
 

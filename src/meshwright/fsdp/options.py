@@ -38,7 +38,7 @@ class StrategyRow:
     is_sharded: bool = True
     is_hybrid: bool = False
     keeps_full: bool = False
-    """Whether parameters stay whole after the forward, until the backward has used them."""
+    """True when parameters stay whole after the forward, until the backward has used them."""
 
 
 _ROWS = MappingProxyType(
@@ -133,7 +133,7 @@ class FullStateDictConfig(StateDictConfig):
     """For `StateDictType.FULL_STATE_DICT`."""
 
     rank0_only: bool = False
-    """Whether ranks other than the first get an empty dict."""
+    """True when ranks other than the first get an empty dict."""
 
 
 @dataclass
@@ -146,7 +146,7 @@ class ShardedStateDictConfig(StateDictConfig):
     """For `StateDictType.SHARDED_STATE_DICT`."""
 
     _use_dtensor: bool = False
-    """Whether values are DTensors, as they are when a mesh was given."""
+    """True when values are DTensors, as they are when a mesh was given."""
 
 
 @dataclass
@@ -161,7 +161,7 @@ class FullOptimStateDictConfig(OptimStateDictConfig):
     """For `StateDictType.FULL_STATE_DICT`."""
 
     rank0_only: bool = False
-    """Whether ranks other than the first get an empty dict."""
+    """True when ranks other than the first get an empty dict."""
 
 
 @dataclass
@@ -234,7 +234,7 @@ class PrecisionMode:
 
     def __init__(self, precision: MixedPrecision, unit: Unit | None) -> None:
         self.now = precision
-        """What inputs are cast by."""
+        """The precision that inputs are cast by."""
         self._mixed = precision
         self._full = replace(precision, param_dtype=None, reduce_dtype=None, buffer_dtype=None)
         self._unit = unit
@@ -243,7 +243,7 @@ class PrecisionMode:
         """The buffers that have been cast, with their dtypes before."""
         dtypes = (precision.param_dtype, precision.reduce_dtype, precision.buffer_dtype)
         self.is_mixed = any(dtype is not None for dtype in dtypes)
-        """Whether there are two modes at all."""
+        """True when there are two modes at all."""
 
     def enter(self, modules: Iterable[nn.Module], *, is_full: bool) -> None:
         """Work in full precision, or in the mixed one, from this forward on."""

@@ -59,7 +59,7 @@ class UnitDriver(Driver):
         self.leaves_out = leaves_out
         """The modules below that nobody manages, which may be others on other ranks."""
         self.strategy = strategy
-        """What messages call the strategy."""
+        """The name of the strategy in messages."""
         self._version = -1
         self._sends_use_counts = sends_use_counts
         self._alike: Mapping[str, str] = {}

@@ -77,7 +77,7 @@ class CustomPolicy:
 
 
 WrapPolicy = ModuleWrapPolicy | CustomPolicy | Callable[..., bool]
-"""What ``auto_wrap_policy`` may be."""
+"""The types of ``auto_wrap_policy``."""
 
 
 def always_wrap_policy(*args: object, **kwargs: object) -> bool:

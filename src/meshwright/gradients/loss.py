@@ -187,7 +187,7 @@ class LossWindow:
         """Of all ranks, once they have been reduced."""
         self._sizes: list[int] = []
         self._counts = [0.0] * self.WIDTH
-        """What the host knows of the numbers of this rank; the others are added on the device."""
+        """The numbers of this rank that the host knows; the others are added on the device."""
         self._own: torch.Tensor | None = None
         """The sum of this rank's losses."""
         self._terms: torch.Tensor | None = None

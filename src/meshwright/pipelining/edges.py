@@ -13,7 +13,7 @@ class Source:
     stage: int | None
     """The stage that makes it; None for the batch."""
     output: int | str | None = None
-    """Which of the stage's outputs, or which argument of the batch (a position or a keyword).
+    """Index of the stage's output, or the argument of the batch (a position or a keyword).
 
     None: all outputs of the stage, in order, as so many arguments.
     """

@@ -35,7 +35,7 @@ _SHAPE: Mapping[str, type] = {
     **dict.fromkeys(("step", "by", "rank", "stage"), int),
     **dict.fromkeys(("action", "type", "name", "text"), str),
 }
-"""What a notice holds."""
+"""The types of the fields of a notice."""
 
 
 class Failures:
@@ -48,7 +48,7 @@ class Failures:
         self._seen: Mapping[str, Any] | None = None
         """Another rank's failure, which ends the step that this one is in."""
         self.has_seen_refusal = False
-        """Whether that is another rank's refusal, which leaves the schedule usable."""
+        """True when that is another rank's refusal, which leaves the schedule usable."""
 
     def tell(
         self, step: int, error: BaseException, stage: int, action: str, *, for_good: bool

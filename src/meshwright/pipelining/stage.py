@@ -57,11 +57,11 @@ class StepOfStage:
 
     has_backward: bool
     is_scaled: bool
-    """Whether losses count as much as their microbatches on the way in."""
+    """True when losses count as much as their microbatches on the way in."""
     reduce: Callable[[int], None] | None
     """Starts to sum the gradients of a stage over data-parallel ranks."""
     microbatches: int | None = None
-    """How many there are; None: whoever drives the stage knows."""
+    """The number of microbatches; None: whoever drives the stage knows."""
 
 
 _BY_HAND = StepOfStage(has_backward=False, is_scaled=False, reduce=None)
@@ -124,13 +124,13 @@ class PipelineStage:
         self.ties = tuple(ties)
         """Parameters that several stages of the model hold."""
         self.takes_batch = self.is_first or any(s.stage is None for s in self.edges.args)
-        """Whether it reads positional arguments of the batch."""
+        """True when it reads positional arguments of the batch."""
         self.takes_any_keyword = edges is None
         self._writes = writes_in_place(submodule)
         self._only_source = only_source(self.edges)
         self._reads_from = frozenset(self.edges.sources())
         self.has_backward = False
-        """Whether forwards keep what a backward needs. Set by the schedule."""
+        """True when forwards keep what a backward needs. Set by the schedule."""
         self.declared_inputs = declared(input_args, stage_index, "input_args")
         self.declared_outputs = declared(output_args, stage_index, "output_args")
         self.fwd_cache: dict[int, tuple[tuple[Any, ...], list[Any]]] = {}
@@ -140,7 +140,7 @@ class PipelineStage:
         self.expected: dict[int, Signature] = {}
         """By microbatch, what its outputs must be, where that is known."""
         self.inbox = Inbox()
-        """What has come from other stages."""
+        """Values that have come from other stages."""
         self._starts: dict[int, Start] = {}
         self._values: dict[int, Values] = {}
         self._halves, self._calls = Halves(), CallCheck()

@@ -133,7 +133,7 @@ class RunConfig:
     steps: Annotated[int, AtLeast(1)] = 300
     """Optimizer steps of the whole run."""
     folder: str = ""
-    """Where metrics, checkpoints, timeline and summary go; empty means a new one under runs/."""
+    """Folder of metrics, checkpoints, timeline and summary; empty means a new one under runs/."""
     resume: str = "auto"
     """auto (the newest complete checkpoint, if any), never, a run's folder, or a checkpoint."""
     accept_changes: bool = False
@@ -141,7 +141,7 @@ class RunConfig:
     save_every: Annotated[int, AtLeast(0)] = 0
     """Save a checkpoint every so many steps; 0 means only at the end."""
     keep_last: Annotated[int, AtLeast(1)] = 3
-    """How many checkpoints are kept."""
+    """Number of checkpoints that are kept."""
     validate_every: Annotated[int, AtLeast(0)] = 0
     """Validate every so many steps; 0 means only at the end."""
     log_every: Annotated[int, AtLeast(1)] = 1
@@ -151,7 +151,7 @@ class RunConfig:
     parity_steps: Annotated[int, AtLeast(1)] = 20
     """Steps of that comparison."""
     trace_steps: Annotated[int, AtLeast(0)] = 5
-    """How many of the last steps go into timeline.json; 0 writes none."""
+    """Number of last steps that go into timeline.json; 0 writes none."""
     trace_tensors: bool = False
     """Write hashes and norms of every step's tensors, for ``meshwright compare``."""
     trace_modules: tuple[str, ...] = ()
@@ -179,7 +179,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = OptimizerConfig()
     run: RunConfig = RunConfig()
     origin: Origin = field(default_factory=Origin, compare=False, repr=False)
-    """Where the values were given; not part of the value."""
+    """The place where the values were given; not part of the value."""
 
     def problems(self) -> Iterator[Problem]:
         """Check rules between several tables."""

@@ -77,7 +77,7 @@ class Outcome:
     steps: int
     ranks: int
     backend: str
-    """What carried the collectives: ``meshwright`` (shared memory), ``gloo``, ``nccl``."""
+    """The carrier of the collectives: ``meshwright`` (shared memory), ``gloo``, ``nccl``."""
     loss: float | None
     """Training loss of the last step in nats a byte; None when no step was taken."""
     validation_loss: float | None

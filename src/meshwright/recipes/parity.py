@@ -47,7 +47,7 @@ class Parity:
     error: float
     """Largest relative difference of all losses, gradients, their norms and weights."""
     place: str
-    """Where that was."""
+    """The place of that difference."""
     losses: tuple[float, ...]
     """Losses of one process in float64."""
 

@@ -149,7 +149,7 @@ class _Rank:
     reads: dict[Action, tuple[Message, ...]]
     position: int = 0
     unsent: deque[Message] | None = None
-    """What is left of the SEND at ``position``; None before it has begun."""
+    """The rest of the SEND at ``position``; None before it has begun."""
     posted: dict[int, deque[Message]] = field(default_factory=dict)
     """By the rank it comes from, what has been posted and not arrived, in order."""
     here: set[Message] = field(default_factory=set)

@@ -115,7 +115,7 @@ def _add_residency(
             uses.setdefault(part.stage, deque()).append(index)
     there: set[int] = set()
     before_this: set[int] = set()
-    """What is there while the action before this one runs."""
+    """Stages that are there while the action before this one runs."""
     for index, action in enumerate(row):
         stages = {part.stage for part in parts_of(action)}
         for stage in sorted(stages - there):

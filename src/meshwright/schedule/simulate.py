@@ -51,9 +51,9 @@ class Costs:
     gather: PerStage = 0.0
     reduce: PerStage = 0.0
     activation: PerStage = 1.0
-    """What a stage holds of a microbatch from its forward to its W or B, in any unit."""
+    """The memory of a stage for a microbatch from its forward to its W or B, in any unit."""
     parameters: PerStage = 0.0
-    """What a stage holds while it is gathered, in the same unit."""
+    """The memory of a stage while it is gathered, in the same unit."""
     boundary_bytes: int = 0
     """Size of one message."""
 

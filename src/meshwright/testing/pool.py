@@ -14,7 +14,7 @@ SIMULATED = "simulated"
 """The backend of ranks that have simulated devices."""
 _DEVICES = "meshwright.testing.simulated.backend:connected_device"
 SLOWER = 4
-"""How many times longer than on the host a body may take on one."""
+"""The factor by which a body may take longer on one than on the host."""
 
 
 class Ranks(Protocol):

@@ -49,7 +49,7 @@ HOOKS = MappingProxyType(
         "_backward_hooks": "backward hook",
     }
 )
-"""What runs when a module is called, by the attribute that holds it."""
+"""The hooks that run when a module is called, by the attribute that holds them."""
 STATE_HOOKS = MappingProxyType(
     {
         "_state_dict_pre_hooks": "state_dict pre-hook",
@@ -58,7 +58,7 @@ STATE_HOOKS = MappingProxyType(
         "_load_state_dict_post_hooks": "load_state_dict post-hook",
     }
 )
-"""What runs when a module's state is asked for or given."""
+"""The hooks that run when a module's state is asked for or given."""
 
 
 def set_compiled_call(module: nn.Module, call: Any) -> None:  # noqa: ANN401

@@ -46,11 +46,11 @@ COMPILER_MODULES = (
     "torch._inductor.codegen.cpp_wrapper_cpu",
     "torch._inductor.cpp_builder",
 )
-"""What the first call of a compiled function loads: it may be loaded before."""
+"""Modules that the first call of a compiled function loads: they may be loaded before."""
 GRAPH_BREAKS = "torch._dynamo.symbolic_convert.__graph_breaks"
 """The logger of graph breaks, what ``TORCH_LOGS=graph_breaks`` shows."""
 GRAPH_OPERATORS = ("torch._library", "torch._higher_order_ops")
-"""Where functions come from that a graph has as operators."""
+"""The packages of functions that a graph has as operators."""
 
 
 def keep_result(function: Callable[P, T]) -> Callable[P, T]:

@@ -88,6 +88,8 @@ annotated         plan.py                       class A: |     def f(self, *, x)
 docstrings        plan.py                       '''What plans are.'''
 docstrings        plan.py                       def f() -> None: |     '''Whether it is so.'''
 docstrings        plan.py                       class A: |     '''One of the plans.'''
+docstrings        plan.py                       class A: |     x: int |     '''Which it is.'''
+docstrings        plan.py                       def f() -> None: |     x = 1 |     '''How many.'''
 """
 
 _MANY: list[tuple[str, str, Files]] = [

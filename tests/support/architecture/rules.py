@@ -491,14 +491,17 @@ _NO_SENTENCE = re.compile(r"(What|Whether|Which|Who|How|Where|When|Why|One of|Le
 
 
 def docstrings(tree: Tree) -> Found:
-    """No docstring begins with a question word, One of or Let: it says an act, or a thing."""
-    kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    """No docstring, of a module, class, function or name, begins with a question word or Let.
+
+    Nor with One of: it says an act, or a thing.
+    """
     for source in tree.sources:
         for node in source.nodes:
-            text = ast.get_docstring(node) if isinstance(node, kinds) else None
-            if text is not None and (found := _NO_SENTENCE.match(text)):
-                said = f"a docstring begins with {found[0]!r}: begin with a verb or a noun"
-                yield source.path, getattr(node, "lineno", 1), said
+            match node:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    if found := _NO_SENTENCE.match(text.lstrip()):
+                        said = f"a docstring begins with {found[0]!r}: begin with a verb or a noun"
+                        yield source.path, node.lineno, said
 
 
 RULES: dict[str, Rule] = {

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from meshwright.comm.collectives import Communicator
 
 REMEMBERED = 16
-"""How many of the last operations a rank can name in a hang report."""
+"""The number of last operations that a rank can name in a hang report."""
 
 _TRANSFERS = ("send", "recv")
 

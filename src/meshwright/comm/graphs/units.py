@@ -39,7 +39,7 @@ BEGIN, BEGIN_BACKWARD = "begin", "begin backward"
 START, START_BACKWARD = "start", "start backward"
 FREE, FREE_BACKWARD = "free", "free backward"
 HOLD = "hold"
-"""What `drive_units` does."""
+"""The acts of `drive_units`."""
 
 NEEDED = "needed"
 """Says of a unit that is freed that a backward will need it."""
@@ -54,7 +54,7 @@ class Part(NamedTuple):
     """Elements before it."""
     shape: tuple[int, ...]
     trains: bool
-    """Whether it is given a gradient."""
+    """True when it is given a gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class UnitForm:
     """The dtype and the elements of each."""
     parts: tuple[Part, ...]
     has_backward: bool
-    """Whether gradients were enabled."""
+    """True when gradients were enabled."""
 
     def text(self) -> str:
         """Write it down."""

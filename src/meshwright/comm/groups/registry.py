@@ -69,7 +69,7 @@ class ProcessState:
     one_as_many: bool = False
     """See `size_one_as_many`."""
     observers: list[Observer] = field(default_factory=list)
-    """Who hears of every collective; empty means that nothing is paid."""
+    """Objects that hear of every collective; empty means that nothing is paid."""
     phases: list[PhaseRecord] = field(default_factory=list)
     """The phases that the main thread is in, outermost first."""
     monitor: FailureMonitor | None = None
@@ -93,14 +93,14 @@ class ProcessState:
     checks: CallChecks | None = None
     """Compares every call with those of the other ranks, where that was asked for."""
     outstanding: dict[str, Outstanding] = field(default_factory=dict)
-    """What has something to look at that a device had not come to, in the order of its asking."""
+    """Objects that look at what a device had not come to, in the order of their asking."""
     groups_made: Counter[tuple[int, ...]] = field(default_factory=Counter)
     """The number of groups that this process has made of these ranks of the world, in its run."""
     runs_met: Counter[str] = field(default_factory=Counter)
     """The runs in which this process has met the others, by the place of their store."""
     held: dict[str, Any] = field(default_factory=dict)
-    """What this process keeps from others until it leaves its run or ends, by name; each has a
-    method ``release``."""
+    """Claims that this process keeps from others until it leaves its run or ends, by name; each
+    has a method ``release``."""
     holding: threading.RLock = field(default_factory=threading.RLock)
     """Whoever changes ``held`` has this; a fork waits for it."""
 

@@ -83,7 +83,7 @@ class _Extent:
     home: int
     nbytes: int
     used: float = 0.0
-    """When a window last had them, on the monotonic clock."""
+    """The time when a window last had them, on the monotonic clock."""
 
     def go_home(self, kernel: _Kernel, source: int, now: float) -> None:
         """Move the pages home from a window, where they are at ``source``."""
@@ -113,7 +113,7 @@ class PagePool:
         """At home, those that came last at the right end."""
         self._windows = 0
         self._is_moving = False
-        """Whether `fill` or `empty` is under way, within which the collector closes no window."""
+        """True while `fill` or `empty` runs, within which the collector closes no window."""
         self._to_close: list[Window] = []
         self._kernel: _Kernel | None = None
         self._works: bool | None = None

@@ -57,7 +57,7 @@ STYLES: Mapping[str, Callable[[], ParallelStyle]] = MappingProxyType(
         "replicated": _Replicated,
     }
 )
-"""What a plan may call a style."""
+"""The styles that a plan may name."""
 
 _LLAMA = {
     "**.self_attn.q_proj": "colwise",
@@ -178,7 +178,7 @@ _HEADS = (
     "n_kv_heads",
     "num_kv_heads",
 )
-"""What attention modules, or their ``config``, call their number of heads."""
+"""The attributes of attention modules, or of their ``config``, with their number of heads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ _OPERATORS: Mapping[object, tuple[int, int]] = {
     torch.ops.aten.embedding.default: (1, 0),
     torch.ops.aten.addmm.default: (1, 2),
 }
-"""What layers are traced to; which of the arguments are the input and the weight."""
+"""The operators that layers are traced to; the positions of the input and the weight."""
 
 
 def twin_of(model: nn.Module, cut: ModelCut) -> nn.Module:

@@ -85,7 +85,7 @@ class Alignment:
         self._sums: torch.Tensor | None = None
         self._version = -1
         self._sees_changes = True
-        """Whether what changes this rank's weights can be noticed here."""
+        """True when changes of this rank's weights can be noticed here."""
 
     def start_over(self) -> None:
         """Count anew: all ranks have the same weights now, however they came to them."""
@@ -211,7 +211,7 @@ NOWHERE = PassPlace(-1, -1)
 """The place of a rank in a pass of the others."""
 
 STOPPED = "stop_on_non_finite: gradients of this backward pass are not finite"
-"""What all ranks have seen that were to stop at such gradients."""
+"""The finding that all ranks report that were to stop at such gradients."""
 
 
 class PassNotes:
@@ -225,7 +225,7 @@ class PassNotes:
         self.values = NonFiniteValues() if settings.is_watched else None
         """This rank's own gradients that were not finite, in the last backward pass."""
         self.reduced = NonFiniteValues() if settings.stops_on_non_finite else None
-        """What communication hooks have made of the gradients and is not finite."""
+        """Values that communication hooks have made of the gradients and are not finite."""
 
     @property
     def numel(self) -> int:

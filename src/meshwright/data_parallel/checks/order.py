@@ -67,7 +67,7 @@ STEPS = MappingProxyType(
         INTERRUPTED: "an optimizer step raised, which may have changed some weights,",
     }
 )
-"""What messages say of ranks that know something of their weights."""
+"""The words of messages for ranks that know something of their weights."""
 
 _ROW = "<2q"
 """Two integers of a rank, as they travel: a unit or a digest of some, and a count or weights."""
@@ -84,9 +84,9 @@ class OrderOptions:
     """The options of the check of a root's order."""
 
     action: Literal["raise", "warn"] = "raise"
-    """What ranks do that run different orders. ``warn`` lets collectives mix up different units of
-    equal size; weights that differ, and a collective that could only hang, are errors all the same.
-    """
+    """The reaction to ranks that run different orders. ``warn`` lets collectives mix up different
+    units of equal size; weights that differ, and a collective that could only hang, are errors all
+    the same."""
     warn_at_once: bool = False
     """With ``warn``: warn as soon as this rank leaves its own order, whatever other ranks do."""
     exchange_first: bool = False
@@ -108,7 +108,7 @@ class _Comparison:
     forwards: tuple[tuple[int, OrderRecord, int], ...]
     """The forwards it covers: number, order, and what is known of the weights."""
     has_left: bool
-    """Whether this rank had left its reference in one of them."""
+    """True when this rank had left its reference in one of them."""
 
 
 class OrderCheck:
@@ -141,7 +141,7 @@ class OrderCheck:
         self.is_unchecked = False
         """Ranks were found to differ and were let go on: nothing is sent or compared any more."""
         self._is_late = not communicator.is_on_host
-        """Whether the host is ahead of what it has started, and looks at nothing of this step."""
+        """True when the host is ahead of what it has started, and looks at nothing of this step."""
         self._noted = f"order {id(self)}"
         self._due = 0
         """Comparisons that were there when the last backward ended."""

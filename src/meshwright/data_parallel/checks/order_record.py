@@ -11,11 +11,11 @@ END = -1
 """Stands for "the forward ends here" where a unit could come."""
 
 UNKNOWN, STEPPED, ACCUMULATES, INTERRUPTED = 0, 1, 2, 3
-"""What a rank knows of its weights at a forward: nothing, changed since the one before, the same
+"""A rank's knowledge of its weights at a forward: nothing, changed since the one before, the same
 although it had gradients to change them by, or half changed by a step that raised."""
 
 AROUND = 4
-"""How many units a message shows before and after the one in question."""
+"""The number of units that a message shows before and after the one in question."""
 
 NEW = "a newly-added parameter since construction time"
 """Stands for the names of a unit that the check was not told of."""
@@ -63,14 +63,14 @@ class Forward:
     ) -> None:
         self.number = number
         self.weights = weights
-        """Whether the weights are those of the forward before, see `UNKNOWN`."""
+        """The state of the weights since the forward before, see `UNKNOWN`."""
         self.reference = reference
         self.position = 0
         """Units so far."""
         self.order: list[int] | None = None if reference is not None else []
         """The units so far where they are not those of the reference; None while they are."""
         self.asks = asks
-        """Whether the other ranks are asked before each unit."""
+        """True when the other ranks are asked before each unit."""
         self.has_ended = False
 
     def leave(self, order: list[int]) -> None:

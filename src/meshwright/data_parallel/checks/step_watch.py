@@ -50,7 +50,7 @@ class StepWatch:
         self._begun = 0
         self._ended = 0
         self.has_seen = False
-        """Whether one of them has ever stepped: who else changes weights need not be looked for."""
+        """True once one of them has stepped: who else changes weights need not be looked for."""
         self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = (
             weakref.WeakKeyDictionary()
         )

@@ -54,7 +54,7 @@ class PowerSGDState:
     iter: int = field(default=0, init=False)
     """Backward passes so far."""
     error_dict: dict[int, torch.Tensor] = field(default_factory=dict, init=False)
-    """What compression has lost of each bucket, by its index."""
+    """The part of each bucket that compression has lost, by its index."""
     q_memory_dict: dict[int, list[torch.Tensor]] = field(default_factory=dict, init=False)
     """The last Q of each matrix of a bucket."""
     total_numel_before_compression: int = field(default=0, init=False)

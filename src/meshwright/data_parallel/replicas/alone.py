@@ -237,7 +237,7 @@ class SparseGradient(_AloneGradient):
     ) -> None:
         super().__init__(layout, parameter)
         self.is_unused = False
-        """Whether no rank had a gradient in the last reduction."""
+        """True when no rank had a gradient in the last reduction."""
         self._zeros_for_unused = zeros_for_unused
         self._number = int(_Instead.ABSENT)
         self._numbers = torch.empty(0, dtype=torch.int64)

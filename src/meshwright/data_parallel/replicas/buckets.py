@@ -104,7 +104,7 @@ class Bucket(Reduction):
         super().__init__(layout, parameters)
         self.buffer = buffer
         self.is_gradient_view = is_gradient_view
-        """Whether ``.grad`` is a view of the buffer after the backward pass."""
+        """True when ``.grad`` is a view of the buffer after the backward pass."""
         numel = layout.flat.numel
         self.gradients = buffer[:numel]
         self.riders = tuple(riders)

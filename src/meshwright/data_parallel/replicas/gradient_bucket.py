@@ -57,7 +57,7 @@ class GradBucket:
         self.communicator = communicator
         """The axis over which the gradients are to be reduced."""
         self.label = label
-        """What its reduction is called in records and reports."""
+        """The name of its reduction in records and reports."""
         self._buffer = buffer
         self._parts = tuple(parts)
         self._index = index

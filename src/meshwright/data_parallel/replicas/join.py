@@ -44,7 +44,7 @@ class Attendance:
         self.active: list[int] = []
         """Positions of the ranks that trained at the last notice; all ranks know the same."""
         self.was_uneven = False
-        """Whether a rank was done while others were not."""
+        """True when a rank was done while others were not."""
         self._throws = throws
         self._rank = communicators[0].ranks[communicators[0].rank]
 

@@ -20,7 +20,7 @@ from meshwright.data_parallel.replicas.low_precision import LowPrecision
 from meshwright.mesh import DeviceMesh
 
 AXIS = "replicate"
-"""What the axis is called when no mesh names it."""
+"""The name of the axis when no mesh names it."""
 
 IGNORED_NAMES = "_ddp_params_and_buffers_to_ignore"
 """The attribute of a module with the names of tensors that are left alone, as torch's."""
@@ -57,7 +57,7 @@ class ReplicateKeywords(TypedDict, total=False):
     skip_all_reduce_unused_params: bool
     """Leave what no rank used in the first reduction out of all later ones (False)."""
     unused_gradient: UnusedGradient
-    """What ``.grad`` becomes where no rank had a gradient: ``"none"`` leaves it, so that optimizers
+    """The value of ``.grad`` where no rank had a gradient: ``"none"`` leaves it, so that optimizers
     skip the parameter; ``"zeros"`` lets them decay it. A parameter that was used on other ranks
     only gets the mean either way, or the ranks would part."""
     delay_all_reduce_named_params: Iterable[tuple[str, nn.Parameter]] | None
@@ -98,11 +98,11 @@ class ReductionSettings:
     is_static: bool = False
     """Every iteration uses the same parameters: checked, see `StaticGraph`."""
     skips_unused: bool = False
-    """What no rank used in the first reduction has no place in later ones."""
+    """Parameters that no rank used in the first reduction have no place in later ones."""
     sparse: frozenset[str] = frozenset()
     """Names of the parameters whose gradients are sparse."""
     zeros_for_unused: bool = False
-    """Whether a parameter that no rank used gets zeros; its ``.grad`` is left alone otherwise."""
+    """True when a parameter that no rank used gets zeros; its ``.grad`` is left alone otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ class ReplicateOptions:
     device_ids: tuple[int | torch.device, ...] | None = None
     init_sync: bool = True
     init_buffers: bool = True
-    """Whether the set-up gives all ranks the buffers of rank 0, where it gives them parameters."""
+    """True when the set-up gives ranks the buffers of rank 0, where it gives them parameters."""
     broadcast_buffers: bool = True
     mixed_precision: LowPrecision | None = None
     reduction: ReductionSettings = field(default_factory=ReductionSettings)

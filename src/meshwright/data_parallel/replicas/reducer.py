@@ -125,9 +125,9 @@ class GradientReducer:
     ) -> None:
         self.communicator = communicator
         self.is_wanted = True
-        """Whether forward passes from now on lead to a reduction."""
+        """True when forward passes from now on lead to a reduction."""
         self.is_synchronising = True
-        """Whether the next backward pass reduces: what was wanted when its forward pass began."""
+        """True when the next backward pass reduces, as was wanted when its forward pass began."""
         self.phase = ReductionPhase.IDLE
         self._mean = 1.0 / communicator.size
         self._scale: Callable[[], Factor] | None = None
@@ -135,7 +135,7 @@ class GradientReducer:
         """Called before the first bucket of a pass; may return the factor of the mean."""
         self.registered_hook: RegisteredHook | None = None
         self.marking: Marking | None = None
-        """How gradients are marked while a backward pass is traced."""
+        """The marks of gradients while a backward pass is traced."""
         self._next = 0
         self._factor: Factor | None = None
         self.late = LateNumbers()

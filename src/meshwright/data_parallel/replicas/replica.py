@@ -65,7 +65,7 @@ class Replica:
         self.on_buffers: Callable[[], int] | None = None
         """Called before buffers are broadcast in a forward pass; gives the rank to take them of."""
         self._has_equal_buffers = False
-        """Whether a forward pass has begun with equal buffers and has not ended: the one that
+        """True while a forward pass has begun with equal buffers and not ended: the one that
         follows on an exception takes its place, and other ranks broadcast no second time."""
         self._options = options
         apart = options.ignored, options.ignored_names

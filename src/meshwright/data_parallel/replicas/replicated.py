@@ -45,7 +45,7 @@ class ReplicateState:
     def __init__(self, module: nn.Module, options: ReplicateOptions) -> None:
         self.options = options
         self.is_synchronised = True
-        """Whether forward passes lead to a reduction; taken over by the replica."""
+        """True when forward passes lead to a reduction; taken over by the replica."""
         # The module holds this state, so a strong reference back would be a cycle.
         self._module = weakref.ref(module)
         self._replica: Replica | None = None
@@ -54,7 +54,7 @@ class ReplicateState:
         self._watched: list[RemovableHandle] = []
         """Hooks on the modules below, until one of them or the whole has run."""
         self._is_called = False
-        """Whether the module was called, and its forward pass comes next."""
+        """True when the module was called, and its forward pass comes next."""
         # A stage without anything to train may still have buffers to keep equal.
         self.residency = ReplicaResidency(lambda: self._set_up(may_be_frozen=True))
 

@@ -100,17 +100,17 @@ class Marking:
         self.name = f"{communicator.name}/{communicator.number('marked models')}"
         """Equal on all ranks; marks carry it."""
         self.keeps = False
-        """Whether ``.grad`` may hold what a pass without a reduction has left."""
+        """True when ``.grad`` may hold what a pass without a reduction has left."""
         self.is_open = False
-        """Whether such a pass has begun, and its gradients have not come."""
+        """True while such a pass has begun, and its gradients have not come."""
         self.renewals = 0
-        """How often all graphs have become void."""
+        """The number of times that all graphs have become void."""
         self._running = -1
         """The backward pass of the graph that ran last, as autograd numbers it."""
         self._takes = False
-        """Whether the graph that runs reduces what was left, too."""
+        """True when the graph that runs reduces what was left, too."""
         self.has_begun = False
-        """Whether a traced forward pass has begun, which no hook has seen."""
+        """True when a traced forward pass has begun, which no hook has seen."""
         self.index = {name: index for index, (name, _) in enumerate(reducer.named)}
         self._ranks = communicator.size
         self._mode = "coalesced"
@@ -120,7 +120,7 @@ class Marking:
         settings = reducer.settings
         self._sizes = list(settings.listed_bytes) or [settings.first_bytes, settings.cap_bytes]
         self._passes: Counter[str] = Counter()
-        """How often this rank has run each plan."""
+        """The number of runs of each plan on this rank."""
         self._plan = ""
         """The plan that ran last."""
         self._after: dict[str, str] = {}

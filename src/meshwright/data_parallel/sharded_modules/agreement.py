@@ -45,7 +45,7 @@ SAME_COPIES = (
 _NAMES = tuple(field.name for field in fields(UnitSettings))
 
 Essence = tuple[tuple[object, ...], ...]
-"""What decides the collectives, driver by driver."""
+"""The facts that decide the collectives, driver by driver."""
 
 
 def compare_units(

@@ -56,7 +56,7 @@ class Iteration:
     """Brings the units of ``drivers`` (the root's first) through iterations, one after another."""
 
     token: torch.Tensor | None = None
-    """What graphs that gather write to, see `traced_units`; its gradient is zero."""
+    """The tensor that graphs that gather write to, see `traced_units`; its gradient is zero."""
     _follow: Callable[[], None] | None = None
 
     def __init__(self, drivers: Sequence[Driver], options: OrderOptions | None) -> None:
@@ -64,13 +64,13 @@ class Iteration:
         self.tree: ModuleTree | None = None
         """The modules of the root; set when it has started."""
         self.sends_use_counts = True
-        """Whether ranks tell each other which parameters had a gradient; else all had one."""
+        """True when ranks tell each other which parameters had a gradient; else all had one."""
         self.finished: list[Driver] = []
         """Units in the order in which their forward ended."""
         self.in_flight: list[Unit] = []
         """Units whose gradients are being reduced, the oldest first."""
         self.most_in_flight: int | None = None
-        """How many reductions may be under way at a time; `IN_FLIGHT` for each sum when None."""
+        """The most reductions that may be under way; `IN_FLIGHT` for each sum when None."""
         self.in_blocks: list[Unit] = []
         """Units whose whole parameters are spread among fewer ranks than their shards."""
         self.is_in_backward = self.is_in_forward = False
@@ -81,7 +81,7 @@ class Iteration:
         self.showing: list[Unit] = []
         """Units of which ``.grad`` shows what waits for a reduction."""
         self.statistics: LocalStatistics | None = None
-        """What there is to say of BatchNorm modules below the root."""
+        """Says once what there is to say of BatchNorm modules below the root."""
         units = [driver.unit for driver in drivers if driver.unit is not None]
         self.axes = tuple(dict.fromkeys(axis for unit in units for axis in unit.communicators))
         """Over which the units send."""
@@ -98,11 +98,11 @@ class Iteration:
                 unit.change(is_watched=True)
         self._uses = UseCounts()
         self._non_finite: NonFinite | None = None
-        """What the last backward pass has found that all ranks are to stop at."""
+        """The finding of the last backward pass at which all ranks are to stop."""
         self._versions: list[int] = []
         self._shards: list[torch.Tensor] = []
         self._has_delivered = False
-        """Whether this rank had gradients when its last backward pass ended."""
+        """True when this rank had gradients when its last backward pass ended."""
         self._raised_in = ""
         """The pass that was given up last, until the next one has begun."""
         self._streams = _streams_of(units, self.axes)

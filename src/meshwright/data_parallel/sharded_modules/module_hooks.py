@@ -98,29 +98,29 @@ class Driver:
         self.name = name
         self.cast = cast or CastSettings()
         self.order = order
-        """How the order is checked if this becomes the root."""
+        """The options of the order check if this becomes the root."""
         self.iteration: Iteration | None = None
-        """What the units of one root share; None before the first forward."""
+        """The state that the units of one root share; None before the first forward."""
         self.is_root = self.is_below = False
-        """Whether it is the first of its iteration, or another one of it."""
+        """True when it is the first of its iteration, or another one of it."""
         self.keeps_as_root = keeps_as_root
-        """Whether a root keeps its parameters between forward and backward by default."""
+        """True when a root keeps its parameters between forward and backward by default."""
         self.forward_ahead: list[Driver] | None = None
         """Whose units to gather ahead in the forward, instead of the one that came next before."""
         self.backward_ahead: list[Driver] | None = None
         """The same for the backward."""
         self.is_last_backward = True
-        """Whether backward passes deliver gradients; that of the root counts."""
+        """True when backward passes deliver gradients; that of the root counts."""
         self.stops_on_non_finite = stops_on_non_finite
         """True where ranks stop at gradients that are not finite, of all units if of one."""
         self.most_in_flight: int | None = None
-        """How many reductions its unit allows at a time; the largest counts for the root."""
+        """The most reductions under way that its unit allows; the largest counts for the root."""
         self.without_effect: dict[str, object] = {}
         """Settings that were accepted and change nothing here, with their last values."""
         self.position = -1
-        """Where it stands among the units whose forward has ended, at its last forward."""
+        """Its place among the units whose forward has ended, at its last forward."""
         self.residency: object | None = None
-        """What lets a pipeline schedule drive this unit, once that has been asked for."""
+        """The object by which a schedule drives this unit, once it has been asked for."""
         self.is_driven = False
         """True while a schedule, or a method around, gathers and frees, so that hooks need not."""
         self._is_shown = False
@@ -132,9 +132,9 @@ class Driver:
         self._in_graphs = 0
         """Forwards in graphs of now, which may run again where they are kept."""
         self.has_run = False
-        """Whether its forward has run and its backward has not ended yet."""
+        """True while its forward has run and its backward has not ended yet."""
         self._changes = 0
-        """How often parameters had changed, see `Unit.changes`, at the last forward."""
+        """The number of changes of parameters, see `Unit.changes`, at the last forward."""
 
     # -------------------------------------------------------------------------- settings
 

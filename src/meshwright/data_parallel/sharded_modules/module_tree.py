@@ -18,7 +18,7 @@ STATES = "_meshwright_states"
 """The attribute of a module that says which composable functions were applied to it."""
 
 PlacesIn = Collection[tuple[nn.Module, str]]
-"""Where modules hold parameters."""
+"""The modules and attributes that hold parameters."""
 
 
 def places_in(modules: Iterable[nn.Module], parameters: Collection[int]) -> PlacesIn:
@@ -49,7 +49,7 @@ class ModuleTree:
         self._seen: list[tuple[dict[str, Any], list[int], dict[str, Any], int]] = []
         """Of each module: its children, their identities, its parameters, how many those are."""
         self._frozen: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-        """What no unit holds, and where."""
+        """Parameters that no unit holds, and their places."""
         self.verify()
 
     def verify(self) -> None:

@@ -82,7 +82,7 @@ class _Joined:
         self._optimizers = list(optimizers)
         self._divides_by_all = divides_by_all
         self._has_stepped = False
-        """Whether the gradients that there are have been used."""
+        """True when the gradients that there are have been used."""
         widest = max(self._units, key=lambda unit: max(g.axes.size for g in unit.groups))
         self._attendance = Attendance(widest.communicators, throws=throws)
 

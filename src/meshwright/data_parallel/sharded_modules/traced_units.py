@@ -60,7 +60,7 @@ class TracedDriver(Driver):
     look = ""
     """The root's name and the number of the state of its units, which a graph is made for."""
     lent: Sequence[nn.Parameter | None] = ()
-    """What modules hold at rest, while a forward is traced."""
+    """The parameters that modules hold at rest, while a forward is traced."""
 
     def join_root(self, iteration: Iteration) -> None:
         """See `Driver.join_root`."""
@@ -178,11 +178,11 @@ class GraphedRoot:
         self._iteration = iteration
         self._drivers = iteration.drivers
         self._told = ""
-        """What the log has said."""
+        """The obstacle that the log has told last."""
         self._looks: list[tuple[object, ...]] = []
-        """What the units have looked like, by number."""
+        """The states that the units have been in, by number."""
         self._is_wanted = False
-        """Whether the backward pass that runs gives parameters gradients."""
+        """True when the backward pass that runs gives parameters gradients."""
         PROCESS.roots[self.name] = self
         iteration.follow_with(self.follow)
         self.follow()

@@ -152,16 +152,16 @@ class FlatBuffer:
         self.axes = axes
         self.types = types
         self.device = device
-        """Where the gathered parameters and their gradients are."""
+        """The device of the gathered parameters and their gradients."""
         if shard is None:
             shard = _shard(layout.shard_size, types.master, device, axes.shard)
         self.shard = shard
         """This rank's part, in the optimizer's dtype; perhaps on another device (offloaded)."""
         is_here = is_host(shard.device) == is_host(device)
         self.is_copy = axes.is_cut or types.master != types.compute or not is_here
-        """Whether whole tensors have memory of their own, and not that of the shard."""
+        """True when whole tensors have memory of their own, and not that of the shard."""
         self.is_direct = layout.is_gathered_whole
-        """Whether what is gathered lies as the tensors do."""
+        """True when what is gathered lies as the tensors do."""
         self._whole: Line | None = None
         if self.is_copy:
             self._whole = line_of(layout.padded_size, types.compute, device)
@@ -178,7 +178,7 @@ class FlatBuffer:
         self._staging = line_of(
             0 if self.is_direct else self.packed * axes.parts, types.compute, device
         )
-        """What is gathered in one piece, before it is copied to where it belongs."""
+        """Memory of what is gathered in one piece, before it is copied to where it belongs."""
         self._copies = (
             None if self.is_direct else self._copies_from(self._staging.tensor, self._together)
         )
@@ -187,7 +187,7 @@ class FlatBuffer:
         self._comes_staged = len(self._moves) == 1 and self.packed > 0
         """True when all that is gathered comes to memory of its own, and is copied from there."""
         self._after: _Copies | None = None
-        """What is copied when the gather under way has ended."""
+        """The copies to make when the gather under way has ended."""
         self._kept: tuple[Communicator, torch.Tensor] | None = None
         """This rank's part of the whole line among fewer ranks, between two uses; see `keep`."""
         self._held: object = None

@@ -95,7 +95,7 @@ class _Entry:
         self.exposed = shown
         self.note_memory()
         self.trains = self.exposed.requires_grad
-        """Whether both required grad when they were compared last."""
+        """True when both required grad when they were compared last."""
         self.cells: list[tuple[dict[str, Any], str]] = []
         self.find_cells()
 
@@ -175,7 +175,7 @@ class ExposedTensors(Exposure):
     def __init__(self) -> None:
         self._entries: dict[ParameterGroup, list[_Entry]] = {}
         self._in_cells: dict[_Entry, nn.Parameter] = {}
-        """What was put into all cells of an entry last."""
+        """The parameter that was put into all cells of an entry last."""
         self._flat: dict[ParameterGroup, nn.Parameter] = {}
         self._delivered: set[ParameterGroup] = set()
         """Of which flat gradients have been set that nobody is known to have zeroed."""

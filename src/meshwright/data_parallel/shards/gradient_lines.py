@@ -31,7 +31,7 @@ OURS = 3
 """Python references, seen from a function, to what only an attribute or a container holds."""
 
 COUNTS = sys.version_info < (3, 14)
-"""Whether references can be counted: newer interpreters borrow some, and then nothing is reused."""
+"""True when references can be counted: newer interpreters borrow some, and nothing is reused."""
 
 
 class KeptLine:
@@ -95,7 +95,7 @@ class KeptLine:
 
 
 _Place: TypeAlias = tuple[torch.Tensor, tuple[slice, ...] | list[int] | None]
-"""Where in a line, and what of a tensor: all of it, a box, or all in another shape."""
+"""A place in a line, and the part of a tensor: all of it, a box, or all in another shape."""
 
 
 class GradientLine:

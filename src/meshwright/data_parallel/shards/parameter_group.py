@@ -60,18 +60,18 @@ class UnitSettings:
     """
 
     synchronise: bool = True
-    """Whether a backward pass ends in a reduction; without one gradients stay whole, here."""
+    """True when a backward pass ends in a reduction; without one gradients stay whole, here."""
     all_reduce: bool = True
-    """Whether a reduction also runs over ``replicate``. Without one, sums wait in the shard."""
+    """True when a reduction also runs over ``replicate``. Without one, sums wait in the shard."""
     keep_full_after_forward: bool = False
     keep_full_after_backward: bool = False
     block: Communicator | None = None
     """Among whose ranks whole parameters are spread between forward and backward, if any."""
     unshard_in_backward: bool = True
     divide_factor: float | None = None
-    """What summed gradients are divided by; the number of ranks when None."""
+    """The divisor of summed gradients; the number of ranks when None."""
     scale: Callable[[], Factor] | None = None
-    """What summed gradients are multiplied by instead; asked when a reduction ends."""
+    """Gives the factor of summed gradients instead; asked when a reduction ends."""
     is_watched: bool = False
     """Look for gradients that are not finite before they are mixed with those of other ranks."""
     reduce_hook: ReduceHook | None = None
@@ -82,10 +82,10 @@ class UnitSettings:
     reduce_scatter: CustomCollective | None = None
     """Sums over ``shard`` in place of ours."""
     forward_prefetch: bool = False
-    """Whether the unit that came next in the last iteration is gathered ahead in the forward."""
+    """True when the unit that came next in the last iteration is gathered ahead in the forward."""
     backward_prefetch: Literal["before", "after"] | None = "before"
-    """When the backward gathers ahead the unit that ran before: before this unit's gradients are
-    computed, after that, or never."""
+    """The time when the backward gathers ahead the unit that ran before: before this unit's
+    gradients are computed, after that, or never."""
 
 
 class ParameterGroup:
@@ -107,10 +107,10 @@ class ParameterGroup:
         self.axes = axes
         self.types = types
         self.home = home
-        """Where shards and gradients are kept while the parameters compute on ``device``; None
+        """The device of shards and gradients while the parameters compute on ``device``; None
         where that is the same."""
         self.pin_memory = pin_memory
-        """Whether shards kept on the CPU lie in pages that a GPU can copy from beside its work."""
+        """True when shards on the CPU lie in pages that a GPU can copy from beside its work."""
         self._extensions = [each for slot in slots if (each := slot.extension) is not None]
         self.buffer = self._new_buffer(layout, device, self._empty_shard(layout, home))
         self.buffer.fill(
@@ -130,7 +130,7 @@ class ParameterGroup:
         """Those of the leaves when they were gathered."""
         self._show_views()
         self.used = [False] * len(slots)
-        """Which parameters have had a gradient on this rank since the last reduction."""
+        """By parameter, True when it had a gradient on this rank since the last reduction."""
         self.marks_use = marks_use
         """True where a sum has to tell if any rank had a gradient, see `is_unused`."""
         self.non_finite = NonFiniteValues()

@@ -62,7 +62,7 @@ class Target:
     around: DeviceMesh | None = None
     """The mesh of all axes that the parameters are DTensors on already."""
     dims: DataParallelMeshDims | None = None
-    """Which names of ``around`` are the data axes."""
+    """The names of ``around`` that are the data axes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class Place:
     dim: int
     """Of this rank's part before the cut."""
     mesh: DeviceMesh
-    """What the DTensor at rest lies on."""
+    """The mesh of the DTensor at rest."""
     placements: tuple[Any, ...]
     shape: tuple[int, ...]
     """Of the whole tensor, over all axes."""

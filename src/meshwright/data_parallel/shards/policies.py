@@ -22,7 +22,7 @@ class MixedPrecisionPolicy:
     output_dtype: torch.dtype | None = None
     """Of floating-point outputs of the module; left as they are when None."""
     cast_forward_inputs: bool = True
-    """Whether floating-point inputs are cast to ``param_dtype``."""
+    """True when floating-point inputs are cast to ``param_dtype``."""
 
     @classmethod
     def of(cls, policy: object) -> MixedPrecisionPolicy:

@@ -27,7 +27,7 @@ class Slot:
     original: nn.Parameter
     """The parameter that the module held when it was taken over; its storage is given up then."""
     full: nn.Parameter = field(init=False)
-    """What modules hold while it is gathered: the same object for good, with memory then."""
+    """The parameter of modules while it is gathered: the same object for good, with memory then."""
     leaf: nn.Parameter = field(init=False)
     """The plain parameter that computes; ``full`` itself unless that is a DTensor whose modules
     take the leaf over its local tensor."""

@@ -60,7 +60,7 @@ LEGAL = MappingProxyType(
         Phase.REDUCING: frozenset({Phase.SHARDED, Phase.GATHERING}),
     }
 )
-"""Which phase may follow which."""
+"""The phases that may follow each phase."""
 
 
 class Exposure(ABC):
@@ -197,11 +197,11 @@ class Unit:
         self.exposure = exposure
         self.settings = settings
         self.is_reducing = False
-        """Whether a reduction has been started and not finished."""
+        """True while a reduction has been started and not finished."""
         self.announce: Callable[[Unit, str], None] | None = None
         """See `announce_to`."""
         self.changes = 0
-        """How often parameters have been converted, loaded or given anew."""
+        """The number of times that parameters were converted, loaded or given anew."""
         self.shows_all = True
         """False while `torch.func.functional_call` has put other tensors in their place."""
         self._phase = Phase.SHARDED

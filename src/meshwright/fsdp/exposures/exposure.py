@@ -98,7 +98,7 @@ class FlatExposure(Exposed):
         self._seen = -1
         self._flat: FlatParameter | None = None
         self._nothing = torch.empty(0)
-        """What modules hold while the unit is sharded. Nobody else should change it."""
+        """The tensor that modules hold while the unit is sharded. Nobody else should change it."""
         self._nothing_trains = False
         self._lists_full = False
         """True while modules register whole parameters."""

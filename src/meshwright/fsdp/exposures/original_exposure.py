@@ -44,7 +44,7 @@ class OriginalExposure(Exposed):
         self._seen = -1
         self._lists_full = False
         self._trained: dict[Slot, bool] = {}
-        """Whether each whole parameter required grad when modules were shown it last."""
+        """True for each whole parameter that required grad when modules were shown it last."""
         self._refusals = Refusals()
         self._waiting = WaitingGradients()
 

@@ -28,7 +28,7 @@ class _Shown:
     shell: torch.Tensor
     """The ``.grad``: torch only takes one of the holder's shape, but its data may be any."""
     gradient: torch.Tensor
-    """What waits: the data of the shell, or in another dtype, of which the shell has a copy."""
+    """The sum that waits: the shell's data, or in another dtype, of which the shell has a copy."""
     before: torch.Tensor | None
     """Gradients that had been reduced, and wait for more."""
     version: int
@@ -96,7 +96,7 @@ class Refusals:
 
     def __init__(self) -> None:
         self._nodes: dict[str, object] = {}
-        """What autograd would accumulate with: its hook lasts as long as somebody holds it."""
+        """Nodes that autograd would accumulate with: their hooks last while somebody holds them."""
 
     @torch.enable_grad()
     def add(self, unit: Unit, tensor: torch.Tensor, slots: Sequence[Slot], what: str) -> None:

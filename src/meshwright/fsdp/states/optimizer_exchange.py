@@ -188,7 +188,7 @@ class Managed:
     index: int
     names: tuple[str, ...]
     exposed: nn.Parameter
-    """What the optimizer holds: its own object, or the flat parameter of its unit."""
+    """The object that the optimizer holds: its own, or the flat parameter of its unit."""
     is_flat: bool
     wrapper: UnitWrapper
 

@@ -22,7 +22,7 @@ from meshwright.schedule.actions import Action, Schedule
 Known = dict[object, tuple[int, ...]]
 """By what a stage is given, its ids."""
 _KEPT = 256
-"""How many kinds of batches are kept in mind."""
+"""The number of kinds of batches that are kept in mind."""
 _OF_EACH: Mapping[str, type] = {"arg_mbs": tuple, "kwarg_mbs": Mapping}
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -42,7 +42,7 @@ class Microbatches:
     schedule_ref: object = None
     """The schedule, for functions of the user."""
     is_scaled: bool = False
-    """Whether losses count as much as their microbatches on the way in."""
+    """True when losses count as much as their microbatches on the way in."""
     key: object = None
     """Stands for the shapes, strides and dtypes of all arguments; None: nobody has noted them."""
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from meshwright.pipelining.messages.metadata import Signature
 
 KEPT = 256
-"""How many ids are kept of each stage."""
+"""The number of ids that are kept of each stage."""
 
 
 class Agreed:

@@ -19,7 +19,7 @@ from meshwright.comm import Communicator, Pending
 
 Contents = dict[str, Any]
 Sent = list[tuple[Pending, torch.Tensor]]
-"""What is on its way, with the memory that it is read from."""
+"""Sends on their way, each with the memory that it is read from."""
 
 ROOM = 512
 """Bytes of a letter."""

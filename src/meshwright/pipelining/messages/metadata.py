@@ -126,9 +126,9 @@ class Signature:
     tensors: tuple[TensorMeta, ...] = field(init=False, compare=False, repr=False)
     """The leaves that are tensors."""
     wanted: tuple[int, ...] = field(init=False, compare=False, repr=False)
-    """Which leaves are tensors that require a gradient."""
+    """Indices of the leaves that are tensors that require a gradient."""
     strided: tuple[int, ...] = field(init=False, compare=False, repr=False)
-    """Which of ``tensors`` are laid out again when they have come."""
+    """Indices of those ``tensors`` that are laid out again when they have come."""
     has_constants: bool = field(init=False, compare=False, repr=False)
     """True when some leaves are no tensors."""
 

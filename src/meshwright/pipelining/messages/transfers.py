@@ -90,7 +90,7 @@ class Carrier:
         self.letters = Letters(communicator, number)
         self.known = Agreed()
         self.can_look = communicator.backend != "gloo"
-        """Whether it costs nothing to see that a message has left."""
+        """True when it costs nothing to see that a message has left."""
 
 
 @dataclass(slots=True)
@@ -112,7 +112,7 @@ class Transfers:
         self, carrier: Carrier, ids: Identities, overseer: Overseer, *, training: bool
     ) -> None:
         self.has_begun = False
-        """Whether anything of this step has left this rank or come to it."""
+        """True when anything of this step has left this rank or come to it."""
         self.unposted: dict[int, deque[Leg]] = {}
         """By rank, what cannot be posted before something has come, and what stands behind it."""
         self._carrier = carrier

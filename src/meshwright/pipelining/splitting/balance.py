@@ -34,7 +34,7 @@ from meshwright.pipelining.splitting.split_points import put_marker
 from meshwright.pipelining.splitting.tracing import SplitPolicy
 
 SLACK = 1.05
-"""How much larger than the least possible the largest stage may be, to save traffic."""
+"""The most that the largest stage may be, as a multiple of the least possible, to save traffic."""
 _PRECISION = 1e-4
 _MEASURES: Mapping[str, Callable[[fx.GraphModule, Sequence[fx.Node]], Costs]] = MappingProxyType(
     {"parameters": parameters, "flops": flops, "time": measured, "memory": measured}

@@ -161,11 +161,11 @@ class _Watch(TorchFunctionMode):
 
 
 CALLED: Mapping[str, str] = HOOKS
-"""What runs when a module is called, by the attribute that holds it."""
+"""The hooks that run when a module is called, by the attribute that holds them."""
 OF_STATE: Mapping[str, str] = STATE_HOOKS
-"""What runs when its state is asked for or given."""
+"""The hooks that run when its state is asked for or given."""
 _KEPT = ("torch.", "meshwright.pipelining.")
-"""Where hooks come from that a graph has, or that only mark it."""
+"""The packages of hooks that a graph has, or that only mark it."""
 
 
 def key_in_trace(module: nn.Module) -> int:

@@ -43,13 +43,13 @@ class PipeInfo:
     num_stages: int
     has_loss_and_backward: bool
     edges: tuple[StageEdges, ...] = ()
-    """Where the arguments of each stage come from."""
+    """The sources of the arguments of each stage."""
     ties: tuple[Tie, ...] = ()
     """Parameters that several stages hold."""
     arguments: tuple[Argument, ...] = ()
     """The arguments of the model, as it was traced."""
     outputs: tuple[tuple[Expected | None, ...], ...] = ()
-    """What each stage gives, leaf by leaf."""
+    """The values that each stage gives, leaf by leaf."""
     split: int = 0
     """A digest of what runs in which stage: all ranks must have the same."""
 

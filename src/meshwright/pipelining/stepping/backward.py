@@ -39,9 +39,9 @@ class Junction:
 
     node: Node
     edges: tuple[int, ...]
-    """Which of its next functions are branches."""
+    """Indices of its next functions that are branches."""
     gradients: tuple[torch.Tensor | None, ...] = ()
-    """What arrived at the node in the input half; empty until then."""
+    """The gradients that arrived at the node in the input half; empty until then."""
 
     def keep(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
         """Remember what arrives, or forget it."""

@@ -15,7 +15,7 @@ import torch
 from meshwright.pipelining.microbatch import check_loss
 
 _KEPT = 256
-"""How many kinds of losses are kept in mind."""
+"""The number of kinds of losses that are kept in mind."""
 
 
 @dataclass(slots=True)

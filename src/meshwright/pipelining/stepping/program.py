@@ -63,7 +63,7 @@ class Entry:
     residency: Several | None
     """None for a plain stage."""
     reads: tuple[Leg, ...] = ()
-    """What a compute action waits for, that no earlier one of this row has waited for."""
+    """Legs that a compute action waits for, that no earlier one of this row has waited for."""
     posts: tuple[Leg, ...] = ()
     sends: tuple[Leg, ...] = ()
     targets: tuple[PipelineStage, ...] = ()
@@ -71,7 +71,7 @@ class Entry:
     sources: tuple[PipelineStage, ...] = ()
     """The stages of this rank whose outputs a backward has gradients for."""
     custom: CustomFunction | None = None
-    """What the user wants to run instead."""
+    """The function of the user that runs instead."""
     parts: tuple[Entry, ...] = ()
     """Of an overlap that a function of the user runs."""
 

@@ -77,7 +77,7 @@ class Runtime:
         split = getattr(next(iter(stages.values())), "split", 0)
         self._own = json.dumps({**_facts(training, loss_fn is not None, ties), "split": split})
         self.plan = digest(self._own)
-        """What all ranks of the pipeline must agree on, as a number."""
+        """A digest of the facts that all ranks of the pipeline must agree on."""
         self._notices.post(f"plan/{self._rank}", self._own)
         self._what = f"{training.name} with {training.microbatches} microbatches ({self.plan:x})"
         self._turns = Turns(communicator, Notices(communicator, "turns"), number, self._what)
@@ -201,7 +201,7 @@ class _Step:
         self.ids = Identities(runtime.stages, self.schedule, batch, runtime._ids, training=training)
         self._reduced: set[int] = set()
         self._late: list[Several] = []
-        """What is reduced when the row has been run."""
+        """Residencies whose gradients are reduced when the row has been run."""
         is_fake = runtime._communicator.backend == "fake"
         kind = functools.partial(UnansweredTransfers, runtime.stages) if is_fake else Transfers
         self.transfers = kind(runtime._carrier, self.ids, runtime, training=training)
@@ -435,9 +435,9 @@ class _Handler(NamedTuple):
 
     whole: Callable[[_Step, Entry], None]
     run: Callable[[_Step, Entry], None]
-    """What a function of the user may do instead."""
+    """The part that a function of the user may do instead."""
     after: Callable[[_Step, Entry], None] | None = None
-    """What follows it."""
+    """The part that follows it."""
 
 
 def _plain(whole: Callable[[_Step, Entry], None]) -> _Handler:

@@ -78,7 +78,7 @@ class RunComparison:
     others: int = 0
     """Tensors after the divergence, in the same step, that differ beyond the tolerance too."""
     notes: list[str] = field(default_factory=list)
-    """What else a reader should know: settings that differ, tensors that were not compared."""
+    """Remarks for the reader: settings that differ, tensors that were not compared."""
 
     def begin(self, step: int, tolerance: float) -> None:
         """Begin with ``step``, in which ``tolerance`` is allowed."""

@@ -24,7 +24,7 @@ from meshwright.recipes.tensors.digest import SKETCH, Sums
 
 FORMAT = 1
 KINDS = ("input", "activation", "loss", "gradient", "parameter")
-"""What is traced, in the order in which a step makes it."""
+"""The kinds of traced tensors, in the order in which a step makes them."""
 
 _Types = Mapping[str, type | UnionType]
 
@@ -51,7 +51,7 @@ class TensorRow(Sums):
     name: str
     """Of a parameter or module in the original model; empty for input and loss."""
     call: int
-    """How often the module had been called before in the same forward pass."""
+    """The number of calls of the module before this one in the same forward pass."""
     place: tuple[int, int]
     """Number of the pipeline's stage, and within it the place in the order of the forward pass."""
     shape: tuple[int, ...]
@@ -62,9 +62,9 @@ class TensorRow(Sums):
     samples: tuple[int, int] | None
     """First sample of the global batch and one past the last, of an input or activation."""
     microbatch: int | None
-    """How many forward passes this stage had made before in the step."""
+    """The number of forward passes that this stage had made before in the step."""
     tensor_rank: str = ""
-    """Which rank of axis tensor wrote an output, as "0 of 2": it may be a part, which nobody says.
+    """Rank of axis tensor that wrote an output, as "0 of 2": it may be a part, which nobody says.
     """
 
     def to_json(self) -> dict[str, object]:

@@ -160,7 +160,7 @@ class _Begin:
         self._root = type(root).__name__
         self._number = 0
         self._are_alike: dict[str, bool] = {}
-        """Whether ranks were given the same for an input when it came first and had a content."""
+        """By input, True when ranks were given the same when it came first and had a content."""
         self._plain: dict[str, tuple[int, bool]] = {}
         """Parameters without a style, by name: which it was, and whether it had no values yet."""
         self._is_verified = False

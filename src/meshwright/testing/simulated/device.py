@@ -53,7 +53,7 @@ class _Thread(threading.local):
         self.host = WorkLine(f"thread {threading.current_thread().name}")
         self.stream: WorkLine | None = None
         self.makes_host: bool | None = None
-        """Where the results of operators lie, if it was said."""
+        """True where the results of operators lie on the host; None where nothing was said."""
         self.is_second = False
         """True in a thread of a backward pass."""
         self.is_late = False

@@ -150,7 +150,7 @@ class _Block:
         """0 where its memory was given back."""
         self.accesses: list[_Access] = []
         self._address = _address(tensor)
-        """Where it begins; 0 if nobody knows."""
+        """Its first address; 0 if nobody knows."""
         self._end = weakref.ref(storage, lambda _: dropped(key))
 
     def pin(self) -> None:
