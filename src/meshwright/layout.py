@@ -62,7 +62,7 @@ class Box:
         return Box(start, tuple(j - i for i, j in zip(start, stop, strict=True)))
 
     def ranges(self) -> list[str]:
-        """Write the range of each dim, such as ``"2:5"``."""
+        """Format the range of each dim, such as ``"2:5"``."""
         return [f"{o}:{o + n}" for o, n in zip(self.offset, self.shape, strict=True)]
 
     def slices(self, within: Box | None = None) -> tuple[slice, ...]:

@@ -35,7 +35,7 @@ class Precision:
     """Master copy and optimizer state; by default that of ``parameters``."""
 
     def resolved(self) -> Precision:
-        """Find the same precision with every dtype named."""
+        """Name every dtype: those that are None become that of ``parameters``."""
         return Precision(
             parameters=self.parameters,
             compute=self.compute or self.parameters,

@@ -313,7 +313,7 @@ def _make_a_row(held: Sequence[torch.Tensor]) -> bool:
 
 
 def _unlike_one_process(held: Sequence[torch.Tensor], looks: _Looks) -> tuple[str, str]:
-    """Say what differs from one process in what an optimizer ``looks`` at, and what to use."""
+    """Name the difference from one process that an optimizer ``looks`` at, and the remedy."""
     if looks is _Looks.ELEMENTS:
         return "", ""
     parts, lines = sum(map(is_marked_spread, held)), sum(map(is_line, held))

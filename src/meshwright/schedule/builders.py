@@ -56,7 +56,7 @@ def stage_ranks(ranks: int, stages: int, style: str = "loop") -> tuple[int, ...]
 
 
 def forward_only(ranks: int, microbatches: int, chunks: int = 1, edges: Edges = None) -> Schedule:
-    """Find all forwards, chunk by chunk; no backward."""
+    """Run all forwards, chunk by chunk; no backward."""
     _check_sizes(ranks, microbatches, chunks)
     rows = [
         [Action(chunk * ranks + rank, F, k) for chunk in range(chunks) for k in range(microbatches)]
@@ -66,12 +66,12 @@ def forward_only(ranks: int, microbatches: int, chunks: int = 1, edges: Edges = 
 
 
 def gpipe(ranks: int, microbatches: int, chunks: int = 1, edges: Edges = None) -> Schedule:
-    """Find all forwards, then all backwards. With several chunks a rank this is `looped_bfs`."""
+    """Run all forwards, then all backwards. With several chunks a rank this is `looped_bfs`."""
     return _breadth_first("gpipe", ranks, microbatches, chunks, edges)
 
 
 def looped_bfs(ranks: int, microbatches: int, chunks: int = 1, edges: Edges = None) -> Schedule:
-    """Chunk by chunk all forwards; then the chunks in reverse, all backwards of each."""
+    """Run all forwards, chunk by chunk; then the chunks in reverse, all backwards of each."""
     return _breadth_first("loopedbfs", ranks, microbatches, chunks, edges)
 
 

@@ -243,25 +243,25 @@ class _Window(io.RawIOBase):
         self._file, self._start, self._length, self._at = file, start, length, 0
 
     def readable(self) -> bool:
-        """See io."""
+        """Allow reads."""
         return True
 
     def seekable(self) -> bool:
-        """See io."""
+        """Allow seeks."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """See io."""
+        """Go to ``offset`` within the part; returns the new place."""
         begin = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
         self._at = max(0, begin + offset)
         return self._at
 
     def tell(self) -> int:
-        """See io."""
+        """Return the place within the part, in bytes."""
         return self._at
 
     def readinto(self, buffer: Any) -> int:  # noqa: ANN401 - see io
-        """See io."""
+        """Read into ``buffer`` up to the end of the part; returns the number of bytes."""
         view = memoryview(buffer).cast("B")
         count = max(0, min(len(view), self._length - self._at))
         self._file.seek(self._start + self._at)

@@ -334,7 +334,7 @@ def _wait(
     coming: Gathering,
     have_come: Callable[[Answers], bool],
 ) -> None:
-    """Wait in the server; the ranks that ask let the others go on, or tell that it has failed."""
+    """Wait at the store for all votes; a rank that asks ends the wait of all, or fails it."""
     first, every, place = FIRST_ROLL_CALL, NEXT_ROLL_CALL, coming.key
     limit = awaited.communicator.timeout
     try:

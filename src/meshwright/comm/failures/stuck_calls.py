@@ -75,7 +75,7 @@ class _Place(NamedTuple):
 
 
 class CallWatch:
-    """The stacks of this process, looked at now and then by one thread."""
+    """The search of one thread for a call that holds this process up, by the stacks of threads."""
 
     def __init__(self, is_watched: Callable[[int], bool]) -> None:
         """``is_watched`` tells of a thread whether it is in a wait of ours that ends by itself."""

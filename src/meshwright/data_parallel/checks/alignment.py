@@ -229,7 +229,7 @@ class PassNotes:
 
     @property
     def numel(self) -> int:
-        """Count the numbers."""
+        """Count the numbers that `write` fills in."""
         return NOTES + (self.static is not None) + (self.reduced is not None)
 
     def begin(self) -> None:

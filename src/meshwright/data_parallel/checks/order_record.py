@@ -82,12 +82,12 @@ class Forward:
         self.asks = asks
 
     def end(self) -> OrderRecord:
-        """End the forward; returns its units."""
+        """End the forward, and return the record of its units."""
         self.has_ended = True
         return self.record()
 
     def record(self) -> OrderRecord:
-        """List the units so far."""
+        """Make a record of the units so far."""
         if self.order is not None:
             return OrderRecord(tuple(self.order))
         units = () if self.reference is None else self.reference.units

@@ -223,31 +223,31 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
     # ------------------ accepted and recorded in `fully_shard.state(module).without_effect`
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Recorded; gradients are always summed and scaled by us."""
+        """Record the setting; gradients are always summed, and scaled by us."""
         self._record(False, "force_sum_reduction_for_comms", enable)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Recorded; unused parameters of a module that ran always count as zeros."""
+        """Record the setting; unused parameters of a module that ran always count as zeros."""
         self._record(recurse, "reduce_scatter_unused_params", reduce_scatter_unused_params)
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Recorded; gathers and reductions of one axis share its group."""
+        """Record the setting; gathers and reductions of one axis share its group."""
         self._record(recurse, "separate_reduce_scatter_group", enable)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Recorded; buffers come from torch's allocator."""
+        """Record the setting; buffers come from torch's allocator."""
         self._record(False, "allocate_memory_from_process_group_for_comm", enable)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Recorded; buffers come from torch's allocator."""
+        """Record the setting; buffers come from torch's allocator."""
         self._record(False, "symm_mem_for_comm", backend)
 
     def set_post_optim_event(self, event: object) -> None:
-        """Recorded; on a CPU the optimizer has ended when the next forward begins."""
+        """Record the event; on a CPU the optimizer has ended when the next forward begins."""
         self._record(False, "post_optim_event", event)
 
     # --------------------------------------------------------------------------- private

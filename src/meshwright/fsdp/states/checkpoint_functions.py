@@ -183,7 +183,7 @@ class _GroupsApart(list[Any]):
 def _named_apart(
     state: Mapping[str, Any], parts: Mapping[Any, Mapping[str, State]]
 ) -> dict[str, Any]:
-    """Make a ``state`` in which torch finds what is in each flat parameter of ``parts``."""
+    """Copy ``state`` so that torch puts ``parts`` in the place of their flat parameters."""
     kept = {name: _Parts({n: own for n, own in p.items() if own}) for name, p in parts.items()}
     return {
         **state,

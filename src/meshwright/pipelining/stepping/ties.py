@@ -354,7 +354,7 @@ def _set_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def _facts(tensor: torch.Tensor) -> int:
-    """Compute a number of what a receiver must agree on."""
+    """Digest the shape and the dtype, which sender and receiver must have alike."""
     return digest(list(tensor.shape), str(tensor.dtype))
 
 
