@@ -2,8 +2,9 @@
 
 A *checkpoint* is a directory ``step_00000120`` with one safetensors file for each rank that wrote
 and a *manifest* that names every tensor, its *pieces* (boxes of the global shape) and their
-checksums. A *torso* is what an interrupted save leaves: it has another name and is never read. No
-pickle anywhere. One job at a time writes to a folder of checkpoints, which it *claims*.
+checksums. A *torso* is what an interrupted save leaves: it has another name and is never read.
+Nothing in it is a pickle, as torch's own files are, which `exchange` reads and writes. One job at a
+time writes to a folder of checkpoints, which it *claims*.
 
 Bottom-up:
 

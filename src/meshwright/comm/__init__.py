@@ -1,16 +1,16 @@
-"""Communication: the only room that uses `torch.distributed`.
+"""Communication: the only room that sends and receives through `torch.distributed`.
 
 Bottom-up:
 
-    memory          pages that move between tensors, and tensors whose memory comes and goes
     streams         one vocabulary of devices and clocks for CPU and CUDA
-    c10d            the functions of c10d as they stand at a call, and faster algorithms for Gloo
+    memory          pages that move between tensors, and tensors whose memory comes and goes
     observing       who is told of collectives: observers, profilers, ``CommDebugMode``, timelines
     groups          what a process knows of its communication, the ranks' meeting, and their start
     failures        who failed or is missing, how long to wait, and whether ranks do the same
     pending         a collective that has been issued, and the bounded wait for it
-    collectives     the door: one `Communicator` a process group, every collective through it
     shared_memory   the c10d backend of CPU ranks on one host
+    c10d            the functions of c10d as they stand at a call, and faster algorithms for Gloo
+    collectives     the door: one `Communicator` a process group, every collective through it
     process_groups  joining the ranks, making sub-groups, and leaving
     graphs          collectives for autograd and compilers, marks of gradients in graphs
     dtensors        torch's DTensors: their local tensors, their gradients, their whole values

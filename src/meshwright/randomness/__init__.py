@@ -4,8 +4,8 @@ Bottom-up:
 
     counters        seeds from names, and random bits by position
     draws           what a training step tells dropout
-    dropout         modules that draw by position
     refusals        random operators that cannot
+    dropout         modules that draw by position
     initialization  parameters from one generator
     blocks          parameters from many
 """

@@ -9,8 +9,8 @@ Bottom-up:
     usage           memory by category, and the operations that the model needs
     run_folder      where a run writes, what it resumes from, and its state as a checkpoint
     tensors         traces of tensors, and two runs compared
-    loop            the main job, its loss on held-out text, and its stop on request
     parity          the proof that a layout trains the same model
+    loop            the main job, its loss on held-out text, and its stop on request
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ where a style says so.
 Bottom-up:
 
     functions  communication that autograd understands
+    checks     whether ranks do and hold the same
     layouts    from one layout to another
     weights    parameters that become DTensors
-    checks     whether ranks do and hold the same
     layers     modules that compute on parts
     styles     styles of layers that hold parameters
     prepare    styles without parameters

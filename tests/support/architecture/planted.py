@@ -108,6 +108,15 @@ _MANY: list[tuple[str, str, Files]] = [
     ("listings", "comm/__init__.py", {"comm/__init__.py": "", "comm/a.py": ""}),
     (
         "listings",
+        "comm/a.py",
+        {
+            "comm/__init__.py": LISTED.replace("first", "first\n    b  the second"),
+            "comm/a.py": "import meshwright.comm.b",
+            "comm/b.py": "",
+        },
+    ),
+    (
+        "listings",
         "comm/__init__.py",
         {
             "comm/__init__.py": LISTED,

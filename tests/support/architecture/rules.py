@@ -57,7 +57,7 @@ _ROW = re.compile(r"^    (\w+)(  |$)", re.MULTILINE)
 
 
 def listings(tree: Tree) -> Found:
-    """The docstring of a folder lists its files and folders, all of them and no others."""
+    """The docstring of a folder lists all it holds; no file imports one that is listed after it."""
     for source in tree.sources:
         if not source.is_package or not source.room:
             continue
@@ -68,6 +68,12 @@ def listings(tree: Tree) -> Found:
             yield source.path, 1, f"{name!r} is not in the listing under 'Bottom-up:'"
         for name in sorted(set(listed) - found):
             yield source.path, 1, f"the listing has {name!r}, which the folder does not hold"
+        rows = [f"{source.module}.{name}" for name in listed]
+        for number, name in enumerate(rows, 1):
+            child = tree.modules.get(name, source)
+            for target, line in [] if child.is_package else tree.edges(child):
+                if target in rows[number:] and not tree.modules[target].is_package:
+                    yield child.path, line, f"{target} is listed after it: list it before"
 
 
 def foreign_writes(tree: Tree) -> Found:

@@ -104,7 +104,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "reference": _WHOLE,
     "planner": _PURE,
     "report": _PURE,
-    "integrations": _TOP,
+    "integrations": _STRATEGIES | {"checkpoint"},
     "recipes": _TOP | {"integrations"},
     "doctor": _WHOLE,
     "cli": _TOP | {"cli_checkpoint", "doctor", "integrations", "recipes"},

@@ -5,13 +5,13 @@ Bottom-up:
     after_hooks     hooks that run when ``.grad`` of a parameter is there
     gradient_part   this rank's elements of a gradient, which no sum may be taken over
     subclasses      tensor subclasses: how they compute, and where their values are
-    sharded_axes    the axes that the elements of a tensor lie spread over
     dtensor         conversion between local tensors and DTensors, and what was made of parameters
     mixed_lists     operators on lists of DTensors and plain tensors together
     local_leaves    the leaves on which modules compute in place of DTensors
     edges           DTensors that enter and leave what computes on local tensors
     unreadable      tensors without values, which are refused by name
     shard_view      a flat range of the elements of a tensor, for state dicts
+    sharded_axes    the axes that the elements of a tensor lie spread over
     gather_dtensor  whole tensors from DTensors, and the parts that ranks hold
 """
 

@@ -3,9 +3,9 @@
 Bottom-up:
 
     functional  collectives that autograd and the compiler understand
+    untraced    functions that `torch.compile` calls and does not look into
     marks       operators that stand for gradient reductions until a pass fuses them
     units       operators that gather, free and reduce sharded units
-    untraced    functions that `torch.compile` calls and does not look into
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The state of communication in this process: communicators, observers, phases, the monitor, pages.
 
-This is the only mutable state that the library keeps for a process. Communicators are held weakly
-by their c10d group, so that a destroyed group takes its communicator with it.
+All rooms keep here what belongs to the process; only the compiler has an object of its own.
+Communicators are held weakly by their c10d group, so that a destroyed group takes its communicator
+with it.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 Bottom-up:
 
     policies             dtypes, and the device of shards
-    placement            the ranks and the dim that each parameter is cut over
-    buffer               one line of elements: the shard, the whole, and gradients
     gradient_lines       whole gradients on their way into a reduction, and their memory
+    buffer               one line of elements: the shard, the whole, and gradients
+    placement            the ranks and the dim that each parameter is cut over
     tensor_extensions    parameters that say themselves how they are gathered
     parameter_hooks      hooks of users on parameters
     slot                 one parameter of a unit, with all its uses

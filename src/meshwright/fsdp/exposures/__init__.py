@@ -2,10 +2,10 @@
 
 Bottom-up:
 
-    tensor_axes        parameters that tensor parallelism has cut before, gradients by axes
     waiting_gradients  gradients of passes without a reduction, or that nothing would reduce
-    original_exposure  the original parameters, each with a piece
     exposure           one flat shard, or the originals
+    tensor_axes        parameters that tensor parallelism has cut before, gradients by axes
+    original_exposure  the original parameters, each with a piece
 """
 
 from __future__ import annotations

@@ -2,14 +2,14 @@
 
 Bottom-up:
 
-    split_points  the marker of a cut, and other ways to say where to cut
     dropped       what a graph would not have
-    tracing       from a module to a graph
-    measuring     the cost of operators
-    balance       stages of equal cost
+    split_points  the marker of a cut, and other ways to say where to cut
     placement     the stage of each operator
+    measuring     the cost of operators
     stage_module  the graph of a stage
     splitting     the graphs and edges of all stages
+    tracing       from a module to a graph
+    balance       stages of equal cost
     traced_stage  a stage that runs what was traced, or refuses
     pipe          `pipeline`
 """

@@ -8,9 +8,9 @@ Bottom-up:
     arguments     the arguments of a forward, compared with those before, copied if written to
     residency     parameters and gradients of a stage that are copied or spread
     ties          parameters that several stages hold
+    program       a rank's row of a schedule, with all looked up
     custom        functions of the user in place of actions
     listener      who is told of each action
-    program       a rank's row of a schedule, with all looked up
     runtime       the interpreter of all schedules
     stepping      the base of all schedules
 """
