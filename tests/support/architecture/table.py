@@ -253,7 +253,8 @@ OPTIONAL_ROOMS: dict[str, frozenset[str]] = {
     "testing": frozenset({"pytest"}),
 }
 
-# The registry of a process, and what it has compiled, are the only mutable state of modules.
+# The registry of a process, and what it has compiled, are the only mutable state of modules, but
+# for caches of functions and the context of `fsdp.wrap`, which the rule does not look for.
 STATE_FILES = frozenset({"comm/groups/registry.py", "compiler/marking.py"})
 
 # Only the command line writes to the console with `print`.
