@@ -173,7 +173,7 @@ class GraphedRoot:
 
     def __init__(self, root: TracedDriver, iteration: Iteration) -> None:
         self.name = root.root_name
-        """What operators carry."""
+        """The name that operators carry."""
         self._root = root
         self._iteration = iteration
         self._drivers = iteration.drivers
