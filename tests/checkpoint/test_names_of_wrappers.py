@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.state_dict import (
 
 from meshwright.comm import communicator
 from meshwright.data_parallel import DistributedDataParallel, fully_shard, replicate
-from meshwright.data_parallel.modules.checkpoint_names import ASKING, asked_in
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.fsdp import ModuleWrapPolicy
 from meshwright.testing import Ranks
@@ -260,12 +259,3 @@ def test_state_of_a_part_of_a_flat_parameter(ranks: Ranks) -> None:
 @pytest.mark.parametrize("name", WRAPS)
 def test_state_of_a_part_of_the_parameters(ranks: Ranks, name: str) -> None:
     ranks(2, body_partly, name)
-
-
-def test_a_torch_that_has_renamed_its_functions_is_named() -> None:
-    found: dict[str, Any] = {"__name__": ASKING, "asked_in": asked_in}
-    exec("def call(*names): return asked_in(*names)", found)
-    assert found["call"]("_verify_options") is None
-    assert found["call"]() is not None
-    with pytest.raises(ImportError, match=rf"has no {ASKING}._renamed, by which Meshwright knows"):
-        found["call"]("_renamed")

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp._common_utils import FSDP_WRAPPED_MODULE
+from torch.distributed.fsdp.fully_sharded_data_parallel import FLAT_PARAM
+from torch.nn.modules import module as of_all
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -29,7 +35,7 @@ from meshwright.torch_internals import (
     tracing,
     trees,
 )
-from meshwright.torch_internals.required import required
+from meshwright.torch_internals.required import required, variable_of
 
 ROOM = Path(meshwright.__file__).parent / "torch_internals"
 
@@ -47,7 +53,12 @@ def names() -> Iterator[tuple[str, str]]:
         }
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "required":
-                yield path.name, eval(compile(ast.Expression(node.args[0]), "", "eval"), constants)
+                name = compile(ast.Expression(node.args[0]), "", "eval")
+                if {"name", "_name"}.isdisjoint(name.co_names):  # those of tables follow
+                    yield path.name, eval(name, constants)
+    yield from (("autograd.py", f"torch._C._functions.{name}") for name in autograd.NODES)
+    for functions, _ in modules.QUESTIONS.values():
+        yield from (("modules.py", f"{modules.ASKING}.{each}") for each in functions)
 
 
 _FUNCTIONAL = "torch.ops._c10d_functional"  # torch takes any name below torch.ops for a library
@@ -58,6 +69,10 @@ def test_the_names_are_found() -> None:
     assert len(NAMES) > 30
 
 
+_OLD_JIT = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+
+
+@_OLD_JIT
 @pytest.mark.parametrize("name", NAMES)
 def test_a_torch_that_lacks_a_name_is_told_which(name: str) -> None:
     required(name, "works")
@@ -69,6 +84,40 @@ def test_a_torch_that_lacks_a_name_is_told_which(name: str) -> None:
 def test_a_missing_parent_is_named_too() -> None:
     with pytest.raises(ImportError, match=r"torch \S+ has no torch\._nothing\.at_all, by which"):
         required("torch._nothing.at_all", "works")
+
+
+def test_a_missing_variable_is_named_with_its_function() -> None:
+    def function(known: int) -> FrameType:
+        return sys._getframe()
+
+    frame = function(3)
+    assert variable_of(frame, "known", "works") == 3
+    told = rf"torch \S+ has no variable 'other' in {__name__}\.function, by which Meshwright works"
+    with pytest.raises(ImportError, match=told):
+        variable_of(frame, "other", "works")
+
+
+@pytest.mark.parametrize("question", modules.QUESTIONS)
+def test_functions_for_state_dicts_have_the_variables(question: str) -> None:
+    functions, variables = modules.QUESTIONS[question]
+    for name in functions:
+        code = inspect.unwrap(required(f"{modules.ASKING}.{name}", "works")).__code__
+        assert {*variables} <= {*code.co_varnames, *code.co_cellvars}
+
+
+def test_a_torch_that_has_renamed_what_asks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two of it: a function, and a variable of one that asks."""
+    asks = {"__name__": modules.ASKING, "asked": modules.asked}
+    exec("def _verify_options(question): return asked(question)", asks)
+    ask: Any = asks["_verify_options"]
+    assert ask("anything") == ()
+    assert ask("tensors") is None
+    with pytest.raises(ImportError, match=rf"has no variable 'optims' in {modules.ASKING}\._v"):
+        ask("optimizers")
+    monkeypatch.setattr(modules, "QUESTIONS", {"tensors": (("_renamed",), ())})
+    with pytest.raises(ImportError, match=rf"has no {modules.ASKING}._renamed, by which"):
+        ask("tensors")
+    assert modules.asked("tensors") is None
 
 
 def in_backward(look: Callable[[], object]) -> object:
@@ -174,6 +223,9 @@ def test_what_nodes_have_saved_is_read() -> None:
     node: Any = product.grad_fn
     torch.testing.assert_close(autograd.saved(node, "other"), torch.full((2,), 3.0))
     assert autograd.input_metadata_of(node)[0].shape == [2]
+    assert not autograd.may_be_packed(node, "other")
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert autograd.may_be_packed((x * torch.ones(2)).grad_fn, "other")
     recomputed: Any = CheckpointFunction.apply(lambda t: t * 2, True, x)
     assert autograd.function_class(recomputed.grad_fn) is CheckpointFunction
 
@@ -286,22 +338,18 @@ def test_schemas_of_operators_are_read() -> None:
     assert tensors.schema_of(tensors.number_operator).name == "aten::_local_scalar_dense"
 
 
-def test_a_functional_call_is_seen_by_its_code() -> None:
-    import sys
-
+def test_what_a_functional_call_lends_is_found() -> None:
     class Looks(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            frame, codes = sys._getframe(), []
-            while frame is not None:
-                codes.append(frame.f_code)
-                frame = frame.f_back
-            assert (tensors.lending_code in codes) is is_lent
+            found.append(modules.lent_now())
             return super().forward(x)
 
-    module, is_lent = Looks(2, 2), False
+    found: list[object] = []
+    module = Looks(2, 2)
     module(torch.ones(2))
-    is_lent = True
-    torch.func.functional_call(module, dict(module.named_parameters()), (torch.ones(2),))
+    lent = dict(module.named_parameters())
+    torch.func.functional_call(module, lent, (torch.ones(2),))
+    assert found == [None, lent]
 
 
 def test_hooks_and_calls_of_modules_are_read() -> None:
@@ -320,6 +368,50 @@ def test_hooks_and_calls_of_modules_are_read() -> None:
     assert module(torch.ones(2, 2)) == "compiled"
     assert modules.call_of(module)(torch.ones(2, 2)).shape == (2, 2)
     assert not modules.is_forward_compiled(module)
+
+
+def test_hooks_of_all_modules_are_seen() -> None:
+    def hook(*_: object) -> None: ...
+
+    handles = [
+        of_all.register_module_forward_pre_hook(hook),
+        of_all.register_module_forward_hook(hook),
+        of_all.register_module_full_backward_pre_hook(hook),
+        of_all.register_module_full_backward_hook(hook),
+    ]
+    assert modules.HOOKS_OF_ALL.keys() == modules.HOOKS.keys()
+    assert all(hook in hooks.values() for hooks in modules.HOOKS_OF_ALL.values())
+    for handle in handles:
+        handle.remove()
+    assert not any(hook in hooks.values() for hooks in modules.HOOKS_OF_ALL.values())
+
+
+def test_attention_is_initialised_by_its_own_method() -> None:
+    assert callable(getattr(nn.MultiheadAttention(2, 1), modules.RESET_ATTENTION))
+
+
+def test_places_of_wrapped_modules_have_the_names_that_torch_gives_them() -> None:
+    linear = nn.Linear(2, 2)
+    assert getattr(torch.compile(linear, backend="eager"), modules.COMPILED) is linear
+    assert getattr(checkpoint_wrapper(linear), modules.CHECKPOINTED) is linear
+    assert modules.WRAPPED == FSDP_WRAPPED_MODULE
+    assert modules.FLAT == FLAT_PARAM
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(linear, ["weight"])
+    assert getattr(linear, modules.IGNORED_NAMES) == ["weight"]
+
+
+@_OLD_JIT
+def test_what_torch_steps_in_the_backward_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    parameter = nn.Parameter(torch.ones(1))
+    _apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": 1.0})
+    assert len(vars(parameter)[modules.STEPPERS]) == 1
+    (handle,) = modules.hooks_of_steppers().pop(parameter)
+    handle.remove()
+    monkeypatch.setattr(modules, "STEPPERS", "_renamed")
+    with pytest.raises(ImportError, match=r"torch \S+ has no attribute _renamed of parameters"):
+        modules.hooks_of_steppers()
 
 
 def test_hooks_of_steps_are_forgotten() -> None:

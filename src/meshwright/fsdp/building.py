@@ -26,8 +26,9 @@ from meshwright.fsdp.exposures.original_exposure import TAKEN, OriginalExposure
 from meshwright.fsdp.exposures.tensor_axes import take_part
 from meshwright.fsdp.groups import Groups
 from meshwright.fsdp.options import MixedPrecision
-from meshwright.fsdp.traversal import CHECKPOINTED, clean_name, name_alike, paths_alike
+from meshwright.fsdp.traversal import clean_name, name_alike, paths_alike
 from meshwright.layout import FlatLayout
+from meshwright.torch_internals.modules import CHECKPOINTED
 
 REFUSED = "FullyShardedDataParallel gathers as a part of one line"
 ALIGNMENT = 16

@@ -12,18 +12,12 @@ from torch import nn
 from meshwright.comm.c10d.lookup import checks_in_detail
 from meshwright.data_parallel.checks.order import OrderOptions
 from meshwright.data_parallel.checks.starting_state import StartingBuffer
-from meshwright.data_parallel.modules.checkpoint_names import asked_in
 from meshwright.data_parallel.sharded_modules.iteration import Iteration
 from meshwright.data_parallel.sharded_modules.module_hooks import Driver, driver_of
 from meshwright.data_parallel.sharded_modules.module_tree import PlacesIn
 from meshwright.data_parallel.shards.unit import Phase, Unit
 from meshwright.fsdp.exposures.exposure import exposed_of
-
-WRAPPED = "_fsdp_wrapped_module"
-"""The attribute of a wrapper that holds what it wraps."""
-
-CHECKPOINTED = "_checkpoint_wrapped_module"
-"""The attribute of torch's wrappers for recomputation that holds what they wrap."""
+from meshwright.torch_internals.modules import CHECKPOINTED, WRAPPED, asked
 
 PREFIXES = (f"{WRAPPED}.", f"{CHECKPOINTED}.")
 """Parts of names that come from wrappers and not from the user's model."""
@@ -199,7 +193,7 @@ def named_parameters(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """List parameters, and what the module has in the place of a flat unit's."""
     names: Mapping[nn.Module, Sequence[str]] = module.__dict__[NAMES]
-    if asked_in("_iterate_valid_model_state") is not None:  # the wrapper has told it all names
+    if asked("tensors") is not None:  # the wrapper has told it all names
         names = {}
     seen: set[object] = set()
     parts = module.named_modules(prefix=prefix, remove_duplicate=remove_duplicate)

@@ -18,7 +18,6 @@ from meshwright.comm.streams import is_host
 from meshwright.data_parallel.modules.checkpoint_names import (
     Inside,
     SteppedOver,
-    asked_in,
     place_of,
     rename,
 )
@@ -29,7 +28,7 @@ from meshwright.data_parallel.sharded_modules.module_hooks import Driver
 from meshwright.data_parallel.shards.replaced_parameters import is_given_for_call
 from meshwright.data_parallel.shards.unit import Phase, Unit, zero_kept
 from meshwright.fsdp import checks
-from meshwright.fsdp.exposures.exposure import FLAT, exposed_of
+from meshwright.fsdp.exposures.exposure import exposed_of
 from meshwright.fsdp.exposures.tensor_axes import gradients_by_axes
 from meshwright.fsdp.groups import Groups
 from meshwright.fsdp.options import (
@@ -55,10 +54,11 @@ from meshwright.fsdp.states.state_dicts import (
     shown_names,
     unit_entries,
 )
-from meshwright.fsdp.traversal import CHECKPOINTED, WRAPPED, UnitDriver, clean_name
+from meshwright.fsdp.traversal import UnitDriver, clean_name
 from meshwright.gradients import SpreadGradients
 from meshwright.mesh import DeviceMesh
 from meshwright.torch_internals.autograd import is_profiled
+from meshwright.torch_internals.modules import CHECKPOINTED, FLAT, WRAPPED, asked
 
 
 class UnitWrapper(OfThisProcess, SteppedOver):
@@ -310,8 +310,8 @@ class UnitWrapper(OfThisProcess, SteppedOver):
     ) -> dict[str, Any]:
         """List the state under the names before wrapping, of the kind that is set; on all ranks."""
         settle()
-        asked = asked_in("_get_model_state_dict") if self._is_asked() else None
-        settings = self._settings_in_force() if asked is None else self._asked_for(asked["info"])
+        info = (asked("model state") or (None,))[0] if self._is_asked() else None
+        settings = self._settings_in_force() if info is None else self._asked_for(info)
         unit = self._unit
         entries: dict[str, torch.Tensor] = {}
         if unit is not None:
@@ -329,7 +329,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         put_entries(found, prefix, entries, settings, rank=self.rank)
         if self._is_asked():
             rename(found, prefix + self._compiled, prefix)
-            if asked is not None and asked["info"].ignore_frozen_params:
+            if info is not None and info.ignore_frozen_params:
                 self._leave_frozen_out(found, prefix)
         return found
 
@@ -457,7 +457,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         """
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
             yield clean_name(name) if self._is_summoned else name, parameter
-        if not recurse and asked_in("_iterate_valid_model_state") is not None:
+        if not recurse and asked("tensors") is not None:
             yield from self._flat_names().items()
 
     def named_buffers(

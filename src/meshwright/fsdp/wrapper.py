@@ -46,7 +46,7 @@ from meshwright.fsdp.states.optimizer_exchange import by_current_names, rekey
 from meshwright.fsdp.states.optimizer_state import optimizer_state, state_to_load
 from meshwright.fsdp.states.state_dict_types import get_settings, set_settings, settings_for_a_while
 from meshwright.fsdp.states.state_dicts import clean_reported_names
-from meshwright.fsdp.traversal import WRAPPED, UnitDriver, list_below
+from meshwright.fsdp.traversal import UnitDriver, list_below
 from meshwright.fsdp.unit_wrapper import (
     UnitWrapper,
     WrapperResidency,
@@ -59,6 +59,7 @@ from meshwright.fsdp.unit_wrapper import (
 from meshwright.fsdp.wrap import WrapPolicy
 from meshwright.gradients import global_norm, scale_to_norm
 from meshwright.mesh import DeviceMesh
+from meshwright.torch_internals.modules import WRAPPED
 
 FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 """The environment variable that, set to 1, switches mixed precision off in eval mode."""

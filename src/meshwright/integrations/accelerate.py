@@ -31,6 +31,7 @@ from meshwright.fsdp import FullyShardedDataParallel
 from meshwright.gradients import clip_grad_norm_
 from meshwright.integrations import torch_names
 from meshwright.integrations.changes import Changes, change, put_back
+from meshwright.torch_internals.modules import COMPILED
 
 FOLDER = "meshwright"
 """The folder inside of a checkpoint of theirs that has model and optimizer of a sharded model."""
@@ -197,7 +198,7 @@ def _clip_grad_norm(
 
 def inside(model: nn.Module) -> nn.Module:
     """Take the graph of `torch.compile` off, if there is one."""
-    return getattr(model, "_orig_mod", model)
+    return getattr(model, COMPILED, model)
 
 
 def _reducer_of(model: nn.Module) -> GradientReducer | None:

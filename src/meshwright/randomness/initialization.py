@@ -22,6 +22,7 @@ from torch import nn
 
 from meshwright.errors import LayoutError
 from meshwright.layout import Box
+from meshwright.torch_internals.modules import RESET_ATTENTION
 from meshwright.torch_internals.tensors import memory_of, version_of
 
 HeldBoxes = Callable[[torch.Tensor], Sequence[tuple[Box, torch.Tensor]]]
@@ -232,8 +233,7 @@ def initializer_of(module: nn.Module, init: Step | None) -> Step | None:
     """Find the step that draws the own tensors of ``module``; None for none."""
     if init is not None:
         return init
-    # torch's attention has its own under a private name.
-    name = "_reset_parameters" if isinstance(module, nn.MultiheadAttention) else "reset_parameters"
+    name = RESET_ATTENTION if isinstance(module, nn.MultiheadAttention) else "reset_parameters"
     own = getattr(module, name, None)
     if not callable(own) or not _holds(module):
         return None

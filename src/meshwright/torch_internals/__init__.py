@@ -11,7 +11,7 @@ Bottom-up:
     trees        nested values as torch takes them apart
     tensors      memory, versions, subclasses and modes of tensors; operators on lists of them
     autograd     the backward pass under way, hooks of tensors, what nodes have saved
-    modules      hooks and buffers of modules, and of optimizers
+    modules      hooks and buffers of modules and optimizers; questions of torch's state dicts
     tracing      functions that compilers leave alone, and the compiler where it is loaded
     simulation   places at which a simulated device stands in for torch
     distributed  process groups, backends, meshes and DTensors

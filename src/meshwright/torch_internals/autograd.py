@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ import torch
 from meshwright.torch_internals.required import required
 
 __all__ = [
+    "ACTIVATIONS",
+    "NODES",
     "STATE_OF_TENSORS",
     "after_hooks_of",
     "at_end_of_backward",
@@ -22,6 +25,7 @@ __all__ = [
     "is_profiled",
     "keeps_graph",
     "keeps_versions",
+    "may_be_packed",
     "run_engine",
     "running_backward",
     "saved",
@@ -85,9 +89,31 @@ def saved_tensor_hooks() -> object:
     return _saved_tensor_hooks(True)
 
 
+ACTIVATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "AddmmBackward0": ("mat1",),
+        "MmBackward0": ("self",),
+        "NativeLayerNormBackward0": ("input",),
+        "MulBackward0": ("self", "other"),
+        "AddBackward0": (),
+        "ConvolutionBackward0": ("input",),
+    }
+)
+"""What the gradients of weights need of the activations that a node has saved, by its name."""
+NODES = tuple(f"{n}._raw_saved_{name}" for n, names in ACTIVATIONS.items() for name in names)
+"""The attributes of nodes' classes by which `may_be_packed` reads them."""
+for _name in NODES:
+    required(f"torch._C._functions.{_name}", "computes gradients of weights alone")
+
+
 def saved(node: Any, name: str) -> Any:  # noqa: ANN401 - nodes have no public type
     """Read what a node has saved for its backward as ``name``."""
     return getattr(node, f"_saved_{name}")
+
+
+def may_be_packed(node: Any, name: str) -> bool:  # noqa: ANN401
+    """Check that a hook may have packed the tensor away that ``node`` has saved as ``name``."""
+    return getattr(getattr(node, f"_raw_saved_{name}"), "unpack_hook", True) is not None
 
 
 def function_class(node: object) -> Callable[..., Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
@@ -12,19 +14,35 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm as AnyInstanceNorm
 from torch.optim.optimizer import _global_optimizer_pre_hooks as step_hooks_of_all
+from torch.utils.hooks import RemovableHandle
+
+from meshwright.torch_internals.required import lacking, required, variable_of
 
 __all__ = [
+    "ASKING",
+    "CHECKPOINTED",
+    "COMPILED",
+    "FLAT",
     "HOOKS",
+    "HOOKS_OF_ALL",
+    "IGNORED_NAMES",
+    "QUESTIONS",
+    "RESET_ATTENTION",
     "STATE_HOOKS",
+    "STEPPERS",
+    "WRAPPED",
     "AnyBatchNorm",
     "AnyInstanceNorm",
+    "asked",
     "call_of",
     "check_input_dim",
     "compiled_call_of",
     "forget_step_hooks",
     "forward_hooks_of",
     "forward_pre_hooks_of",
+    "hooks_of_steppers",
     "is_forward_compiled",
+    "lent_now",
     "non_persistent_buffers_of",
     "set_compiled_call",
     "step_hooks_of_all",
@@ -50,6 +68,13 @@ HOOKS = MappingProxyType(
     }
 )
 """The hooks that run when a module is called, by the attribute that holds them."""
+HOOKS_OF_ALL: Mapping[str, Mapping[int, object]] = MappingProxyType(
+    {
+        name: required(f"torch.nn.modules.module._global{name}", "refuses what would not run")
+        for name in HOOKS
+    }
+)
+"""Hooks of all modules of the process, by the attribute that holds those of one."""
 STATE_HOOKS = MappingProxyType(
     {
         "_state_dict_pre_hooks": "state_dict pre-hook",
@@ -59,6 +84,39 @@ STATE_HOOKS = MappingProxyType(
     }
 )
 """The hooks that run when a module's state is asked for or given."""
+ASKING = "torch.distributed.checkpoint.state_dict"
+"""The module of torch's whose functions ask."""
+_STATE = "knows what torch's checkpoint functions want"
+QUESTIONS = MappingProxyType(
+    {
+        "anything": ((), ()),
+        "tensors": (("_iterate_valid_model_state",), ()),
+        "model state": (("_get_model_state_dict",), ("info",)),
+        "optimizers": (("_verify_options",), ("optims",)),
+        "optimizer state": (("_get_optim_state_dict",), ("model", "info")),
+        "optimizer state to load": (("_load_optim_state_dict",), ("model",)),
+        "to load optimizers": (("set_state_dict", "set_optimizer_state_dict"), ()),
+    }
+)
+"""The functions that ask for each, and those variables of theirs that say more of it."""
+COMPILED = "_orig_mod"
+"""The place of a module in what `torch.compile` has made of it."""
+WRAPPED = "_fsdp_wrapped_module"
+"""The place of a module in a `FullyShardedDataParallel`."""
+FLAT = "_flat_param"
+"""The name of the flat parameter of one."""
+CHECKPOINTED = "_checkpoint_wrapped_module"
+"""The place of a module in torch's wrappers for recomputation."""
+IGNORED_NAMES = "_ddp_params_and_buffers_to_ignore"
+"""The attribute of a module with the names of tensors that replicas leave alone."""
+STEPPERS = "_in_backward_optimizers"
+"""The attribute of a parameter with the optimizers that step it in the backward."""
+_HOME = "torch.distributed.optim.apply_optimizer_in_backward"
+_OWN = required("torch.nn.MultiheadAttention._reset_parameters", "initialises attention")
+RESET_ATTENTION: str = _OWN.__name__
+_LENDING = required(
+    "torch.nn.utils.stateless._functional_call", "sees what a functional call lends"
+).__code__
 
 
 def set_compiled_call(module: nn.Module, call: Any) -> None:  # noqa: ANN401
@@ -94,3 +152,43 @@ def forget_step_hooks(optimizer: Any) -> None:  # noqa: ANN401
     """Take the hooks of steps off one optimizer."""
     optimizer._optimizer_step_pre_hooks = OrderedDict()
     optimizer._optimizer_step_post_hooks = OrderedDict()
+
+
+def hooks_of_steppers() -> dict[torch.Tensor, Iterable[RemovableHandle]]:
+    """Look up what torch steps in the backward, with its hooks, to be written to as well.
+
+    Raises ImportError where this torch keeps the optimizers under another name than `STEPPERS`.
+    """
+    if _HOME not in sys.modules:
+        return {}
+    use = "steps sharded parameters in the backward"
+    if STEPPERS not in required(f"{_HOME}._get_in_backward_optimizers", use).__code__.co_consts:
+        raise lacking(f"attribute {STEPPERS} of parameters", use)
+    return required(f"{_HOME}.param_to_optim_hook_handle_map", use)
+
+
+def lent_now() -> Mapping[str, torch.Tensor] | None:
+    """Find what `torch.func.functional_call` lends to the module that runs; None outside of it."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is _LENDING:
+            return variable_of(frame, "parameters_and_buffers", "sees what a functional call lends")
+    return None
+
+
+def asked(question: str) -> tuple[Any, ...] | None:
+    """Find what its variables say where torch asks ``question`` now; None where it does not.
+
+    Raises ImportError, naming it, in a torch that lacks one of the functions or variables.
+    """
+    functions, variables = QUESTIONS[question]
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == ASKING:
+            for name in functions:
+                required(f"{ASKING}.{name}", _STATE)
+            if not functions or frame.f_code.co_name in functions:
+                return tuple(variable_of(frame, name, _STATE) for name in variables)
+        frame = frame.f_back
+    return None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from types import FrameType
 from typing import Any
 
 import torch
 
-__all__ = ["required"]
+__all__ = ["lacking", "required", "variable_of"]
 
 
 def required(name: str, use: str) -> Any:  # noqa: ANN401 - whatever torch has there
@@ -18,14 +19,32 @@ def required(name: str, use: str) -> Any:  # noqa: ANN401 - whatever torch has t
     first, *rest = name.split(".")
     found: Any = importlib.import_module(first)
     for count, part in enumerate(rest, 1):
-        if not hasattr(found, part):
-            try:
-                importlib.import_module(".".join([first, *rest[:count]]))
-            except ImportError:
-                raise ImportError(
-                    f"torch {torch.__version__} has no {name}, by which Meshwright {use}: it works "
-                    "with torch 2.11 and newer as far as they were known when it was written. "
-                    "Install another torch, or a newer Meshwright"
-                ) from None
-        found = getattr(found, part)
+        if hasattr(found, part):
+            found = getattr(found, part)
+            continue
+        try:
+            found = importlib.import_module(".".join([first, *rest[:count]]))
+        except ImportError:
+            raise lacking(name, use) from None
     return found
+
+
+def variable_of(frame: FrameType, name: str, use: str) -> Any:  # noqa: ANN401
+    """Find the value of the variable ``name`` of the function of torch that runs in ``frame``.
+
+    Raises ImportError, naming both, where the function of this torch has none.
+    """
+    variables = frame.f_locals
+    if name not in variables:
+        function = f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}"
+        raise lacking(f"variable {name!r} in {function}", use)
+    return variables[name]
+
+
+def lacking(what: str, use: str) -> ImportError:
+    """Say that this torch has not ``what`` Meshwright does ``use`` by."""
+    return ImportError(
+        f"torch {torch.__version__} has no {what}, by which Meshwright {use}: it works with torch "
+        "2.11 and newer as far as they were known when it was written. Install another torch, or "
+        "a newer Meshwright"
+    )

@@ -38,7 +38,6 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "is_view",
     "join_in_chunks",
-    "lending_code",
     "local_tensor_of",
     "make_subclass",
     "make_wrapper_subclass",
@@ -100,11 +99,6 @@ schema_of = attrgetter("_schema")
 """The names and types of an operator's arguments and results."""
 number_operator = required("torch.ops.aten._local_scalar_dense.default", "reads single numbers")
 to_copy_operator = required("torch.ops.aten._to_copy.default", "converts its views of shards")
-
-lending_code = required(
-    "torch.nn.utils.stateless._functional_call", "sees what a functional call lends"
-).__code__
-"""The code of `torch.func.functional_call`, whose frame says that tensors are lent for a call."""
 
 COMPARISON = "torch.testing._comparison"
 """The file of torch that `torch.testing.assert_close` compares in."""

@@ -131,7 +131,7 @@ _CLASSES = {
         "TensorStorageMetadata",
         "_MEM_FORMAT_ENCODING",
     ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.filesystem": (StorageInfo.__name__,),
     "torch.serialization": ("_get_layout",),
 }
 _ALLOWED: Mapping[tuple[str, str], Any] = {

@@ -7,20 +7,16 @@ hooks of `register_post_accumulate_grad_hook` are called here, and the optimizer
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from meshwright.torch_internals.autograd import after_hooks_of, set_after_hooks
+from meshwright.torch_internals.modules import STEPPERS, hooks_of_steppers
 
-_OPTIMIZERS = "_in_backward_optimizers"
-"""The attribute of a parameter in which torch keeps them."""
 _CARRIED = "_meshwright_in_backward"
-_HOME = "torch.distributed.optim.apply_optimizer_in_backward"
 
 
 def has_after_hooks(parameter: torch.Tensor) -> bool:
@@ -30,7 +26,7 @@ def has_after_hooks(parameter: torch.Tensor) -> bool:
 
 def is_stepped(parameter: torch.Tensor) -> bool:
     """Tell whether torch has left an optimizer on ``parameter`` that steps in the backward."""
-    return _OPTIMIZERS in parameter.__dict__
+    return STEPPERS in parameter.__dict__
 
 
 def run_after_hooks(parameter: torch.Tensor) -> None:
@@ -42,9 +38,10 @@ def run_after_hooks(parameter: torch.Tensor) -> None:
 
 def take_over_steps(parameters: Sequence[nn.Parameter]) -> tuple[nn.Parameter, ...]:
     """List those that torch's hooks step in the backward: from now on `step_in_backward` does."""
+    hooks = hooks_of_steppers()
     found = tuple(filter(_stepping, parameters))
     for parameter in found:
-        for handle in _hooked().pop(parameter, ()):
+        for handle in hooks.pop(parameter, ()):
             handle.remove()
         parameter.__dict__[_CARRIED] = True
     return found
@@ -52,7 +49,7 @@ def take_over_steps(parameters: Sequence[nn.Parameter]) -> tuple[nn.Parameter, .
 
 def step_in_backward(parameter: torch.Tensor) -> None:
     """Step by optimizers in the backward, if there are any, and free ``.grad``."""
-    if _OPTIMIZERS in parameter.__dict__ and (optimizers := _stepping(parameter)):
+    if STEPPERS in parameter.__dict__ and (optimizers := _stepping(parameter)):
         for optimizer in optimizers:
             optimizer.step()
         parameter.grad = None
@@ -65,9 +62,10 @@ def carry_after_hooks(source: torch.Tensor, target: nn.Parameter, name: str) -> 
     """
     if after_hooks_of(source):
         set_after_hooks(target, after_hooks_of(source))
-    if _OPTIMIZERS not in source.__dict__:
+    hooks_of_steppers()  # raises where they have another name
+    if STEPPERS not in source.__dict__:
         return
-    target.__dict__[_OPTIMIZERS] = source.__dict__[_OPTIMIZERS]
+    target.__dict__[STEPPERS] = source.__dict__[STEPPERS]
     for optimizer in _stepping(source):
         if optimizer.state:
             raise ValueError(
@@ -81,12 +79,7 @@ def carry_after_hooks(source: torch.Tensor, target: nn.Parameter, name: str) -> 
 
 def _stepping(parameter: torch.Tensor) -> Sequence[Optimizer]:
     """List the optimizers that step it in the backward: none where torch's hook was not wanted."""
-    if _OPTIMIZERS not in parameter.__dict__:
+    if STEPPERS not in parameter.__dict__:
         return ()
-    is_hooked = parameter.__dict__.get(_CARRIED, False) or parameter in _hooked()
-    return parameter.__dict__[_OPTIMIZERS] if is_hooked else ()
-
-
-def _hooked() -> dict[torch.Tensor, Sequence[RemovableHandle]]:
-    """Find torch's own list of the parameters that step in the backward, with their hooks."""
-    return getattr(sys.modules.get(_HOME), "param_to_optim_hook_handle_map", {})
+    is_hooked = parameter.__dict__.get(_CARRIED, False) or parameter in hooks_of_steppers()
+    return parameter.__dict__[STEPPERS] if is_hooked else ()

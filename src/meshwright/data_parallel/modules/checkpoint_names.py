@@ -17,34 +17,12 @@ changes what all code of the process takes these for.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from torch import nn
 
-from meshwright.torch_internals.required import required
-
-ASKING = "torch.distributed.checkpoint.state_dict"
-"""The module of torch's whose functions ask."""
-COMPILED = "_orig_mod"
-"""The place of a module in what `torch.compile` has made of it."""
-
-
-def asked_in(*functions: str) -> Mapping[str, Any] | None:
-    """List the variables of the torch checkpoint function that has called: any, or one of those.
-
-    Raises ImportError, naming it, in a torch that lacks one of those.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == ASKING:
-            for name in functions:
-                required(f"{ASKING}.{name}", "knows what torch's checkpoint functions want")
-            if not functions or frame.f_code.co_name in functions:
-                return frame.f_locals
-        frame = frame.f_back
-    return None
+from meshwright.torch_internals.modules import COMPILED, asked
 
 
 def place_of(wrapper: nn.Module, own: str) -> tuple[str, ...]:
@@ -141,12 +119,12 @@ class SteppedOver(nn.Module):
 
     def _is_asked(self) -> bool:
         if self._names_are_asked:
-            self._names_are_asked = asked_in() is not None
+            self._names_are_asked = asked("anything") is not None
         return self._names_are_asked
 
     def named_children(self) -> Iterator[tuple[str, Any]]:
         """List as any module; while those functions ask, what is inside of what it wraps."""
-        if asked_in("_iterate_valid_model_state") is None:
+        if asked("tensors") is None:
             yield from super().named_children()
         else:
             inside = self._inside

@@ -7,7 +7,6 @@ and so does a forward that assigns a buffer (``self.mean = ...``), each time it 
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
@@ -17,7 +16,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from meshwright.torch_internals.tensors import lending_code
+from meshwright.torch_internals.modules import lent_now
 
 _END = object()
 
@@ -146,16 +145,6 @@ class ModuleBuffers(_Held):
         if self._has_changed:
             self.named = self._collect()
         return self.named
-
-
-def lent_now() -> Mapping[str, torch.Tensor] | None:
-    """Find what `torch.func.functional_call` lends to the module that runs; None outside of it."""
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code is lending_code:
-            return frame.f_locals["parameters_and_buffers"]
-    return None
 
 
 def _objects(views: Iterable[Iterable[object]]) -> list[object]:

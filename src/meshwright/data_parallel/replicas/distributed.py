@@ -18,11 +18,12 @@ from meshwright.data_parallel.modules.checkpoint_names import SteppedOver, place
 from meshwright.data_parallel.replicas.gradient_bucket import check_hook
 from meshwright.data_parallel.replicas.join import uneven_inputs
 from meshwright.data_parallel.replicas.low_precision import compute_in
-from meshwright.data_parallel.replicas.options import IGNORED_NAMES, ReplicateKeywords, resolved
+from meshwright.data_parallel.replicas.options import ReplicateKeywords, resolved
 from meshwright.data_parallel.replicas.reducer import GradientReducer
 from meshwright.data_parallel.replicas.replica import Replica, move_inputs
 from meshwright.data_parallel.residency import ReplicaResidency
 from meshwright.torch_internals.autograd import is_profiled
+from meshwright.torch_internals.modules import IGNORED_NAMES
 
 
 class DistributedDataParallel(SteppedOver):

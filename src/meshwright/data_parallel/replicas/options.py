@@ -18,12 +18,10 @@ from torch import nn
 
 from meshwright.data_parallel.replicas.low_precision import LowPrecision
 from meshwright.mesh import DeviceMesh
+from meshwright.torch_internals.modules import IGNORED_NAMES
 
 AXIS = "replicate"
 """The name of the axis when no mesh names it."""
-
-IGNORED_NAMES = "_ddp_params_and_buffers_to_ignore"
-"""The attribute of a module with the names of tensors that are left alone, as torch's."""
 
 UnusedGradient = Literal["none", "zeros"]
 

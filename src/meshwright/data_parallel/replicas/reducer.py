@@ -370,7 +370,7 @@ class GradientReducer:
         self._sizes = [len(bucket.parameters) for bucket in self.buckets]
         self._missing = self._sizes.copy()
         """Of each bucket, the parameters without a gradient so far in this backward pass."""
-        self._alone = tuple(b for b in self.buckets if isinstance(b, InPlaceGradient))
+        self._alone = tuple(b for b in self.buckets if b.layout.is_alone)
         self._kinds = self._kinds_now()
         self._homes: list[tuple[Reduction, int] | None] = [None] * len(self._parameters)
         for bucket in self.buckets:

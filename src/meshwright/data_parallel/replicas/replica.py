@@ -25,7 +25,7 @@ from meshwright.data_parallel.checks.starting_state import (
 from meshwright.data_parallel.distributed_parameters import check_axes, local_parameters
 from meshwright.data_parallel.modules.batch_norm import LocalStatistics
 from meshwright.data_parallel.modules.equal_buffers import EqualBuffers
-from meshwright.data_parallel.modules.module_tensors import ModuleParameters, lent_now
+from meshwright.data_parallel.modules.module_tensors import ModuleParameters
 from meshwright.data_parallel.modules.nested import tensors_in
 from meshwright.data_parallel.replicas.options import ReplicateOptions
 from meshwright.data_parallel.replicas.reducer import GradientReducer
@@ -33,6 +33,7 @@ from meshwright.data_parallel.replicas.traced import Marking, Route
 from meshwright.errors import CollectiveMismatchError
 from meshwright.gradients import mark_mean
 from meshwright.torch_internals.autograd import at_end_of_backward, running_backward
+from meshwright.torch_internals.modules import lent_now
 from meshwright.torch_internals.trees import tree_map
 
 ALIKE = (

@@ -115,6 +115,10 @@ class Reduction(ABC):
         self.taken = bytearray(len(self.parameters))
         self.known = None
 
+    def begin(self) -> None:
+        """Look at what a backward pass that begins finds: called where the layout is alone."""
+        return
+
     def used(self) -> Sequence[bool]:
         """List the parameters of which this rank has a gradient, where others need to know."""
         return ()

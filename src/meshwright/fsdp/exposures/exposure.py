@@ -33,10 +33,8 @@ from meshwright.fsdp.exposures.waiting_gradients import Refusals, WaitingGradien
 from meshwright.gradients import mark_mean
 from meshwright.layout import FlatLayout, Piece
 from meshwright.torch_internals.autograd import backward_hooks_of
+from meshwright.torch_internals.modules import FLAT
 from meshwright.torch_internals.tensors import version_of
-
-FLAT = "_flat_param"
-"""The name under which a unit's flat parameter is registered."""
 
 
 class FlatParameter(nn.Parameter):

@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.data_parallel.modules.checkpoint_names import StepOver, asked_in, without_compiled
+from meshwright.data_parallel.modules.checkpoint_names import StepOver, without_compiled
 from meshwright.fsdp.exposures.exposure import exposed_of
 from meshwright.fsdp.states.optimizer_exchange import MADE, OWN, managed_parameters
 from meshwright.fsdp.states.optimizer_state import spread_state, state_to_load
-from meshwright.fsdp.traversal import WRAPPED, clean_name
+from meshwright.fsdp.traversal import clean_name
 from meshwright.fsdp.unit_wrapper import UnitWrapper
-from meshwright.torch_internals.modules import forget_step_hooks
+from meshwright.torch_internals.modules import WRAPPED, asked, forget_step_hooks
 
 _HOOKS = "_meshwright_checkpoint_hooks"
 
@@ -61,11 +61,11 @@ def prepare_optimizers(wrapper: UnitWrapper) -> None:
 
     Raises RuntimeError for those whose state cannot be given or taken.
     """
-    asked, unit = asked_in("_verify_options"), wrapper._unit
-    if asked is None or unit is None:
+    found, unit = asked("optimizers"), wrapper._unit
+    if found is None or unit is None:
         return
     own = exposed_of(unit).parameters(unit)
-    for optimizer in asked["optims"]:
+    for optimizer in found[0]:
         held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         if held.isdisjoint(own):
             continue
@@ -98,7 +98,7 @@ class _Hooks:
         """
         if not any(optimizer.state.values()):
             self._zero = optimizer.state = _state_of_zero_steps(optimizer)
-        elif asked_in("set_state_dict", "set_optimizer_state_dict") is not None:
+        elif asked("to load optimizers") is not None:
             trained = (p for group in optimizer.param_groups for p in group["params"])
             without = [p for p in trained if p.requires_grad and not optimizer.state.get(p)]
             if without:
@@ -113,12 +113,14 @@ class _Hooks:
     def _give(
         self, optimizer: torch.optim.Optimizer, state: dict[str, Any]
     ) -> dict[str, Any] | None:
-        asked = asked_in("_get_optim_state_dict")
-        if asked is None:
+        question = asked("optimizer state")
+        if question is None:
             return None
-        is_full = asked["info"].full_state_dict
+        model, info = question
         kind = OWN if self._zero is None or optimizer.state is not self._zero else MADE
-        found, parts = spread_state(asked["model"], optimizer, state, is_full=is_full, kind=kind)
+        found, parts = spread_state(
+            model, optimizer, state, is_full=info.full_state_dict, kind=kind
+        )
         self._end(optimizer)
         if not parts:
             return found
@@ -131,10 +133,10 @@ class _Hooks:
     def _take(
         self, optimizer: torch.optim.Optimizer, state: dict[str, Any]
     ) -> dict[str, Any] | None:
-        asked = asked_in("_load_optim_state_dict")
-        if asked is None:
+        found = asked("optimizer state to load")
+        if found is None:
             return None
-        model = asked["model"]
+        (model,) = found
         return state_to_load(model, optimizer.param_groups, _by_own_names(model, state))
 
 

@@ -18,13 +18,13 @@ from meshwright.comm.dtensors.dtensor import dtensor_like, local_of
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup
 from meshwright.data_parallel.shards.unit import Unit
 from meshwright.fsdp.exposures.exposure import (
-    FLAT,
     exposed_of,
     flat_layout,
     own_pieces,
 )
 from meshwright.fsdp.exposures.tensor_axes import as_parameter
 from meshwright.fsdp.options import TrainingState
+from meshwright.torch_internals.modules import FLAT
 
 if TYPE_CHECKING:
     from meshwright.fsdp.unit_wrapper import UnitWrapper

@@ -24,13 +24,14 @@ from meshwright.comm.dtensors.gather_dtensor import whole as gathered
 from meshwright.comm.dtensors.shard_view import ShardView
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup
 from meshwright.data_parallel.shards.unit import Unit
-from meshwright.fsdp.exposures.exposure import FLAT, exposed_of, flat_layout, own_pieces
+from meshwright.fsdp.exposures.exposure import exposed_of, flat_layout, own_pieces
 from meshwright.fsdp.exposures.tensor_axes import on_all_axes, part_of, whole_of, whole_shape
 from meshwright.fsdp.groups import Groups
 from meshwright.fsdp.options import FullStateDictConfig, StateDictSettings, StateDictType
 from meshwright.fsdp.states.full_parameters import cut_line, gather_line
-from meshwright.fsdp.traversal import WRAPPED, clean_name
+from meshwright.fsdp.traversal import clean_name
 from meshwright.layout import Placement, Replicate, Shard, chunk
+from meshwright.torch_internals.modules import FLAT, WRAPPED
 
 
 def names_in_state(

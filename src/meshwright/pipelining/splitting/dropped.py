@@ -22,14 +22,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
-from torch.nn.modules import module as of_all_modules
 from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from meshwright.comm.dtensors.subclasses import has_calls
 from meshwright.torch_internals.autograd import function_class, saved_tensor_hooks
-from meshwright.torch_internals.modules import HOOKS, STATE_HOOKS
+from meshwright.torch_internals.modules import HOOKS, HOOKS_OF_ALL, STATE_HOOKS
 from meshwright.torch_internals.tracing import GRAPH_OPERATORS
 from meshwright.torch_internals.trees import tree_leaves
 
@@ -160,10 +159,6 @@ class _Watch(TorchFunctionMode):
         return ""
 
 
-CALLED: Mapping[str, str] = HOOKS
-"""The hooks that run when a module is called, by the attribute that holds them."""
-OF_STATE: Mapping[str, str] = STATE_HOOKS
-"""The hooks that run when its state is asked for or given."""
 _KEPT = ("torch.", "meshwright.pipelining.")
 """The packages of hooks that a graph has, or that only mark it."""
 
@@ -176,7 +171,7 @@ def key_in_trace(module: nn.Module) -> int:
     return id(vars(module))
 
 
-def hooks_of(module: nn.Module, kinds: Iterable[str] = (*CALLED, *OF_STATE)) -> dict[str, object]:
+def hooks_of(module: nn.Module, kinds: Iterable[str] = (*HOOKS, *STATE_HOOKS)) -> dict[str, object]:
     """List the first hook of each of ``kinds`` that a user has put on ``module``."""
     found: dict[str, object] = {}
     for kind in kinds:
@@ -188,7 +183,7 @@ def hooks_of(module: nn.Module, kinds: Iterable[str] = (*CALLED, *OF_STATE)) -> 
 
 def drop_hooks(module: nn.Module) -> None:
     """Take from ``module`` what users have put on its calls."""
-    for kind in CALLED:
+    for kind in HOOKS:
         hooks: dict[int, object] = getattr(module, kind)
         for key in [key for key, hook in hooks.items() if _is_users(hook)]:
             del hooks[key]
@@ -196,10 +191,9 @@ def drop_hooks(module: nn.Module) -> None:
 
 def hooks_of_all() -> list[str]:
     """List the kinds of hooks that the process has on all modules, in words."""
-    known = ((kind, getattr(of_all_modules, f"_global{kind}", {})) for kind in CALLED)
     return [
-        f"{CALLED[kind]} of all modules ({_called(hook)})"
-        for kind, hooks in known
+        f"{HOOKS[kind]} of all modules ({_called(hook)})"
+        for kind, hooks in HOOKS_OF_ALL.items()
         for hook in hooks.values()
         if _is_users(hook)
     ]
@@ -210,7 +204,7 @@ def refuse_hooks(modules: Iterable[tuple[str, nn.Module]], why: str, *kinds: str
 
     ``why`` completes "these hooks would not run: ".
     """
-    problems = [*_named(modules, kinds or (*CALLED, *OF_STATE)), *hooks_of_all()]
+    problems = [*_named(modules, kinds or (*HOOKS, *STATE_HOOKS)), *hooks_of_all()]
     if problems:
         raise ValueError(
             f"these hooks would not run as they do in one process: {'; '.join(problems)}. {why}"
@@ -221,7 +215,7 @@ def _named(modules: Iterable[tuple[str, nn.Module]], kinds: Iterable[str]) -> It
     for name, module in modules:
         for kind, hook in hooks_of(module, kinds).items():
             what = f"module {name!r}" if name else f"the model itself ({type(module).__name__})"
-            yield f"the {({**CALLED, **OF_STATE})[kind]} of {what} ({_called(hook)})"
+            yield f"the {({**HOOKS, **STATE_HOOKS})[kind]} of {what} ({_called(hook)})"
 
 
 def _is_users(hook: object) -> bool:

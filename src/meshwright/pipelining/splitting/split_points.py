@@ -16,7 +16,8 @@ from torch import fx, nn
 from torch.fx.node import has_side_effect
 from torch.utils.hooks import RemovableHandle
 
-from meshwright.pipelining.splitting.dropped import CALLED, refuse_hooks
+from meshwright.pipelining.splitting.dropped import refuse_hooks
+from meshwright.torch_internals.modules import HOOKS
 
 _TORCHS_MARKER = "pippy._pipe_split.default"
 
@@ -222,7 +223,7 @@ def stages_by_name(model: nn.Module, names: Sequence[Sequence[str]]) -> list[nn.
     refuse_hooks(
         ((name, part) for name, part in model.named_modules() if part not in inside),
         "Only the modules that are named are called: name those that have hooks",
-        *CALLED,
+        *HOOKS,
     )
     held = {id(parameter) for stage in stages for parameter in stage.parameters()}
     missing = [name for name, parameter in model.named_parameters() if id(parameter) not in held]

@@ -14,7 +14,6 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from meshwright.pipelining.splitting.dropped import (
-    CALLED,
     assignments,
     key_in_trace,
     refuse_hooks,
@@ -23,6 +22,7 @@ from meshwright.pipelining.splitting.dropped import (
     watched_forward,
 )
 from meshwright.pipelining.splitting.splitting import Argument, Traced, expected
+from meshwright.torch_internals.modules import HOOKS
 from meshwright.torch_internals.trees import TreeSpec, tree_leaves, tree_unflatten
 
 SplitPolicy = Callable[[fx.GraphModule], fx.GraphModule]
@@ -45,7 +45,7 @@ def export(
         module.named_modules(),
         "A traced stage calls no module: put what they do into forward, or cut the model between "
         "its modules, as parallelize cuts a chain and stages_by_name the modules that it is given",
-        *CALLED,
+        *HOOKS,
     )
     refuse_subclasses(module)
     for leaf in tree_leaves((args, dict(kwargs or {}))):

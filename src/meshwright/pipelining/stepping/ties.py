@@ -22,9 +22,10 @@ from meshwright.comm.dtensors.dtensor import dtensor_like, is_dtensor, local_of
 from meshwright.errors import LayoutError, PipeliningShapeError
 from meshwright.pipelining.messages.metadata import digest
 from meshwright.pipelining.stepping.residency import Several
+from meshwright.torch_internals.modules import CHECKPOINTED, COMPILED, WRAPPED
 from meshwright.torch_internals.tensors import is_traceable_wrapper_subclass
 
-_WRAPPERS = ("module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
+_WRAPPERS = ("module", WRAPPED, COMPILED, CHECKPOINTED)
 """Names that wrappers put into the name of a parameter."""
 _FROZEN = -1
 """Sent in place of a gradient that is not wanted."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from meshwright.torch_internals.autograd import input_metadata_of, saved
+from meshwright.torch_internals.autograd import ACTIVATIONS, input_metadata_of, may_be_packed, saved
 
 Gradients = Sequence[torch.Tensor | None]
 Node = Any  # torch has no public type with the attributes of a node
@@ -53,10 +53,8 @@ def reads_hooked(node: Node) -> bool:
 
     So a checkpoint keeps things, which recomputes all of them for each pass of autograd.
     """
-    names = _READS.get(node.name())
-    if names is None:
-        return True
-    return any(getattr(getattr(node, name), "unpack_hook", True) is not None for name in names)
+    names = ACTIVATIONS.get(node.name())
+    return names is None or any(may_be_packed(node, name) for name in names)
 
 
 def set_needs(node: Node, wanted: Callable[[int], bool]) -> None:
@@ -152,18 +150,6 @@ def _convolution(node: Node, gradient: torch.Tensor, edges: Sequence[int]) -> Fo
     )
     return [found[edge] for edge in edges]
 
-
-_READS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "AddmmBackward0": ("_raw_saved_mat1",),
-        "MmBackward0": ("_raw_saved_self",),
-        "NativeLayerNormBackward0": ("_raw_saved_input",),
-        "MulBackward0": ("_raw_saved_self", "_raw_saved_other"),
-        "AddBackward0": (),
-        "ConvolutionBackward0": ("_raw_saved_input",),
-    }
-)
-"""By the name of a node with a rule, the activations that the rule reads."""
 
 RULES: Mapping[str, Callable[[Node, torch.Tensor, Sequence[int]], Found]] = MappingProxyType(
     {

@@ -28,7 +28,9 @@ T = TypeVar("T")
 HOST = torch.device("cpu")
 DEVICE = torch.device("cpu", 0)
 """The device as tensors name it."""
-_COPIES = frozenset({"copy_", "_to_copy", "clone", "_copy_from", "_foreach_copy_"})
+_COPIES = frozenset(
+    {"aten::copy_", "aten::_to_copy", "aten::clone", "aten::_copy_from", "aten::_foreach_copy_"}
+)
 
 
 class SimulationError(AssertionError):
@@ -245,7 +247,7 @@ class SimulatedDevice:
         _, place = self.launch(name, uses.reads, [*uses.writes, *uses.makes], line)
         if where == {True}:
             return
-        is_copy = schema_of(func).name.split("::")[-1] in _COPIES
+        is_copy = schema_of(func).name in _COPIES
         if len(where) == 2 and not is_copy and any(self._is_stray(tensor) for tensor in used):
             self.faults.append(Fault("mixed devices", f"{place} has tensors of host and device"))
         is_late = (
