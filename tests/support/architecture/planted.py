@@ -56,6 +56,14 @@ private_torch     gradients/norm.py                      import importlib | impo
 private_torch     gradients/norm.py                      NAME = 'torch._dynamo.config'
 private_torch     gradients/norm.py                      def f(x: object) -> object: return x._local_tensor
 private_torch     gradients/norm.py                      def f(x: object) -> object: return getattr(x, '_saved_self')
+private_torch     gradients/norm.py                      def f(x: object, y: str) -> object: return getattr(x, f'_global{y}', {})
+private_torch     gradients/norm.py                      def f(x: object) -> bool: return hasattr(x, '_in_backward_optimizers')
+private_torch     gradients/norm.py                      def f(x: object) -> None: setattr(x, '_orig_mod', 1)
+private_torch     gradients/norm.py                      PLACE = '_orig_mod'
+private_torch     gradients/norm.py                      NAME = '_reset_parameters' if PLACE else 'reset_parameters'
+private_torch     gradients/norm.py                      import torch | x = vars(torch)['_assert_async']
+private_torch     gradients/norm.py                      def f(x: object) -> object: return x._raw_saved_mat1
+private_torch     gradients/norm.py                      def f(x: object) -> object: return x.f_locals['optims']
 private_torch     gradients/norm.py                      from meshwright.torch_internals.distributed import Work
 torch_free        plan.py                       import torch
 torch_free        schedule/actions.py           from torch import Tensor
@@ -105,6 +113,33 @@ _MANY: list[tuple[str, str, Files]] = [
         {"comm/__init__.py": "", **{f"comm/a{i}/__init__.py": "" for i in range(13)}},
     ),
     ("foreign_writes", "plan.py", {"plan.py": "import a\n" + "a.b += 1\n" * 61}),
+    *(
+        (
+            "private_torch",
+            "gradients/norm.py",
+            {
+                "torch_internals/tensors.py": f"def saved(x: object, y: str) -> object: {says}",
+                "gradients/norm.py": "READS = {'Mm': ('_raw_saved_mat1',)}\n_raw_saved_mat1 = 1",
+            },
+        )
+        for says in ("return x._raw_saved_mat1", "return getattr(x, f'_raw_saved_{y}')")
+    ),
+    *(
+        (
+            "own_unions",
+            "fsdp/a.py",
+            {
+                "data_parallel/a.py": "class Exposure: ...\nclass Flat(Exposure): ...",
+                "fsdp/b.py": "from meshwright.data_parallel import a\nclass Whole(a.Flat): ...",
+                "fsdp/a.py": says,
+            },
+        )
+        for says in (
+            "def f(x: object) -> bool: return isinstance(x, int | Exposure)",
+            "def f(x: object) -> bool: return isinstance(x, (b.Whole, int))",
+            "def f(x: object) -> int:\n    match x:\n        case Flat(): return 1",
+        )
+    ),
     ("listings", "comm/__init__.py", {"comm/__init__.py": "", "comm/a.py": ""}),
     (
         "listings",

@@ -217,14 +217,20 @@ def no_pickle(tree: Tree) -> Found:
 
 
 def _is_private(part: str) -> bool:
-    return part.startswith("_") and not part.endswith("__")
+    return part.startswith("_") and not part.endswith("__") and part != "_"
 
 
 def private_torch(tree: Tree) -> Found:
-    """What torch keeps private is used in torch_internals alone."""
-    for source in tree.sources:
-        if source.room == table.PRIVATE_ROOM:
-            continue
+    """What torch keeps private is used in torch_internals alone.
+
+    That is what this room says, and any private name that nothing in the library has made.
+    """
+    room = [source for source in tree.sources if source.room == table.PRIVATE_ROOM]
+    others = [source for source in tree.sources if source.room != table.PRIVATE_ROOM]
+    known = {part for source in room for part in _private_parts(source)}
+    begins = tuple(use.name for source in room for use in source.prefixes if _is_private(use.name))
+    own = table.OF_OTHERS.union(*(source.defined for source in others))
+    for source in others:
         strings = () if source.path in table.NAMES_PEERS else source.dotted_strings
         for name, line in sorted({*source.uses, *strings}):
             if is_under(name, "torch") and any(map(_is_private, name.split("."))):
@@ -232,9 +238,50 @@ def private_torch(tree: Tree) -> Found:
             for door, rooms in table.PRIVATE_DOORS.items():
                 if is_under(name, door) and not any(is_under(source.module, r) for r in rooms):
                     yield source.path, line, f"{door} is for {' and '.join(rooms)} alone"
-        for name, line in source.foreign_attributes:
-            if name in table.PRIVATE_ATTRIBUTES or name.startswith(table.PRIVATE_PREFIXES):
+        said = {*source.foreign_attributes, *source.prefixes}
+        for name, line in sorted(said.union(source.strings)):
+            if not name.isidentifier() or not _is_private(name) or PACKAGE in name:
+                continue
+            is_strange = (name, line) in said | source.single_strings and name not in own
+            if is_strange or name in known or name.startswith(begins):
                 yield source.path, line, f"{name} of torch's objects: use {table.PRIVATE_ROOM}"
+        for node in source.nodes:
+            match node:
+                case ast.Subscript(value=ast.Attribute(attr="f_locals")):
+                    yield source.path, node.lineno, f"f_locals[...]: use {table.PRIVATE_ROOM}"
+
+
+def _private_parts(source: Source) -> Iterator[str]:
+    """The private names in what a file uses, and in its strings; any room may name operators."""
+    for name, _ in (*source.uses, *source.foreign_attributes, *source.strings):
+        if is_under(name, "torch.ops"):
+            continue
+        yield from (part for part in name.split(".") if part.isidentifier() and _is_private(part))
+
+
+def own_unions(tree: Tree) -> Found:
+    """No isinstance on our own unions: what differs between their classes is a method."""
+    bases = {
+        node.name: {_last(base) for base in node.bases}
+        for source in tree.sources
+        for node in source.nodes
+        if isinstance(node, ast.ClassDef)
+    }
+    members: set[str] = set()
+    while more := {n for n, b in bases.items() if n in table.UNIONS or b & members} - members:
+        members |= more
+    for source in tree.sources:
+        for node in source.nodes:
+            match node:
+                case ast.Call(func=ast.Name(id="isinstance" | "issubclass"), args=[_, kinds]):
+                    parts = ast.walk(kinds)
+                case ast.MatchClass(cls=kinds):
+                    parts = ast.walk(kinds)
+                case _:
+                    continue
+            told = {_last(p) for p in parts if isinstance(p, ast.Name | ast.Attribute)} & members
+            for name in sorted(told):
+                yield source.path, node.lineno, f"it is asked for {name}: give the union a method"
 
 
 def torch_free(tree: Tree) -> Found:
@@ -525,6 +572,7 @@ RULES: dict[str, Rule] = {
         no_peers,
         no_pickle,
         private_torch,
+        own_unions,
         torch_free,
         function_imports,
         optional_imports,

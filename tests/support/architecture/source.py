@@ -140,14 +140,53 @@ class Source:
 
     @cached_property
     def foreign_attributes(self) -> tuple[Use, ...]:
-        """The attributes of anything but ``self`` and ``cls``, and strings that may name one."""
-        found = [
+        """The attributes of anything but ``self``, ``cls`` and modules that are not torch's."""
+        return tuple(
             Use(node.attr, node.lineno)
             for node in self.nodes
             if isinstance(node, ast.Attribute)
             and not (isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"})
-        ]
-        return tuple(found) + tuple(use for use in self.strings if use.name.isidentifier())
+            and is_under(_dotted(node, self.aliases) or "torch", "torch")
+        )
+
+    @cached_property
+    def prefixes(self) -> tuple[Use, ...]:
+        """What f-strings begin with that may name an attribute."""
+        firsts = [node.values[0] for node in self.nodes if isinstance(node, ast.JoinedStr)]
+        return tuple(
+            Use(first.value, first.lineno)
+            for first in firsts
+            if isinstance(first, ast.Constant) and str(first.value).isidentifier()
+        )
+
+    @cached_property
+    def single_strings(self) -> frozenset[Use]:
+        """The strings that do not stand in a literal table, or in an f-string."""
+        tables = ast.Tuple | ast.List | ast.Set | ast.Dict | ast.JoinedStr
+        listed = {
+            Use(part.value, part.lineno)
+            for node in self.nodes
+            if isinstance(node, tables)
+            for part in ast.iter_child_nodes(node)
+            if isinstance(part, ast.Constant) and isinstance(part.value, str)
+        }
+        return frozenset(self.strings) - listed
+
+    @cached_property
+    def defined(self) -> frozenset[str]:
+        """The names of functions, classes, variables and own fields that the file makes."""
+        found: set[str] = set()
+        for node in self.nodes:
+            match node:
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                    found.add(name)
+                case ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                    found.add(name)
+                case ast.arg(arg=name):
+                    found.add(name)
+                case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
+                    found.add(name)
+        return frozenset(found)
 
 
 def _dotted(node: ast.AST, aliases: dict[str, str]) -> str | None:

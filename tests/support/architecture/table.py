@@ -17,19 +17,19 @@ __all__ = [
     "FUNCTION_P90",
     "NAMES_PEERS",
     "NOT_FOREIGN",
+    "OF_OTHERS",
     "OPTIONAL",
     "OPTIONAL_ROOMS",
     "PEERS",
     "PICKLE",
     "PICKLE_FILES",
     "PICKLE_ROOMS",
-    "PRIVATE_ATTRIBUTES",
     "PRIVATE_DOORS",
-    "PRIVATE_PREFIXES",
     "PRIVATE_ROOM",
     "PUBLIC_FILES",
     "STATE_FILES",
     "TORCH_FREE",
+    "UNIONS",
     "WAYS_ROUND",
 ]
 
@@ -150,59 +150,10 @@ PEERS = (
 # their place for programs that import them, and uses nothing of theirs.
 NAMES_PEERS = frozenset({"integrations/torch_names.py"})
 
-# What torch keeps private: dotted names with a part that begins with an underscore, and these
-# attributes of its objects. The dictionaries of nn.Module (_parameters, _buffers, _modules) are not
-# among them: they are what modules are pickled as, and every library writes them.
+# What torch keeps private: dotted names with a part that begins with an underscore, and private
+# names of its objects, also as strings. Other packages have these.
 PRIVATE_ROOM = "torch_internals"
-PRIVATE_PREFIXES = ("_saved_",)
-PRIVATE_ATTRIBUTES = frozenset(
-    {
-        "_allgather_base",
-        "_backward_hooks",
-        "_backward_pre_hooks",
-        "_call_impl",
-        "_cdata",
-        "_check_input_dim",
-        "_compiled_call_impl",
-        "_concatenate",
-        "_create_internal",
-        "_custom_op_handlers",
-        "_device_types",
-        "_execution_engine",
-        "_forward_cls",
-        "_forward_hooks",
-        "_forward_pre_hooks",
-        "_fuse_ddp_communication_passes",
-        "_get_backend",
-        "_get_root_mesh",
-        "_input_metadata",
-        "_is_param",
-        "_is_view",
-        "_load_state_dict_post_hooks",
-        "_load_state_dict_pre_hooks",
-        "_local_tensor",
-        "_make_subclass",
-        "_make_wrapper_subclass",
-        "_mesh_resources",
-        "_non_persistent_buffers_set",
-        "_op_dispatcher",
-        "_optimizer_step_post_hooks",
-        "_optimizer_step_pre_hooks",
-        "_plugins",
-        "_post_accumulate_grad_hooks",
-        "_reduce_scatter_base",
-        "_register_backend",
-        "_schema",
-        "_set_default_backend",
-        "_set_default_timeout",
-        "_set_sequence_number_for_group",
-        "_spec",
-        "_state_dict_hooks",
-        "_state_dict_pre_hooks",
-        "_torchdynamo_orig_callable",
-        "_version",
-    }
-)
+OF_OTHERS = frozenset({"_init_weights", "_models", "_read_pyc"})
 # Files of that room for these rooms alone: one is torch.distributed, one stands in for parts of
 # torch, one loads the compiler.
 PRIVATE_DOORS: dict[str, tuple[str, ...]] = {
@@ -238,6 +189,9 @@ PICKLE = (
 PICKLE_ROOMS = frozenset({"launching"})
 # Foreign formats, read weights only or with a list of the names that may be in them.
 PICKLE_FILES = frozenset({"checkpoint/exchange/dcp.py", "checkpoint/exchange/torch_file.py"})
+
+# Classes whose subclasses nobody asks for by name.
+UNIONS = frozenset({"ChunkedLayout", "Exposure", "FlatLayout", "Reduction"})
 
 # Packages that may be missing: imported inside a function, or at the top of the rooms named below.
 # The check of a GPU runs under its machine's own Python, which may lack the last two.
