@@ -99,7 +99,7 @@ ACTIVATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "ConvolutionBackward0": ("input",),
     }
 )
-"""What the gradients of weights need of the activations that a node has saved, by its name."""
+"""Activations that a node has saved, and gradients of weights need, by the name of the node."""
 NODES = tuple(f"{n}._raw_saved_{name}" for n, names in ACTIVATIONS.items() for name in names)
 """The attributes of nodes' classes by which `may_be_packed` reads them."""
 for _name in NODES:
