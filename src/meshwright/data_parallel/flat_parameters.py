@@ -31,7 +31,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import (
-    beginning_storage,
     dtensor_at_rest,
     is_dtensor,
     known_at_rest,
@@ -75,7 +74,7 @@ class _Member:
         mine = self.part_of(line)
         mine.copy_(local)
         if is_dtensor(parameter):
-            set_local_tensor(cast("Any", parameter), beginning_storage(mine))
+            set_local_tensor(cast("Any", parameter), mine)
         else:
             parameter.data = mine
         self.address = local_of(parameter).data_ptr()

@@ -64,9 +64,14 @@ def test_a_storage_begins_with_what_a_view_shows(place: tuple[int | slice, ...])
     assert torch.isfinite(found).all(), "its memory is kept"
 
 
-def test_what_begins_a_storage_stays_and_meta_tensors_share_nothing() -> None:
+def test_a_storage_moves_alone_and_meta_tensors_share_nothing() -> None:
     line = torch.arange(6.0)
-    assert beginning_storage(line) is line
+    place, found = line.data_ptr(), beginning_storage(line)
+    assert found.data_ptr() == place
+    found.share_memory_()
+    assert found.data_ptr() != place, "it moves alone"
+    assert line.data_ptr() == place
+    assert torch.equal(found, line)
     made = beginning_storage(torch.empty(4, 3, device="meta")[2])
     assert (made.device.type, made.shape, made.storage_offset()) == ("meta", (3,), 0)
 

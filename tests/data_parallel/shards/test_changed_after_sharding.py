@@ -298,6 +298,19 @@ def data_assigned(run: Run) -> None:
     run.train_on()
 
 
+@program()
+def sent_to_another_process(run: Run) -> None:
+    """Which moves the memory, as queues of torch.multiprocessing do."""
+    run.step(0)
+    for parameter in run.model.parameters():
+        for each in (parameter.detach(), parameter.grad):
+            if each is not None:  # none where a rank has no piece
+                (each.to_local() if isinstance(each, DTensor) else each).share_memory_()
+    run.step(1)
+    run.optimizer.zero_grad(set_to_none=False)
+    run.step(2)
+
+
 @program(flat="by itself")
 def frozen_and_trained_again(run: Run) -> None:
     weight = bare(run.model.a).weight

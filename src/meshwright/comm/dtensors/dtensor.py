@@ -135,17 +135,16 @@ def dtensor_around(local: torch.Tensor, rest: AtRest) -> DTensor:
 
 
 def beginning_storage(local: torch.Tensor) -> torch.Tensor:
-    """Make of a view with an offset one without, on the same memory: a storage begins with it.
+    """Make a tensor on the memory of ``local`` that has a storage of its own, which begins with it.
 
     For what DTensors hold: copies and files then have their part alone, and compilers, which do not
     take DTensors around views with an offset, see that such parts do not overlap. Writes to either
-    are counted for both. What is made keeps the memory alive, which must never be resized.
+    are counted for both. What is made keeps the storage of ``local`` alive, which must never be
+    resized or moved (`share_memory_`): users get no tensor on it. Of subclasses, ``local`` itself.
     """
-    offset = local.storage_offset()
-    if not offset or type(local) is not torch.Tensor:
+    if type(local) is not torch.Tensor:
         return local
-    strides = local.stride()
-    storage = local.untyped_storage()
+    strides, storage, offset = local.stride(), local.untyped_storage(), local.storage_offset()
     if storage.device.type == "meta":  # there is no memory to share
         return torch.empty_strided(local.shape, strides, dtype=local.dtype, device=local.device)
     size = local.itemsize

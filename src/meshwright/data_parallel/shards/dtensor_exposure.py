@@ -61,6 +61,7 @@ class _Entry:
 
     __slots__ = (
         "__weakref__",
+        "address",
         "cells",
         "direct",
         "exposed",
@@ -120,6 +121,7 @@ class _Entry:
         if self.slot.extension is not None:
             self.slot.extension.hold(local_tensor_of(self.exposed))
         self.local = local_tensor_of(self.exposed)
+        self.address = self.local.data_ptr()
         self.storage = self.exposed.untyped_storage()
         self.guard()
 
@@ -138,10 +140,11 @@ class _Entry:
         """View this rank's part of the parameter in ``line``, which lies as the shard does."""
         return line[self.start : self.stop].view(self.shape)
 
-    def gradient_on(self, line: torch.Tensor) -> torch.Tensor:
-        """Make a gradient of its part of ``line``, which is never resized."""
+    def gradient_on(self, line: torch.Tensor, *, is_shown: bool) -> torch.Tensor:
+        """Make a gradient of its part of ``line``; it moves with one that ``is_shown`` to users."""
         # Detached, since a view would hold on to the tensor that it is of.
-        return dtensor_like(beginning_storage(self.part_of(line).detach()), self.exposed)
+        part = self.part_of(line).detach()
+        return dtensor_like(part if is_shown else beginning_storage(part), self.exposed)
 
     def note_training(self) -> None:
         """Remember whether it trains, which whole and exposed parameter agree on now."""
@@ -210,7 +213,7 @@ class ExposedTensors(Exposure):
                 "what an optimizer does to it: build the optimizer of the module's parameters"
             )
         if found is None:
-            found = self._flat[group] = nn.Parameter(group.buffer.shard)
+            found = self._flat[group] = nn.Parameter(beginning_storage(group.buffer.shard))
             outers = [slot.outer for slot in group.slots]
             mark_spread(found, outers, group.axes.shard, group.slots[0].name)
         return found
@@ -251,9 +254,14 @@ class ExposedTensors(Exposure):
     def refresh(self, unit: Unit) -> None:
         """See `Exposure`: parameters given anew, and other memory for those that are there."""
         for group in unit.groups:
+            flat = self._flat.get(group)
+            if flat is not None and flat.data_ptr() != group.buffer.shard.data_ptr():
+                raise data_assigned(group.slots[0].name, group.axes.communicators)
             for entry in self.entries(group):
                 exposed, shown = entry.exposed, self._in_cells.get(entry)
                 is_same = local_tensor_of(exposed) is entry.local
+                # What is sent to another process by torch.multiprocessing moves to shared memory.
+                is_same = is_same and entry.local.data_ptr() == entry.address
                 if is_same and exposed.untyped_storage() is not entry.storage:
                     raise data_assigned(entry.slot.name, group.axes.communicators)
                 for cells, name in entry.cells:
@@ -381,7 +389,7 @@ class ExposedTensors(Exposure):
                 part.zero_()
             elif local_of(gradient).data_ptr() != part.data_ptr():
                 part.copy_(local_of(gradient).reshape(-1))
-                entry.exposed.grad = entry.gradient_on(line)
+                entry.exposed.grad = entry.gradient_on(line, is_shown=True)
 
     def show_waiting(self, unit: Unit) -> bool:
         """See `Exposure`: ``.grad`` holds what has been reduced, as in torch's."""
@@ -406,7 +414,7 @@ class ExposedTensors(Exposure):
                 flat.grad.add_(reduced)  # the parameters' gradients are views of it
                 for e, is_used in zip(entries, used, strict=True):
                     if is_used and e.exposed.grad is None and e.exposed.requires_grad:
-                        e.exposed.grad = e.gradient_on(plain(flat.grad))
+                        e.exposed.grad = e.gradient_on(plain(flat.grad), is_shown=True)
                 return
             for entry in self.entries(group):
                 if entry.exposed.grad is not None:  # of a loss that has read the DTensor itself
@@ -445,7 +453,8 @@ class ExposedTensors(Exposure):
         if is_kept and kept.guests:
             return [guest for guest, _ in kept.guests]
         entries = self.entries(group)
-        made = [entry.gradient_on(reduced) for entry in entries]
+        is_shown = group in self._flat
+        made = [entry.gradient_on(reduced, is_shown=is_shown) for entry in entries]
         if is_kept:
             kept.remember([(dt, e.exposed) for dt, e in zip(made, entries, strict=True)])
         return made
@@ -515,7 +524,7 @@ class ExposedTensors(Exposure):
         if has_moved or kind != (group.types.master, group.buffer.shard.device):
             group.convert(*kind)
             if group in self._flat:
-                self._flat[group].data = group.buffer.shard
+                self._flat[group].data = beginning_storage(group.buffer.shard)
 
 
 def _is_ours(entry: _Entry, cells: dict[str, Any], name: str) -> bool:
