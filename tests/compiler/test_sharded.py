@@ -362,8 +362,7 @@ def body_optimizers_are_compiled(kind: str, is_kept: bool) -> None:
         torch.testing.assert_close(other, one.detach(), rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize(
-    ("kind", "is_kept"), [("AdamW", False), pytest.param("SGD", True, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "is_kept"), [("AdamW", False), ("SGD", True)])
 def test_optimizers_of_sharded_models_are_compiled(ranks: Ranks, kind: str, is_kept: bool) -> None:
     ranks(2, body_optimizers_are_compiled, kind, is_kept)

@@ -409,6 +409,7 @@ def body_frozen() -> None:
     assert torch_counters["stats"]["unique_graphs"] < 4, torch_counters["stats"]
 
 
+@pytest.mark.slow
 def test_what_was_frozen_or_thawed_since_is_compiled_anew(ranks: Ranks) -> None:
     ranks(2, body_frozen)
 
