@@ -69,7 +69,7 @@ class TracedDriver(Driver):
         if not self.is_below:
             self.root_name = str(next(PROCESS.root_numbers))
         if isinstance(root, TracedDriver):
-            self.look = look_of(root, 0)
+            self.look = look_of(root.root_name, 0)
 
     def joins_graph(self, module: nn.Module) -> bool:
         """See `Driver.joins_graph`."""
@@ -174,7 +174,6 @@ class GraphedRoot:
     def __init__(self, root: TracedDriver, iteration: Iteration) -> None:
         self.name = root.root_name
         """The name that operators carry."""
-        self._root = root
         self._iteration = iteration
         self._drivers = iteration.drivers
         self._told = ""
@@ -196,7 +195,7 @@ class GraphedRoot:
         look = (*asked, *lines, *trains)
         if look not in self._looks:
             self._looks.append(look)
-        now = look_of(self._root, self._looks.index(look))
+        now = look_of(self.name, self._looks.index(look))
         for driver in self._drivers:
             if isinstance(driver, TracedDriver) and driver.look != now:
                 driver.see(now)
@@ -332,9 +331,9 @@ class GraphedRoot:
         return driver, driver.unit
 
 
-def look_of(root: TracedDriver, number: int) -> str:
-    """Write down a look. Compilers compare it, so that equal models do not share a graph."""
-    return f"{root.root_name} {number}"
+def look_of(name: str, number: int) -> str:
+    """Write down a look of root ``name``: compilers compare it, and equal models share no graph."""
+    return f"{name} {number}"
 
 
 def _joined() -> dict[Driver, nn.Module]:
