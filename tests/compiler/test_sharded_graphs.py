@@ -27,6 +27,7 @@ from meshwright.data_parallel import (
 from meshwright.data_parallel.shards.unit import Phase, Unit
 from meshwright.errors import CollectiveMismatchError
 from meshwright.mesh import init_device_mesh
+from meshwright.pipelining import PipelineStage, get_schedule_class
 from meshwright.testing import Ranks, RanksFailed
 
 # Dynamo looks at `.grad` of each input of a graph.
@@ -564,3 +565,34 @@ def body_modes() -> None:
 @pytest.mark.slow
 def test_modes_of_compile(ranks: Ranks) -> None:
     ranks(2, body_modes, timeout=300.0)
+
+
+def body_driven_by_a_pipeline() -> None:
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (2,))
+    nets: list[Any] = [fully_shard(Odd(""), mesh=mesh) for _ in range(2)]
+    nets[0].compile(backend=aot_backend)
+    alone = dist.new_subgroups(1)[0]
+    x = torch.randn(4, WIDTH, generator=torch.manual_seed(dist.get_rank())).double()
+    before = counters["gathers"]
+    found: list[list[Any]] = []
+    issued: list[list[str]] = []
+    for net in nets:
+        net(x[:2]).square().mean().backward()
+        net.zero_grad()
+    assert counters["gathers"] > before
+    for net in nets:
+        stage = PipelineStage(net, 0, 1, torch.device("cpu"), group=alone)
+        schedule = get_schedule_class("GPipe")(stage, 2, loss_fn=lambda y, _: y.square().mean())
+        recorder = Recorder()
+        with observe(recorder):
+            schedule.step(x, target=x)
+        issued.append(sorted(c.label for c in recorder.collectives if "blocks" in c.label))
+        found.append([full(p.grad) for p in net.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    assert issued[0] == issued[1], "units stay whole for all microbatches"
+
+
+def test_a_pipeline_drives_what_gathered_in_graphs(ranks: Ranks) -> None:
+    ranks(2, body_driven_by_a_pipeline)
