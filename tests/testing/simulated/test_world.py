@@ -6,10 +6,12 @@ import copy
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright import comm
 from meshwright.comm import Pending, communicator
@@ -18,6 +20,7 @@ from meshwright.fsdp import FullyShardedDataParallel
 from meshwright.fsdp.wrap import ModuleWrapPolicy
 from meshwright.testing import Ranks, RanksFailed, on_devices
 from meshwright.testing.simulated import DEVICE
+from meshwright.testing.simulated.backend import connected_device
 
 
 class Block(nn.Module):
@@ -130,3 +133,21 @@ def body_mixed() -> None:
 
 def test_a_tensor_of_the_host_is_refused(ranks: Ranks) -> None:
     on_devices(ranks)(2, body_mixed)
+
+
+def body_beside_a_gpu() -> None:
+    here = torch.accelerator
+    gpu = torch.device("cuda")
+    with (
+        patch.object(here, "is_available", lambda: True),
+        patch.object(here, "current_accelerator", lambda check_available=False: gpu),
+    ):
+        with connected_device():
+            for shape in ((2, 1), (1, 2)):
+                mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b"))
+                assert [communicator(mesh.get_group(name)).size for name in "ab"] == list(shape)
+        assert here.is_available()
+
+
+def test_groups_of_a_mesh_are_simulated_where_the_machine_has_a_gpu(ranks: Ranks) -> None:
+    ranks(2, body_beside_a_gpu, connected=False)
