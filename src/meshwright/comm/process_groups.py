@@ -271,7 +271,7 @@ def communicator(
     ``axis`` is what the caller's operations are recorded and reported under: a group that serves
     two axes counts its operations once and names each by its own. Without it the group's first
     name holds, "world" when it has none. ``timeout`` is in seconds; None takes the group's own,
-    where that is not c10d's default.
+    where that is not c10d's default. Raises TypeError for what is no group, as a mesh.
     """
     if not dist.is_initialized():
         raise CommunicationError(
@@ -301,6 +301,11 @@ class _StandIn(Communicator):
     # What a communicator is made from would ask c10d for a group.
     def __init__(self, group: Any, world: Communicator) -> None:  # noqa: ANN401 - rank() and size()
         vars(self).update(vars(world))
+        if not hasattr(group, "rank"):
+            raise TypeError(
+                f"expected a process group, found {type(group).__name__}: of a mesh give the group "
+                "of one axis, mesh.get_group(axis)"
+            )
         self.rank, self.size = group.rank(), group.size()
         self.is_alone = self.size == 1
         self.ranks, self.name = tuple(range(self.size)), f"{type(group).__name__} {id(group)}"

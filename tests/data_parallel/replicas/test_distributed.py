@@ -262,6 +262,11 @@ def body_mesh() -> None:
         "Cannot specify both process_group and device_mesh arguments.",
         lambda: DistributedDataParallel(mlp(), device_mesh=line, process_group=world.group),
     )
+    raises(
+        TypeError,
+        "expected a process group, found DeviceMesh: of a mesh give the group of one axis",
+        lambda: DistributedDataParallel(mlp(), process_group=line),
+    )
     ours = DistributedDataParallel(mlp(), device_mesh=line)
     _, share = batch()
     with observe(recorder := Recorder()):
