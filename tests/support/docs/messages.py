@@ -162,6 +162,11 @@ def no_launcher(ranks: Ranks, folder: Path) -> str:
         return told(cluster)
 
 
+def rank_beyond(ranks: Ranks, folder: Path) -> str:
+    with environment(RANK="2", WORLD_SIZE="2", MASTER_ADDR="node1", MASTER_PORT="29500"):
+        return told(cluster)
+
+
 def no_run(ranks: Ranks, folder: Path) -> str:
     return told(communicator)
 
