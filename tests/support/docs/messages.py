@@ -372,6 +372,16 @@ def no_checkpoint(ranks: Ranks, folder: Path) -> str:
     return told(lambda: checkpoint.load(folder / "checkpoints"))
 
 
+def saved_alone(ranks: Ranks, folder: Path) -> str:
+    def body() -> str:
+        world = communicator()
+        if world.rank == 0:
+            return told(lambda: checkpoint.save(folder / "checkpoints", 1, extra=1))
+        return told(lambda: world.all_reduce(torch.ones(4), label="a sum").wait())
+
+    return ranks(2, body, backend="shm")[0]
+
+
 def other_model(ranks: Ranks, folder: Path) -> str:
     saved(folder, nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
     other = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
