@@ -40,7 +40,7 @@ LOCAL_NETWORK: Mapping[str, str] = MappingProxyType(
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PORT = 29500
-"""The port where torchrun's ranks meet when nothing names one."""
+"""The port where torchrun's nodes meet when nothing names one."""
 _SLURM_PORTS = range(20_000, 32_768)
 """Below those that the system gives to connections."""
 
@@ -61,6 +61,20 @@ class Cluster:
     signals: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM)
     """Signals that ask a run to save and end."""
 
+    def __post_init__(self) -> None:
+        """Raise `CommunicationError` for a rank or a port that there cannot be."""
+        if not 0 <= self.rank < self.size:
+            raise CommunicationError(
+                "expected a rank of at least 0 and below the number of ranks, found rank "
+                f"{self.rank} of {self.size}: RANK counts the processes of all machines from 0, "
+                "WORLD_SIZE is their number"
+            )
+        if self.port not in range(self.size > 1, 2**16):
+            raise CommunicationError(
+                f"expected a port from 1 to 65535 to meet at, found {self.port}: set MASTER_PORT "
+                "to a free one, the same on every rank"
+            )
+
 
 def is_launched() -> bool:
     """Check that a launcher has started this process as a rank."""
@@ -74,7 +88,7 @@ def cluster(rank: int | None = None, size: int | None = None) -> Cluster:
     they are given. Raises `CommunicationError` when a part of torchrun's variables is missing, or a
     launcher's say nothing of use.
     """
-    found = [name for name in _TORCHRUN if name in os.environ]
+    found = [name for name in _TORCHRUN if os.environ.get(name)]
     if rank is None and size is None and "RANK" not in found:
         if _is_of_slurm():
             return _of_slurm()
@@ -84,18 +98,19 @@ def cluster(rank: int | None = None, size: int | None = None) -> Cluster:
             return Cluster(rank=0, size=1, local_rank=None, address="127.0.0.1", port=0)
     rank = _number("RANK") if rank is None else rank
     size = _number("WORLD_SIZE") if size is None else size
-    if rank is None or size is None:
+    meets = {"MASTER_ADDR", "MASTER_PORT"}.issubset(found)
+    if rank is None or size is None or (size > 1 and not meets):
         raise CommunicationError(
-            f"expected {', '.join(_TORCHRUN)} in the environment, found only {', '.join(found)}: "
-            "start the ranks with torchrun, or set all four"
+            f"expected {', '.join(_TORCHRUN)} in the environment, found "
+            + (f"only {', '.join(found)}" if found else "none")
+            + ": start the ranks with torchrun, or set all four"
         )
-    alone = size == 1 and "MASTER_PORT" not in found
     return Cluster(
         rank=rank,
         size=size,
         local_rank=local_rank(),
         address=os.environ.get("MASTER_ADDR", "127.0.0.1"),
-        port=0 if alone else _number("MASTER_PORT") or _PORT,
+        port=_number("MASTER_PORT") or 0 if meets else 0,
     )
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from meshwright.checkpoint.pieces import byte_views
+from meshwright.checkpoint.pieces import ShardedPiece, byte_views, describe, marked
+from meshwright.layout import Box
 from meshwright.testing.simulated import simulated
 
 
@@ -46,3 +47,19 @@ def test_bytes_are_those_of_the_values_however_a_tensor_lies() -> None:
     for tensor, view in zip(tensors, byte_views(tensors), strict=True):
         plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
         assert bytes(view) == bytes(plain.view(-1).view(torch.uint8).tolist())
+
+
+def test_copies_that_differ_have_other_marks_however_they_lie() -> None:
+    def marks(value: torch.Tensor | ShardedPiece) -> tuple[int, ...]:
+        return marked(describe("t", value), value).marks
+
+    plain = torch.arange(4096.0).view(64, 64)
+    assert marks(plain) == marks(plain.clone()) != marks(plain + 1)
+    assert marks(plain.t()) == marks(plain.t().clone()) != marks((plain + 1).t())
+    assert len(marks(torch.tensor(5.0))) == 1 and marks(torch.empty(0, 3)) == ()
+    boxes = (Box((0,), (2,)), Box((4,), (0,)), Box((6,), (1,)))
+    first, second = (
+        marks(ShardedPiece(global_shape=(8,), boxes=boxes, tensor=torch.tensor([1.0, 2.0, last])))
+        for last in (3.0, 4.0)
+    )
+    assert first[0] == second[0] and first[1] != second[1] and len(first) == 2

@@ -152,7 +152,25 @@ def test_a_rank_that_does_not_come_is_named(ranks: Ranks) -> None:
         return str(caught.value)
 
     found = ranks(2, body, connected=False)
-    assert found[0] == "rank 0 waited 1 s for 2 ranks: rank 1 did not come"
+    assert found[0] == (
+        "rank 0 waited 1 s for 2 ranks: rank 1 did not come: start as many processes as "
+        "WORLD_SIZE says, each with a RANK of its own, all with one MASTER_ADDR and MASTER_PORT"
+    )
+
+
+def test_ranks_that_were_told_different_numbers_of_ranks_are_named(ranks: Ranks) -> None:
+    def body() -> str:
+        if os.environ["RANK"] == "1":
+            os.environ["WORLD_SIZE"] = "3"
+            time.sleep(0.5)  # rank 0 waits by then
+        with pytest.raises(CommunicationError) as caught:
+            comm.connect(timeout=20.0)
+        return str(caught.value)
+
+    told = "expected one WORLD_SIZE on all ranks, found 2 on rank 0 and 3 on rank 1: start"
+    first, second = ranks(2, body, connected=False)
+    assert first.startswith("rank 1 failed first") and told in first
+    assert second.startswith(told)
 
 
 def test_two_processes_with_one_rank_are_refused(ranks: Ranks) -> None:
@@ -181,7 +199,7 @@ def test_a_taken_port_is_named(ranks: Ranks) -> None:
         port = taken.getsockname()[1]
         (message,) = ranks(1, body, port, connected=False)
     assert message.startswith(f"rank 0 of 1 cannot listen on 127.0.0.1:{port}: ")
-    assert "\n" not in message and "Set MASTER_PORT to a free port" in message
+    assert "\n" not in message and "MASTER_PORT to a free port there" in message
 
 
 @pytest.mark.slow

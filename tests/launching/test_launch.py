@@ -141,10 +141,16 @@ def test_what_cannot_be_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         mw.launch(print, 1, (number for number in range(3)))
     with pytest.raises(ValueError, match="at least 1 rank, found 0"):
         mw.launch(print, 0)
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(LaunchError, match="this process is rank 1 of 4 already"):
-        mw.launch(print, 2)
+    for variables in (
+        {"RANK": "1", "WORLD_SIZE": "4"},
+        {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"},
+        {"PET_NODE_RANK": "1", "PET_NNODES": "4"},
+    ):
+        with monkeypatch.context() as launcher:
+            for name, text in variables.items():
+                launcher.setenv(name, text)
+            with pytest.raises(LaunchError, match="a launcher has started this process as one"):
+                mw.launch(print, 2)
 
 
 def test_a_function_that_connects_by_itself() -> None:

@@ -22,13 +22,29 @@ def test_all_numbers_of_a_run_become_curves() -> None:
         "Gradient norm",
         "Tokens a second",
         "Model FLOPs utilisation (MFU)",
-        "Bytes of tensors on rank 0, between steps",
-        "Largest memory of rank 0 so far, in bytes",
+        "Bytes of tensors on ranks 3-4, between steps",
+        "Bytes of tensors on ranks 0-2,5, between steps",
+        "Largest memory so far, in bytes",
     ]
     assert found["Loss"].lines["validation"] == [(2.0, 3.0), (4.0, 1.5)]
     assert found["Tokens a second"].lines[""] == [(step, 200.0) for step in range(1, 5)]
-    memory = found["Bytes of tensors on rank 0, between steps"]
+    memory = found["Bytes of tensors on ranks 0-2,5, between steps"]
     assert [name for _, name in memory.names] == ["parameters", "optimizer"]
+    assert memory.stack["optimizer"][0] == (1.0, 2000.0)
+    peaks = found["Largest memory so far, in bytes"].lines
+    assert {name: line[-1] for name, line in peaks.items()} == {
+        "ranks 3-4": (4.0, 2e8),
+        "ranks 0-2,5": (4.0, 1e8),
+    }
+
+
+def test_memory_of_many_kinds_of_ranks_is_drawn_for_those_with_the_most() -> None:
+    told = {str(rank): {"parameters": rank, "peak": 10 * rank} for rank in range(20)}
+    *kinds, peaks = charts([{"step": 1, "memory": told}])
+    assert [chart.title.split(",")[0][-7:] for chart in kinds] == [
+        f"rank {rank}" for rank in range(19, 12, -1)
+    ]
+    assert draw_chart(peaks).count("<circle") == len(kinds)
 
 
 def test_the_first_step_after_a_resumption_has_no_speed_of_earlier_ones() -> None:
@@ -78,5 +94,5 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
 def test_a_page_has_all_curves_and_says_what_mfu_is(tmp_path: Path) -> None:
     write_page(None, tmp_path / "report.html", title="Run a", metrics=rows(4))
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert text.count("<svg") == 7
+    assert text.count("<svg") == 8
     assert "6 operations for each parameter" in text

@@ -17,7 +17,10 @@ def rows(count: int) -> list[dict[str, object]]:
                 "tokens": 100 * step,
                 "seconds": 0.5,
                 "mfu": 0.25,
-                "memory": {"parameters": 1000, "optimizer": 2000, "peak": 10**8},
+                "memory": {
+                    "0-2,5": {"parameters": 1000, "optimizer": 2000, "peak": 10**8},
+                    "3-4": {"parameters": 3000, "optimizer": 6000, "peak": 2 * 10**8},
+                },
             }
         )
         if step % 2 == 0:

@@ -1,13 +1,16 @@
 """Tensors as a checkpoint sees them: plain or held in boxes, and who of several holders writes.
 
 A rank hands over what it holds. Two ranks may hold the same box (replicas); it is written once, by
-the holder with the least to write so far, a choice that every rank computes alike.
+the holder with the least to write so far, a choice that every rank computes alike. What its holders
+hold with other values, as the statistics of each rank's own batches, is all written by the first of
+them: a checkpoint never has a part of one rank's and a part of another's.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +26,8 @@ from meshwright.comm.streams import Event, record
 from meshwright.layout import Box
 
 _HOST = torch.device("cpu")
+_MARKED = 4096
+"""Bytes at the beginning of a box that are compared between its holders."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,6 +84,8 @@ class Held(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
+    marks: tuple[int, ...] = ()
+    """For each box a checksum of its first values, where other ranks may hold it, too."""
 
 
 NamedPiece = tuple[str, Piece]
@@ -110,6 +117,22 @@ def describe(name: str, value: Tensor | ShardedPiece | ReadTensor) -> Held:
     if isinstance(value, ShardedPiece):
         return Held(name, dtype, shape, tuple(box for box in value.boxes if box.numel))
     return Held(name, dtype, shape, _whole(shape))
+
+
+def marked(held: Held, value: Tensor | ShardedPiece | ReadTensor) -> Held:
+    """Add to the description of ``value`` the marks by which ranks see that their copies differ."""
+    if isinstance(value, ReadTensor):
+        return held
+    tensors = (part for _, part in parts(value)) if isinstance(value, ShardedPiece) else (value,)
+    few = (_first(tensor.detach()) for tensor in tensors if tensor.numel())
+    return Held(*held[:4], tuple(map(zlib.crc32, byte_views(few))))
+
+
+def _first(tensor: Tensor) -> Tensor:
+    """View the first values of ``tensor``, or its first row where they lie apart."""
+    while tensor.ndim > 1 and not tensor.is_contiguous():
+        tensor = tensor[0]
+    return tensor.view(-1)[: _MARKED // tensor.element_size()]
 
 
 @lru_cache
@@ -222,26 +245,27 @@ def _bytes(here: Tensor, event: Event | None) -> memoryview:
 
 def held_to_rows(held: Iterable[Held]) -> list[Any]:
     """Write what this rank holds for the other ranks, as JSON."""
-    return [(*row[:3], [(box.offset, box.shape) for box in row.boxes]) for row in held]
+    return [(*row[:3], [(b.offset, b.shape) for b in row.boxes], row.marks) for row in held]
 
 
 def held_from_rows(rows: Iterable[Any]) -> list[Held]:
     """Read what another rank holds."""
     return [
-        Held(name, dtype, tuple(shape), tuple(Box(tuple(o), tuple(s)) for o, s in boxes))
-        for name, dtype, shape, boxes in rows
+        Held(name, dtype, tuple(shape), tuple(Box(tuple(o), tuple(s)) for o, s in boxes), marks)
+        for name, dtype, shape, boxes, marks in rows
     ]
 
 
 def assign(held: Iterable[Sequence[Held]]) -> tuple[dict[str, Held], list[list[tuple[str, Box]]]]:
     """Assign writers: all tensors by name, and the boxes that each rank writes.
 
-    What one rank holds alone is its own. Of the others the largest are given away first, each to
-    its holder with the fewest bytes so far, the lowest rank among equals. Raises ``ValueError``
-    where ranks disagree about dtype or shape.
+    What one rank holds alone is its own, and what several hold with other marks is the first's. Of
+    the others the largest are given away first, each to its holder with the fewest bytes so far,
+    the lowest rank among equals. Raises ``ValueError`` where ranks disagree about dtype or shape.
     """
     known: dict[str, tuple[Held, int]] = {}
     holders: defaultdict[tuple[str, Box], list[int]] = defaultdict(list)
+    marks: defaultdict[tuple[str, Box], set[int]] = defaultdict(set)
     chosen: list[list[tuple[str, Box]]] = []
     for rank, rows in enumerate(held):
         chosen.append([])
@@ -254,13 +278,16 @@ def assign(held: Iterable[Sequence[Held]]) -> tuple[dict[str, Held], list[list[t
                 )
             for box in row.boxes:
                 holders[row.name, box].append(rank)
+            for box, mark in zip(row.boxes, row.marks, strict=False):  # some have none
+                marks[row.name, box].add(mark)
 
     def size(item: tuple[str, Box]) -> int:
         return item[1].numel * item_size(known[item[0]][0].dtype)
 
     shared: list[tuple[str, Box]] = []
     for item, ranks in holders.items():
-        (chosen[ranks[0]] if len(ranks) == 1 else shared).append(item)
+        is_own = len(ranks) == 1 or len(marks.get(item, ())) > 1
+        (chosen[ranks[0]] if is_own else shared).append(item)
     load = [sum(map(size, items)) if shared else 0 for items in chosen]
     for item in sorted(shared, key=lambda at: (-size(at), at[0], at[1].offset, at[1].shape)):
         writer = min(holders[item], key=lambda rank: (load[rank], rank))

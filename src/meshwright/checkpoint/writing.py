@@ -50,6 +50,7 @@ from meshwright.checkpoint.pieces import (
     describe,
     held_from_rows,
     held_to_rows,
+    marked,
     parts,
     with_keys,
 )
@@ -121,9 +122,9 @@ def save_tensors(
 
     With a ``communicator`` every rank calls this with the same ``step``, ``metadata`` and shared
     ``directory``, and with the tensors it holds: whole tensors on any number of ranks, or
-    ``ShardedPiece``; together they must cover each tensor exactly (replicas of a box are written
-    once). A ``ReadTensor`` is read when it is written, by one of its ranks. State of one rank only
-    goes under a name of its own, such as ``"rng/3"``.
+    ``ShardedPiece``; together they must cover each tensor exactly. Replicas of a box are written
+    once; of those that differ it is the lowest rank's. A ``ReadTensor`` is read when it is written,
+    by one of its ranks. State of one rank only goes under a name of its own, such as ``"rng/3"``.
 
     ``keep_last``: how many complete checkpoints stay in ``directory``, this one included.
 
@@ -204,6 +205,8 @@ def _describe(request: _Request, keep_last: int | None) -> tuple[list[Held], JSO
     metadata = dict(request.metadata)
     check_json(metadata, "metadata")
     held = [describe(name, value) for name, value in request.tensors.items()]
+    if request.group.size > 1:
+        held = [marked(*pair) for pair in zip(held, request.tensors.values(), strict=True)]
     return held, {
         "step": request.step,
         "metadata": zlib.crc32(canonical(metadata)),

@@ -421,12 +421,7 @@ def _join(
         board, rank, world_size, hang_after=hang_after, limit=timeout, host=host
     )
     try:
-        if not monitor.ranks.roll.claim():
-            membership.resign()
-            raise CommunicationError(
-                f"rank {rank} has joined this run already: two processes have the same RANK, or "
-                "one has joined twice by the same store=, where each run needs one of its own"
-            )
+        _take_place(monitor)
         entries = rendezvous.sign_in(monitor, device_choice.own_entry(backend), timeout)
         _make_world(monitor, device_choice.choose(entries), run, timeout)
     except BaseException:
@@ -434,6 +429,26 @@ def _join(
             membership.leave()
         raise
     _be_member()
+
+
+def _take_place(monitor: FailureMonitor) -> None:
+    """Take this rank's place in the run. Raises `CommunicationError` where it has none."""
+    rank, size = monitor.rank, monitor.world_size
+    if not monitor.ranks.roll.claim():
+        membership.resign()
+        raise CommunicationError(
+            f"rank {rank} has joined this run already: two processes have the same RANK, or "
+            "one has joined twice by the same store=, where each run needs one of its own"
+        )
+    said, first = map(int, monitor.board.compare_set("size", "", f"{size} {rank}").split())
+    if said == size:
+        return
+    if rank >= said:  # nobody there knows of this rank
+        membership.resign()
+    raise CommunicationError(
+        f"expected one WORLD_SIZE on all ranks, found {said} on rank {first} and {size} on rank "
+        f"{rank}: start all processes of a run with their number, and each run at a port of its own"
+    )
 
 
 def _make_world(

@@ -231,9 +231,9 @@ def launch(
     """
     if is_launched():
         raise LaunchError(
-            f"launch() starts ranks on one machine, and this process is rank {os.environ['RANK']} "
-            f"of {os.environ['WORLD_SIZE']} already: call the function itself, or start the "
-            "program without a launcher"
+            "launch() starts ranks on one machine, and a launcher has started this process as one "
+            "(RANK, SLURM_STEP_ID or PET_NODE_RANK is set): call the function itself, or start "
+            "the program without a launcher"
         )
     lines = _Lines()
     try:

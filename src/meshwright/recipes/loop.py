@@ -59,7 +59,7 @@ from meshwright.recipes.run_folder import (
 from meshwright.recipes.tensors.rows import Header, trace_file
 from meshwright.recipes.tensors.trace import TensorTrace, open_trace
 from meshwright.recipes.text import ByteText, example_of, open_text, unigram_loss
-from meshwright.recipes.usage import flops_a_token, matrix_flops, memory_of
+from meshwright.recipes.usage import flops_a_token, matrix_flops, memory_of, memory_of_ranks
 from meshwright.report import read_chrome_trace, read_metrics, write_page
 from meshwright.sampling import Sampler
 from meshwright.toml_source import dump
@@ -318,12 +318,20 @@ class _Training:
             return
         if problem := self._metrics.write({"step": step, **values}):
             self._note(f"error: {problem}; training goes on")
-        numbers = {
-            name.replace("memory.", "memory/"): float(value)
-            for name, value in flat(values).items()
-            if isinstance(value, int | float)
-        }
+        numbers: dict[str, float] = {}
+        for name, value in flat(values).items():
+            if isinstance(value, int | float):
+                of, _, what = name.rpartition(".")
+                name = f"memory/{what}" if of else name  # the most of any rank
+                numbers[name] = max(float(value), numbers.get(name, -math.inf))
         self._track(lambda tracker: tracker.log(step, numbers))
+
+    def _memory(self, number: int) -> dict[str, object]:
+        """Ask all ranks for their memory after the first step and those whose line is printed."""
+        options = self._config.run
+        if number % options.log_every and number not in (self._first, options.steps):
+            return {}
+        return {"memory": memory_of_ranks(self._trainable, self._world)}
 
     def _trace_tensors(self) -> MetricsFile:
         """Make each step write its tensors until the file is full."""
@@ -368,7 +376,7 @@ class _Training:
             tokens=number * tokens,
             seconds=seconds,
             mfu=self._needed * tokens / seconds / self._flops if self._flops else 0.0,
-            memory=memory_of(self._trainable, self._world.device) if self._metrics else {},
+            **self._memory(number),
         )
         mean = self._seconds / len(self._losses)
         left = mean * (self._config.run.steps - number)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from meshwright.comm import Clock
+from meshwright.comm import Clock, Communicator
 from meshwright.comm.streams import is_host
 from meshwright.composition import Trainable
 from meshwright.recipes.config import ModelConfig
@@ -38,6 +38,35 @@ def memory_of(trainable: Trainable, device: torch.device) -> dict[str, int]:
         "optimizer": _bytes(value for state in states for value in state.values()),
         "peak": peak,
     }
+
+
+def memory_of_ranks(trainable: Trainable, world: Communicator) -> dict[str, dict[str, int]]:
+    """List the `memory_of` all ranks by those that hold the same: ``{"0-2": ..., "3": ...}``.
+
+    The peak is the most of these ranks. All ranks call it together.
+    """
+    mine = memory_of(trainable, world.device)
+    alike: dict[tuple[float, ...], list[int]] = {}
+    rows = world.gather_numbers([*mine.values()], label="memory")
+    for rank, (*held, _) in enumerate(rows):
+        alike.setdefault(tuple(held), []).append(rank)
+    return {
+        _text(ranks): dict(
+            zip(mine, map(int, [*held, max(rows[rank][-1] for rank in ranks)]), strict=True)
+        )
+        for held, ranks in alike.items()
+    }
+
+
+def _text(ranks: Iterable[int]) -> str:
+    """Write rising ``ranks`` in few words: ``0-2,5``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    return ",".join("-".join(map(str, run)) for run in runs)
 
 
 def _bytes(values: Iterable[object]) -> int:

@@ -94,17 +94,28 @@ def _speeds(rows: Iterable[Mapping[str, object]]) -> list[Point]:
 
 
 def _memory(rows: Iterable[Mapping[str, object]]) -> list[Chart]:
-    sizes: dict[str, list[Point]] = {}
+    """Draw memory by category for each set of ranks that hold the same, and their peaks together.
+
+    Of more sets than there are colours those that hold the most.
+    """
+    sizes: dict[str, dict[str, list[Point]]] = {}
     for row in rows:
-        step, parts = row.get("step"), row.get("memory")
-        if isinstance(step, int) and isinstance(parts, Mapping):
+        step, told = row.get("step"), row.get("memory")
+        if not (isinstance(step, int) and isinstance(told, Mapping)):
+            continue
+        for ranks, parts in told.items():
+            of = sizes.setdefault(f"{'ranks' if {*'-,'} & {*ranks} else 'rank'} {ranks}", {})
             for name, size in parts.items():
-                point = (float(step), float(size))  # pyrefly: ignore  # our own numbers
-                sizes.setdefault(str(name), []).append(point)
-    peak = sizes.pop("peak", [])
+                of.setdefault(name, []).append((float(step), float(size)))
+    peaks = {ranks: parts.pop("peak", []) for ranks, parts in sizes.items()}
+    held = {ranks: sum(line[-1][1] for line in parts.values()) for ranks, parts in sizes.items()}
+    shown = sorted(sizes, key=held.__getitem__, reverse=True)[: len(COLOURS)]
     return [
-        Chart("Bytes of tensors on rank 0, between steps", {}, sizes),
-        Chart("Largest memory of rank 0 so far, in bytes", {"": peak}, {}),
+        *(
+            Chart(f"Bytes of tensors on {ranks}, between steps", {}, sizes[ranks])
+            for ranks in shown
+        ),
+        Chart("Largest memory so far, in bytes", {ranks: peaks[ranks] for ranks in shown}, {}),
     ]
 
 

@@ -13,7 +13,11 @@ import torch
 
 from meshwright import checkpoint
 from meshwright.comm import communicator
-from meshwright.data_parallel import fully_shard
+from meshwright.data_parallel import (
+    DistributedDataParallel,
+    fully_shard,
+    keep_batch_norm_local,
+)
 from meshwright.errors import CheckpointError, CheckpointMismatchError
 from meshwright.testing import Ranks
 from support.checkpoint.loop_layouts import IDS, LAYOUTS, Net, begin, chain, saved_state
@@ -192,6 +196,23 @@ def test_ranks_save_what_they_have_alike_or_under_keys_of_their_own(
     assert first == second
     assert "state.extra.mine differs between ranks: 0 and 1" in first[0]
     assert first[1] == "{'mine/0': 0, 'mine/1': 1}"
+
+
+def statistics_of_each_rank(folder: Path) -> tuple[list[float], list[float]]:
+    layers = [torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 8)]
+    model = torch.nn.Sequential(*layers, torch.nn.BatchNorm1d(8))
+    keep_batch_norm_local(model)
+    DistributedDataParallel(model)(torch.full((2, 4), 1.0 + communicator().rank) * torch.eye(2, 4))
+    own = [float(buffer.sum()) for buffer in model.buffers()]
+    checkpoint.save(folder, 0, model=model)
+    checkpoint.load(folder, model=model)
+    return own, [float(buffer.sum()) for buffer in model.buffers()]
+
+
+def test_what_differs_between_ranks_is_saved_of_one_of_them(ranks: Ranks, tmp_path: Path) -> None:
+    (first, saved), (second, again) = ranks(2, statistics_of_each_rank, tmp_path)
+    assert first != second
+    assert saved == again == first
 
 
 def weights_alone(path: Path) -> dict[str, torch.Tensor]:

@@ -162,6 +162,11 @@ def no_launcher(ranks: Ranks, folder: Path) -> str:
         return told(cluster)
 
 
+def rank_beyond(ranks: Ranks, folder: Path) -> str:
+    with environment(RANK="2", WORLD_SIZE="2", MASTER_ADDR="node1", MASTER_PORT="29500"):
+        return told(cluster)
+
+
 def no_run(ranks: Ranks, folder: Path) -> str:
     return told(communicator)
 
@@ -365,6 +370,16 @@ def saved(folder: Path, model: nn.Module) -> Path:
 
 def no_checkpoint(ranks: Ranks, folder: Path) -> str:
     return told(lambda: checkpoint.load(folder / "checkpoints"))
+
+
+def saved_alone(ranks: Ranks, folder: Path) -> str:
+    def body() -> str:
+        world = communicator()
+        if world.rank == 0:
+            return told(lambda: checkpoint.save(folder / "checkpoints", 1, extra=1))
+        return told(lambda: world.all_reduce(torch.ones(4), label="a sum").wait())
+
+    return ranks(2, body, backend="shm")[0]
 
 
 def other_model(ranks: Ranks, folder: Path) -> str:

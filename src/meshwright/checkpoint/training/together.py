@@ -43,7 +43,9 @@ def together(
         except Exception as error:
             failure = error
             told = {"kind": type(error).__name__, "text": str(error)}
-    rows = group.gather_bytes(json.dumps(told).encode(), label=f"checkpoint: {name}")
+    # Where one rank alone saves, the others' own operation is shown beside this label.
+    label = f"checkpoint of all ranks: {name}"
+    rows = group.gather_bytes(json.dumps(told).encode(), label=label)
     if failure is not None:
         raise failure
     answers = [json.loads(row) for row in rows]

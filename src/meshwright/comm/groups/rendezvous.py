@@ -53,11 +53,18 @@ def open_store(
             if agent or serves or _is_of_new_run(store, rank, limit, PROCESS.runs_met[place]):
                 break
     except RuntimeError as error:
-        what = "listen on" if serves else "reach the store of rank 0 at"
+        what, why = (
+            ("listen on", "is the port taken by another program, or the address another machine's?")
+            if serves
+            else (
+                "reach the store of rank 0 at",
+                "is rank 0 not started, or is that not its place?",
+            )
+        )
         raise CommunicationError(
-            f"rank {rank} of {world_size} cannot {what} {host}:{port}: {one_line(error)}; "
-            "is the port taken by another program, or rank 0 not started? "
-            "Set MASTER_PORT to a free port on every rank"
+            f"rank {rank} of {world_size} cannot {what} {host}:{port}: {one_line(error)}; {why} "
+            "Set MASTER_ADDR to the machine of rank 0 and MASTER_PORT to a free port there, on "
+            "every rank"
         ) from error
     return store, rank, world_size, place
 
@@ -122,7 +129,9 @@ def sign_in(
         names = f"rank {', '.join(map(str, roll.absent()))}"
         if waited >= limit:
             raise CommunicationError(
-                f"rank {rank} waited {limit:g} s for {world_size} ranks: {names} did not come"
+                f"rank {rank} waited {limit:g} s for {world_size} ranks: {names} did not come: "
+                "start as many processes as WORLD_SIZE says, each with a RANK of its own, all with "
+                "one MASTER_ADDR and MASTER_PORT"
             )
         _log.warning("%s has not come after %.0f s: the others wait", names, waited)
     return list(roll.entries)
