@@ -56,6 +56,9 @@ def test_copies_that_differ_have_other_marks_however_they_lie() -> None:
     plain = torch.arange(4096.0).view(64, 64)
     assert marks(plain) == marks(plain.clone()) != marks(plain + 1)
     assert marks(plain.t()) == marks(plain.t().clone()) != marks((plain + 1).t())
+    late = torch.zeros(1 << 18)
+    late[-1] = 1.0
+    assert marks(late) != marks(torch.zeros(1 << 18))
     assert len(marks(torch.tensor(5.0))) == 1 and marks(torch.empty(0, 3)) == ()
     boxes = (Box((0,), (2,)), Box((4,), (0,)), Box((6,), (1,)))
     first, second = (

@@ -40,7 +40,8 @@ def test_all_numbers_of_a_run_become_curves() -> None:
 
 def test_memory_of_many_kinds_of_ranks_is_drawn_for_those_with_the_most() -> None:
     told = {str(rank): {"parameters": rank, "peak": 10 * rank} for rank in range(20)}
-    *kinds, peaks = charts([{"step": 1, "memory": told}])
+    before = {"step": 1, "memory": {"parameters": 7, "peak": 8}}  # as rank 0 alone wrote it once
+    *kinds, peaks = charts([before, {"step": 2, "memory": told}])
     assert [chart.title.split(",")[0][-7:] for chart in kinds] == [
         f"rank {rank}" for rank in range(19, 12, -1)
     ]

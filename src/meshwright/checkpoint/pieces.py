@@ -2,15 +2,14 @@
 
 A rank hands over what it holds. Two ranks may hold the same box (replicas); it is written once, by
 the holder with the least to write so far, a choice that every rank computes alike. What its holders
-hold with other values, as the statistics of each rank's own batches, is all written by the first of
-them: a checkpoint never has a part of one rank's and a part of another's.
+hold with other values in its first MiB, as the statistics of each rank's own batches, is all
+written by the first of them, and not a part by one rank and a part by another.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,14 +19,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint.checksums import OURS, algorithm
 from meshwright.checkpoint.manifest import Piece
 from meshwright.checkpoint.tensor_file import DTYPES, file_name, item_size
 from meshwright.comm.streams import Event, record
 from meshwright.layout import Box
 
 _HOST = torch.device("cpu")
-_MARKED = 4096
-"""Bytes at the beginning of a box that are compared between its holders."""
+_MARKED = 1 << 20
+"""Bytes at the beginning of a box that are compared between its holders: on a device each rank
+copies them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -125,7 +126,8 @@ def marked(held: Held, value: Tensor | ShardedPiece | ReadTensor) -> Held:
         return held
     tensors = (part for _, part in parts(value)) if isinstance(value, ShardedPiece) else (value,)
     few = (_first(tensor.detach()) for tensor in tensors if tensor.numel())
-    return Held(*held[:4], tuple(map(zlib.crc32, byte_views(few))))
+    begin = algorithm(OURS)
+    return Held(*held[:4], tuple(begin(view).intdigest() for view in byte_views(few)))
 
 
 def _first(tensor: Tensor) -> Tensor:

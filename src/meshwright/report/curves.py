@@ -104,6 +104,8 @@ def _memory(rows: Iterable[Mapping[str, object]]) -> list[Chart]:
         if not (isinstance(step, int) and isinstance(told, Mapping)):
             continue
         for ranks, parts in told.items():
+            if not isinstance(parts, Mapping):
+                continue  # of a version that wrote rank 0's alone
             of = sizes.setdefault(f"{'ranks' if {*'-,'} & {*ranks} else 'rank'} {ranks}", {})
             for name, size in parts.items():
                 of.setdefault(name, []).append((float(step), float(size)))
