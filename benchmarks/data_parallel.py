@@ -294,9 +294,12 @@ def measure_units(options: argparse.Namespace, units: int) -> tuple[Cost, Cost]:
     models: dict[str, nn.Module] = {}
     built: Cost = {}
     for arm in arms:
+        gc.collect()
+        gc.freeze()  # the collector would go through the arms before, by chance in this one or that
         begun = time.process_time()
         models[arm] = make("few", arm, model)
         taken = (time.process_time() - begun) / units * 1e6
+        gc.unfreeze()
         built[arm] = [taken - sum(built.get("plain", ()))]  # a copy of the model, which each makes
         print(
             f"fake, {units} units: {built[arm][0]:.0f} microseconds of construction a unit, {arm}"

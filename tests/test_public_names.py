@@ -100,12 +100,13 @@ def test_plans_and_errors_load_no_torch() -> None:
 
 @pytest.mark.slow
 def test_the_library_needs_neither_a_compiler_nor_development_tools() -> None:
-    """The public names load no compiler; all but the command, its recipes and the test plugin loads
-    where development tools are missing."""
+    """Neither the public names nor sharding load a compiler; all but the command, its recipes and
+    the test plugin loads where development tools are missing."""
     names = [name for name in _modules() if not name.startswith(ENTRIES)]
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({DEVELOPMENT!r}))\n"
         "import meshwright as m; m.parallelize, m.replicate, m.FullyShardedDataParallel\n"
+        "import torch; m.comm.connect('gloo'); m.fully_shard(torch.nn.Linear(2, 2))\n"
         "print('torch._dynamo' in sys.modules)\n"
         f"import importlib\nfor name in {names!r}: importlib.import_module(name)\nprint('loaded')"
     )

@@ -433,8 +433,9 @@ class ChunkedLayout(LineLayout):
 
     def own_range(self, index: int, part: int) -> tuple[int, int]:
         """See `LineLayout`."""
-        start = self.offsets[index]
-        return start, start + self.box(index, part).numel
+        start, shape, dim = self.offsets[index], self.shapes[index], self.dims[index]
+        length = chunk(shape[dim], self.parts, part)[1]
+        return start, start + length * math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
 
     def cuts(self, part: int) -> Iterator[Cut]:
         """List the chunks that are not empty in shard ``part``."""

@@ -40,6 +40,7 @@ from meshwright.torch_internals.distributed import (
 )
 from meshwright.torch_internals.tensors import (
     local_tensor_of,
+    mark_parameter,
     number_operator,
     set_local_tensor,
 )
@@ -91,18 +92,52 @@ def dtensor_at_rest(
 
     >>> dtensor_at_rest(torch.zeros(2, 3), mesh, [Shard(0)], (4, 3), (3, 1))  # on two ranks
     """
-    spread = torch_placements(placements)
+    # torch's from_local would copy it to the device of the mesh.
+    return _made(local.detach(), _spec_at_rest(local, mesh, placements, shape, stride))
+
+
+def parameter_at_rest(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[AnyPlacement],
+    shape: Sequence[int],
+    stride: Sequence[int],
+    *,
+    requires_grad: bool,
+) -> nn.Parameter:
+    """Make a parameter as `dtensor_at_rest` makes a DTensor; what it holds is ``local`` itself.
+
+    `torch.nn.Parameter` would make a second DTensor, by an operator.
+    """
+    spec = _spec_at_rest(local, mesh, placements, shape, stride)
+    found = _made(local, spec, requires_grad=requires_grad)
+    set_local_tensor(found, local)
+    mark_parameter(found, is_parameter=True)
+    return cast("nn.Parameter", found)
+
+
+def _made(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> DTensor:
+    # Not torch's __init__, which makes nothing: it loads the compiler, and costs more than this.
+    return DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
+
+
+def _spec_at_rest(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[AnyPlacement],
+    shape: Sequence[int],
+    stride: Sequence[int],
+) -> DTensorSpec:
+    spread, shape = torch_placements(placements), tuple(shape)
     box = local_box(shape, mesh, spread)
     if box is not None and tuple(local.shape) != box.shape:
         raise LayoutError(
-            f"expected this rank's part of a tensor of shape {tuple(shape)}, placed {list(spread)} "
+            f"expected this rank's part of a tensor of shape {shape}, placed {list(spread)} "
             f"on {mesh}, to have shape {box.shape}; found {tuple(local.shape)}"
         )
-    # torch's from_local would copy it to the device of the mesh.
-    rest = AtRest(
-        local=local, mesh=mesh, placements=spread, shape=tuple(shape), stride=tuple(stride)
+    return DTensorSpec(
+        mesh, spread, tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
     )
-    return dtensor_around(local, rest)
 
 
 def dtensor_like(local: torch.Tensor, like: torch.Tensor) -> DTensor:
@@ -122,7 +157,7 @@ def dtensor_like(local: torch.Tensor, like: torch.Tensor) -> DTensor:
         )
     # An offset would be one into a storage of its own, which is empty, and looked for there.
     begins = local.new_empty(0) if local.storage_offset() else local
-    found = DTensor(begins, spec_of(like), requires_grad=False)
+    found = _made(begins, spec_of(like))
     set_local_tensor(found, local)
     return found
 
@@ -131,7 +166,7 @@ def dtensor_around(local: torch.Tensor, rest: AtRest) -> DTensor:
     """Make a DTensor placed as ``rest`` around ``local``, on its device and memory."""
     meta = TensorMeta(torch.Size(rest.shape), rest.stride, local.dtype)
     spec = DTensorSpec(rest.mesh, rest.placements, tensor_meta=meta)
-    return DTensor(local.detach(), spec, requires_grad=False)
+    return _made(local.detach(), spec)
 
 
 def beginning_storage(local: torch.Tensor) -> torch.Tensor:
@@ -147,12 +182,12 @@ def beginning_storage(local: torch.Tensor) -> torch.Tensor:
     strides, storage, offset = local.stride(), local.untyped_storage(), local.storage_offset()
     if storage.device.type == "meta":  # there is no memory to share
         return torch.empty_strided(local.shape, strides, dtype=local.dtype, device=local.device)
-    size = local.itemsize
-    reach = sum((n - 1) * step for n, step in zip(local.shape, strides, strict=True)) + 1
-    begin, end = offset * size, (offset + (reach if local.numel() else 0)) * size
+    size, reach = local.itemsize, local.numel()
+    if not local.is_contiguous():
+        reach = sum((n - 1) * step for n, step in zip(local.shape, strides, strict=True)) + 1
+    part = storage[offset * size : (offset + reach) * size]
     found = local.detach()
-    with torch.no_grad():
-        found.data = local.new_empty(0).set_(storage[begin:end], 0, local.shape, strides)
+    found.data = local.new_empty(0).set_(part, 0, local.shape, strides)
     return found
 
 

@@ -394,6 +394,15 @@ def _folded(words: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(count: int, device: torch.device) -> torch.Tensor:
-    """Odd numbers of 32 bits."""
+    """Odd numbers of 32 bits, ``count`` of them or more."""
+    if is_host(device):
+        return _ON_HOST
+    return _odd_numbers(count, device)
+
+
+def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
     steps = torch.arange(1, count + 1, device=device).mul_(GOLDEN)
     return (steps >> 32).to(torch.int32).bitwise_or_(1)
+
+
+_ON_HOST = _odd_numbers(LANES, torch.device("cpu"))

@@ -171,8 +171,9 @@ class FullyShard:
         )
         _check_reshard(options)
         axes = options.target.axes.communicators
-        inside = [part for _, part in own_modules(modules)]
-        unit = build_unit(modules, options, synchronises=sync_module_states)
+        own = list(own_modules(modules))
+        inside = [part for _, part in own]
+        unit = build_unit(modules, own, options, synchronises=sync_module_states)
         buffers = () if sync_module_states else starting_buffers(inside, options.ignored, axes)
         driver = _ShardedDriver(
             unit,

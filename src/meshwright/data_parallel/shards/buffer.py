@@ -201,11 +201,16 @@ class FlatBuffer:
     @torch.no_grad()
     def fill(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Take this rank's part of whole tensors; where there is None the shard stays."""
+        places: list[torch.Tensor] = []
+        parts: list[torch.Tensor] = []
         for cut in self.layout.cuts(self.axes.part):
             tensor = tensors[cut.index]
             if tensor is not None:
-                place = self.shard[cut.offset : cut.offset + math.prod(cut.shape)].view(cut.shape)
-                place.copy_(tensor.detach().reshape(cut.of)[cut.slices])
+                stop = cut.offset + math.prod(cut.shape)
+                places.append(self.shard[cut.offset : stop].view(cut.shape))
+                parts.append(tensor.detach().reshape(cut.of)[cut.slices])
+        if places:
+            foreach_copy_(places, parts)
 
     def local(self, index: int) -> torch.Tensor:
         """Give this rank's chunk of tensor ``index``: a view of the shard. For chunked layouts."""
@@ -215,7 +220,7 @@ class FlatBuffer:
 
     def around(self, index: int) -> torch.Tensor:
         """Give this rank's chunk of tensor ``index`` as users see it, on the shard's memory."""
-        return beginning_storage(self.local(index).detach())
+        return beginning_storage(self.local(index))
 
     def own(self, index: int, line: torch.Tensor | None = None) -> torch.Tensor:
         """Give this rank's elements of tensor ``index``: a view of the shard, or of ``line``."""

@@ -21,6 +21,7 @@ from meshwright.comm.dtensors.dtensor import (
     dtensor_like,
     is_dtensor,
     local_of,
+    parameter_at_rest,
     put_on_mesh,
 )
 from meshwright.comm.dtensors.gradient_part import gradient_part, plain
@@ -87,10 +88,7 @@ class _Entry:
         if place is None:
             raise InternalError("a DTensor at rest needs a place on a mesh")
         self.wrap = (place.mesh, place.placements, place.shape, contiguous_strides(place.shape))
-        shown: Any = nn.Parameter(
-            dtensor_at_rest(local, *self.wrap), requires_grad=slot.original.requires_grad
-        )
-        set_local_tensor(shown, local)  # of its class, with its attributes
+        shown: Any = parameter_at_rest(local, *self.wrap, requires_grad=slot.original.requires_grad)
         shown.__dict__.update(before.__dict__)
         carry_hooks(before, shown, slot.name)
         self.exposed = shown

@@ -35,14 +35,19 @@ def carry_hooks(source: torch.Tensor, target: nn.Parameter, name: str) -> None:
     carry_after_hooks(source, target, name)
 
 
-@torch.enable_grad()
-def accumulator_of(leaf: torch.Tensor) -> torch.autograd.graph.Node:
-    """Find the node by which autograd adds to ``leaf.grad``; ``leaf`` requires grad.
+class _Behind(torch.autograd.Function):
+    """A node behind a leaf. It calls no operator, which would cost a DTensor many times as much."""
 
-    A DTensor without elements, which torch's own `get_gradient_edge` views, is taken, too.
-    """
-    alias: torch.Tensor = torch.ops.aten.alias.default(leaf)
-    node = None if alias.grad_fn is None else alias.grad_fn.next_functions[0][0]
+    @staticmethod
+    def forward(ctx: object, leaf: torch.Tensor) -> torch.Tensor:  # pyrefly: ignore[bad-override]
+        return torch.empty(0)
+
+
+def accumulator_of(leaf: torch.Tensor) -> torch.autograd.graph.Node:
+    """Find the node by which autograd adds to ``leaf.grad``; ``leaf`` requires grad."""
+    with torch.enable_grad():
+        behind: torch.Tensor = _Behind.apply(leaf)
+    node = None if behind.grad_fn is None else behind.grad_fn.next_functions[0][0]
     if node is None:
         raise InternalError(f"a leaf of shape {tuple(leaf.shape)} has no graph")
     return node

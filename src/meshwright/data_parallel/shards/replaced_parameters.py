@@ -139,7 +139,9 @@ def refuse_views(modules: Iterable[nn.Module], slots: Iterable[Slot]) -> None:
     names.pop(0, None)  # on the meta device
     for module in modules:
         for attribute, value in vars(module).items():
-            listed: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value]
+            if type(value) is not torch.Tensor and not isinstance(value, (list, tuple)):
+                continue
+            listed: Sequence[Any] = [value] if isinstance(value, torch.Tensor) else value
             found = [each for each in listed if type(each) is torch.Tensor and not each.is_meta]
             shared = [each.untyped_storage().data_ptr() for each in found if _has_memory(each)]
             name = next((names[at] for at in shared if at in names), None)

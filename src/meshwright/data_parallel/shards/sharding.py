@@ -12,7 +12,7 @@ from torch import nn
 
 from meshwright import comm
 from meshwright.comm import Communicator
-from meshwright.comm.dtensors.dtensor import check_ties, local_of
+from meshwright.comm.dtensors.dtensor import check_ties, is_dtensor, local_of
 from meshwright.comm.dtensors.subclasses import values_of
 from meshwright.data_parallel.checks.forward_writes import refuse_frequencies
 from meshwright.data_parallel.checks.starting_state import digests_of, is_of_one_rank, synchronise
@@ -31,7 +31,7 @@ from meshwright.data_parallel.shards.policies import (
 from meshwright.data_parallel.shards.replaced_parameters import refuse_views
 from meshwright.data_parallel.shards.shared_parameters import settle
 from meshwright.data_parallel.shards.slot import Slot, collect_slots, group_slots
-from meshwright.data_parallel.shards.tensor_extensions import Extension, extension_of
+from meshwright.data_parallel.shards.tensor_extensions import PLAIN, Extension, extension_of
 from meshwright.data_parallel.shards.unit import Unit
 from meshwright.layout import FlatLayout, Replicate
 from meshwright.mesh import DeviceMesh
@@ -53,32 +53,34 @@ class ShardOptions:
 
 
 def build_unit(
-    modules: Sequence[nn.Module], options: ShardOptions, *, synchronises: bool
+    modules: Sequence[nn.Module],
+    own: Sequence[tuple[str, nn.Module]],
+    options: ShardOptions,
+    *,
+    synchronises: bool,
 ) -> Unit | None:
     """Make the unit of all parameters of ``modules`` that no other call has taken, if any.
 
-    With ``synchronises`` it has the values of the first rank.
+    ``own`` are the `own_modules`. With ``synchronises`` it has the values of the first rank.
     """
     for module in modules:
         check_ties(module)
-    ignored = options.ignored
-    slots = [
-        slot for slot in collect_slots(own_modules(modules)) if id(slot.original) not in ignored
-    ]
-    local = {key: each for part in modules for key, each in local_parameters(part).items()}
-    for slot in slots:
-        slot.compute_as(local.get(id(slot.original), slot.computes))
-    if options.target.axes.size > 1:
+    slots = [slot for slot in collect_slots(own) if id(slot.original) not in options.ignored]
+    if any(is_dtensor(slot.original) for slot in slots):
+        local = {key: each for part in modules for key, each in local_parameters(part).items()}
+        for slot in slots:
+            slot.compute_as(local.get(id(slot.original), slot.computes))
+    if slots and options.target.axes.size > 1:
         refuse_frequencies(modules, [(slot.name, slot.original) for slot in slots])
-    _move_buffers(modules, options)
+    _move_buffers(own, options)
     slots, moved = settle(modules, slots)
     _check_parameters(slots)
-    refuse_views((part for _, part in own_modules(modules)), slots)
+    refuse_views((part for _, part in own), slots)
     for slot in slots:
         at = place(slot.name, slot.original, options.target, options.placement_of)
         slot.settle(at, _extension(slot, at, options))
     if synchronises:
-        _synchronise(modules, slots, options)
+        _synchronise(own, slots, options)
     compared: Sequence[Slot] = () if synchronises else slots
     digests = digests_of([slot.original for slot in compared])
     wholes = dict(zip(compared, digests, strict=True))
@@ -113,6 +115,8 @@ def on_one_mesh(modules: Iterable[nn.Module]) -> None:
     for slot, at in placed:
         if slot.outer is not None:
             meshes.setdefault(at.axes, set()).add(at.mesh)
+    if not meshes:
+        return
     for slot, at in placed:
         known = meshes.get(at.axes, ())
         if slot.outer is None and len(known) == 1:
@@ -124,26 +128,26 @@ def on_one_mesh(modules: Iterable[nn.Module]) -> None:
 
 
 def _synchronise(
-    modules: Sequence[nn.Module], slots: Iterable[Slot], options: ShardOptions
+    own: Iterable[tuple[str, nn.Module]], slots: Iterable[Slot], options: ShardOptions
 ) -> None:
     """Give all ranks the parameters and buffers of the first."""
-    own = options.target.axes
-    by_axes: dict[DataAxes, list[tuple[str, torch.Tensor]]] = {own: []}
+    data = options.target.axes
+    by_axes: dict[DataAxes, list[tuple[str, torch.Tensor]]] = {data: []}
     for slot in slots:
-        axes = own if slot.place is None else slot.place.axes
+        axes = data if slot.place is None else slot.place.axes
         by_axes.setdefault(axes, []).append((slot.name, values_of(slot.original)))
-    for path, module in own_modules(modules):
+    for path, module in own:
         if not is_of_one_rank(module, options.ignored):
             named = module.named_buffers(path, recurse=False)
-            by_axes[own] += [(name, buffer) for name, buffer in named]
+            by_axes[data] += [(name, buffer) for name, buffer in named]
     for axes, tensors in by_axes.items():
         synchronise(tensors, axes.shard, axes.replicate)
 
 
-def _move_buffers(modules: Sequence[nn.Module], options: ShardOptions) -> None:
+def _move_buffers(own: Iterable[tuple[str, nn.Module]], options: ShardOptions) -> None:
     """Put the buffers of modules where these will compute, as their parameters."""
     device = _device_of(options.target)
-    for _, module in own_modules(modules):
+    for _, module in own:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device and not buffer.is_meta:
                 module._buffers[name] = buffer.to(device)
@@ -151,6 +155,8 @@ def _move_buffers(modules: Sequence[nn.Module], options: ShardOptions) -> None:
 
 def _extension(slot: Slot, place: Place, options: ShardOptions) -> Extension | None:
     """Find how ``slot`` is gathered, if a subclass says so; refuse what would be lost."""
+    if type(slot.original) in PLAIN:
+        return None
     mesh, shard = place.mesh, place.axes.shard
     over = mesh if mesh.ndim == 1 else None
     if shard is not None and shard.axis in (mesh.mesh_dim_names or ()):

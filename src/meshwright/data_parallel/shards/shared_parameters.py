@@ -31,13 +31,13 @@ def remember(driver: Driver) -> None:
     unit = driver.unit
     if unit is None:
         return
-    for slot in unit.slots:
+    for slot, shown in zip(unit.slots, unit.exposure.parameters(unit), strict=True):
         # The parameter may live on in another module; its unit must not keep it alive.
         home = (weakref.ref(driver), weakref.ref(slot))
         before = slot.replace_original(slot.full)
         before.__dict__[HOME] = home
         retire(before, slot.name)
-        unit.exposure.shown(slot).__dict__[HOME] = home
+        shown.__dict__[HOME] = home
 
 
 def settle(modules: Sequence[nn.Module], slots: Iterable[Slot]) -> tuple[list[Slot], list[Slot]]:
