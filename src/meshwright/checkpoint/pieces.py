@@ -127,7 +127,8 @@ def marked(held: Held, value: Tensor | ShardedPiece | ReadTensor) -> Held:
     tensors = (part for _, part in parts(value)) if isinstance(value, ShardedPiece) else (value,)
     few = (_first(tensor.detach()) for tensor in tensors if tensor.numel())
     begin = algorithm(OURS)
-    return Held(*held[:4], tuple(begin(view).intdigest() for view in byte_views(few)))
+    marks = tuple(begin(view).intdigest() for view in byte_views(few))
+    return Held(held.name, held.dtype, held.shape, held.boxes, marks)
 
 
 def _first(tensor: Tensor) -> Tensor:
