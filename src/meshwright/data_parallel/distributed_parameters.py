@@ -38,6 +38,7 @@ from meshwright.comm.dtensors.dtensor import (
 from meshwright.comm.dtensors.local_leaves import add_to_gradient, give_up, local_leaf, take_over
 from meshwright.comm.dtensors.sharded_axes import refuse_spread, spread_over
 from meshwright.comm.graphs.untraced import apart, constant
+from meshwright.data_parallel.replicas.slots import ARRIVED, Arrivals
 from meshwright.gradients import look_at_optimizers
 from meshwright.torch_internals.autograd import after_hooks_of, backward_hooks_of
 
@@ -289,22 +290,23 @@ class ReducedLeaves:
 
     def hook_trainable(
         self,
+        arrivals: Arrivals,
         arrived: Callable[[int, torch.Tensor], None],
         arrived_at_leaf: Callable[[int, torch.Tensor], None],
     ) -> None:
         """Call one with its index when a gradient is complete here: the second for DTensors.
 
-        Both are methods, whose object the parameters do not keep alive. Parameters that do not
-        require grad have no such hook yet.
+        Both are methods, whose object the parameters do not keep alive. What ``arrivals`` allows is
+        counted there instead. Parameters that do not require grad have no such hook yet.
         """
         for index, parameter in enumerate(self.parameters):
             if not parameter.requires_grad or index in self._hooked:
                 continue
             if index in self.lent:
-                hook = _weakly(arrived_at_leaf, index)
+                hook = _weakly(arrived_at_leaf, index, arrivals)
                 self._hooked[index] = self.lent[index].hook(hook)
             else:
-                hook = _weakly(arrived, index)
+                hook = _weakly(arrived, index, arrivals)
                 self._hooked[index] = [parameter.register_post_accumulate_grad_hook(hook)]
 
     def release(self) -> None:
@@ -372,18 +374,29 @@ class ReducedLeaves:
 
 
 def _weakly(
-    method: Callable[[int, torch.Tensor], None], index: int
+    method: Callable[[int, torch.Tensor], None], index: int, arrivals: Arrivals
 ) -> Callable[[torch.Tensor], None]:
     """Make a hook that calls ``method`` with ``index`` for as long as its object lives.
 
     The garbage collector does not see what hooks of accumulated gradients refer to: a reducer that
-    they held would stay with its parameters, buckets and communicator for ever.
+    they held would stay with its parameters, buckets and communicator for ever. A gradient that is
+    awaited, and that others of its bucket come after, is counted here: most are, of all parameters.
     """
     bound = cast("MethodType", method)
     owner, function = weakref.ref(bound.__self__), bound.__func__
 
     @apart
     def arrived(parameter: torch.Tensor) -> None:
+        if not torch.compiler.is_compiling() and arrivals.is_open:
+            home = arrivals.homes[index]
+            if home is not None:
+                flags, place, number = home
+                if not flags[place] and parameter.grad is not None:
+                    left = arrivals.missing[number] - 1
+                    if left > 0:
+                        flags[place] = ARRIVED
+                        arrivals.missing[number] = left
+                        return
         reducer = owner()
         if reducer is not None:
             function(reducer, index, parameter)

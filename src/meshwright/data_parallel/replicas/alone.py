@@ -91,8 +91,8 @@ class _AloneGradient(Reduction):
 
     def reset(self) -> None:
         """Forget the gradient of the last backward pass."""
-        self.arrived, self.taken = bytearray(1), bytearray(1)
-        self._tensor = self.known = None
+        super().reset()
+        self._tensor = None
 
     def look(self, values: NonFiniteValues) -> None:
         """Have ``values`` note whether this rank's gradient is not finite, once it is filled."""

@@ -48,6 +48,7 @@ from meshwright.data_parallel.replicas.gradient_bucket import (
 from meshwright.data_parallel.replicas.options import ReductionSettings
 from meshwright.data_parallel.replicas.slots import (
     ARRIVED,
+    Arrivals,
     BucketLayout,
     Reduction,
     came_empty,
@@ -136,6 +137,7 @@ class GradientReducer:
         self.registered_hook: RegisteredHook | None = None
         self.marking: Marking | None = None
         """The marks of gradients while a backward pass is traced."""
+        self._arrivals = Arrivals()
         self._next = 0
         self._factor: Factor | None = None
         self.late = LateNumbers()
@@ -222,7 +224,7 @@ class GradientReducer:
 
     def begin_forward(self) -> None:
         """Get ready for the gradients of a forward pass that has just begun."""
-        self.is_synchronising = self.is_wanted
+        self.synchronise(self.is_wanted)
         if self.marking is not None and not self.is_wanted:
             self.marking.keep()
         self.alignment.begin_forward()
@@ -230,7 +232,8 @@ class GradientReducer:
 
     def follow_training(self) -> None:
         """Give parameters their places anew where other ones require grad than before."""
-        self.follow_leaves()
+        if self.leaves.lent:
+            self.follow_leaves()
         trainable = [parameter.requires_grad for parameter in self._parameters]
         if trainable != self._trainable:
             changes = zip(self.named, trainable, self._trainable, strict=True)
@@ -247,7 +250,7 @@ class GradientReducer:
         """Find leaves of DTensors anew, and hook what trains now; not collective, as traces are."""
         if self.leaves.lent and self.leaves.follow():
             self._arrange()
-        self.leaves.hook_trainable(self._arrived, self._arrived_at_leaf)
+        self.leaves.hook_trainable(self._arrivals, self._arrived, self._arrived_at_leaf)
 
     def _kinds_now(self) -> list[object]:
         """List the dtype of each parameter, and a device: modules move as a whole."""
@@ -262,6 +265,7 @@ class GradientReducer:
     def synchronise(self, is_due: bool) -> None:
         """Reduce gradients in the hooks of the pass of now, or do not."""
         self.is_synchronising = is_due
+        self._arrivals.open(False)
 
     def ask_before_reductions(self, ask: Callable[[], float | None] | None) -> None:
         """Call ``ask`` before the first reduction of each pass; it may return another factor."""
@@ -282,6 +286,7 @@ class GradientReducer:
         if self.late.coming:
             self.late.settle()  # before any of this pass is sent
         self.phase = ReductionPhase.BACKWARD
+        self._arrivals.open(self.is_synchronising)
         marking = self.marking
         if marking is not None and marking.has_begun and marking.took_forward():
             self.alignment.begin_forward()
@@ -368,19 +373,24 @@ class GradientReducer:
         self._extra = self.buckets[-1].extra if self.buckets else None
         """The numbers behind the gradients by which all ranks know of each other's passes."""
         self._sizes = [len(bucket.parameters) for bucket in self.buckets]
-        self._missing = self._sizes.copy()
-        """Of each bucket, the parameters without a gradient so far in this backward pass."""
         self._alone = tuple(b for b in self.buckets if b.layout.is_alone)
         self._kinds = self._kinds_now()
         self._homes: list[tuple[Reduction, int] | None] = [None] * len(self._parameters)
-        for bucket in self.buckets:
+        counted: list[tuple[bytearray, int, int] | None] = [None] * len(self._parameters)
+        for number, bucket in enumerate(self.buckets):
             for place, slot in enumerate(bucket.layout.slots):
                 self._homes[slot.index] = (bucket, place)
-        self.leaves.hook_trainable(self._arrived, self._arrived_at_leaf)
+                if self._static is None and not bucket.takes(place):
+                    counted[slot.index] = (bucket.arrived, place, number)
+        for index in self.leaves.lent:
+            counted[index] = None
+        self._arrivals.arrange(counted)
+        self._arrivals.start_over(self._sizes)
+        self.leaves.hook_trainable(self._arrivals, self._arrived, self._arrived_at_leaf)
 
     @apart
     def _arrived(self, index: int, parameter: torch.Tensor) -> None:
-        """Count a gradient in that is complete. Called for every parameter: keep it short."""
+        """Count a gradient in that is complete, see `Arrivals`, and launch what is full."""
         if torch.compiler.is_compiling():
             if self.is_synchronising and self.marking is not None:
                 self.marking.accumulated(index, parameter)
@@ -408,10 +418,10 @@ class GradientReducer:
         if bucket.takes(place):
             self._take(bucket, place)
         bucket.arrived[place] = ARRIVED if parameter.grad is not None else came_empty(parameter)
-        number = bucket.layout.index
-        self._missing[number] -= 1
-        if self._missing[number] == 0 and number == self._next:
-            while self._next < len(self.buckets) and self._missing[self._next] == 0:
+        number, missing = bucket.layout.index, self._arrivals.missing
+        missing[number] -= 1
+        if missing[number] == 0 and number == self._next:
+            while self._next < len(self.buckets) and missing[self._next] == 0:
                 self._launch_next()
 
     @apart
@@ -573,7 +583,7 @@ class GradientReducer:
         """Close a backward pass; also one that all ranks give up before its first reduction."""
         for bucket in self.buckets:
             bucket.reset()
-        self._missing = self._sizes.copy()
+        self._arrivals.start_over(self._sizes)
         self._next = 0
         self._factor = None
         self._lacks = self._has_told = False

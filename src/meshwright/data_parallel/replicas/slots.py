@@ -22,6 +22,34 @@ ARRIVED, CAME_EMPTY = 1, 2
 """A gradient in this backward pass; one that a function of the graph has left undefined."""
 
 
+class Arrivals:
+    """The gradients that a backward pass has yet to bring. Hooks hold it: it refers to no tensor.
+
+    They count in it while `is_open`. What is more than that is the reducer's: the first gradient of
+    a pass, the last of a bucket, a second one of a parameter, one that is none.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        """True in a pass that reduces in hooks."""
+        self.homes: Sequence[tuple[bytearray, int, int] | None] = ()
+        """Of each parameter the marks of its bucket, its place in them, and the bucket's number."""
+        self.missing: list[int] = []
+        """Of each bucket, the parameters without a gradient so far in this backward pass."""
+
+    def arrange(self, homes: Sequence[tuple[bytearray, int, int] | None]) -> None:
+        """Count by ``homes`` from the next pass on."""
+        self.homes = homes
+
+    def open(self, is_open: bool) -> None:
+        """Have hooks count from now on, or leave all to the reducer."""
+        self.is_open = is_open
+
+    def start_over(self, sizes: Sequence[int]) -> None:
+        """Close a pass: buckets of ``sizes`` lack all their gradients."""
+        self.missing, self.is_open = list(sizes), False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientSlot:
     """One trainable parameter as a bucket sees it. ``dtype`` is that of the reduction."""
@@ -111,8 +139,7 @@ class Reduction(ABC):
 
     def reset(self) -> None:
         """Forget the last backward pass."""
-        self.arrived = bytearray(len(self.parameters))
-        self.taken = bytearray(len(self.parameters))
+        self.arrived[:] = self.taken[:] = bytes(len(self.parameters))
         self.known = None
 
     def begin(self) -> None:
