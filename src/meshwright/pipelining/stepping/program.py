@@ -7,7 +7,7 @@ waits for, posts or sends, and which stages of this rank read what it makes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.pipelining.stage import PipelineStage
@@ -76,19 +76,18 @@ class Entry:
     """The function of the user that runs instead."""
     parts: tuple[Entry, ...] = ()
     """Of an overlap that a function of the user runs."""
+    waits: bool = field(init=False)
+    """True when something must have come before it runs."""
+
+    def __post_init__(self) -> None:
+        computes = self.operation is F or self.operation in BACKWARD
+        needs = computes and (bool(self.reads) or self.residency is not None)
+        self.waits = any(part.waits for part in self.parts) if self.parts else needs
 
     @property
     def where(self) -> str:
         """The name of it in messages: of an overlap with the part."""
         return self.text if self.part is self.action else f"{self.text} of {self.action}"
-
-    @property
-    def waits(self) -> bool:
-        """True when something must have come before it runs."""
-        if self.parts:
-            return any(part.waits for part in self.parts)
-        computes = self.operation is F or self.operation in BACKWARD
-        return computes and (bool(self.reads) or self.residency is not None)
 
 
 def program(
