@@ -228,6 +228,8 @@ class Transfers:
     def post(self, legs: Iterable[Leg]) -> None:
         """Post receives, now or as soon as their turn has come and their sizes are known."""
         for leg in legs:
+            if leg in self._posted:
+                continue
             queue = self.unposted.get(leg.peer)
             if queue is not None:
                 queue.append(leg)
@@ -289,7 +291,8 @@ class Transfers:
             while leg not in self._posted:
                 if not queue or not self._post(queue[0], wait=True):
                     raise PipeliningShapeError(f"{leg.label} cannot be received")
-                queue.popleft()
+                while queue and queue[0] in self._posted:
+                    queue.popleft()
             received = self._posted.pop(leg)
         for pending in received.pendings:
             pending.wait(watch=self._watch)
