@@ -234,3 +234,35 @@ def body_bounded() -> None:
 @pytest.mark.backends("shm", "gloo")
 def test_what_is_kept_in_mind_is_bounded(ranks: Ranks) -> None:
     ranks(2, body_bounded)
+
+
+class Scaled(nn.Module):
+    """Scales each column."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def body_posts(width: int) -> list[str]:
+    """The transfers of payloads in the order in which this rank issues them."""
+    layers: list[nn.Module] = [Scaled(width) for _ in range(2)]
+    schedule, mine = made("1F1B", layers, 4, loss_fn=nn.functional.mse_loss)
+    x = torch.randn(4, width)
+    args, kwargs = ((x,), {}) if 0 in mine else ((), {"target": x})
+    schedule.step(*args, **kwargs)
+    with observe(recorder := Recorder()):
+        schedule.step(*args, **kwargs)
+    return [label for _, label in recorder.kinds() if "RECV" in label or "SEND" in label]
+
+
+@pytest.mark.backends("gloo")
+def test_receives_of_small_messages_are_posted_together(ranks: Ranks) -> None:
+    _, small = ranks(2, body_posts, 4)
+    assert small[:4] == ["1RECV_F0", "1RECV_F1", "1RECV_F2", "1RECV_F3"]
+    _, large = ranks(2, body_posts, 1 << 15)
+    assert large[:5] == ["1RECV_F0", "1RECV_F1", "1SEND_B0", "1RECV_F2", "1SEND_B1"]
+    assert sorted(large) == sorted(small)

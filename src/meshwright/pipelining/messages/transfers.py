@@ -9,7 +9,9 @@ are none. With all that have any: constants. Both sides know from the steps befo
 have a letter; in a step like those before that is one for each stage and rank that reads it.
 
 A receive never blocks when it is posted: what it needs to know may not be there yet, and then it,
-and what comes behind it from the same rank, is posted by whoever waits for it.
+and what comes behind it from the same rank, is posted by whoever waits for it. On Gloo, where each
+receive is a word to its sender that wakes a thread there, those of small messages are posted ahead
+of their turn, several together: the words come together.
 
 From ranks of torch's fake process group, which are no processes, nothing comes. A stage then reads
 zeros of the shapes that it is declared to take, or that the trace has seen, and every value that
@@ -46,6 +48,10 @@ from meshwright.pipelining.stepping.program import Leg
 from meshwright.schedule import messages
 from meshwright.schedule.actions import SEND_F, Schedule
 
+_AHEAD = 16
+"""The number of receives up to which more are posted ahead of their turn."""
+_SMALL = 1 << 16
+"""Bytes of a message up to which more are."""
 _MODES = ("an evaluation", "a training step")
 _ALIKE = "every rank has to call step() and eval() equally often and in the same order"
 
@@ -91,6 +97,8 @@ class Carrier:
         self.known = Agreed()
         self.can_look = communicator.backend != "gloo"
         """True when it costs nothing to see that a message has left."""
+        self.posts_ahead = communicator.is_on_host and not self.can_look
+        """True when receives may be posted, in their order, before the row says so."""
 
 
 @dataclass(slots=True)
@@ -220,6 +228,8 @@ class Transfers:
     def post(self, legs: Iterable[Leg]) -> None:
         """Post receives, now or as soon as their turn has come and their sizes are known."""
         for leg in legs:
+            if leg in self._posted:
+                continue
             queue = self.unposted.get(leg.peer)
             if queue is not None:
                 queue.append(leg)
@@ -281,21 +291,35 @@ class Transfers:
             while leg not in self._posted:
                 if not queue or not self._post(queue[0], wait=True):
                     raise PipeliningShapeError(f"{leg.label} cannot be received")
-                queue.popleft()
+                while queue and queue[0] in self._posted:
+                    queue.popleft()
             received = self._posted.pop(leg)
         for pending in received.pendings:
             pending.wait(watch=self._watch)
         return received
 
     def _post(self, leg: Leg, *, wait: bool) -> bool:
-        """Post the receive of a message, unless a letter must be read first that has not come."""
-        if leg.message.operation is SEND_F:
-            found = self._post_outputs(leg, wait=wait)
-        else:
-            found = self._post_gradients(leg, wait=wait)
-        if found is not None:
-            self._posted[leg] = found
-        return found is not None
+        """Post the receive of a message, unless a letter must be read first that has not come.
+
+        Small ones behind it may be posted with it, ahead of their turn.
+        """
+        posted, following = self._posted, leg
+        begun: list[Pending] = []
+        while following is not None and following not in posted:
+            is_output = following.message.operation is SEND_F
+            post = self._post_outputs if is_output else self._post_gradients
+            found = post(following, wait=wait and following is leg)
+            if found is None:
+                break
+            posted[following] = found
+            if not self._carrier.posts_ahead:
+                return True
+            begun += found.pendings
+            is_small = sum(buffer.nbytes for buffer in found.buffers) <= _SMALL
+            following = following.following if is_small and len(posted) < _AHEAD else None
+        if begun:
+            start_together(begun)
+        return leg in posted
 
     def _post_outputs(self, leg: Leg, *, wait: bool) -> _Receive | None:
         _, stage, _, k, _, _ = leg.message

@@ -44,6 +44,12 @@ class Leg:
     """The other rank."""
     readers: tuple[PipelineStage, ...] = ()
     """Of one that arrives, the stages of this rank that read it."""
+    following: Leg | None = None
+    """Of one that arrives, what the same rank sends next."""
+
+    def precede(self, following: Leg) -> None:
+        """Note what the same rank sends next."""
+        self.following = following
 
 
 @dataclass(slots=True, eq=False)
@@ -120,6 +126,8 @@ class _Compiler:
         self._custom = custom
         self._received = received(schedule, rank)
         self._legs: dict[Message, Leg] = {}
+        self._last: dict[int, Leg] = {}
+        """By rank, the last leg from it that was listed."""
         self._seen: set[Message] = set()
 
     def run(self) -> list[Entry]:
@@ -167,6 +175,11 @@ class _Compiler:
             found["targets"] = self._here(schedule.targets[index])
         elif operation is RECV_F or operation is RECV_B:
             found["posts"] = tuple(self._leg(message) for message in self._received[action])
+            for leg in found["posts"]:
+                before = self._last.get(leg.peer)
+                if before is not None:
+                    before.precede(leg)
+                self._last[leg.peer] = leg
         elif operation is SEND_F or operation is SEND_B:
             found["sends"] = tuple(self._leg(message) for message in sent(part, schedule))
         elif operation in BACKWARD and operation is not W:
