@@ -21,9 +21,10 @@ from fuzz.training import Fault, is_refusal
 from meshwright.errors import CollectiveMismatchError
 
 
-def test_sixty_drawn_cases_train_as_one_process_or_are_refused_by_name() -> None:
-    # The same sixty each time, so that whoever sees it fail can run it again.
-    _judge(first=0, count=60)
+@pytest.mark.parametrize("first", [0, pytest.param(40, marks=pytest.mark.slow)])
+def test_forty_drawn_cases_train_as_one_process_or_are_refused_by_name(first: int) -> None:
+    # The same forty each time, so that whoever sees it fail can run it again.
+    _judge(first, count=40)
 
 
 @pytest.mark.soak

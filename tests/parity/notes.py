@@ -38,7 +38,7 @@ ABSENT: dict[str, str] = {
 }
 DIFFERENT: dict[str, str] = {
     "DistributedDataParallel": (
-        "`check_reduction`, which torch ignores, by keyword; ours adds `unused_gradient` (what "
+        "ours adds `unused_gradient` (what "
         "`.grad` becomes where no rank had one) and `stop_on_non_finite`"
     ),
     "FullyShardedDataParallel": "ours adds a check that gradients are finite",

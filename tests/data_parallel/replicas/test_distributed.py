@@ -267,6 +267,20 @@ def body_mesh() -> None:
         "expected a process group, found DeviceMesh: of a mesh give the group of one axis",
         lambda: DistributedDataParallel(mlp(), process_group=line),
     )
+    given = DistributedDataParallel(mlp(), None, None, 0, False, True, world.group, 7, True, True)
+    assert not given.options.broadcast_buffers
+    assert given.options.process_group is world.group
+    assert given.options.reduction.cap_bytes == 7 << 20
+    raises(
+        TypeError,
+        "found 4 by position and init_sync by keyword, too",
+        lambda: DistributedDataParallel(mlp(), None, None, 0, *[None] * 4, init_sync=False),
+    )
+    raises(
+        TypeError,
+        "behind dim, each once; found 9 by position",
+        lambda: DistributedDataParallel(mlp(), None, None, 0, *[None] * 9),
+    )
     ours = DistributedDataParallel(mlp(), device_mesh=line)
     _, share = batch()
     with observe(recorder := Recorder()):

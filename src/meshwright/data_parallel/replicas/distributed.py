@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import Collection, Iterator, Sequence
 from operator import attrgetter
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
 from torch import nn
@@ -25,6 +25,12 @@ from meshwright.data_parallel.residency import ReplicaResidency
 from meshwright.torch_internals.autograd import is_profiled
 from meshwright.torch_internals.modules import IGNORED_NAMES
 
+_BY_POSITION = (
+    *("broadcast_buffers", "init_sync", "process_group", "bucket_cap_mb"),
+    *("find_unused_parameters", "check_reduction", "gradient_as_bucket_view", "static_graph"),
+)
+"""Keywords in the order in which torch's class takes them behind ``dim``."""
+
 
 class DistributedDataParallel(SteppedOver):
     """Keeps ``module`` equal on all ranks of one axis while they train on different batches.
@@ -37,9 +43,10 @@ class DistributedDataParallel(SteppedOver):
     Until the backward pass has ended a gradient is this rank's: `torch.autograd.grad` returns that,
     and so hooks of parameters, both kinds, see it; what they change is what is summed.
 
-    ``keywords`` are those of `ReplicateKeywords`. On a GPU ``device_ids`` holds the one device that
-    inputs are moved to. ``output_device``, ``dim`` and ``check_reduction`` are accepted as torch's
-    class accepts them. Errors are those of torch's class of this name.
+    ``keywords`` are those of `ReplicateKeywords`; ``more`` are the first of them, in torch's order.
+    On a GPU ``device_ids`` holds the one device that inputs are moved to. ``output_device``,
+    ``dim`` and ``check_reduction`` are accepted as torch's class accepts them. Errors are those of
+    torch's class of this name.
 
     `copy.deepcopy` and `torch.save` take it: a copy is set up, a collective, in its first forward
     pass that trains, and evaluates without the other ranks until then.
@@ -60,11 +67,13 @@ class DistributedDataParallel(SteppedOver):
         device_ids: Sequence[int | torch.device] | None = None,
         output_device: int | torch.device | None = None,
         dim: int = 0,
-        *,
+        *more: Any,
         check_reduction: bool = False,
         **keywords: Unpack[ReplicateKeywords],
     ) -> None:
         super().__init__()
+        if more:
+            keywords = _with_positions(keywords, more)
         options = resolved(
             module,
             keywords,
@@ -331,3 +340,17 @@ def one_device(
             "parameters on the CPU. Leave both out"
         )
     return list(device_ids) if device_ids else None
+
+
+def _with_positions(keywords: ReplicateKeywords, more: Sequence[object]) -> ReplicateKeywords:
+    """Add to ``keywords`` what was given behind ``dim``, in torch's order."""
+    given = dict(zip(_BY_POSITION, more, strict=False))
+    twice = sorted(given.keys() & keywords.keys())
+    if len(more) > len(given) or twice:
+        raise TypeError(
+            f"expected at most {', '.join(_BY_POSITION)} behind dim, each once; found {len(more)} "
+            f"by position{f' and {twice[0]} by keyword, too' if twice else ''}: give them by "
+            "keyword"
+        )
+    given.pop("check_reduction", None)
+    return cast("ReplicateKeywords", {**given, **keywords})
