@@ -36,6 +36,8 @@ __all__ = ["main"]
 HERE = Path(__file__).parent
 BEST = "over torch's best, CPU"
 UNITS = (60, 240, 960)
+PEERS = ("plain", "ddp", "ddp view", "ddp static", "fsdp1 flat", "fsdp1 orig", "fsdp2")
+SHARDED = ("fully_shard", "facade flat")
 WORK_OF_UNITS = ("Python a unit and step", "construction a unit")
 
 AIMS: dict[str, float] = {
@@ -84,6 +86,7 @@ AIMS: dict[str, float] = {
         f"2 ranks, 4KB {kind}: staged over bare": 1.5
         for kind in ("barrier", "reduce_scatter", "ring")
     },
+    "compiled gpt, shm: fully_shard compiled over eager, above plain's": 0.05,
     "first use, s: replicate more than ddp": 0.3,
 }
 """At most; what is in neither table is shown without one."""
@@ -106,23 +109,29 @@ class Run:
 RUNS = (
     Run(
         "data parallel, Gloo",
-        ("data_parallel.py", "--rounds", "4"),
-        ("--models", "tiny", "--rounds", "3"),
+        ("data_parallel.py", "--rounds", "3", "--arms", *PEERS, *SHARDED, "replicate"),
+        ("--models", "tiny"),
     ),
     Run(
         "data parallel, shared memory",
-        ("data_parallel.py", "--backend", "shm", "--rounds", "4"),
-        ("--models", "tiny", "--rounds", "3"),
+        (
+            *("data_parallel.py", "--backend", "shm", "--rounds", "3"),
+            *("--arms", *PEERS, *SHARDED, "replicate"),
+        ),
+        ("--models", "tiny"),
     ),
     Run(
         "data parallel, memory",
-        ("data_parallel.py", "--memory", "--backend", "shm", "--models", "gpt"),
+        (
+            *("data_parallel.py", "--memory", "--backend", "shm", "--models", "gpt"),
+            *("--arms", "plain", "ddp view", "replicate", "fsdp1 flat", "fsdp2", *SHARDED),
+        ),
     ),
     Run(
         "data parallel, Python and construction",
         (
-            *("data_parallel.py", "--python-per-unit", "--rounds", "3"),
-            *("--arms", "plain", "fsdp1 flat", "fsdp2", "fully_shard", "facade flat"),
+            *("data_parallel.py", "--python-per-unit", "--rounds", "2"),
+            *("--arms", "plain", "fsdp1 flat", "fsdp2", *SHARDED),
             *("--units", *map(str, UNITS)),
         ),
         ("--units", "60"),
@@ -141,13 +150,20 @@ RUNS = (
     Run("pipelining, gpt8", ("pipelining.py", "--part", "step")),
     Run(
         "tensor parallel",
-        ("tensor_parallel.py",),
-        ("--works", "small", "--optimizers", "SGD", "--rounds", "3"),
+        ("tensor_parallel.py", "--optimizers", "SGD"),
+        ("--works", "small", "--rounds", "3"),
     ),
-    Run("compiled", ("compiled.py", "--models", "net", "gpt", "--backend", "shm")),
+    Run(
+        "compiled",
+        (
+            *("compiled.py", "--models", "gpt", "--backend", "shm", "--rounds", "5", "--arms"),
+            *("plain", "plain compiled", "ddp view", "ddp compiled", "replicate"),
+            *("replicate compiled", "fully_shard", "fully_shard compiled"),
+        ),
+    ),
     Run("checkpoints over raw", ("checkpoint.py", "--raw"), ("--rounds", "3")),
     Run("checkpoints of many tensors", ("checkpoint.py",)),
-    Run("first use", ("first_use.py",), ("--rounds", "3")),
+    Run("first use", ("first_use.py", "--rounds", "3")),
 )
 
 

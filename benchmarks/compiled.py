@@ -26,9 +26,10 @@ from collections.abc import Callable
 import torch
 import torch.multiprocessing as mp
 from _data_parallel_arms import ARMS, WORKLOADS, make
+from _figures import note
 from torch import nn
 
-from data_parallel import enter, ratios, show_times, spend, spread, train
+from data_parallel import Spent, enter, ratios, show_times, spend, spread, train
 from meshwright import comm
 from meshwright.compiler import compile_module
 
@@ -77,7 +78,7 @@ def measure_steady(rank: int, options: argparse.Namespace) -> None:
         arms = [a for a in (*EAGER, *COMPILED, OWN_ENTRY) if not options.arms or a in options.arms]
         models = {arm: build(name, arm, model, group) for arm in arms}
         optimizers = {arm: torch.optim.SGD(m.parameters(), 1e-4) for arm, m in models.items()}
-        spent: dict[str, list[tuple[float, ...]]] = {arm: [] for arm in arms}
+        spent: Spent = {arm: [] for arm in arms}
         for number in range(options.rounds + 2):
             for arm in arms if number % 2 else arms[::-1]:
                 rows = world.gather_numbers(spend(models[arm], optimizers[arm], work), label="s")
@@ -87,12 +88,25 @@ def measure_steady(rank: int, options: argparse.Namespace) -> None:
                     spent[arm].append(mine)
         if rank == 0:
             peers = [arm for arm in PEERS if arm in spent]
-            show_times(f"compiled {name}, {options.backend}", work.steps, spent, peers)
-            for arm in (arm for arm in COMPILED if arm in spent and COMPILED[arm] in spent):
-                of_cpu, of_wall = (spread(ratios(spent, arm, COMPILED[arm], n)) for n in (0, 1))
-                print(f"  {arm:<20} over eager: CPU {of_cpu}  wall {of_wall}", flush=True)
+            title = f"compiled {name}, {options.backend}"
+            show_times(title, work.steps, spent, peers)
+            show_over_eager(title, spent)
         del models, optimizers
     comm.disconnect()
+
+
+def show_over_eager(title: str, spent: Spent) -> None:
+    """Print each compiled arm over its eager one, and note it beside the plain model's."""
+    plain = ratios(spent, "plain compiled", "plain") if "plain compiled" in spent else []
+    for arm, eager in COMPILED.items():
+        if arm not in spent or eager not in spent:
+            continue
+        of_cpu, of_wall = (ratios(spent, arm, eager, column) for column in (0, 1))
+        print(f"  {arm:<20} over eager: CPU {spread(of_cpu)}  wall {spread(of_wall)}", flush=True)
+        note(f"{title}: {arm} over eager, CPU", of_cpu)
+        if plain and eager != "plain":
+            above = [mine - least for mine, least in zip(of_cpu, plain, strict=True)]
+            note(f"{title}: {arm} over eager, above plain's", above)
 
 
 def cpu_seconds() -> float:

@@ -288,6 +288,7 @@ def note_units(title: str, what: str, here: Cost) -> None:
 def measure_units(options: argparse.Namespace, units: int) -> tuple[Cost, Cost]:
     """Measure the microseconds that each arm adds to a step, and those of its construction."""
     work = WORKLOADS["few"]
+    steps = max(1, work.steps * options.units[0] // units)  # as many units go by at any number
     torch.manual_seed(0)
     model = encoder(units - 1, 32, 4)
     arms = [arm for arm in FAMILIES["sharded"] if not options.arms or arm in options.arms]
@@ -308,11 +309,11 @@ def measure_units(options: argparse.Namespace, units: int) -> tuple[Cost, Cost]:
     for number in range(options.rounds + 1):
         for arm in arms if number % 2 else arms[::-1]:
             begun = time.process_time()
-            for _ in range(work.steps):
+            for _ in range(steps):
                 models[arm](work.batch()).square().mean().backward()
                 models[arm].zero_grad()
             if number:
-                spent[arm].append(((time.process_time() - begun) / work.steps,))
+                spent[arm].append(((time.process_time() - begun) / steps,))
     print(f"fake, {units} units: microseconds of a step for each unit, above the plain model")
     added = {
         arm: [
