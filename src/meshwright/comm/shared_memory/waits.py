@@ -167,6 +167,9 @@ class Meeting:
         self._bells = [layout.rank_word(rank) + DOORBELL for rank in range(layout.size)]
         self._nobody = bytes(8 * layout.size)
         self._spins = range(patience.spins)
+        self._awake = patience.seconds
+        """Seconds for which this rank gives its core away before it sleeps until a message comes:
+        fewer behind messages that took longer, as those of stages that compute in between."""
 
     # ------------------------------------------------------------------ collectives
 
@@ -282,8 +285,8 @@ class Meeting:
         for _ in self._spins:
             if words[index] != heard:
                 return
-        awake_until = time.monotonic() + self.patience.seconds
-        while time.monotonic() < awake_until:
+        begun = time.monotonic()
+        while time.monotonic() < begun + self._awake:
             os.sched_yield()
             if words[index] != heard:
                 return
@@ -292,6 +295,9 @@ class Meeting:
         if words[index] == heard:
             self._futex.wait(self.segment.address + 8 * index, heard, min(NAP, seconds))
         words[own] = 0
+        patience = self.patience.seconds
+        is_long = time.monotonic() - begun > patience
+        self._awake = max(self._awake / 2, patience / 16) if is_long else patience
 
     # ------------------------------------------------------------------ failures
 
