@@ -36,6 +36,7 @@ from meshwright.comm.failures.waiting import explain
 from meshwright.comm.failures.whereabouts import one_line
 from meshwright.comm.groups import device_choice, rendezvous
 from meshwright.comm.groups.registry import PROCESS
+from meshwright.comm.memory.heap import keep_freed
 from meshwright.comm.observing.late import settle
 from meshwright.comm.streams import is_host
 from meshwright.errors import CommunicationError, LayoutError, RankFailedError
@@ -168,6 +169,7 @@ def _watch_world(world: Communicator, hang_after: float) -> None:
 
 
 def _be_member() -> None:
+    keep_freed()
     membership.ExceptionHook.install()
     atexit.register(_leave_at_exit)
 

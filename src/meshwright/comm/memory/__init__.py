@@ -2,6 +2,7 @@
 
 Bottom-up:
 
+    heap              what C's heap keeps of what is freed
     pages             pages that move between tensors instead of being freed and got anew
     reusable_storage  1-D tensors whose memory comes and goes, while views of them stay valid
 """

@@ -366,9 +366,18 @@ class _Sums:
     def finish(self) -> None:
         """Hand over the rest."""
         if self._starts:
-            starts, gradients = self._starts, self._gradients
+            starts, gradients = tuple(self._starts), tuple(self._gradients)
             self._starts, self._gradients = list[GradientEdge](), list[torch.Tensor]()
-            torch.autograd.backward(starts, gradients, retain_graph=self._retain_graph)
+            # Without the checks of `torch.autograd.backward`: each gradient fits its edge.
+            run_engine(
+                starts,
+                gradients,
+                self._retain_graph,
+                False,
+                (),
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
 
     def _hand_over(self) -> None:
         """Hand over what shares no parameter with another branch."""
