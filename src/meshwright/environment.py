@@ -120,6 +120,19 @@ def local_rank() -> int | None:
     return _number("SLURM_LOCALID") if found is None and _is_of_slurm() else found
 
 
+def local_size() -> int | None:
+    """Find the number of ranks on this machine; None where nothing says it."""
+    return _number("LOCAL_WORLD_SIZE")
+
+
+def is_set(name: str) -> bool:
+    """Check that a variable switches on what it names: it is 0 or 1, and 0 where nobody set it."""
+    text = os.environ.get(name) or "0"
+    if text not in {"0", "1"}:
+        raise CommunicationError(f"expected 0 or 1 in {name}, found {text!r}")
+    return text == "1"
+
+
 def _is_of_slurm() -> bool:
     """Check that srun has started this process among others: a batch script is no step of it."""
     return "SLURM_STEP_ID" in os.environ and (_slurm_size() or 1) > 1

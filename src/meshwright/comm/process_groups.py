@@ -39,6 +39,7 @@ from meshwright.comm.groups.registry import PROCESS
 from meshwright.comm.memory.heap import keep_freed
 from meshwright.comm.observing.late import settle
 from meshwright.comm.streams import is_host
+from meshwright.environment import is_set
 from meshwright.errors import CommunicationError, LayoutError, RankFailedError
 from meshwright.torch_internals.distributed import (
     abort_together,
@@ -130,7 +131,7 @@ def connect(
 
 def _check_calls(check: bool | None) -> None:
     """Compare every call from now on, where that is asked for."""
-    is_asked = os.environ.get("MESHWRIGHT_CHECK", "0") != "0" if check is None else check
+    is_asked = is_set("MESHWRIGHT_CHECK") if check is None else check
     if is_asked and PROCESS.checks is None:
         CallChecks(communicator).install()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import warnings
 from collections import Counter
@@ -11,6 +10,7 @@ from typing import Any
 
 from meshwright.comm import Communicator, communicator, subgroup
 from meshwright.data_parallel.shards.buffer import DataAxes
+from meshwright.environment import local_size
 from meshwright.fsdp.options import ShardingStrategy, own_member, row_of
 from meshwright.mesh import DeviceMesh
 
@@ -69,9 +69,8 @@ def hybrid_process_groups(
 
 def devices_per_node(world: Communicator) -> int:
     """Count the ranks of ``world`` that share a machine: from torchrun, else by host name."""
-    given = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if given.isdigit() and int(given) > 0:
-        return int(given)
+    if given := local_size():
+        return given
     hosts = Counter(world.gather_bytes(socket.gethostname().encode(), label="host names"))
     sizes = set(hosts.values())
     return sizes.pop() if len(sizes) == 1 else world.size

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright import comm
 from meshwright.comm import shared_memory
+from meshwright.comm.groups import registry
 from meshwright.comm.groups.launch import launch
 from meshwright.comm.shared_memory import arena, joining
 from meshwright.errors import CommunicationError
@@ -97,11 +98,20 @@ def test_what_the_world_gets(
         assert "store order of x86-64, and this is aarch64: the ranks communicate" in warned[0]
 
 
-def test_an_unknown_name_in_the_environment_is_named(ranks: Ranks) -> None:
+def test_an_unknown_word_in_the_environment_is_named(ranks: Ranks) -> None:
     def body() -> None:
-        os.environ["MESHWRIGHT_CPU_BACKEND"] = "shared"
-        with pytest.raises(ValueError, match="expected gloo or shm, found 'shared'"):
-            comm.connect()
+        for name, text, message in (
+            ("MESHWRIGHT_CPU_BACKEND", "shared", "expected gloo or shm, found 'shared'"),
+            ("LOCAL_WORLD_SIZE", "two", "expected a number in LOCAL_WORLD_SIZE, found 'two'"),
+            ("MESHWRIGHT_CHECK", "true", "expected 0 or 1 in MESHWRIGHT_CHECK, found 'true'"),
+        ):
+            os.environ[name] = text
+            with pytest.raises((ValueError, CommunicationError), match=message):
+                comm.connect()
+            comm.disconnect()
+            os.environ[name] = ""  # as if it were not set
+        assert comm.connect().size == 1
+        assert registry.PROCESS.checks is None
 
     ranks(1, body, connected=False)
 

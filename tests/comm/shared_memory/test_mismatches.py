@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -172,6 +173,23 @@ def test_an_unlabelled_call_fits_a_labelled_one(ranks: Ranks) -> None:
         dist.all_reduce(tensor)
         assert group.next_label == ""
         assert tensor.tolist() == [2, 2, 2]
+
+    ranks(2, body, connected=False)
+
+
+def test_a_group_that_threads_share_is_named(ranks: Ranks) -> None:
+    """As `dcp.async_save` shares the default group with the training."""
+
+    def body() -> None:
+        join()
+        group = dist.new_group()
+        reduce = functools.partial(dist.all_reduce, group=group)
+        thread = threading.Thread(target=reduce, args=(torch.ones(3),), name="saving")
+        thread.start()
+        thread.join()
+        with pytest.raises(CollectiveMismatchError, match=r"beside each other \(.*saving\), in"):
+            reduce(torch.ones(3 + dist.get_rank()))
+        dist.destroy_process_group()
 
     ranks(2, body, connected=False)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 from collections.abc import Sequence
 
 import torch
@@ -20,6 +19,7 @@ from meshwright.comm.groups.python_group import GroupOptions
 from meshwright.comm.shared_memory.arena import SharedTensors
 from meshwright.comm.shared_memory.group import BACKEND, SharedMemoryGroup
 from meshwright.comm.shared_memory.joining import ApartError, join
+from meshwright.environment import local_size
 from meshwright.torch_internals.distributed import add_backend, known_backends, number_operations
 
 _log = logging.getLogger("meshwright")
@@ -33,7 +33,7 @@ class _Host:
         self._groups: dict[int, SharedMemoryGroup] = {}
         self._known: dict[int, tuple[int, int]] = {}
         """Process id and start time of the ranks of this host that were met, by world number."""
-        self.crowd = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.crowd = 1
         """The most ranks on this host that are known of."""
 
     def create(self, options: GroupOptions, backend_options: object) -> dist.ProcessGroup:
@@ -41,7 +41,7 @@ class _Host:
         ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
         if not dist.is_initialized():
             self._known.clear()  # a new world numbers its ranks anew
-        crowd = max(self.crowd, len(ranks))
+        crowd = max(self.crowd, local_size() or 1, len(ranks))
         timeout = options.timeout.total_seconds()
         try:
             meeting = join(options.store, options.group_rank, ranks, crowd, timeout, self._known)

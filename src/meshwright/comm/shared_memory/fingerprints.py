@@ -51,6 +51,8 @@ class Records:
             tuple(layout.record(rank, parity) for rank in range(layout.size)) for parity in (0, 1)
         )
         self._others = tuple(rank for rank in range(layout.size) if rank != self._me)
+        self.threads: set[str] = set()
+        """The names of the threads that have issued calls of the group on this rank."""
 
     def write(
         self,
@@ -126,4 +128,12 @@ class Records:
             f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} called {text}"
             for text, ranks in sides(numbers, texts).items()
         )
-        return f"the ranks differ at step {self._meeting.step} of their group: {groups}"
+        text = f"the ranks differ at step {self._meeting.step} of their group: {groups}"
+        if len(self.threads) > 1:
+            text += (
+                f". Threads of rank {numbers[self._me]} issue calls of the group beside each "
+                f"other ({', '.join(sorted(self.threads))}), in an order that other ranks need "
+                "not have: give each thread a group of its own, as dcp.async_save takes by "
+                "process_group=torch.distributed.new_group()"
+            )
+        return text

@@ -64,6 +64,10 @@ class _Issuing(threading.local):
     label = ""
     coalesced: list[SharedWork] | None = None
 
+    def __init__(self, threads: set[str]) -> None:
+        """Add the name of this thread, which issues for the first time, to ``threads``."""
+        threads.add(threading.current_thread().name)
+
     def label_next(self, label: str) -> None:
         """Give the next operation ``label``."""
         self.label = label
@@ -123,7 +127,7 @@ class SharedMemoryGroup(PythonGroup):
         self._queue = OperationQueue(meeting, f"meshwright-collectives-{self._name}")
         self._transfers = Transfers(meeting, f"meshwright-transfers-{self._name}")
         self._calls: dict[tuple[Any, ...], RecordedCall] = {}
-        self._issuing = _Issuing()
+        self._issuing = _Issuing(self._exchange.records.threads)
         # Methods of theirs in place of ours that call them: these run for every operation.
         self.label_next: Callable[[str], None] = self._issuing.label_next
         """Gives the next operation that this thread issues a label; "" takes it back."""
