@@ -149,6 +149,7 @@ def body_at_rest() -> None:
     weight = model[0].weight.detach().clone()
     shard_all(model)
     assert type(model).__name__ == "FSDPSequential"
+    assert type(model).__module__ == nn.Sequential.__module__
     for parameter in model.parameters():
         assert isinstance(parameter, DTensor)
     assert torch.equal(model[0].weight.full_tensor(), weight)

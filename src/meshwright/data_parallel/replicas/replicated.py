@@ -303,8 +303,10 @@ class Replicate:
         state = ReplicateState(module, options)
         states[NAME] = state
         cls = type(module)
-        members = {"forward": _traceable(cls.forward)}
-        module.__class__ = type(f"DDP{cls.__name__}", (ReplicatedModule, cls), members)
+        # Under its own name, by which programs of others know what a model is, and save it.
+        names = {each: getattr(cls, each) for each in ("__module__", "__qualname__")}
+        members = {"forward": _traceable(cls.forward), **names}
+        module.__class__ = type(cls.__name__, (ReplicatedModule, cls), members)
         if options.mixed_precision is not None:
             # Before the other hooks, which then run outside of the casts.
             compute_in(

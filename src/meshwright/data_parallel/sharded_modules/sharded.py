@@ -252,11 +252,13 @@ def _install(module: nn.Module, driver: Driver, options: ShardOptions) -> None:
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Make a class of ``cls`` with the members of `FSDPModule`.
 
-    All modules of ``cls`` get the same one: what is compiled for one block serves the others.
+    All modules of ``cls`` get the same one: what is compiled for one block serves the others. It
+    has the name that torch's has, and the module of ``cls``, where programs of others look for it.
     """
     bases = (FSDPModule, cls)
     made = (each for each in type.__subclasses__(cls) if each.__bases__ == bases)
-    return next(made, None) or type(f"FSDP{cls.__name__}", bases, _framed(cls))
+    members = {"__module__": cls.__module__, **_framed(cls)}
+    return next(made, None) or type(f"FSDP{cls.__name__}", bases, members)
 
 
 def _framed(cls: type[nn.Module]) -> dict[str, object]:
