@@ -21,6 +21,7 @@ from meshwright import comm
 from meshwright.comm import settle
 from meshwright.data_parallel.checks.starting_state import starting_buffers
 from meshwright.data_parallel.modules.nested import tensors_in
+from meshwright.data_parallel.modules.of_this_process import home_of
 from meshwright.data_parallel.sharded_modules.module_hooks import (
     CastSettings,
     Driver,
@@ -257,7 +258,7 @@ def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """
     bases = (FSDPModule, cls)
     made = (each for each in type.__subclasses__(cls) if each.__bases__ == bases)
-    members = {"__module__": cls.__module__, **_framed(cls)}
+    members = {**home_of(cls), **_framed(cls)}
     return next(made, None) or type(f"FSDP{cls.__name__}", bases, members)
 
 
