@@ -145,6 +145,8 @@ class ExportCommand:
                 raise PlanError(str(error)) from error
         if ranks.is_first:
             print(f"wrote {self.target}: {checkpoint.FORMATS[self.to]}")
+            if self.to == "hf" and not (Path(self.target) / "config.json").exists():
+                print("without config.json, which from_pretrained needs: give --config")
         return 0
 
 

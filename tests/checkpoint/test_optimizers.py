@@ -150,3 +150,26 @@ def test_parameters_without_a_name_and_state_of_another_form() -> None:
     for state in (None, {}, optimizer.state_dict()["state"], {"state": {}, "param_groups": [1]}):
         with pytest.raises(CheckpointMismatchError, match="expected the state of an optimizer"):
             load_optimizer_state(optimizer, one.named_parameters(), state)
+
+
+def test_without_copies_the_tensors_are_taken_and_none_is_shared() -> None:
+    """But where two parameters are given the same one, or a view of memory with more in it."""
+    model, line = nn.Linear(2, 2, bias=False), torch.arange(8.0)
+    other = nn.Parameter(torch.zeros(2, 2))
+    named = [("first", model.weight), ("second", other)]
+    optimizer = torch.optim.SGD([model.weight, other], lr=0.1, momentum=0.9)
+    momentum, view = torch.ones(2, 2), line[4:].view(2, 2)
+    groups = [{**optimizer.param_groups[0], "params": ["first", "second"]}]
+
+    def loaded(one: torch.Tensor, two: torch.Tensor, *, copies: bool) -> list[torch.Tensor]:
+        state = {"first": {"momentum_buffer": one}, "second": {"momentum_buffer": two}}
+        saved = {"state": state, "param_groups": groups}
+        load_optimizer_state(optimizer, named, saved, copies=copies)
+        found = [optimizer.state[each]["momentum_buffer"] for _, each in named]
+        assert torch.equal(found[0], one) and torch.equal(found[1], two)
+        return found
+
+    taken = loaded(momentum, momentum, copies=False)
+    assert taken[0].data_ptr() == momentum.data_ptr() != taken[1].data_ptr()
+    assert loaded(momentum, view, copies=False)[1].data_ptr() != view.data_ptr()
+    assert loaded(momentum, view, copies=True)[0].data_ptr() != momentum.data_ptr()

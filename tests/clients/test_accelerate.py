@@ -136,7 +136,9 @@ def test_a_model_of_ours_is_left_saved_and_loaded(
             train(found, prepared, optimizer, batches[2:])
             after.append(whole(prepared))
             found.load_state(str(tmp_path / "state"))
+        found.wait_for_everyone()  # Accelerate writes on one rank, and others read meanwhile
         found.save_state(str(tmp_path / "state"))  # once more, to the same folder
+        found.wait_for_everyone()
         found.load_state(str(tmp_path / "state"))
         state = found.get_state_dict(prepared)
         found.save_model(prepared, str(tmp_path / "weights"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,9 @@ def trainer(model: Any, folder: Path, batch: int, steps: int = 4, **options: Any
         seed=7,
         **options,
     )
+    given = None if "label_smoothing_factor" in options else loss
     return transformers.Trainer(
-        model=model, args=settings, train_dataset=texts(), compute_loss_func=loss
+        model=model, args=settings, train_dataset=texts(), compute_loss_func=given
     )
 
 
@@ -175,3 +177,29 @@ def test_the_trainer_saves_and_resumes_a_model_that_was_sharded_before(
     for found in ranks(2, body, 2, timeout=300, connected=False):
         # Its norms and rotations are in float32.
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_wrapper_is_in_no_name_that_the_trainer_reads_or_writes(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """A smoothed loss is that of the next token for classes that transformers knows by name."""
+    wrappers = {"plain": lambda model: model, "replicate": mw.replicate, "shard": mw.fully_shard}
+
+    def body(kind: str) -> list[float]:
+        install(1 if kind == "plain" else 2)
+        model, folder = wrappers[kind](gpt2()), tmp_path / kind
+        batch = 4 if kind == "plain" else 2
+        options = {"save_strategy": "no", "label_smoothing_factor": 0.1}
+        found = trainer(model, folder, batch, **options)
+        name = type(model).__name__
+        found.train()
+        found.save_model(str(folder))
+        assert type(model).__name__ == name
+        return history(found)
+
+    (expected,) = ranks(1, body, "plain", timeout=300, connected=False)
+    for kind in ("replicate", "shard"):
+        for losses in ranks(2, body, kind, timeout=300, connected=False):
+            assert losses == pytest.approx(expected, rel=1e-3)
+        written = json.loads((tmp_path / kind / "config.json").read_text())
+        assert written["architectures"] == ["GPT2LMHeadModel"]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from meshwright.comm.dtensors.dtensor import is_dtensor
+from meshwright.comm.dtensors.dtensor import is_dtensor, local_of
 from meshwright.errors import CheckpointMismatchError
 
 
@@ -39,9 +39,15 @@ def optimizer_state(
 
 
 def load_optimizer_state(
-    optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]], saved: object
+    optimizer: Optimizer,
+    named_parameters: Iterable[tuple[str, Tensor]],
+    saved: object,
+    *,
+    copies: bool = True,
 ) -> None:
     """Give an optimizer the state that ``optimizer_state`` took, by name and without any cast.
+
+    Without ``copies`` the tensors of ``saved`` become the optimizer's own.
 
     Raises ``CheckpointMismatchError`` listing every parameter that is missing, unknown or in
     another group, before anything is changed.
@@ -65,7 +71,7 @@ def load_optimizer_state(
     ]
     own_state = {index_of[name]: dict(values) for name, values in state.items()}
     optimizer.load_state_dict({"state": own_state, "param_groups": own_groups})
-    _restore_as_saved(optimizer, names, state)
+    _restore_as_saved(optimizer, names, state, copies=copies)
 
 
 def _names(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
@@ -121,7 +127,7 @@ def differing_groups(here: Sequence[Sequence[str]], there: Sequence[Sequence[str
 
 
 def _restore_as_saved(
-    optimizer: Optimizer, names: list[str], state: dict[str, dict[str, object]]
+    optimizer: Optimizer, names: list[str], state: dict[str, dict[str, object]], *, copies: bool
 ) -> None:
     """Undo the cast to the parameter's dtype that torch's ``load_state_dict`` makes silently.
 
@@ -129,6 +135,7 @@ def _restore_as_saved(
     if it were one line, and pair other elements where the strides differ.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    taken: set[int] = set()  # tied parameters may have one state there, and have each their own
     for name, parameter in zip(names, parameters, strict=True):
         own = optimizer.state[parameter] if name in state else {}
         for key, value in state.get(name, {}).items():
@@ -143,4 +150,12 @@ def _restore_as_saved(
             elif loaded.dtype != value.dtype:
                 own[key] = value.to(loaded.device, copy=True)
             elif loaded.data_ptr() == value.data_ptr():
-                own[key] = torch.clone(loaded)
+                place = local_of(loaded).data_ptr()
+                if copies or place in taken or _is_of_more(loaded):
+                    own[key] = torch.clone(loaded)
+                taken.add(place)
+
+
+def _is_of_more(tensor: Tensor) -> bool:
+    """Return True for a view of memory that has more in it, which would stay with it."""
+    return type(tensor) is Tensor and tensor.untyped_storage().nbytes() > tensor.nbytes

@@ -59,7 +59,12 @@ from meshwright.checkpoint.storage import Storage
 from meshwright.checkpoint.tensor_file import FileMap, file_map, file_name
 from meshwright.comm import Communicator, settle
 from meshwright.comm.failures.sameness import first_difference
-from meshwright.errors import CheckpointClaimedError, CheckpointError, CheckpointWriteError
+from meshwright.errors import (
+    CheckpointClaimedError,
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointWriteError,
+)
 from meshwright.layout import Box
 
 _log = logging.getLogger(__name__)
@@ -446,7 +451,7 @@ def _reason(error: Exception) -> str:
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror}"
     text = " ".join(str(error).split())
-    if isinstance(error, ValueError | TypeError | CheckpointClaimedError):
+    if isinstance(error, ValueError | TypeError | CheckpointClaimedError | CheckpointDamagedError):
         return text
     return f"{type(error).__name__}: {text}"
 
@@ -470,6 +475,8 @@ def _advice(error: Exception) -> str:
             return "all ranks need a folder that they share and nobody removes"
         case None if isinstance(error, CheckpointClaimedError):
             return "use one folder for each job"
+        case None if isinstance(error, CheckpointDamagedError):  # of a file that is imported
+            return "restore that file from a copy"
         case None:
             return "correct the arguments of save"
         case _:

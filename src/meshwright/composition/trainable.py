@@ -328,10 +328,11 @@ class Trainable:
             state["loss_scale"] = self.loss_scale.state_dict()
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, copies: bool = True) -> None:
         """Go on exactly where ``state`` was taken, on any layout. Every rank loads the same state.
 
-        Its tensors are whole, or cut as this rank's are. Raises RuntimeError, or
+        Its tensors are whole, or cut as this rank's are; without ``copies`` those of the optimizer
+        are its own from now on. Raises RuntimeError, or
         CheckpointMismatchError, naming what is missing or not known.
         """
         held = self.module.state_dict()
@@ -348,7 +349,7 @@ class Trainable:
                 for name, own in saved["state"].items()
             }
             saved = {"state": values, "param_groups": saved["param_groups"]}
-            load_named_state(self.optimizer, self.module, named, saved)
+            load_named_state(self.optimizer, self.module, named, saved, copies=copies)
         if self.loss_scale is not None and "loss_scale" in state:
             self.loss_scale.load_state_dict(state["loss_scale"])
         self.steps = int(state["steps"])

@@ -8,24 +8,29 @@
     Trainer(model=fully_shard(model), ...).train(resume_from_checkpoint=...)
 
 Under data parallelism it needs what Accelerate needs (`meshwright.integrations.accelerate`), which
-`install` does, too. For a model that was sharded before, five methods of ``Trainer`` are changed:
+`install` does, too. For a model that was sharded before, six methods of ``Trainer`` are changed:
 what they would write is the part of rank 0. Its checkpoints have the model, the optimizer and the
 scheduler as a checkpoint of ours, which any number of ranks goes on from, beside the whole weights
-for ``from_pretrained``.
+for ``from_pretrained``. Where it looks at the name of the
+model's class, for a smoothed loss and for what it writes, it finds that of the class before.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
+from meshwright.data_parallel import FSDPModule
 from meshwright.integrations import accelerate
 from meshwright.integrations.changes import Changes, change, put_back
+
+_NAME = "__name__"
 
 
 def install() -> None:
@@ -66,7 +71,36 @@ def _save(
     """Save the weights for ``from_pretrained``, whole."""
     if _is_sharded(trainer) and state_dict is None:
         state_dict = trainer.accelerator.get_state_dict(trainer.model)
-    theirs(output_dir, state_dict)
+    with _under_its_name(trainer):
+        theirs(output_dir, state_dict)
+
+
+def _compute_loss(
+    theirs: Callable[..., Any],
+    trainer: Any,  # noqa: ANN401 - a Trainer
+    *args: Any,
+    **keywords: Any,
+) -> Any:  # noqa: ANN401 - a loss, or with what the model has returned
+    """Compute the loss; a smoothed one compares the next token where the class is a known one."""
+    if trainer.label_smoother is None:
+        return theirs(*args, **keywords)
+    with _under_its_name(trainer):
+        return theirs(*args, **keywords)
+
+
+@contextlib.contextmanager
+def _under_its_name(trainer: Any) -> Iterator[None]:  # noqa: ANN401 - a Trainer
+    """Give the classes of sharded modules the name that they had before, within the block."""
+    modules = accelerate.inside(trainer.model).modules()
+    kinds = {type(module) for module in modules if isinstance(module, FSDPModule)}
+    names = {kind: kind.__name__ for kind in kinds}
+    for kind in kinds:
+        setattr(kind, _NAME, kind.__bases__[1].__name__)
+    try:
+        yield
+    finally:
+        for kind, name in names.items():
+            setattr(kind, _NAME, name)
 
 
 def _save_optimizer_and_scheduler(
@@ -132,6 +166,10 @@ def _is_sharded(trainer: Any) -> bool:  # noqa: ANN401 - a Trainer
 _CHANGES: Changes = MappingProxyType(
     {
         "_save": (("self", "output_dir", "state_dict"), _save),
+        "compute_loss": (
+            ("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
+            _compute_loss,
+        ),
         "_save_optimizer_and_scheduler": (("self", "output_dir"), _save_optimizer_and_scheduler),
         "_load_optimizer_and_scheduler": (("self", "checkpoint"), _load_optimizer_and_scheduler),
         "_load_from_checkpoint": (

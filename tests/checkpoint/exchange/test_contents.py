@@ -105,6 +105,7 @@ def test_the_commands_show_compare_and_convert(
         target, back = str(tmp_path / form), str(tmp_path / f"{form}-back")
         status, out, _ = told(capsys, "export", path, target, "--to", form)
         assert (status, out[:6]) == (0, "wrote ")
+        assert ("without config.json" in out) == (form == "hf")
         trusted = ["--trust-pickle"] if form == "dcp" else []
         status, out, _ = told(
             capsys, "import", target, back, "--from", form, "--step", "3", *trusted

@@ -119,6 +119,10 @@ def test_shards_of_a_folder_have_an_index(saved: Path, tmp_path: Path) -> None:
     (target / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}')
     with pytest.raises(CheckpointDamagedError, match=r"'\.\./b' is not a file beside it"):
         imported(target, tmp_path / "evil", "hf")
+    index["weight_map"]["lost"] = next(iter(files))
+    (target / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointDamagedError, match="'lost' is in none of its files"):
+        imported(target, tmp_path / "evil", "hf")
 
 
 class Shell:
@@ -159,8 +163,26 @@ def test_mistakes_say_what_to_do(saved: Path, tmp_path: Path) -> None:
         export_weights(saved, tmp_path / "x", to="onnx")
     with pytest.raises(ValueError, match="config is for to='hf'"):
         export_weights(saved, tmp_path / "x", to="dcp", config=CONFIG)
-    with pytest.raises(CheckpointError, match="expected a file or a folder"):
-        export_weights(saved, tmp_path / "x", to="hf", config=tmp_path / "no")
+    text = tmp_path / "notes.txt"
+    text.write_text("no configuration")
+    for given in (tmp_path / "no", tmp_path, text):
+        with pytest.raises(CheckpointError, match="expected the configuration|is no JSON"):
+            export_weights(saved, tmp_path / "x", to="hf", config=given)
+    with pytest.raises(CheckpointError, match="is a checkpoint already"):
+        imported(saved, tmp_path / "a", "hf")
+    with pytest.raises(ValueError, match="key is for"):
+        import_weights(tmp_path, tmp_path / "a", source_format="hf", key="model")
+    with pytest.raises(CheckpointError, match="is a folder: .* --from hf or dcp"):
+        imported(tmp_path, tmp_path / "a", "torch")
+    with pytest.raises(CheckpointError, match="is no file of torch.save, is cut off"):
+        imported(text, tmp_path / "a", "torch")
+    torch.save(torch.nn.Linear(1, 1), tmp_path / "module.pt")
+    with pytest.raises(CheckpointError, match=r"Unsupported global: .*linear\.Linear was not"):
+        imported(tmp_path / "module.pt", tmp_path / "a", "torch")
+    chunks = export_weights(saved, tmp_path / "dcp", to="dcp")
+    os.truncate(chunks / "__0_0.distcp", 9)
+    with pytest.raises(CheckpointError, match=r"cannot be read: .*; restore that file from a"):
+        imported(chunks, tmp_path / "a", "dcp")
     with pytest.raises(CheckpointError, match="found nothing there"):
         imported(tmp_path / "no", tmp_path / "a", "hf")
     with pytest.raises(CheckpointError, match="is no distributed checkpoint"):

@@ -21,7 +21,7 @@ from meshwright.data_parallel import (
 from meshwright.errors import CheckpointError, CheckpointMismatchError
 from meshwright.testing import Ranks
 from support.checkpoint.loop_layouts import IDS, LAYOUTS, Net, begin, chain, saved_state
-from support.checkpoint.memory import BOUND, Wide, peak_growth
+from support.checkpoint.memory import BOUND, COUNT, TENSOR_BYTES, Wide, peak_growth
 
 
 def assert_same_state(path: Path, expected: Path) -> None:
@@ -233,11 +233,19 @@ def growth(folder: Path) -> list[int]:
     model = fully_shard(Wide())
     own = folder / str(communicator().rank)
     own.mkdir()
-    saving = peak_growth(lambda: checkpoint.save(folder, 1, model=model), own)
-    return [saving, peak_growth(lambda: checkpoint.load(folder, model=model), own)]
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    loop: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    saving = peak_growth(lambda: checkpoint.save(folder, 1, **loop), own)
+    loading = peak_growth(lambda: checkpoint.load(folder, model=model), own)
+    loop["optimizer"] = torch.optim.AdamW(model.parameters())
+    both = peak_growth(lambda: checkpoint.load(folder, **loop), own)
+    return [saving, loading, both - COUNT * TENSOR_BYTES]  # two moments of half of each weight
 
 
 def test_no_rank_holds_more_than_its_part_and_one_tensor(ranks: Ranks, tmp_path: Path) -> None:
-    """The part is there already: what is read goes into it, so that not even that is added."""
+    """The weights are there already: what is read goes into them; of moments the part is added."""
     for grown in ranks(2, growth, tmp_path):
         assert max(grown) < BOUND

@@ -176,7 +176,8 @@ def body_contract() -> None:
     identities = [id(parameter) for parameter in model.parameters()]
     assert replicate(model) is model
     assert isinstance(model, Net)
-    assert type(model).__name__ == "DDPNet"
+    for name in ("__name__", "__qualname__", "__module__"):
+        assert getattr(type(model), name) == getattr(Net, name)
     assert names == [name for name, _ in model.named_modules()]
     assert identities == [id(parameter) for parameter in model.parameters()]
     raises(

@@ -31,7 +31,7 @@ from meshwright.errors import CheckpointError, CheckpointWriteError
 
 FORMATS: Mapping[str, str] = MappingProxyType(
     {
-        "hf": "a Hugging Face folder: safetensors files, an index, config.json",
+        "hf": "a Hugging Face folder of safetensors files",
         "dcp": "a folder of torch.distributed.checkpoint",
         "torch": "a file that torch.load reads, weights only",
     }
@@ -144,6 +144,8 @@ def import_weights(
     path = Path(source)
     if source_format not in FORMATS:
         raise ValueError(f"source_format: expected one of {[*FORMATS]}, found {source_format!r}")
+    if key and source_format == "hf":
+        raise ValueError("key is for source_format='dcp' and 'torch': weights of hf lie below none")
     if source_format == "dcp" and not trust_pickle:
         raise CheckpointError(
             f"{path}: a distributed checkpoint of torch begins with a pickle, which is read with a "
@@ -186,8 +188,6 @@ def _format(
     match to:
         case "hf":
             given = config if config is None or isinstance(config, Mapping) else Path(config)
-            if isinstance(given, Path) and not given.exists():
-                raise CheckpointError(f"config: expected a file or a folder, found no {given}")
             return HuggingFaceFormat(shard_bytes=shard_bytes, config=given)
         case "dcp":
             return DcpFormat()

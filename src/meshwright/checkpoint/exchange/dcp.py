@@ -229,7 +229,7 @@ def _read_chunk(folder: Path, name: str, info: _Record) -> Tensor:
             found = torch.load(cast(BinaryIO, window), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises whatever its reader of zip files and pickles does
         raise CheckpointDamagedError(
-            f"{folder / file}: {name!r} cannot be read: {error}"
+            f"{folder / file}: {name!r} cannot be read: {error!r}"
         ) from error
     if not isinstance(found, Tensor):
         raise CheckpointDamagedError(f"{folder / file}: {name!r} is no tensor")

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from meshwright.checkpoint.document import JSON
 from meshwright.checkpoint.exchange.weights import Weights, packed
+from meshwright.checkpoint.manifest import MANIFEST_NAME
 from meshwright.checkpoint.pieces import byte_views
 from meshwright.checkpoint.storage import Storage
 from meshwright.checkpoint.tensor_file import DTYPES, Entry, file_map
@@ -29,8 +30,8 @@ from meshwright.checkpoint.writing import write_file
 from meshwright.errors import CheckpointDamagedError, CheckpointError
 
 INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
 _SINGLE = "model.safetensors"
-_CONFIG = "config.json"
 _BESIDE = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
 """Files of a model's folder that are no weights: configurations and tokenizers."""
 
@@ -42,6 +43,17 @@ class HuggingFaceFormat:
     shard_bytes: int
     config: Mapping[str, JSON] | Path | None
     """The configuration, or its file, or a folder whose files beside the weights are copied."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.config, Path):
+            return
+        file = self.config / CONFIG if self.config.is_dir() else self.config
+        if not file.exists():
+            raise CheckpointError(
+                f"config: expected the configuration of a model, or a folder with a {CONFIG}; "
+                f"found no {file}"
+            )
+        _read_json(file)
 
     def begin(self, weights: Weights, folder: Path) -> None:
         """See `Format`."""
@@ -75,9 +87,9 @@ class HuggingFaceFormat:
                         if file.name != INDEX:
                             write_file(Storage(), folder / file.name, file.read_bytes(), [])
             else:
-                write_file(Storage(), folder / _CONFIG, config.read_bytes(), [])
+                write_file(Storage(), folder / CONFIG, config.read_bytes(), [])
         elif config is not None:
-            _write_json(folder / _CONFIG, config)
+            _write_json(folder / CONFIG, config)
         return folder
 
     def _files(self, weights: Weights) -> dict[str, list[str]]:
@@ -96,11 +108,15 @@ def _write_json(path: Path, value: object) -> None:
 
 def read_hugging_face(folder: Path) -> Weights:
     """Find the weights of a Hugging Face folder, or of one safetensors file."""
+    where: dict[str, JSON] = {}
     if folder.is_file():
         folder, files = folder.parent, [folder.name]
     elif (folder / INDEX).exists():
-        where = _read_json(folder / INDEX).get("weight_map")
-        files = list(dict.fromkeys(where.values())) if isinstance(where, dict) else []
+        found = _read_json(folder / INDEX).get("weight_map")
+        where = found if isinstance(found, dict) else {}
+        files = list(dict.fromkeys(map(str, where.values())))
+    elif (folder / MANIFEST_NAME).exists():
+        raise CheckpointError(f"{folder} is a checkpoint already: load it, or export it to hf")
     else:
         files = sorted(path.name for path in folder.glob("*.safetensors"))
     if not files:
@@ -111,7 +127,7 @@ def read_hugging_face(folder: Path) -> Weights:
     known = {theirs: ours for ours, theirs in DTYPES.items()}
     entries: dict[str, Entry] = {}
     for file in files:
-        if not isinstance(file, str) or Path(file).name != file:
+        if Path(file).name != file:
             raise CheckpointDamagedError(f"{folder / INDEX}: {file!r} is not a file beside it")
         with _open(folder / file) as opened:
             for name in opened.keys():  # noqa: SIM118 - it is no mapping
@@ -123,11 +139,17 @@ def read_hugging_face(folder: Path) -> Weights:
                 shape, dtype = tuple(piece.get_shape()), known[piece.get_dtype()]
                 entries[name] = Entry(key=file, dtype=dtype, shape=shape)
 
+    if missing := [name for name in where if name not in entries]:
+        raise CheckpointDamagedError(
+            f"{folder / INDEX}: {missing[0]!r} is in none of its files ({len(missing)} of "
+            f"{len(where)} names are not): restore the folder from a copy"
+        )
+
     def read(name: str) -> Tensor:
         with _open(folder / entries[name].key) as opened:
             return opened.get_tensor(name)
 
-    config = folder / _CONFIG
+    config = folder / CONFIG
     found = _read_json(config) if config.exists() else None
     return Weights(entries=entries, read=read, config=found)
 

@@ -7,6 +7,7 @@ writes its share of them in place. A file is read through a map of it, without i
 from __future__ import annotations
 
 import os
+import re
 import struct
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -81,13 +82,22 @@ def _places(path: Path) -> dict[int, int]:
 
 def read_torch_file(path: Path, key: str) -> Weights:
     """Find the weights in a file of torch, below ``key`` where they are nested in it."""
+    if path.is_dir():
+        raise CheckpointError(f"{path} is a folder: weights in one are read with --from hf or dcp")
+    if not zipfile.is_zipfile(path):
+        raise CheckpointError(
+            f"{path} is no file of torch.save, is cut off, or is in the format before torch 1.6: "
+            "restore it from a copy, or save it anew with torch.save(model.state_dict(), ...)"
+        )
     try:
         found: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises whatever its reader of zip files and pickles does
-        text = " ".join(str(error).split())[:300]
+        text = " ".join(str(error).split())
+        forbidden = re.search(r"Unsupported .*?(?= by default|\. |$)", text)
+        reason = forbidden[0] if forbidden else text[:300]
         raise CheckpointError(
-            f"{path} cannot be read as weights: {text}; a file with code, or in the format before "
-            "torch 1.6, has to be saved anew with torch.save(model.state_dict(), ...)"
+            f"{path} cannot be read as weights: {reason}; a file with code has to be saved anew "
+            "with torch.save(model.state_dict(), ...)"
         ) from error
     for part in key.split(".") if key else _usual(found):
         if not isinstance(found, Mapping) or part not in found:

@@ -47,14 +47,18 @@ def load_named_state(
     module: nn.Module,
     named: Mapping[str, nn.Parameter],
     state: Mapping[str, Any],
+    *,
+    copies: bool = True,
 ) -> None:
     """Load what `named_state` returned, into an optimizer with the same groups of parameters.
+
+    Without ``copies`` the tensors of ``state`` become the optimizer's own.
 
     Raises CheckpointMismatchError listing the parameters that differ.
     """
     flats = _Flats(optimizer, module, named)
     saved = flats.joined(state) if flats.held else state
-    load_optimizer_state(optimizer, (flats.held or named).items(), saved)
+    load_optimizer_state(optimizer, (flats.held or named).items(), saved, copies=copies)
 
 
 class _Flats:

@@ -71,8 +71,8 @@ class Laid(Protocol):
     def held_state(self) -> dict[str, Any]:
         """List what this rank holds, with a `ModelState` as ``"model"``."""
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load parts as they lie here, by name."""
+    def load_state_dict(self, state: Mapping[str, Any], *, copies: bool) -> None:
+        """Load parts as they lie here, by name; without ``copies`` they are this one's own then."""
 
 
 Model = nn.Module | Sequence[nn.Module] | Laid
@@ -204,7 +204,7 @@ def load(
             return {**found, "owner": restoring.read()}, None
 
         found, _ = together(group, "read", read)
-    owner.load_state_dict(found["owner"])
+    owner.load_state_dict(found["owner"], copies=False)
     for key, target in given.items():
         _load_states(target, found[key])
     if has_random:
@@ -266,7 +266,7 @@ class _Loop:
             state["optimizer"] = [{"param_groups": each} for each in groups]
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, copies: bool) -> None:
         """See `Laid`."""
         if self.weights is not None:
             self.weights.load()

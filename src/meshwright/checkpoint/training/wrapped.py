@@ -174,10 +174,12 @@ class NamedOptimizer:
     def load(self, state: Mapping[str, Any]) -> None:
         """Load what `state` gave on any layout, cut as the parameters are; all ranks together.
 
+        The tensors of ``state`` become the optimizer's own.
+
         Raises CheckpointMismatchError where names or groups differ.
         """
         if not self._is_managed:
-            load_named_state(self._optimizer, self._model, self._named, state)
+            load_named_state(self._optimizer, self._model, self._named, state, copies=False)
             return
         problems = differing_groups(self.groups, [g["params"] for g in state["param_groups"]])
         if problems:

@@ -190,29 +190,26 @@ class PipelinedTrainable(Trainable):
         """List the state of the model by original name, in whole tensors, on every rank."""
         return self._ordered(union(super().weights(), self._pipeline))
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where ``state`` was taken, on any layout. Every rank loads the same state.
-
-        Raises RuntimeError, or CheckpointMismatchError, naming what is missing or not known.
-        """
+    def load_state_dict(self, state: Mapping[str, Any], *, copies: bool = True) -> None:
+        """See `Trainable`."""
         elsewhere = {*self._names} - self.module.state_dict().keys()
         model = {n: value for n, value in state["model"].items() if n not in elsewhere}
         own: dict[str, Any] = dict(state, model=model)
         if "optimizer" in state:
             saved = state["optimizer"]
             mine = super().named_parameters()
-            copies = {n: first for n, first in self._copies.items() if n in mine}
+            tied = {n: first for n, first in self._copies.items() if n in mine}
             values = {n: value for n, value in saved["state"].items() if n not in elsewhere}
-            for name, first in copies.items():
+            for name, first in tied.items():
                 if first in saved["state"]:
                     values[name] = saved["state"][first]
             groups = []
             for group in saved["param_groups"]:
                 listed = [n for n in group["params"] if n not in elsewhere]
-                listed += [n for n, first in copies.items() if first in group["params"]]
+                listed += [n for n, first in tied.items() if first in group["params"]]
                 groups.append({**group, "params": listed})
             own["optimizer"] = {"state": values, "param_groups": groups}
-        super().load_state_dict(own)
+        super().load_state_dict(own, copies=copies)
 
     def describe(self) -> Description:
         """See `Trainable`."""

@@ -21,3 +21,11 @@ class OfThisProcess(nn.Module):
         found = object.__new__(type(self))
         vars(found).update(vars(self))
         return found
+
+
+def home_of(cls: type) -> dict[str, object]:
+    """Make the member by which a class that is made of ``cls`` is found where ``cls`` is.
+
+    None where that is torch: compilers look less closely at a module of torch's own.
+    """
+    return {} if cls.__module__.startswith("torch.") else {"__module__": cls.__module__}

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from meshwright.comm import communicator, settle
 from meshwright.comm.graphs.untraced import constant, inlined, untraced
-from meshwright.data_parallel.modules.of_this_process import OfThisProcess
+from meshwright.data_parallel.modules.of_this_process import OfThisProcess, home_of
 from meshwright.data_parallel.replicas.distributed import one_device
 from meshwright.data_parallel.replicas.gradient_bucket import CommunicationHook, check_hook
 from meshwright.data_parallel.replicas.join import uneven_inputs
@@ -303,8 +303,10 @@ class Replicate:
         state = ReplicateState(module, options)
         states[NAME] = state
         cls = type(module)
-        members = {"forward": _traceable(cls.forward)}
-        module.__class__ = type(f"DDP{cls.__name__}", (ReplicatedModule, cls), members)
+        # Under its own name, by which programs of others know what a model is, and save it.
+        names = {"__qualname__": cls.__qualname__, **home_of(cls)}
+        members = {"forward": _traceable(cls.forward), **names}
+        module.__class__ = type(cls.__name__, (ReplicatedModule, cls), members)
         if options.mixed_precision is not None:
             # Before the other hooks, which then run outside of the casts.
             compute_in(

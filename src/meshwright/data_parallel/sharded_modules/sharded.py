@@ -21,6 +21,7 @@ from meshwright import comm
 from meshwright.comm import settle
 from meshwright.data_parallel.checks.starting_state import starting_buffers
 from meshwright.data_parallel.modules.nested import tensors_in
+from meshwright.data_parallel.modules.of_this_process import home_of
 from meshwright.data_parallel.sharded_modules.module_hooks import (
     CastSettings,
     Driver,
@@ -252,11 +253,13 @@ def _install(module: nn.Module, driver: Driver, options: ShardOptions) -> None:
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Make a class of ``cls`` with the members of `FSDPModule`.
 
-    All modules of ``cls`` get the same one: what is compiled for one block serves the others.
+    All modules of ``cls`` get the same one: what is compiled for one block serves the others. It
+    has the name that torch's has, and the module of ``cls``, where programs of others look for it.
     """
     bases = (FSDPModule, cls)
     made = (each for each in type.__subclasses__(cls) if each.__bases__ == bases)
-    return next(made, None) or type(f"FSDP{cls.__name__}", bases, _framed(cls))
+    members = {**home_of(cls), **_framed(cls)}
+    return next(made, None) or type(f"FSDP{cls.__name__}", bases, members)
 
 
 def _framed(cls: type[nn.Module]) -> dict[str, object]:
