@@ -69,8 +69,8 @@ IN_ORDER = {
     },
 }
 LETTERS = {"all_gather": "G", "reduce_scatter": "R", "all_reduce": "A"}
-AGREEMENTS = ("order", "use counts")
-"""Labels of the few bytes by which ranks compare what they ran and used."""
+AGREEMENTS = ("order", "use counts", "compare copies")
+"""Labels of the few bytes by which ranks compare what they ran, used and hold."""
 AXES = {"G": "shard", "R": "shard", "A": "replicate"}
 
 

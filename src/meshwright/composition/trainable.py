@@ -38,6 +38,7 @@ from meshwright.gradients import (
     UNTOUCHED,
     UNWRITTEN,
     ZEROED,
+    Held,
     LossScale,
     LossWindow,
     SpreadGradients,
@@ -46,18 +47,14 @@ from meshwright.gradients import (
     call_module,
     cut_batch,
     global_norm,
+    is_due,
     scale_to_norm,
     step_if,
 )
 from meshwright.plan import Plan, match_names
 from meshwright.randomness import Draws, RandomOperators
 from meshwright.sampling import Sampler
-from meshwright.tensor_parallel.checks.equality import (
-    Held,
-    is_due,
-    look_at_bits,
-    verify_gradients,
-)
+from meshwright.tensor_parallel.checks.equality import look_at_bits, verify_gradients
 from meshwright.torch_internals.modules import steps_by_flag
 from meshwright.torch_internals.trees import tree_leaves, tree_map
 

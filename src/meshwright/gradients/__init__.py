@@ -3,6 +3,7 @@
 Bottom-up:
 
     bits        checksums, zeros and steps that a device decides on, without a host that waits
+    closeness   equal on all ranks up to rounding, or the first tensor that is not
     loss        a mean, or (sum, count), over microbatches and ranks
     finite      all ranks skip or stop together
     norm        one norm over all axes, and clipping
@@ -12,6 +13,15 @@ Bottom-up:
 from __future__ import annotations
 
 from meshwright.gradients.bits import checksum, step_if, zero_unless
+from meshwright.gradients.closeness import (
+    Held,
+    beyond_rounding,
+    beyond_rounding_first,
+    is_due,
+    kind_of,
+    require_close,
+    rounding_floor,
+)
 from meshwright.gradients.finite import (
     UNTOUCHED,
     UNWRITTEN,
@@ -55,6 +65,7 @@ __all__ = [
     "UNWRITTEN",
     "ZEROED",
     "Factor",
+    "Held",
     "LocalLoss",
     "LossScale",
     "LossWindow",
@@ -62,6 +73,8 @@ __all__ = [
     "SpreadGradients",
     "agree_on_non_finite",
     "apply_loss",
+    "beyond_rounding",
+    "beyond_rounding_first",
     "call_module",
     "check_optimizer",
     "checksum",
@@ -70,6 +83,8 @@ __all__ = [
     "declare_element_wise",
     "global_norm",
     "group_by_spread",
+    "is_due",
+    "kind_of",
     "leaves_of",
     "look_at_optimizers",
     "mark_mean",
@@ -78,7 +93,9 @@ __all__ = [
     "non_finite_error",
     "non_finite_gradients",
     "read_loss",
+    "require_close",
     "require_finite_norm",
+    "rounding_floor",
     "scale_to_norm",
     "step_if",
     "times",

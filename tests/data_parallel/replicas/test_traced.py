@@ -145,3 +145,21 @@ def body_other_gradient() -> None:
 @pytest.mark.parametrize("is_on_host", [True, False])
 def test_gradients_that_differ_after_pass_4_are_told(ranks: Ranks, is_on_host: bool) -> None:
     (ranks if is_on_host else on_devices(ranks))(2, body_other_gradient)
+
+
+def body_other_weights() -> None:
+    graph, world = Graph(), communicator()
+    for _ in range(5):
+        graph.step(ALL)
+    if world.rank == 1:
+        graph.module.weight.data.add_(1)
+    said = r"copies of the weights.* but weight is that of rank 0 on ranks \[0\]; off by"
+    with pytest.raises(CollectiveMismatchError, match=said):
+        graph.steps(*[ALL] * 6)
+    # Pass 8 is compared: a device's digest is sent in pass 9, and read in the next one.
+    assert graph.reduced == (7 if world.is_on_host else 9)
+
+
+@pytest.mark.parametrize("is_on_host", [True, False])
+def test_weights_that_one_rank_writes_alone_are_told(ranks: Ranks, is_on_host: bool) -> None:
+    (ranks if is_on_host else on_devices(ranks))(2, body_other_weights)

@@ -16,8 +16,9 @@ from meshwright import comm, flat_groups, parallelize_module
 from meshwright.comm import phase
 from meshwright.comm.dtensors.sharded_axes import singles_of
 from meshwright.errors import CollectiveMismatchError, LayoutError, RankFailedError
+from meshwright.gradients import beyond_rounding, is_due
 from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel
-from meshwright.tensor_parallel.checks.equality import beyond_rounding, digest_of, is_due
+from meshwright.tensor_parallel.checks.equality import digest_of
 from meshwright.testing import Ranks, RanksFailed
 from support.late import raises_by_now
 from support.tensor_parallel.samples import tensor_mesh
@@ -25,8 +26,9 @@ from support.tensor_parallel.samples import tensor_mesh
 LAYERS = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
-def test_compared_are_powers_of_two() -> None:
+def test_compared_are_powers_of_two_and_later_some_between() -> None:
     assert [number for number in range(1, 40) if is_due(number)] == [1, 2, 4, 8, 16, 32]
+    assert [number for number in range(513, 5000) if is_due(number)] == [1024, 2048, 3072, 4096]
 
 
 def test_what_is_not_finite_is_compared_apart() -> None:

@@ -31,9 +31,14 @@ from meshwright.composition.example_run import Inputs, evaluating, left_as_it_is
 from meshwright.composition.pipelines.step_hooks import resting
 from meshwright.data_parallel.distributed_parameters import local_parameters
 from meshwright.errors import PlanError
-from meshwright.gradients import SpreadGradients, call_module, leaves_of
+from meshwright.gradients import (
+    SpreadGradients,
+    beyond_rounding,
+    call_module,
+    leaves_of,
+    rounding_floor,
+)
 from meshwright.randomness import Draws, Dropout, RandomOperators
-from meshwright.tensor_parallel.checks.equality import beyond_rounding, rounding_floor
 from meshwright.timeline import Collective
 from meshwright.torch_internals.trees import tree_leaves
 

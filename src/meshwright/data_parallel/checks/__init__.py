@@ -5,6 +5,7 @@ Bottom-up:
     starting_state  the state before the first step: compared, or broadcast
     forward_writes  parameters that a forward pass writes in place
     step_watch      the steps of optimizers
+    same_weights    digests of copies of the weights, compared in some passes
     alignment       numbers behind the gradients: of which pass they are, and other notes
     order_record    one forward's order of units, and messages of it
     order           the order of units, recorded and compared

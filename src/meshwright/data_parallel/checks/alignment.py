@@ -12,6 +12,9 @@ Sums of marks are above zero in any dtype, so the test is exact on any number of
 a number where a rank gave its pass up. Ranks may accumulate different numbers of passes without a
 reduction: that is part of the mean's definition.
 
+Changes may differ that are counted alike. So digests of the weights travel, too, in some passes,
+see `same_weights`; a rank that was written otherwise than before notes it, which asks for one.
+
 A rank whose weights other ranks change, as optimizers do that split the parameters up among ranks,
 does not see it. Where counts differ the weights themselves are compared; if they are equal such a
 rank gives no mark of its weights from then on. On a device that is seen one step late, when such
@@ -19,8 +22,10 @@ an optimizer has made the weights equal again, so that checksums of each pass ar
 
 More notes travel with these; of replicas::
 
-    | where the rank is | lacks a gradient | has left the path of its first pass | is not finite |
-          6 numbers              1             1, of a static graph only          1, if asked for
+    | where the rank is | lacks a gradient, was written otherwise | bits of a digest |
+          6 numbers                     1 + 1                              2 x 16
+    | has left the path of its first pass | is not finite |
+          1, of a static graph only         1, if asked for
 
 So a pass that cannot be used costs no collective until one rank has something to say. Where the
 gradients are on a device the sums are looked at when the next pass begins, before any of it is
@@ -29,7 +34,6 @@ sent. Ranks of sharded units tell each other after the sums, together with use c
 
 from __future__ import annotations
 
-import hashlib
 import math
 import warnings
 import weakref
@@ -43,18 +47,22 @@ import torch
 from meshwright.comm import Communicator, union
 from meshwright.comm.dtensors.dtensor import is_dtensor, local_of
 from meshwright.comm.failures.sameness import told
+from meshwright.data_parallel.checks.same_weights import BITS, SameWeights, bits_of
 from meshwright.data_parallel.checks.step_watch import Steps, StepWatch
 from meshwright.data_parallel.replicas.options import ReductionSettings
 from meshwright.data_parallel.replicas.static_graph import StaticGraph
 from meshwright.data_parallel.shards.unit import Unit
 from meshwright.errors import CollectiveMismatchError, NonFiniteError
 from meshwright.gradients import NonFiniteValues, agree_on_non_finite, non_finite_error
-from meshwright.gradients.bits import checksum
 from meshwright.torch_internals.tensors import version_of
 
 MARKS = 6
-NOTES = MARKS + 1
-"""Numbers that travel behind the gradients: the marks, and one where a gradient is lacking."""
+ODD = MARKS + 1
+ONES = ODD + 1
+ZEROS = ONES + BITS
+NOTES = ZEROS + BITS
+"""Numbers that travel behind the gradients: the marks, one where a gradient is lacking, one where
+weights were written otherwise than before, and the bits of a digest of them."""
 
 
 class PassPlace(NamedTuple):
@@ -71,8 +79,16 @@ class PassPlace(NamedTuple):
 class Alignment:
     """The place of this rank among its backward passes, compared with those of the others."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._parameters = parameters
+    def __init__(
+        self, named: Sequence[tuple[str, torch.Tensor]], *, is_alone: bool = False
+    ) -> None:
+        self._parameters = parameters = [parameter for _, parameter in named]
+        self.copies = SameWeights(lambda: named)
+        """The weights, to be compared."""
+        self._is_alone = is_alone
+        self.is_odd = False
+        """True when other writes have come before this pass than before the last with some."""
+        self._writes = 0
         self._distributed = [each for each in parameters if is_dtensor(each)]
         self._steps = StepWatch(lambda: parameters)
         self._is_local = self._has_warned = False
@@ -89,7 +105,8 @@ class Alignment:
 
     def start_over(self) -> None:
         """Count anew: all ranks have the same weights now, however they came to them."""
-        self._weights, self._version = 0, -1
+        self._weights, self._version, self._writes = 0, -1, 0
+        self.copies.start_over()
         self._steps.take()
 
     def begin_forward(self) -> None:
@@ -99,12 +116,16 @@ class Alignment:
             version += sum([version_of(local_of(parameter)) for parameter in self._distributed])
         steps = self._steps.take()
         if version != self._version:
+            if self._version >= 0:
+                writes = version - self._version
+                self.is_odd |= self._writes not in (0, writes)
+                self._writes = writes
             self._version = version
             # Ranks whose step raised may have changed less than the others: they count apart.
             self._weights += 2 if steps is Steps.RAISED else 1
         self._backwards = 0
         if self._keeps_sums:
-            self._sums = torch.stack([checksum(local_of(each)) for each in self._parameters])
+            self._sums = self.copies.sums()
 
     def stays_local(self) -> None:
         """Take in a gradient that is not reduced: the pass was in ``no_sync``."""
@@ -129,17 +150,28 @@ class Alignment:
                 stacklevel=2,
             )
 
-    def begin_backward(self) -> None:
-        """Begin a backward pass that reduces."""
+    def begin_backward(self, *, parts_copies: bool = False) -> None:
+        """Begin a backward pass that reduces; its gradients may let copies part."""
         self._is_local = False
         self._backwards += 1
+        self.copies.begin_pass(compares=not (parts_copies or self._is_alone))
         self.place = PassPlace(self._weights, self._backwards, self._sums)
 
     def write(self, notes: torch.Tensor) -> None:
-        """Mark where this rank is."""
+        """Mark where this rank is, and what it holds."""
         notes.zero_()
         for place in self.marks():
             notes[place].fill_(1)  # to assign a number would wait for the device
+        if self.is_odd:
+            self.is_odd = False
+            notes[ODD].fill_(1)
+        if self.copies.digest is not None:
+            notes[ONES:NOTES].add_(bits_of(self.copies.digest))
+
+    def say(self) -> tuple[float, float]:
+        """Say of the weights, for a gather of numbers, what `write` says: a digest, odd writes."""
+        is_odd, self.is_odd = self.is_odd, False
+        return self.copies.number(), float(is_odd)
 
     def refuse(
         self,
@@ -154,7 +186,8 @@ class Alignment:
         have the same weights and are in the same pass: they go on.
         """
         weights, backwards, sums = place or PassPlace(self._weights, self._backwards)
-        values = _digest(self._parameters) if sums is None else str(sums.tolist())
+        sums = self.copies.sums() if sums is None else sums
+        values = "" if sums is None else str(sums.tolist())
         mine = [weights, backwards, gave_up, values]
         rows = communicator.gather_values(mine, label="alignment")
         if all(row[1:] == [backwards, False, values] for row in rows):
@@ -174,7 +207,8 @@ class Alignment:
         return CollectiveMismatchError(
             f"axis {communicator.axis}: the ranks reduced gradients of different passes together: "
             f"{told(communicator.ranks, found)}. {used} used them. Run as many backward passes on "
-            "every rank for each optimizer step, or use join() where ranks run out of batches"
+            "every rank for each optimizer step, write weights on all ranks or on none, or use "
+            "join() where ranks run out of batches"
         )
 
     def marks(self) -> tuple[int, ...]:
@@ -193,15 +227,6 @@ def agree(sums: Sequence[float]) -> bool:
     return (a > 0) + (b > 0) + (c > 0) < 2 and (d > 0) + (e > 0) + (f > 0) < 2
 
 
-def _digest(parameters: Sequence[torch.Tensor]) -> str:
-    """Equal for equal values."""
-    digest = hashlib.blake2b(digest_size=16)
-    for parameter in parameters:
-        values = local_of(parameter).detach().cpu().contiguous().reshape(-1)
-        digest.update(values.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
 def _check_step(alignment: Alignment | None) -> None:
     if alignment is not None:
         alignment.check_step()
@@ -218,9 +243,12 @@ class PassNotes:
     """The notes of this rank on its backward passes, and what follows from the sums."""
 
     def __init__(
-        self, named: Sequence[tuple[str, torch.nn.Parameter]], settings: ReductionSettings
+        self,
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+        settings: ReductionSettings,
+        communicator: Communicator,
     ) -> None:
-        self.alignment = Alignment([parameter for _, parameter in named])
+        self.alignment = Alignment(named, is_alone=communicator.is_alone)
         self.static = StaticGraph([name for name, _ in named]) if settings.is_static else None
         self.values = NonFiniteValues() if settings.is_watched else None
         """This rank's own gradients that were not finite, in the last backward pass."""
@@ -232,9 +260,9 @@ class PassNotes:
         """Count the numbers that `write` fills in."""
         return NOTES + (self.static is not None) + (self.reduced is not None)
 
-    def begin(self) -> None:
-        """Begin a backward pass that reduces."""
-        self.alignment.begin_backward()
+    def begin(self, *, parts_copies: bool) -> None:
+        """Begin a backward pass that reduces; its gradients may let copies part."""
+        self.alignment.begin_backward(parts_copies=parts_copies)
         for values in (self.values, self.reduced):
             if values is not None:
                 values.clear()
@@ -272,6 +300,14 @@ class PassNotes:
         """
         if place is not NOWHERE and not agree(sums[:MARKS]):
             error = self.alignment.refuse(communicator, place)
+            if error is not None:
+                return error
+        copies = self.alignment.copies
+        if sums[ODD] > 0:
+            copies.ask()
+        # Inline: it is on the path of each pass. Sums that are not a number are of marks above.
+        if max(map(min, sums[ONES:ZEROS], sums[ZEROS:NOTES])) > 0:
+            error = copies.compare(communicator, is_in=place is not NOWHERE)
             if error is not None:
                 return error
         if self.static is not None and sums[NOTES] > 0:

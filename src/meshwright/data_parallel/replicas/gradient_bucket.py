@@ -155,6 +155,13 @@ class RegisteredHook:
         """True when the hook leaves gradients on this rank."""
         return bool(getattr(self.hook, "is_local", False))
 
+    @property
+    def parts_copies(self) -> bool:
+        """True when ranks step with other gradients by right, so that their weights differ."""
+        start: int | None = getattr(self.state, "start_localSGD_iter", None)
+        is_apart = start is not None and self.state.iter >= start
+        return is_apart or self.is_local or getattr(self.hook, "parts_copies", False)
+
     def call(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Call the hook. Raises TypeError when it returns anything but a future."""
         future = self.hook(self.state, bucket)

@@ -165,7 +165,7 @@ class GradientReducer:
         self.named = tuple(named)
         parameters = [parameter for _, parameter in named]
         self.leaves = ReducedLeaves(parameters, local)
-        self._notes = PassNotes(named, settings)
+        self._notes = PassNotes(named, settings, self.communicator)
         self.alignment = self._notes.alignment
         self._static = self._notes.static
         self._unused: frozenset[int] | None = None
@@ -290,7 +290,8 @@ class GradientReducer:
         marking = self.marking
         if marking is not None and marking.has_begun and marking.took_forward():
             self.alignment.begin_forward()
-        self._notes.begin()
+        hook = self.registered_hook
+        self._notes.begin(parts_copies=hook is not None and hook.parts_copies)
         if self.leaves.lent:
             self.leaves.lend()
         for bucket in self._alone:
@@ -554,7 +555,8 @@ class GradientReducer:
         Returns the error to raise once a pass has ended whose gradients are not finite. ``is_own``
         says that all ranks have reduced a pass of their own.
         """
-        notes, is_local = self._extra, self._is_local
+        notes, hook = self._extra, self.registered_hook
+        is_local = hook is not None and hook.is_local
         if notes is None:
             return None
         place = self.alignment.place if is_own and not is_local else NOWHERE

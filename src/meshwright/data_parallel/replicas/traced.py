@@ -341,7 +341,7 @@ class Marking:
         alignment.begin_backward()
         is_late = not self._communicator.is_on_host and is_as_before and rest is _Rest.NONE
         digest = hashlib.blake2b(plan.encode(), digest_size=6).digest()
-        mine = (float(int.from_bytes(digest, "little")), float(is_late), rest)
+        mine = (float(int.from_bytes(digest, "little")), float(is_late), rest, *alignment.say())
         started = self._communicator.start_numbers(
             (*mine, *(float(mark) for mark in alignment.marks())),
             label="agree on the gradients of a compiled graph",
@@ -357,8 +357,15 @@ class Marking:
         most = max(row[2] for row in rows)
         if len({row[0] for row in rows}) > 1 or (most and any(row[1] for row in rows)):
             self._refuse(indices, plan, [bool(row[1]) for row in rows])
-        if len({row[3:] for row in rows}) > 1:
-            error = self._reducer.alignment.refuse(self._communicator, place)
+        alignment = self._reducer.alignment
+        if len({row[5:] for row in rows}) > 1:
+            error = alignment.refuse(self._communicator, place)
+            if error is not None:
+                raise error
+        if any(row[4] for row in rows):
+            alignment.copies.ask()
+        if len({row[3] for row in rows}) > 1:
+            error = alignment.copies.compare(self._communicator)
             if error is not None:
                 raise error
         match most:

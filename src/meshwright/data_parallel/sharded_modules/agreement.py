@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from meshwright.comm import Communicator
+from meshwright.data_parallel.checks.same_weights import SameWeights
 from meshwright.data_parallel.checks.starting_state import (
     Compared,
     compare_digests,
@@ -30,6 +34,8 @@ if TYPE_CHECKING:
 
 REMEMBERED = 16
 """States of a root whose digests are kept: accumulation changes to and from one, for instance."""
+
+LABEL = "compare copies"
 
 SAME_MODEL = (
     "Each rank would keep parts of a model of its own. Seed all ranks alike, or load the same "
@@ -115,6 +121,55 @@ def compare_values(drivers: Sequence[Driver], names: Mapping[nn.Module, str]) ->
             difference = compare_digests(axis, rows, difference, remedy)
     if difference:
         raise CollectiveMismatchError(difference)
+
+
+class SameCopies:
+    """The comparison of the parts that ranks hold alike, over each axis that has copies of them.
+
+    Digests are sent when a forward begins, and looked at when its backward ends; those of a device
+    one pass later.
+    """
+
+    def __init__(self, drivers: Sequence[Driver]) -> None:
+        groups = [g for each in drivers if each.unit is not None for g in each.unit.groups]
+        axes = dict.fromkeys(group.axes.replicate for group in groups)
+        self.checks = {
+            axis: SameWeights(partial(_parts, drivers, axis))
+            for axis in axes
+            if axis is not None and not axis.is_alone
+        }
+        """By each axis that has copies."""
+        self._coming: list[tuple[Communicator, Callable[[], bytes]]] = []
+
+    def begin_pass(self) -> None:
+        """Count a forward in training, and send what there is to compare."""
+        self.finish()
+        for axis, check in self.checks.items():
+            check.begin_pass()
+            if number := check.number():
+                self._coming.append((axis, axis.start_equal(struct.pack("<d", number), LABEL)))
+
+    def finish(self) -> None:
+        """Look at what was sent. Raises CollectiveMismatchError where copies differ."""
+        while self._coming:
+            axis, started = self._coming.pop(0)
+            said = started()
+            if len(set(struct.iter_unpack("<d", said))) > 1:
+                error = self.checks[axis].compare(axis)
+                if error is not None:
+                    self._coming.clear()
+                    raise error
+
+
+def _parts(drivers: Sequence[Driver], axis: Communicator) -> list[tuple[str, torch.Tensor]]:
+    """List what this rank holds of each parameter that has copies over ``axis``."""
+    return [
+        (driver.alike(slot.name), group.buffer.own(index))
+        for driver in drivers
+        for group in (() if driver.unit is None else driver.unit.groups)
+        if group.axes.replicate == axis
+        for index, slot in enumerate(group.slots)
+    ]
 
 
 class UnitStates:

@@ -28,7 +28,11 @@ from meshwright.data_parallel.checks.order import OrderCheck, OrderedUnit, Order
 from meshwright.data_parallel.checks.order_record import ACCUMULATES, INTERRUPTED, STEPPED, UNKNOWN
 from meshwright.data_parallel.checks.step_watch import Steps, StepWatch
 from meshwright.data_parallel.modules.batch_norm import LocalStatistics
-from meshwright.data_parallel.sharded_modules.agreement import UnitStates, compare_units
+from meshwright.data_parallel.sharded_modules.agreement import (
+    SameCopies,
+    UnitStates,
+    compare_units,
+)
 from meshwright.data_parallel.sharded_modules.module_tree import ModuleTree
 from meshwright.data_parallel.shards.buffer import DataAxes
 from meshwright.data_parallel.shards.gradient_lines import sum_parts
@@ -58,6 +62,7 @@ class Iteration:
     token: torch.Tensor | None = None
     """The tensor that graphs that gather write to, see `traced_units`; its gradient is zero."""
     _follow: Callable[[], None] | None = None
+    _was_training: bool | None = None
 
     def __init__(self, drivers: Sequence[Driver], options: OrderOptions | None) -> None:
         self.drivers = tuple(drivers)
@@ -110,7 +115,7 @@ class Iteration:
         # Torch's class only warns where ranks freeze different parameters and run other units.
         strict = options is None or not options.warn_at_once
         self._states = UnitStates(drivers, with_training=strict)
-        self._was_training: bool | None = None
+        self._copies = SameCopies(drivers)
         communicator = _widest(units)
         self._check: OrderCheck | None = None
         self._events: EventCheck | None = None
@@ -169,6 +174,8 @@ class Iteration:
         self._events.happens(event, asks=turns, after=raised_in)
         self._was_training = is_training
         weights = self._weights(bool(raised_in)) if is_training else UNKNOWN
+        if is_training and self._copies.checks:
+            self._copies.begin_pass()
         self._check.begin(training=training, weights=weights)
 
     def _begin(self) -> str:
@@ -209,6 +216,8 @@ class Iteration:
             turns = training is not self._was_training
             self._events.happens(event, asks=turns, after=raised_in)
             self._was_training = training
+            if training and self._copies.checks:
+                self._copies.begin_pass()
 
     def end_driven(self, *, training: bool) -> None:
         """End that step: wait for the reductions it has left, and set gradients."""
@@ -440,6 +449,8 @@ class Iteration:
         self.in_flight.clear()
         if self._check is not None:
             self._check.finish()
+            if self._copies.checks:
+                self._copies.finish()
         self.deliver()
         self._has_delivered = self._check is not None and self._has_gradients()
         self.finished.clear()

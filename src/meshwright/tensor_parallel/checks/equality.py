@@ -1,8 +1,7 @@
 """Equality of what each rank of an axis holds whole: parameters, their gradients, and inputs.
 
 Digests are compared first, in one exchange. Parameters have to be equal bit by bit. What was
-computed may differ by the rounding of operators that add in no fixed order, as some do on a GPU:
-where digests of it differ, the values of the axis' first rank decide. Digests of what was computed
+computed may differ by rounding, see `meshwright.gradients.closeness`. Digests of what was computed
 on a device are made there, and compared when they have come to the host: see `LateNumbers`.
 """
 
@@ -11,8 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -25,30 +23,15 @@ from meshwright.comm.dtensors.dtensor import (
     mesh_communicators,
 )
 from meshwright.comm.failures.sameness import (
-    Difference,
     Exchange,
     differing,
-    refusal,
     require_equal,
 )
 from meshwright.comm.streams import is_host, moved
 from meshwright.errors import LayoutError
-from meshwright.gradients import checksum
-
-Held = tuple[str, torch.Tensor | None]
-"""A tensor by name, as this rank has it."""
+from meshwright.gradients import Held, checksum, kind_of, require_close
 
 _LABEL = "digest of what ranks hold whole"
-_ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}
-"""Norm of a difference over the norm of what is expected; half precision has `_COARSE`."""
-_COARSE = 5e-2
-_FLOOR = 1e-3
-"""Of the largest: smaller ones may be nothing but rounding, as gradients of key biases are."""
-
-
-def is_due(number: int) -> bool:
-    """Choose the times that are compared, by their ``number``: the first, second, fourth, ..."""
-    return number.bit_count() == 1
 
 
 @torch.no_grad()
@@ -198,67 +181,7 @@ def _digest_of_sums(
         return "missing"
     if only_telling and len(sums) == 1 and sums[0][1]:
         return ""
-    return f"{_kind(tensor)} {[each for each, _ in sums]}"
-
-
-@torch.no_grad()
-def require_close(
-    axis: Communicator,
-    named: Sequence[Held],
-    digests: Sequence[Sequence[object]],
-    meaning: str,
-    *,
-    error: Callable[[str], Exception],
-    remedy: str,
-) -> None:
-    """Check that tensors differ between ranks by rounding alone, where ``digests`` do. Collective.
-
-    ``digests`` has those of each rank. Raises ``error`` on every rank as `require_equal` does.
-    """
-    kinds = [(name, "missing" if t is None else _kind(t)) for name, t in named]
-    require_equal(axis, kinds, meaning, label=f"{_LABEL}: kinds", error=error, remedy=remedy)
-    floor = rounding_floor([t for _, t in named if t is not None and _is_real(t)])
-    for (name, mine), said in zip(named, zip(*digests, strict=True), strict=True):
-        if mine is None or len(set(said)) == 1:
-            continue
-        found = _distances(axis, name, mine, floor) if _is_real(mine) else [*map(str, said)]
-        if len(set(found)) > 1:
-            raise error(refusal(axis, meaning, Difference(name, axis.ranks, found), remedy))
-
-
-def _distances(axis: Communicator, name: str, mine: torch.Tensor, floor: float) -> list[str]:
-    """Say by rank how far its values are from the first one's, see `beyond_rounding`."""
-    first = mine.coalesce().to_dense() if mine.is_sparse else mine.clone().contiguous()
-    values = first.clone()
-    axis.broadcast(first, label=f"values of {name}, which differ").wait()
-    error = beyond_rounding(values, first, floor)
-    errors = axis.gather_numbers([error], label=f"differences of {name}")
-    near = f"that of rank {axis.ranks[0]}"
-    return [f"off by {error:.3g} of its norm" if error else near for (error,) in errors]
-
-
-def rounding_floor(tensors: Iterable[torch.Tensor]) -> float:
-    """Bound the norm that a tensor may have from rounding, beside others of its computation."""
-    norms = [float(local_of(t).detach().abs().float().norm()) for t in tensors]
-    return _FLOOR * max(filter(math.isfinite, norms), default=0.0)
-
-
-def beyond_rounding(found: torch.Tensor, expected: torch.Tensor, floor: float) -> float:
-    """Divide the norm of the difference by that of ``expected``; 0 where that is rounding.
-
-    A norm of ``floor`` may come from rounding. What is not finite has to be so in both.
-    """
-    wide = torch.complex128 if expected.is_complex() else torch.float64
-    a, b = found.detach().to(wide), expected.detach().to(wide)
-    finite = torch.isfinite(a)
-    if not torch.equal(finite, torch.isfinite(b)):
-        return float("inf")
-    a, b = a.where(finite, 0.0), b.where(finite, 0.0)
-    difference, size = float((a - b).norm()), float(b.norm())
-    tolerance = _ROUNDING.get(expected.dtype.to_real(), _COARSE)
-    if difference <= tolerance * (size + floor):
-        return 0.0
-    return difference / max(size, torch.finfo(torch.float64).tiny)
+    return f"{kind_of(tensor)} {[each for each, _ in sums]}"
 
 
 def _replicated(
@@ -282,7 +205,7 @@ def _verify(
     hint: str,
     exchange: Exchange,
 ) -> None:
-    rows = {name: f"{_kind(tensor)}, {_digest(tensor)}" for name, tensor in named}
+    rows = {name: f"{kind_of(tensor)}, {_digest(tensor)}" for name, tensor in named}
     meaning = "the parameters that they replicate, by digests,"
     require_equal(
         axis, rows, meaning, label=_LABEL, error=LayoutError, remedy=hint, exchange=exchange
@@ -303,15 +226,6 @@ def _parts_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     return [whole.indices(), whole.values()]
 
 
-def _kind(tensor: torch.Tensor) -> str:
-    return f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}"
-
-
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
     return plain.view(-1).view(torch.uint8)
-
-
-def _is_real(tensor: torch.Tensor) -> bool:
-    """Check that rounding is to be expected in it."""
-    return tensor.is_floating_point() or tensor.is_complex()

@@ -33,14 +33,11 @@ from meshwright.comm import Communicator, LateNumbers, settle
 from meshwright.comm.dtensors.dtensor import is_dtensor, known_at_rest, mesh_communicators
 from meshwright.comm.dtensors.sharded_axes import singles_of
 from meshwright.comm.failures.events import Event, EventCheck
-from meshwright.gradients import look_at_optimizers
+from meshwright.gradients import Held, is_due, look_at_optimizers, require_close
 from meshwright.tensor_parallel.checks.equality import (
     Exchange,
-    Held,
     held_whole,
-    is_due,
     look_at_bits,
-    require_close,
     verify_gradients,
     verify_plain,
 )

@@ -1,0 +1,154 @@
+"""The check that copies of weights stay equal: digests of them, compared in some passes.
+
+A write on one rank alone parts copies for good, and no count of writes tells it from one on all::
+
+    compared in   passes 1, 2, 4, 8, ... and from 1024 on each 1024th
+                  the pass after one in which a rank was written otherwise than in the pass before
+
+Copies may differ by the rounding of many steps, where the ranks' processors do: that is said once.
+What differs by more is an error on every rank.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+
+from meshwright.comm import Communicator, LateNumbers
+from meshwright.comm.dtensors.dtensor import local_of
+from meshwright.comm.dtensors.subclasses import values_of
+from meshwright.comm.failures.sameness import first_difference, refusal
+from meshwright.comm.streams import moved
+from meshwright.data_parallel.checks.starting_state import GOLDEN, digests_of
+from meshwright.errors import CollectiveMismatchError
+from meshwright.gradients import beyond_rounding_first, is_due
+
+BITS = 16
+"""Bits of a digest that travel: others differ by chance alone in one of 65,536 comparisons."""
+FREE, SHARE = 4, 32
+"""Comparisons on request: so many, and one more in so many passes."""
+ROUNDING = 0.1
+"""Of what gradients may differ by: weights add up the rounding of updates, small beside them."""
+_NUMBER = (1 << 52) - 1
+
+REMEDY = (
+    "Something has written the weights on some ranks alone: a state dict that is loaded there, or "
+    "an optimizer whose settings are others there, as a learning rate, or whose state is that of "
+    "fewer steps, as after join(). Do it on every rank, or broadcast the result to all. Parameters "
+    "that are to differ are left out as ignored ones, and a communication hook that lets copies "
+    "part says so: hook.parts_copies = True"
+)
+
+
+class SameWeights:
+    """The weights of one rank, and when they are compared with those of the others."""
+
+    def __init__(self, named: Callable[[], Sequence[tuple[str, torch.Tensor]]]) -> None:
+        self._named = named
+        self._late = LateNumbers()
+        self.start_over()
+        self._has_warned = False
+
+    def start_over(self) -> None:
+        """Count passes anew, from weights that all ranks have alike."""
+        self.passes = 0
+        """Passes so far."""
+        self._next = 1
+        self.digest: torch.Tensor | None = None
+        """The digest of the pass of now, if it is compared: 64 bits, where the weights lie."""
+        self._answered = 0
+        self._number = 0.0
+
+    def ask(self) -> None:
+        """Have the next pass compared; all ranks do it after the same pass."""
+        if self._answered < FREE + self.passes // SHARE:
+            self._answered += 1
+            self._next = self.passes + 1
+
+    def begin_pass(self, *, compares: bool = True) -> None:
+        """Count a pass that ``compares`` weights, and take the digest where it is due."""
+        self.digest = None
+        if not compares:
+            return
+        self.passes += 1
+        if self.passes >= self._next:
+            self._take()
+
+    def _take(self) -> None:
+        self._next = self.passes + 1
+        while not is_due(self._next):
+            self._next += 1
+        sums = self.sums()
+        self._late.settle()
+        if sums is not None:
+            places = torch.arange(1, 2 * sums.numel(), 2, device=sums.device)
+            self.digest = (sums * places.mul_(GOLDEN)).sum()
+            self._late.look(self.digest.reshape(1), self._keep)
+
+    def _keep(self, numbers: Sequence[float]) -> None:
+        self._number = float(int(numbers[0]) >> 11 & _NUMBER) + 1.0
+
+    def number(self) -> float:
+        """Take the digest as a number, once; that of a device in the next pass. 0.0 is none."""
+        if self.digest is None:
+            self._late.settle()  # that of a pass before
+        number, self._number = self._number, 0.0
+        return number
+
+    def sums(self) -> torch.Tensor | None:
+        """Compute a digest of each tensor, in one tensor; None where there are none."""
+        found = [each for _, each in self._digests()]
+        return torch.stack([moved(each, found[0].device) for each in found]) if found else None
+
+    def _digests(self) -> list[tuple[tuple[str, torch.Tensor], torch.Tensor]]:
+        named = self._named()
+        digests = digests_of([tensor for _, tensor in named])
+        pairs = zip(named, digests, strict=True)
+        return [(held, digest) for held, digest in pairs if digest is not None]
+
+    def compare(self, axis: Communicator, *, is_in: bool = True) -> CollectiveMismatchError | None:
+        """Make the error that every rank of ``axis`` raises where weights differ; collective.
+
+        None where they differ by rounding, which is said once. Without ``is_in`` those of this rank
+        are not compared.
+        """
+        found = self._digests()
+        mine = [digest.item() for _, digest in found] if is_in else None
+        everyone = axis.gather_values(mine, label="compare weights")
+        meaning = "copies of the weights"
+        names = [name for (name, _), _ in found]
+        said = {rank: row for rank, row in zip(axis.ranks, everyone, strict=True) if row}
+        place = first_difference([*said], [*said.values()])
+        if place is None:
+            return None
+        name = names[int(place.place)]
+        if len(said) < axis.size:
+            text = f"{name!r} has some values on {place.sides}"
+            return CollectiveMismatchError(refusal(axis, meaning, text, REMEDY))
+        held = [(name, values_of(local_of(tensor)).detach()) for (name, tensor), _ in found]
+        beyond = beyond_rounding_first(axis, held, everyone, share=ROUNDING)
+        if beyond is not None:
+            return CollectiveMismatchError(refusal(axis, meaning, beyond, REMEDY))
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"axis {axis.axis}: copies of the weights differ by rounding, {name!r} first, with "
+                f"some on {place.sides}. Processors of other kinds, or other numbers of threads, "
+                "round norms in other ways, as those of clipped gradients. If ranks are alike, "
+                "something has written a little on some of them alone",
+                UserWarning,
+                stacklevel=2,
+            )
+        return None
+
+
+def bits_of(digest: torch.Tensor) -> torch.Tensor:
+    """Spell ``digest`` in numbers whose sums over the ranks tell whether all have the same.
+
+    `BITS` ones or zeros, and one less each of them: somewhere both sums are above zero where two
+    ranks differ, in any dtype.
+    """
+    ones = (digest >> torch.arange(64 - BITS, 64, device=digest.device)).bitwise_and_(1)
+    return torch.cat([ones, 1 - ones])
