@@ -90,7 +90,7 @@ def test_equal_orders_cost_one_small_gather_a_forward(
                 root.step([0, 1, 2])
         step = [("all_gather", "unshard")] * 3 + [("all_gather", "order")]
         assert recorder.kinds() == step * 3
-        assert {c.bytes for c in recorder.collectives if c.label == "order"} == {16 * size}
+        assert {c.bytes for c in recorder.collectives if c.label == "order"} == {24 * size}
         assert root.check.describe()["iteration"] == 3
         assert root.check.reference == OrderRecord((0, 1, 2))
 

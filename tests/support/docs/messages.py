@@ -298,22 +298,28 @@ def other_passes(ranks: Ranks, folder: Path) -> str:
     return ranks(2, body)[0]
 
 
+def other_rates(wrap: Callable[[nn.Module], nn.Module]) -> str:
+    """What is said of a learning rate that is another one on rank 1."""
+    torch.manual_seed(0)
+    model = wrap(nn.Linear(4, 4))
+    optimizer = sgd(model.parameters())
+    if communicator().rank:
+        optimizer.param_groups[0]["lr"] *= 2
+
+    def train() -> None:
+        for _ in range(4):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+
+    return told(train)
+
+
 def parted_weights(ranks: Ranks, folder: Path) -> str:
-    def body() -> str:
-        torch.manual_seed(0)
-        model = mw.replicate(nn.Linear(4, 4))
-        optimizer = sgd(model.parameters())
-        if communicator().rank:
-            optimizer.param_groups[0]["lr"] *= 2
+    return ranks(2, other_rates, mw.replicate)[0]
 
-        def train() -> None:
-            for _ in range(4):
-                model(torch.ones(2, 4)).sum().backward()
-                optimizer.step()
 
-        return told(train)
-
-    return ranks(2, body)[0]
+def other_settings(ranks: Ranks, folder: Path) -> str:
+    return ranks(2, other_rates, mw.fully_shard)[0]
 
 
 def other_operations(ranks: Ranks, folder: Path) -> str:

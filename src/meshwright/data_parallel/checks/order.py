@@ -4,7 +4,7 @@ Ranks must gather the same units in the same order, or their collectives mix up 
 Checks, from the cheapest on::
 
     each unit       compare with the forward before             one integer, nothing is sent
-    each forward    compare a hash of the order over the ranks  16 bytes a rank, on the host, and
+    each forward    compare a hash of the order over the ranks  24 bytes a rank, on the host, and
                                                                 looked at when the backward ends;
                                                                 on a device one step later
     some forwards   ask the other ranks before each unit        through the board once this rank has
@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 import struct
 import warnings
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -69,8 +70,9 @@ STEPS = MappingProxyType(
 )
 """The words of messages for ranks that know something of their weights."""
 
-_ROW = "<2q"
-"""Two integers of a rank, as they travel: a unit or a digest of some, and a count or weights."""
+_ROW = "<3q"
+"""Three integers of a rank, as they travel: a unit or a digest of some, a count or weights, and a
+digest of the settings of optimizers, 0 where none is known."""
 
 REMEDY = (
     "Every rank must run the same units in the same order. Run the unit on every rank (on an empty "
@@ -105,8 +107,8 @@ class _Comparison:
 
     started: Callable[[], bytes]
     """Waits for a `_ROW` of each rank."""
-    forwards: tuple[tuple[int, OrderRecord, int], ...]
-    """The forwards it covers: number, order, and what is known of the weights."""
+    forwards: tuple[tuple[int, OrderRecord, int, Sequence[str]], ...]
+    """The forwards it covers: number, order, what is known of the weights, optimizers' settings."""
     has_left: bool
     """True when this rank had left its reference in one of them."""
 
@@ -152,17 +154,20 @@ class OrderCheck:
         """Forwards in a row that left the order of the one before."""
         self._votes: list[str] = []
         """Keys on the board that all ranks have passed, to be deleted."""
-        self._waiting: list[tuple[int, OrderRecord, int, bool]] = []
+        self._waiting: list[tuple[int, OrderRecord, int, Sequence[str], bool]] = []
         """Forwards since the last comparison of hashes was issued."""
         self._comparisons: list[_Comparison] = []
         self._key = register("order", communicator, self)
 
     # ------------------------------------------------------------------ what the driver calls
 
-    def begin(self, *, training: bool = True, weights: int = UNKNOWN) -> None:
+    def begin(
+        self, *, training: bool = True, weights: int = UNKNOWN, settings: Sequence[str] = ()
+    ) -> None:
         """Begin the root's forward. It counts in train mode with gradients enabled only.
 
-        ``weights`` tells whether an optimizer has stepped since the forward before.
+        ``weights`` tells whether an optimizer has stepped since the forward before, and
+        ``settings`` by what numbers, where that is known.
         """
         self._is_active = False
         if not (training and torch.is_grad_enabled()):
@@ -170,7 +175,7 @@ class OrderCheck:
         while len(self._comparisons) >= ON_THEIR_WAY:
             self._compare_next()
         asks = self.reference is None and (self._is_error or self._options.exchange_first)
-        self._now = Forward(self._now.number + 1, self.reference, asks, weights)
+        self._now = Forward(self._now.number + 1, self.reference, asks, weights, settings)
         self._is_active = True
 
     def record(self, unit: int) -> None:
@@ -214,7 +219,7 @@ class OrderCheck:
         self.reference = record
         if self._communicator.is_alone or self.is_unchecked:
             return
-        self._waiting.append((now.number, record, now.weights, now.has_left))
+        self._waiting.append((now.number, record, now.weights, now.settings, now.has_left))
         if now.number % self._options.every == 0:
             self._issue()
 
@@ -371,7 +376,7 @@ class OrderCheck:
         """Compare the next unit with the other ranks', before its gather."""
         everyones = self._start(unit, self._now.position)()
         rows = struct.iter_unpack(_ROW, everyones)
-        found = sides(self._communicator.ranks, [theirs for theirs, _ in rows])
+        found = sides(self._communicator.ranks, [theirs for theirs, *_ in rows])
         if len(found) == 1:
             return
         self._is_active = False
@@ -389,24 +394,26 @@ class OrderCheck:
             f"Forward order differs across ranks: {' while '.join(texts)}. {REMEDY}"
         )
 
-    def _start(self, number: int, count: int) -> Callable[[], bytes]:
-        """Start to gather two integers of each rank, a `_ROW`."""
-        return self._communicator.start_equal(struct.pack(_ROW, number, count), "order")
+    def _start(self, number: int, count: int, settings: int = 0) -> Callable[[], bytes]:
+        """Start to gather the integers of each rank, a `_ROW`."""
+        return self._communicator.start_equal(struct.pack(_ROW, number, count, settings), "order")
 
     def _issue(self) -> None:
         """Start comparing one hash of all forwards since the last comparison."""
         waiting = tuple(self._waiting)
         self._waiting.clear()
-        digest = 0
+        digest = settings = 0
         weights = 1
-        for number, (_, record, known, _) in enumerate(waiting):
+        for number, (_, record, known, texts, _) in enumerate(waiting):
             digest = record.digest(digest)
             if number < 30:  # what fits into the integer
                 weights = weights * 4 + known
+            # A sum: optimizers in the backward step in no order.
+            settings += sum(1 + zlib.crc32(text.encode()) for text in texts)
         self._comparisons.append(
             _Comparison(
-                started=self._start(digest, weights),
-                forwards=tuple(each[:3] for each in waiting),
+                started=self._start(digest, weights, settings),
+                forwards=tuple(each[:4] for each in waiting),
                 has_left=any(has_left for *_, has_left in waiting),
             )
         )
@@ -415,8 +422,9 @@ class OrderCheck:
         """Take in the oldest comparison; raise or warn when ranks differ."""
         comparison = self._comparisons.pop(0)
         self._due = max(self._due - 1, 0)
-        digests, weights = zip(*struct.iter_unpack(_ROW, comparison.started()), strict=True)
-        if len(set(digests)) == 1 and same_weights(weights):
+        rows = struct.iter_unpack(_ROW, comparison.started())
+        digests, weights, settings = zip(*rows, strict=True)
+        if len({*digests}) == 1 and same_weights(weights) and len({*settings} - {0}) < 2:
             self._agreed(comparison)
             return
         if self.is_unchecked:
@@ -427,7 +435,8 @@ class OrderCheck:
             self._comparisons.clear()
             self._due = 0
             used = "One step of an optimizer may have" if self._is_late else "No optimizer has"
-            raise CollectiveMismatchError(f"{text}. {used} used its gradients. {REMEDY}")
+            remedy = "" if is_of_weights else f" {REMEDY}"
+            raise CollectiveMismatchError(f"{text}. {used} used its gradients.{remedy}")
         self.is_unchecked = True
         text = f"{text}. Collectives are unchecked and may give incorrect results or hang"
         if self._options.warn_at_once:
@@ -454,12 +463,17 @@ class OrderCheck:
         Weights that differ are an error in any case: every step after it would use them. Every rank
         takes part.
         """
-        mine = [[n, record.units, known] for n, record, known in comparison.forwards]
+        mine = [
+            [n, record.units, known, sorted(texts)]
+            for n, record, known, texts in comparison.forwards
+        ]
         everyone = self._communicator.gather_values(mine, label="order lists")
         ranks, names = self._communicator.ranks, self._names
         for step in zip(*everyone, strict=False):
             number = step[0][0]
-            steps = {r: STEPS[known] for r, (*_, known) in zip(ranks, step, strict=True) if known}
+            steps = {
+                r: STEPS[known] for r, (_, _, known, _) in zip(ranks, step, strict=True) if known
+            }
             if len(set(steps.values())) > 1:
                 text = (
                     f"Optimizer steps differ across ranks: before forward {number}{self._root} "
@@ -467,10 +481,22 @@ class OrderCheck:
                     "every rank, and skip a step on all ranks or on none"
                 )
                 return text, True
-            found = first_difference(ranks, [units for _, units, _ in step])
+            said = {r: texts for r, (*_, texts) in zip(ranks, step, strict=True) if texts}
+            found = first_difference([*said], [*said.values()])
             if found is not None:
                 at = int(found.place)
-                records = [OrderRecord(tuple(units)) for _, units, _ in step]
+                steps = {r: each[at] if at < len(each) else "no more" for r, each in said.items()}
+                text = (
+                    f"Settings of optimizers differ across ranks: before forward {number}"
+                    f"{self._root} steps were made by {told(steps, steps.values())}. Each rank "
+                    "changes its parts of the weights by its own. Set them alike on every rank, "
+                    "and schedule by what all ranks know, such as a loss that was reduced"
+                )
+                return text, True
+            found = first_difference(ranks, [units for _, units, *_ in step])
+            if found is not None:
+                at = int(found.place)
+                records = [OrderRecord(tuple(units)) for _, units, *_ in step]
                 text = (
                     f"Forward order differs across ranks in forward {number}{self._root}, "
                     f"position {at}: {told(ranks, [names.of(r.at(at)) for r in records])}. Order: "

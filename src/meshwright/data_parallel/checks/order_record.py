@@ -52,7 +52,16 @@ class OrderRecord:
 class Forward:
     """One forward as far as it has come."""
 
-    __slots__ = ("asks", "has_ended", "number", "order", "position", "reference", "weights")
+    __slots__ = (
+        "asks",
+        "has_ended",
+        "number",
+        "order",
+        "position",
+        "reference",
+        "settings",
+        "weights",
+    )
 
     def __init__(
         self,
@@ -60,10 +69,13 @@ class Forward:
         reference: OrderRecord | None,
         asks: bool = False,
         weights: int = UNKNOWN,
+        settings: Sequence[str] = (),
     ) -> None:
         self.number = number
         self.weights = weights
         """The state of the weights since the forward before, see `UNKNOWN`."""
+        self.settings = settings
+        """The settings by which optimizers have changed them, one text for each group."""
         self.reference = reference
         self.position = 0
         """Units so far."""

@@ -11,15 +11,16 @@ What differs by more is an error on every rank.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from meshwright.comm import Communicator, LateNumbers
 from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.comm.dtensors.subclasses import values_of
-from meshwright.comm.failures.sameness import first_difference, refusal
+from meshwright.comm.failures.sameness import Difference, first_difference, refusal
 from meshwright.comm.streams import moved
 from meshwright.data_parallel.checks.starting_state import GOLDEN, digests_of
 from meshwright.errors import CollectiveMismatchError
@@ -49,7 +50,8 @@ class SameWeights:
         self._named = named
         self._late = LateNumbers()
         self.start_over()
-        self._has_warned = False
+        self._may_part = False
+        self._said: set[str] = set()
 
     def start_over(self) -> None:
         """Count passes anew, from weights that all ranks have alike."""
@@ -60,6 +62,15 @@ class SameWeights:
         """The digest of the pass of now, if it is compared: 64 bits, where the weights lie."""
         self._answered = 0
         self._number = 0.0
+
+    @contextlib.contextmanager
+    def parting(self) -> Iterator[None]:
+        """Make a block in which copies may part, as inside of ``join``: that is a warning then."""
+        self._may_part = True
+        try:
+            yield
+        finally:
+            self._may_part = False
 
     def ask(self) -> None:
         """Have the next pass compared; all ranks do it after the same pass."""
@@ -124,24 +135,32 @@ class SameWeights:
         if place is None:
             return None
         name = names[int(place.place)]
+        beyond: Difference | str | None
         if len(said) < axis.size:
-            text = f"{name!r} has some values on {place.sides}"
-            return CollectiveMismatchError(refusal(axis, meaning, text, REMEDY))
-        held = [(name, values_of(local_of(tensor)).detach()) for (name, tensor), _ in found]
-        beyond = beyond_rounding_first(axis, held, everyone, share=ROUNDING)
-        if beyond is not None:
-            return CollectiveMismatchError(refusal(axis, meaning, beyond, REMEDY))
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
+            beyond = f"{name!r} has some values on {place.sides}"
+        else:
+            held = [(name, values_of(local_of(tensor)).detach()) for (name, tensor), _ in found]
+            beyond = beyond_rounding_first(axis, held, everyone, share=ROUNDING)
+        if beyond is None:
+            self._say(
                 f"axis {axis.axis}: copies of the weights differ by rounding, {name!r} first, with "
                 f"some on {place.sides}. Processors of other kinds, or other numbers of threads, "
                 "round norms in other ways, as those of clipped gradients. If ranks are alike, "
-                "something has written a little on some of them alone",
-                UserWarning,
-                stacklevel=2,
+                "something has written a little on some of them alone"
             )
+            return None
+        text = refusal(axis, meaning, beyond, REMEDY)
+        if not self._may_part:
+            return CollectiveMismatchError(text)
+        self._say(f"{text}. join() goes on; at its end all get the weights of the last rank")
         return None
+
+    def _say(self, text: str) -> None:
+        """Warn, once of each kind."""
+        kind = text.partition(",")[0]
+        if kind not in self._said:
+            self._said.add(kind)
+            warnings.warn(text, UserWarning, stacklevel=3)
 
 
 def bits_of(digest: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,9 @@ from torch.optim.optimizer import (
 
 from meshwright.comm import settle
 
+_HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Settings of how a step is computed, which may differ where its result does not."""
+
 
 class Steps(Enum):
     """The steps of optimizers since the last question."""
@@ -39,11 +42,15 @@ class StepWatch:
         parameters: Callable[[], Iterable[torch.Tensor]],
         given: Callable[[], Iterable[torch.Tensor]] = tuple,
         check: Callable[[], object] | None = None,
+        *,
+        with_settings: bool = False,
     ) -> None:
         """``given`` are the objects that users had for parameters that they were replaced by.
 
-        ``check`` is called before each step, and raises where there must be none now.
+        ``check`` is called before each step, and raises where there must be none now. `settings`
+        are noted ``with_settings`` only.
         """
+        self._with_settings = with_settings
         self._check = check
         self._parameters = parameters
         self._given = given
@@ -51,9 +58,15 @@ class StepWatch:
         self._ended = 0
         self.has_seen = False
         """True once one of them has stepped: who else changes weights need not be looked for."""
+        self.settings: tuple[str, ...] = ()
+        """The settings of the steps that the last call of `take` returned, by group."""
+        self._noted: list[str] = []
         self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = (
             weakref.WeakKeyDictionary()
         )
+        self._words: weakref.WeakKeyDictionary[
+            torch.optim.Optimizer, tuple[list[list[tuple[str, object]]], list[str]]
+        ] = weakref.WeakKeyDictionary()
         for register, method in (
             (register_optimizer_step_pre_hook, self._begins),
             (register_optimizer_step_post_hook, self._ends),
@@ -72,6 +85,8 @@ class StepWatch:
         """Return the steps since the last call. A step that runs now counts as one that raised."""
         begun, ended = self._begun, self._ended
         self._begun = self._ended = 0
+        self.settings = tuple(self._noted)
+        self._noted.clear()
         self.has_seen = self.has_seen or bool(begun or ended)
         if begun > ended:
             return Steps.RAISED
@@ -86,7 +101,23 @@ class StepWatch:
             self._begun += 1
 
     def _ends(self, optimizer: torch.optim.Optimizer) -> None:
-        self._ended += self._holds(optimizer)
+        if self._holds(optimizer):
+            self._ended += 1
+            if self._with_settings:
+                self._noted += self._settings(optimizer)
+
+    def _settings(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """Write the numbers by which each group of ``optimizer`` steps."""
+        numbers = [_numbers(group) for group in optimizer.param_groups]
+        before = self._words.get(optimizer)
+        if before is not None and before[0] == numbers:
+            return before[1]
+        kind = type(optimizer).__name__
+        words = [
+            f"{kind} with {', '.join(f'{key}={value}' for key, value in each)}" for each in numbers
+        ]
+        self._words[optimizer] = numbers, words
+        return words
 
     def _holds(self, optimizer: torch.optim.Optimizer) -> bool:
         groups = optimizer.param_groups
@@ -108,6 +139,19 @@ class StepWatch:
                 optimizer.register_state_dict_pre_hook(settle)
             self._known[optimizer] = known
         return known[1]
+
+
+def _numbers(group: dict[str, Any]) -> list[tuple[str, object]]:
+    """List what a step of ``group`` computes with, but for what lies in tensors."""
+    return [
+        (key, value)
+        for key, value in group.items()
+        if key not in _HOW
+        and (
+            isinstance(value, float | int)
+            or (isinstance(value, tuple) and all(isinstance(each, float | int) for each in value))
+        )
+    ]
 
 
 class _Hook:

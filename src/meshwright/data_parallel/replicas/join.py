@@ -126,18 +126,19 @@ def uneven_inputs(
         attendance.give(Notice.BROADCAST_BUFFERS)
         return attendance.active[0]
 
-    reducer.ask_before_reductions(before_reduction)
-    replica.ask_for_buffers(before_buffers)
-    try:
-        yield
-    finally:
-        reducer.ask_before_reductions(None)
-        replica.ask_for_buffers(None)
-    while (found := attendance.leave()) is not None:
-        if found[0] is Notice.REDUCE:
-            reducer.shadow()
-        else:
-            replica.buffers.synchronise(attendance.active[0])
+    with reducer.alignment.copies.parting():
+        reducer.ask_before_reductions(before_reduction)
+        replica.ask_for_buffers(before_buffers)
+        try:
+            yield
+        finally:
+            reducer.ask_before_reductions(None)
+            replica.ask_for_buffers(None)
+        while (found := attendance.leave()) is not None:
+            if found[0] is Notice.REDUCE:
+                reducer.shadow()
+            else:
+                replica.buffers.synchronise(attendance.active[0])
     if attendance.was_uneven:
         replica.synchronise_all(attendance.active[0])
     reducer.alignment.start_over()

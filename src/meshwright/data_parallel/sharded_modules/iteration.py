@@ -111,7 +111,7 @@ class Iteration:
         self._raised_in = ""
         """The pass that was given up last, until the next one has begun."""
         self._streams = _streams_of(units, self.axes)
-        self._steps = StepWatch(self._exposed, self._given, self._check_reduced)
+        self._steps = StepWatch(self._exposed, self._given, self._check_reduced, with_settings=True)
         # Torch's class only warns where ranks freeze different parameters and run other units.
         strict = options is None or not options.warn_at_once
         self._states = UnitStates(drivers, with_training=strict)
@@ -176,7 +176,8 @@ class Iteration:
         weights = self._weights(bool(raised_in)) if is_training else UNKNOWN
         if is_training and self._copies.checks:
             self._copies.begin_pass()
-        self._check.begin(training=training, weights=weights)
+        settings = self._steps.settings if is_training else ()
+        self._check.begin(training=training, weights=weights, settings=settings)
 
     def _begin(self) -> str:
         """Start anew; the pass that raised before, if one did."""
