@@ -124,7 +124,16 @@ RUNS = (
         "data parallel, memory",
         (
             *("data_parallel.py", "--memory", "--backend", "shm", "--models", "gpt"),
-            *("--arms", "plain", "ddp view", "replicate", "replicate view", "fsdp1 flat", "fsdp2", *SHARDED),
+            *(
+                "--arms",
+                "plain",
+                "ddp view",
+                "replicate",
+                "replicate view",
+                "fsdp1 flat",
+                "fsdp2",
+                *SHARDED,
+            ),
         ),
     ),
     Run(
