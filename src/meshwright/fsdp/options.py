@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -185,6 +185,22 @@ class StateDictSettings:
     state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT
     state_dict_config: StateDictConfig = field(default_factory=FullStateDictConfig)
     optim_state_dict_config: OptimStateDictConfig = field(default_factory=FullOptimStateDictConfig)
+
+    shares: ClassVar[bool] = False
+    """True when parts are the memory of the model and of the optimizer, and no copies of it."""
+
+
+@dataclass
+class SharedParts(StateDictSettings):
+    """The settings by which checkpoints read what a rank holds, and write to it."""
+
+    state_dict_type: StateDictType = StateDictType.SHARDED_STATE_DICT
+    state_dict_config: StateDictConfig = field(default_factory=ShardedStateDictConfig)
+    optim_state_dict_config: OptimStateDictConfig = field(
+        default_factory=lambda: ShardedOptimStateDictConfig(offload_to_cpu=False)
+    )
+
+    shares: ClassVar[bool] = True
 
 
 CONFIGS = MappingProxyType(

@@ -378,7 +378,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
                 "LOCAL_STATE_DICT. Use SHARDED_STATE_DICT"
             )
         is_whole = self._groups.strategy is ShardingStrategy.NO_SHARD
-        if kind is StateDictType.FULL_STATE_DICT or not is_whole:
+        if kind is StateDictType.FULL_STATE_DICT or settings.shares or not is_whole:
             return settings
         if self.check_is_root():
             warnings.warn(

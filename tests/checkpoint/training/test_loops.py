@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from meshwright import checkpoint
 from meshwright.comm import communicator
+from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.data_parallel import (
     DistributedDataParallel,
     fully_shard,
     keep_batch_norm_local,
 )
 from meshwright.errors import CheckpointError, CheckpointMismatchError
+from meshwright.fsdp import FullyShardedDataParallel
+from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks
 from support.checkpoint.loop_layouts import IDS, LAYOUTS, Net, begin, chain, saved_state
 from support.checkpoint.memory import BOUND, COUNT, TENSOR_BYTES, Wide, peak_growth
@@ -229,8 +235,27 @@ def test_a_trainable_takes_weights_alone(ranks: Ranks, tmp_path: Path) -> None:
         assert_equal(found, dict(Net(0).state_dict()))
 
 
-def growth(folder: Path) -> list[int]:
-    model = fully_shard(Wide())
+def in_mesh(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    return FullyShardedDataParallel(model, device_mesh=mesh, use_orig_params=True)
+
+
+WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "fully_shard": fully_shard,
+    "flat": FullyShardedDataParallel,
+    "original": partial(FullyShardedDataParallel, use_orig_params=True),
+    "in a mesh": in_mesh,
+}
+
+
+def held_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """List the state of what this rank has elements of."""
+    values = (value for own in optimizer.state.values() for value in own.values())
+    return [local_of(value) for value in values if value.ndim and value.numel()]
+
+
+def growth(folder: Path, wrap: str) -> list[int]:
+    model = WRAPS[wrap](Wide())
     own = folder / str(communicator().rank)
     own.mkdir()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -242,10 +267,18 @@ def growth(folder: Path) -> list[int]:
     loading = peak_growth(lambda: checkpoint.load(folder, model=model), own)
     loop["optimizer"] = torch.optim.AdamW(model.parameters())
     both = peak_growth(lambda: checkpoint.load(folder, **loop), own)
-    return [saving, loading, both - COUNT * TENSOR_BYTES]  # two moments of half of each weight
+    again, moments = map(held_by, (loop["optimizer"], optimizer))
+    assert len(again) == len(moments) > 0
+    assert all(map(torch.equal, again, moments))
+    # Two moments of half of each weight; of a flat parameter the line of each is a tensor.
+    lines = COUNT // 2 * TENSOR_BYTES if wrap == "flat" else 0
+    return [saving, loading, both - COUNT * TENSOR_BYTES - lines]
 
 
-def test_no_rank_holds_more_than_its_part_and_one_tensor(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_no_rank_holds_more_than_its_part_and_one_tensor(
+    ranks: Ranks, tmp_path: Path, wrap: str
+) -> None:
     """The weights are there already: what is read goes into them; of moments the part is added."""
-    for grown in ranks(2, growth, tmp_path):
-        assert max(grown) < BOUND
+    for grown in ranks(2, growth, tmp_path, wrap):
+        assert max(grown) < BOUND, grown

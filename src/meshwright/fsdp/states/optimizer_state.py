@@ -73,7 +73,7 @@ def optimizer_state(
     is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
     is_agreed = is_full or any(entry.wrapper._groups.mesh is not None for entry in entries)
     offloads = settings.optim_state_dict_config.offload_to_cpu
-    form = _Form(is_full=is_full, offloads=offloads)
+    form = _Form(is_full=is_full, offloads=offloads, shares=settings.shares)
     parts = _take_apart(entries, state, form, is_agreed=is_agreed)
     found = {entry.names[0]: own for entry, own in parts if own}
     managed = {entry.exposed for entry in entries}
@@ -109,6 +109,12 @@ class _Form:
     is_full: bool
     offloads: bool
     """True for copies on the CPU."""
+    shares: bool
+    """True for the optimizer's own memory, of what is spread over the ranks."""
+
+    def of(self, value: torch.Tensor) -> torch.Tensor:
+        """Give ``value`` in this form."""
+        return copy_of(value, offloads=self.offloads, shares=self.shares)
 
 
 def _by_parameter(
@@ -173,7 +179,7 @@ def spread_state(
     entries = [entry for entry in managed_parameters(model) if entry.exposed in keys]
     for entry in entries:
         _check_form(entry, state.get(entry.exposed, {}))
-    form = _Form(is_full=is_full, offloads=False)
+    form = _Form(is_full=is_full, offloads=False, shares=False)
     parts: dict[Any, dict[str, State]] = {}
     for entry, own in _take_apart(entries, state, form, is_agreed=True, kind=kind):
         if entry.is_flat:
@@ -292,7 +298,7 @@ def _spread_value(
     dtype: torch.dtype,
     form: _Form,
 ) -> torch.Tensor:
-    """Copy the state of one parameter whose parts are spread like its shards."""
+    """Give the state of one parameter whose parts are spread like its shards."""
     group, index = entry.group, entry.index
     piece, shard = own_pieces(group).get(index), group.buffer.shard
     local = torch.empty(0, dtype=dtype, device=shard.device if value is None else value.device)
@@ -302,16 +308,18 @@ def _spread_value(
     if group.axes.shard is None:
         part = local.reshape(flat_layout(group).shapes[index])
         whole = whole_of(part, group.slots[index].outer, f"optimizer state {entry.names[0]}")
-        return copy_of(whole, offloads=form.offloads)
-    if not form.is_full and entry.wrapper._groups.mesh is None:
-        return sharded_value(group, index, local, entry.names[0], offloads=form.offloads)
+        return form.of(whole)
+    outer = group.slots[index].outer
+    has_mesh = entry.wrapper._groups.mesh is not None and not (form.shares and outer is None)
+    if not form.is_full and not has_mesh:
+        return sharded_value(group, index, form.of(local), entry.names[0])
     line = local.new_zeros(shard.numel())
     if piece is not None and local.numel():
         line[piece.offset : piece.offset + piece.numel].copy_(local)
-    label, outer = f"optimizer state {entry.names[0]}", group.slots[index].outer
+    label = f"optimizer state {entry.names[0]}"
     part = cut_line(group, gather_line(group, line, label))[index]
     if form.is_full:
-        return copy_of(whole_of(part, outer, label), offloads=form.offloads)
+        return form.of(whole_of(part, outer, label))
     found = as_dtensor(part, entry.wrapper._groups, outer, label)
     return found.cpu() if form.offloads else found
 
@@ -369,12 +377,12 @@ def state_to_load(
         own = next((given[name] for name in entry.names if name in given), None)
         if own is not None and entry.exposed in position:
             # By all ranks: DTensors are gathered.
-            parts = {k: _own_part(entry, v) for k, v in own.items()}
+            parts = {k: _own_part(entry, v, shares=settings.shares) for k, v in own.items()}
             if _counts(entry) or entry.exposed in held:
                 found[position[entry.exposed]] = parts
     for flat, entries in flats.items():
         if flat in position:
-            own = _put_together(entries, given, known if is_strict else None)
+            own = _put_together(entries, given, known if is_strict else None, takes=settings.shares)
             if own:
                 found[position[flat]] = own
     for name, parameter in others.items():
@@ -426,8 +434,11 @@ def _fitting(
     return given, set(given)
 
 
-def _own_part(entry: Managed, value: Any) -> Any:  # noqa: ANN401 - any state
-    """Give this rank's part of a value, in the form of the exposed parameter."""
+def _own_part(entry: Managed, value: Any, *, shares: bool = False) -> Any:  # noqa: ANN401 - any state
+    """Give this rank's part of a value, in the form of the exposed parameter.
+
+    Where it ``shares`` the memory of a view becomes the optimizer's.
+    """
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return copy.deepcopy(value)
     outer = entry.group.slots[entry.index].outer
@@ -439,11 +450,12 @@ def _own_part(entry: Managed, value: Any) -> Any:  # noqa: ANN401 - any state
             f"{shape} for {entry.names[0]}, found {tuple(value.shape)}"
         )
     if isinstance(value, ShardView):
-        return value.local.clone()  # it fits
+        return copy_of(value.local, shares=shares)  # it fits
     piece = own_pieces(entry.group).get(entry.index)
     flat = part_of(gathered(value, label=f"whole state of {entry.names[0]}"), outer).reshape(-1)
     part = flat[:0] if piece is None else flat[piece.start : piece.stop]
-    part = part.clone()
+    if not shares or part.numel() < flat.numel():
+        part = part.clone()
     return part.view(local) if entry.group.axes.shard is None and not entry.is_flat else part
 
 
@@ -451,11 +463,14 @@ def _put_together(
     entries: Sequence[Managed],
     given: Mapping[str, Mapping[str, Any]],
     known: Container[str] | None,
+    *,
+    takes: bool,
 ) -> State:
     """Find the state of a flat parameter from that of all its parameters.
 
     One without state has got no gradients: of what lies like it there are zeros in the line. It
-    does not count as the others do, and is refused where the ``known`` names lack it.
+    does not count as the others do, and is refused where the ``known`` names lack it. It ``takes``
+    out of ``given`` what is in the line, so that no rank holds all of it twice.
     """
     found = [next((given[n] for n in e.names if n in given), None) for e in entries]
     present = [own for own in found if own]
@@ -478,7 +493,8 @@ def _put_together(
                 f"{called}"
             )
         if spreads.pop():
-            result[key] = _line_of(entries, [own[key] if own else None for own in found])
+            del values
+            result[key] = _line_of(entries, key, found, takes=takes)
             continue
         lacks = known is not None and any(
             not any(name in known for name in entry.names) for entry in entries
@@ -494,14 +510,19 @@ def _put_together(
     return result
 
 
-def _line_of(entries: Sequence[Managed], values: Sequence[torch.Tensor | None]) -> torch.Tensor:
+def _line_of(
+    entries: Sequence[Managed], key: str, found: Sequence[Any], *, takes: bool
+) -> torch.Tensor:
     group = entries[0].group
     pieces, shard = own_pieces(group), group.buffer.shard
-    dtype = next(value.dtype for value in values if value is not None)
+    dtype = next(own[key].dtype for own in found if own)
     line = torch.zeros(shard.numel(), dtype=dtype, device=shard.device)
-    for entry, value in zip(entries, values, strict=True):
-        part, piece = value if value is None else _own_part(entry, value), pieces.get(entry.index)
-        if piece is not None and part is not None:
+    for entry, own in zip(entries, found, strict=True):
+        if not own:
+            continue
+        part = _own_part(entry, own.pop(key) if takes else own[key], shares=True)
+        piece = pieces.get(entry.index)
+        if piece is not None:
             line[piece.offset : piece.offset + piece.numel].copy_(part.reshape(-1))
     return line
 

@@ -14,6 +14,7 @@ from meshwright.fsdp.options import (
     OptimStateDictConfig,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
+    SharedParts,
     StateDictConfig,
     StateDictSettings,
     StateDictType,
@@ -119,12 +120,10 @@ def settings_for_a_while(
 
 @contextlib.contextmanager
 def giving_parts(module: nn.Module) -> Iterator[StateDictSettings]:
-    """Have all wrappers in ``module`` give the parts of this rank in the block."""
+    """Have all wrappers in ``module`` give the parts of this rank in the block, not copied."""
     wrappers = wrappers_in(module)
     before = [wrapper._state_dict_settings for wrapper in wrappers]
-    settings = StateDictSettings(
-        StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig()
-    )
+    settings = SharedParts()
     for wrapper in wrappers:
         wrapper._keep_settings(settings)
     try:

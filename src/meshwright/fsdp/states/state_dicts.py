@@ -6,8 +6,9 @@
     SHARDED   nothing is sent; a `ShardView` each   a DTensor each where a mesh was given
     LOCAL     nothing is sent; `_flat_param` of a unit, and originals as in SHARDED
 
-Names are those of the module before it was wrapped. Values are copies of what units manage; buffers
-and ignored parameters are as any module gives them.
+Names are those of the module before it was wrapped. Values are copies of what units manage, but for
+checkpoints (`SharedParts`): those get the parts themselves, views with a mesh, too; buffers and
+ignored parameters are as any module gives them.
 """
 
 from __future__ import annotations
@@ -71,21 +72,28 @@ def unit_entries(
 def _values(
     group: ParameterGroup, name: str, settings: StateDictSettings, groups: Groups
 ) -> list[torch.Tensor]:
-    """Copy one value for each parameter of ``group``."""
+    """Give one value for each parameter of ``group``."""
     layout, shard = flat_layout(group), group.buffer.shard
     is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT or group.axes.shard is None
-    if is_full or groups.mesh is not None:
+    is_cut = any(slot.outer is not None for slot in group.slots)
+    if is_full or (groups.mesh is not None and (is_cut or not settings.shares)):
         label = f"state dict of {name}"
         parts = list(
             zip(cut_line(group, gather_line(group, shard, label)), group.slots, strict=True)
         )
         if is_full:
-            return [whole_of(part, slot.outer, label).clone() for part, slot in parts]
+            wholes = [whole_of(part, slot.outer, label) for part, slot in parts]
+            return [copy_of(whole, shares=settings.shares) for whole in wholes]
         return [as_dtensor(part, groups, slot.outer, label) for part, slot in parts]
     pieces, offloads = own_pieces(group), settings.state_dict_config.offload_to_cpu
     parts = [_cut(shard, pieces.get(index)) for index in range(len(layout.names))]
     return [
-        sharded_value(group, index, part, layout.names[index], offloads=offloads)
+        sharded_value(
+            group,
+            index,
+            copy_of(part, offloads=offloads, shares=settings.shares),
+            layout.names[index],
+        )
         for index, part in enumerate(parts)
     ]
 
@@ -95,15 +103,12 @@ def _cut(shard: torch.Tensor, piece: Any) -> torch.Tensor:  # noqa: ANN401 - a p
 
 
 def sharded_value(
-    group: ParameterGroup, index: int, local: torch.Tensor, name: str, *, offloads: bool
+    group: ParameterGroup, index: int, local: torch.Tensor, name: str
 ) -> torch.Tensor:
-    """Make a tensor of the whole shape of parameter ``index``, with a copy of ``local``.
-
-    It is on the CPU where ``offloads``.
-    """
+    """Make a tensor of the whole shape of parameter ``index``, of which ``local`` is here."""
     piece = own_pieces(group).get(index)
     return ShardView(
-        copy_of(local, offloads=offloads),
+        local,
         0 if piece is None else piece.start,
         flat_layout(group).shapes[index],
         name=name,
@@ -111,8 +116,13 @@ def sharded_value(
     )
 
 
-def copy_of(tensor: torch.Tensor, *, offloads: bool) -> torch.Tensor:
-    """Make a copy that the next step leaves alone, on the CPU if it ``offloads``."""
+def copy_of(tensor: torch.Tensor, *, offloads: bool = False, shares: bool = False) -> torch.Tensor:
+    """Make a copy that the next step leaves alone, on the CPU if it ``offloads``.
+
+    Where it ``shares`` give the memory itself.
+    """
+    if shares:
+        return tensor.detach()
     return tensor.detach().to("cpu" if offloads else tensor.device, copy=True)
 
 
