@@ -137,7 +137,7 @@ MUTATIONS = {
     "shards of replicas": Mutation(
         plant=unsummed("all_reduce", "replicate "),
         cell=Cell(axes="replicate=2,shard=2", model="odd"),
-        sees="gradient",
+        sees="copies of the weights",
     ),
     "partial sums": Mutation(
         plant=unsummed("all_reduce", "partial gradients"),

@@ -111,6 +111,7 @@ def test_an_exception_is_named_with_rank_phase_and_line(
     def body() -> None:
         def fault(name: str, step: int) -> None:
             if name == phase and step == 1 and int(os.environ["RANK"]) == victim:
+                time.sleep(0.2)  # the others have come to the next collective by then
                 raise ValueError("no such token")
 
         steps(fault)

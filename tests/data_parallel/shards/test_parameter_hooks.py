@@ -23,6 +23,7 @@ from meshwright.data_parallel import (
     flat_groups,
     fully_shard,
 )
+from meshwright.errors import CollectiveMismatchError
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.fsdp import ModuleWrapPolicy, ShardingStrategy
 from meshwright.mesh import init_device_mesh
@@ -350,7 +351,11 @@ def body_replicas(options: dict[str, Any], first: bool) -> None:
         backward(Net(), model, 0)
     for handle in handles:
         handle.remove()
-    backward(Net(), model, 1)
+    # The first parameters were stepped before anybody could refuse it: copies have parted.
+    with pytest.raises(CollectiveMismatchError, match="copies of the weights"):
+        backward(Net(), model, 1)
+    model.module.load_state_dict(Net().state_dict())
+    backward(Net(), model, 4)
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 

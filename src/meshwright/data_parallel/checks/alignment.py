@@ -93,6 +93,9 @@ class Alignment:
         self._steps = StepWatch(lambda: parameters)
         self._is_local = self._has_warned = False
         """Gradients of this rank alone have come since the last reduction; it was said."""
+        self.has_parted = False
+        """True when this rank has stepped by gradients of its own, after a warning: its weights are
+        no copy any more."""
         self._weights = 0
         self._backwards = 0
         self.place = PassPlace(0, 0)
@@ -106,6 +109,7 @@ class Alignment:
     def start_over(self) -> None:
         """Count anew: all ranks have the same weights now, however they came to them."""
         self._weights, self._version, self._writes = 0, -1, 0
+        self.has_parted = False
         self.copies.start_over()
         self._steps.take()
 
@@ -141,6 +145,7 @@ class Alignment:
             return
         self._has_warned = True
         if any(parameter.grad is not None for parameter in self._parameters):
+            self.has_parted = True
             warnings.warn(
                 "an optimizer steps with gradients of this rank alone, so that the copies of the "
                 "model part: the last backward pass was in no_sync. Run the last one of a step "
@@ -154,7 +159,8 @@ class Alignment:
         """Begin a backward pass that reduces; its gradients may let copies part."""
         self._is_local = False
         self._backwards += 1
-        self.copies.begin_pass(compares=not (parts_copies or self._is_alone))
+        compares = not (parts_copies or self._is_alone or self.has_parted)
+        self.copies.begin_pass(compares=compares)
         self.place = PassPlace(self._weights, self._backwards, self._sums)
 
     def write(self, notes: torch.Tensor) -> None:
@@ -307,7 +313,8 @@ class PassNotes:
             copies.ask()
         # Inline: it is on the path of each pass. Sums that are not a number are of marks above.
         if max(map(min, sums[ONES:ZEROS], sums[ZEROS:NOTES])) > 0:
-            error = copies.compare(communicator, is_in=place is not NOWHERE)
+            is_in = place is not NOWHERE and not self.alignment.has_parted
+            error = copies.compare(communicator, is_in=is_in)
             if error is not None:
                 return error
         if self.static is not None and sums[NOTES] > 0:

@@ -290,16 +290,21 @@ def digests_of(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | No
     """
     found: list[torch.Tensor | None] = [None] * len(tensors)
     short: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    factors: dict[torch.device, torch.Tensor] = {}
     for index, tensor in enumerate(tensors):
         raw = None if tensor is None else _bytes_of(tensor)
-        if raw is not None and not raw.numel() % 4 and raw.numel() < 4 * LANES:
+        if raw is None:
+            continue
+        if raw.device not in factors:
+            factors[raw.device] = _weights(raw.device)
+        if not raw.numel() % 4 and raw.numel() < 4 * LANES:
             short.setdefault(raw.device, []).append((index, raw.view(torch.int32)))
-        elif raw is not None:
-            found[index] = _digest_of_long(raw)
+        else:
+            found[index] = _digest_of_long(raw, factors[raw.device])
     for device, words in short.items():
+        weights = factors[device]
         for start in range(0, len(words), ROWS):
             some = words[start : start + ROWS]
-            weights = _weights(max(each.numel() for _, each in some), device)
             lengths = [each.numel() for _, each in some]
             line = _folded(torch.cat([each for _, each in some]))
             line.mul_(torch.cat([weights[:length] for length in lengths]))
@@ -320,10 +325,9 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return raw.clone() if raw.storage_offset() % 4 else raw
 
 
-def _digest_of_long(raw: torch.Tensor) -> torch.Tensor:
+def _digest_of_long(raw: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """See `digests_of`: of any number of bytes."""
     lanes = raw.numel() // 4
-    weights = _weights(min(max(lanes, 4), LANES), raw.device)
     whole = lanes // LANES * LANES
     words = raw[: lanes * 4].view(torch.int32)
     rows = words[:whole].view(-1, LANES).split(ROWS) if whole else ()
@@ -393,16 +397,7 @@ def _folded(words: torch.Tensor) -> torch.Tensor:
     return (words >> 16).bitwise_xor_(words)
 
 
-def _weights(count: int, device: torch.device) -> torch.Tensor:
-    """Odd numbers of 32 bits, ``count`` of them or more."""
-    if is_host(device):
-        return _ON_HOST
-    return _odd_numbers(count, device)
-
-
-def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
-    steps = torch.arange(1, count + 1, device=device).mul_(GOLDEN)
+def _weights(device: torch.device) -> torch.Tensor:
+    """Odd numbers of 32 bits, one for each lane."""
+    steps = torch.arange(1, LANES + 1, device=device).mul_(GOLDEN)
     return (steps >> 32).to(torch.int32).bitwise_or_(1)
-
-
-_ON_HOST = _odd_numbers(LANES, torch.device("cpu"))
