@@ -237,8 +237,32 @@ def body_by_right() -> None:
         Loop(mistaken).step(2)
 
 
+def body_ascent() -> None:
+    """Sharpness-aware minimisation: each rank ascends by its own batch before the pass of all."""
+    loop = Loop(of_class)
+    for _ in range(9):
+        start = [held.detach().clone() for held in loop.held()]
+        x = torch.ones(4, 3) * (communicator().rank + 1) + torch.arange(4.0)[:, None]
+        with loop.model.no_sync():
+            loop.model(x).square().sum().backward()
+        with torch.no_grad():
+            for parameter in loop.model.parameters():
+                parameter.add_(parameter.grad, alpha=1e-3)
+        loop.optimizer.zero_grad()
+        loop.model(x).square().sum().backward()
+        with torch.no_grad():
+            for parameter, before in zip(loop.model.parameters(), start, strict=True):
+                parameter.copy_(before)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    weights = [held.tolist() for held in loop.held()]
+    one, two = communicator().gather_values(weights, label="weights")
+    assert one == two
+
+
 def test_copies_that_part_by_right_are_let_be(ranks: Ranks) -> None:
     ranks(2, body_by_right)
+    ranks(2, body_ascent)
 
 
 def body_rounding() -> None:

@@ -96,7 +96,7 @@ class Alignment:
         self.has_parted = False
         """True when this rank has stepped by gradients of its own, after a warning: its weights are
         no copy any more."""
-        self._weights = 0
+        self._weights = self._local_weights = 0
         self._backwards = 0
         self.place = PassPlace(0, 0)
         """That of the last backward pass."""
@@ -133,9 +133,11 @@ class Alignment:
 
     def stays_local(self) -> None:
         """Take in a gradient that is not reduced: the pass was in ``no_sync``."""
-        if not self._is_local and not self._has_warned:
-            me = weakref.ref(self)
-            self._steps.ask(lambda: _check_step(me()))
+        if not self._is_local:
+            self._local_weights = self._weights
+            if not self._has_warned:
+                me = weakref.ref(self)
+                self._steps.ask(lambda: _check_step(me()))
         self._is_local = True
 
     def check_step(self) -> None:
@@ -157,9 +159,12 @@ class Alignment:
 
     def begin_backward(self, *, parts_copies: bool = False) -> None:
         """Begin a backward pass that reduces; its gradients may let copies part."""
+        # What was written by gradients of no_sync differs by right, as the ascent of SAM (Foret et
+        # al., 2021) on the batch of each rank.
+        has_ascended = self._is_local and self._weights != self._local_weights
         self._is_local = False
         self._backwards += 1
-        compares = not (parts_copies or self._is_alone or self.has_parted)
+        compares = not (parts_copies or self._is_alone or self.has_parted or has_ascended)
         self.copies.begin_pass(compares=compares)
         self.place = PassPlace(self._weights, self._backwards, self._sums)
 
