@@ -259,6 +259,7 @@ def body_posts(width: int) -> list[str]:
     return [label for _, label in recorder.kinds() if "RECV" in label or "SEND" in label]
 
 
+@pytest.mark.devices("host")
 @pytest.mark.backends("gloo")
 def test_receives_of_small_messages_are_posted_together(ranks: Ranks) -> None:
     _, small = ranks(2, body_posts, 4)
