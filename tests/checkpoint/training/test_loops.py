@@ -25,6 +25,7 @@ from meshwright.data_parallel import (
 from meshwright.errors import CheckpointError, CheckpointMismatchError
 from meshwright.fsdp import FullyShardedDataParallel
 from meshwright.mesh import init_device_mesh
+from meshwright.tensor_parallel import ColwiseParallel, parallelize_module
 from meshwright.testing import Ranks
 from support.checkpoint.loop_layouts import IDS, LAYOUTS, Net, begin, chain, saved_state
 from support.checkpoint.memory import BOUND, COUNT, TENSOR_BYTES, Wide, peak_growth
@@ -240,8 +241,16 @@ def in_mesh(model: nn.Module) -> nn.Module:
     return FullyShardedDataParallel(model, device_mesh=mesh, use_orig_params=True)
 
 
+def over_tensor_ranks(model: nn.Module) -> nn.Module:
+    """Twelve layers of as many bytes as the weights of ``model``, cut over axis tensor."""
+    rows = [nn.Linear(*weight.shape, bias=False) for weight in model.parameters()]
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
+    return parallelize_module(nn.Sequential(*rows), mesh, {"*": ColwiseParallel()})
+
+
 WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fully_shard": fully_shard,
+    "tensor": over_tensor_ranks,
     "flat": FullyShardedDataParallel,
     "original": partial(FullyShardedDataParallel, use_orig_params=True),
     "in a mesh": in_mesh,
