@@ -139,6 +139,16 @@ Placement = Replicate | Shard | Partial
 """The way in which one tensor lies along one axis."""
 
 
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Compute the strides of a tensor of ``shape`` whose last dim varies fastest."""
+    if len(shape) < 2:
+        return (1,) * len(shape)
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides))
+
+
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
     """Start and length of chunk ``index`` of a dim of ``size`` in ``parts``, by torch's rule.
 
@@ -181,8 +191,16 @@ class Cut:
     """The shape that the elements have there."""
     of: tuple[int, ...]
     """The shape in which the whole tensor is cut: its own, or ``(-1,)``."""
-    slices: tuple[slice, ...]
-    """The part of the whole tensor in that shape."""
+    dim: int
+    """Of that shape, the dim along which it is cut."""
+    start: int
+    """The first index along ``dim`` that lies there; all of the other dims do."""
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The part of the whole tensor in the shape ``of``."""
+        stop = self.start + self.shape[self.dim]
+        return (*(slice(None),) * self.dim, slice(self.start, stop))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,10 +270,9 @@ class LineLayout(ABC):
     def stretches(self, index: int) -> Iterator[tuple[int, Cut]]:
         """List the stretches of tensor ``index``, each with the shard that its offset is of."""
 
+    @abstractmethod
     def own_range(self, index: int, part: int) -> tuple[int, int]:
         """First element of tensor ``index`` in shard ``part`` and one past the last."""
-        found = next((cut for cut in self.cuts(part) if cut.index == index), None)
-        return (0, 0) if found is None else (found.offset, found.offset + math.prod(found.shape))
 
     def packed_layout(self) -> FlatLayout:
         """Return this as a `FlatLayout`; raises LayoutError where tensors are cut in chunks."""
@@ -344,12 +361,17 @@ class FlatLayout(LineLayout):
     def cuts(self, part: int) -> Iterator[Cut]:
         """List the pieces, 1-D, of tensors in shard ``part``."""
         for piece in self.owned(part):
-            cut = slice(piece.start, piece.stop)
-            yield Cut(piece.index, piece.offset, (piece.numel,), (-1,), (cut,))
+            yield Cut(piece.index, piece.offset, (piece.numel,), (-1,), 0, piece.start)
+
+    def own_range(self, index: int, part: int) -> tuple[int, int]:
+        """See `LineLayout`."""
+        (begin, end), (first, last) = self.shard_range(part), self.range(index)
+        start, stop = max(first, begin), min(last, end)
+        return (start - begin, stop - begin) if start < stop else (0, 0)
 
     def stretches(self, index: int) -> Iterator[tuple[int, Cut]]:
         """List the one stretch, counted from the beginning of the line."""
-        yield 0, Cut(index, self.offsets[index], self.shapes[index], self.shapes[index], ())
+        yield 0, Cut(index, self.offsets[index], self.shapes[index], self.shapes[index], 0, 0)
 
     def range(self, index: int) -> tuple[int, int]:
         """First element and one past the last of tensor ``index``, counted in the line."""
@@ -454,13 +476,20 @@ class ChunkedLayout(LineLayout):
         return ((part, cut) for part, cut in cuts if 0 not in cut.shape)
 
     def _cut(self, index: int, part: int) -> Cut:
-        box, offset = self.box(index, part), self.offsets[index]
-        return Cut(index, offset, box.shape, self.shapes[index], box.slices())
+        shape, dim = self.shapes[index], self.dims[index]
+        start, length = chunk(shape[dim], self.parts, part)
+        cut = (*shape[:dim], length, *shape[dim + 1 :])
+        return Cut(index, self.offsets[index], cut, shape, dim, start)
 
     def stretch(self, indices: range) -> tuple[int, int]:
         """See `LineLayout`."""
         last = indices[-1]
         return self.offsets[indices[0]], self.offsets[last] + self.sizes[last]
+
+    def local_shape(self, index: int, part: int) -> tuple[int, ...]:
+        """Find the shape of what shard ``part`` has of tensor ``index``."""
+        shape, dim = self.shapes[index], self.dims[index]
+        return (*shape[:dim], chunk(shape[dim], self.parts, part)[1], *shape[dim + 1 :])
 
     def box(self, index: int, part: int) -> Box:
         """Find the box of tensor ``index`` in shard ``part``; empty where chunks run out."""

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from meshwright.comm.dtensors.dtensor import check_ties
+from meshwright.comm.dtensors.dtensor import check_ties, is_dtensor
 from meshwright.comm.streams import is_host
 from meshwright.data_parallel.checks.forward_writes import refuse_frequencies, refuse_max_norm
-from meshwright.data_parallel.checks.starting_state import digests_of, synchronise
+from meshwright.data_parallel.checks.starting_state import synchronise
 from meshwright.data_parallel.distributed_parameters import local_parameters
 from meshwright.data_parallel.shards.buffer import BufferTypes, DataAxes
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup, UnitSettings
-from meshwright.data_parallel.shards.replaced_parameters import refuse_views, retire, stand_in
+from meshwright.data_parallel.shards.replaced_parameters import (
+    is_ours_alone,
+    refuse_views,
+    retire,
+    stand_in,
+)
 from meshwright.data_parallel.shards.slot import Slot, collect_slots, group_slots
 from meshwright.data_parallel.shards.tensor_extensions import check_class
 from meshwright.data_parallel.shards.unit import Unit
@@ -51,26 +56,56 @@ class UnitPlan:
     """True where all ranks have just been given the same values."""
 
 
-def named_unmanaged(
-    root: nn.Module, ignored: Ignored, deferred: frozenset[nn.Parameter]
-) -> list[tuple[str, nn.Parameter]]:
-    """List the parameters below ``root`` that are neither ignored, taken nor deferred."""
-    return [
-        (clean_name(name), parameter)
-        for name, parameter in root.named_parameters()
-        if parameter not in ignored.parameters
-        and parameter not in deferred
-        and not hasattr(parameter, TAKEN)
-    ]
+@dataclass(frozen=True, slots=True)
+class Below:
+    """All that lies below a module that becomes a unit, and it itself."""
+
+    root: nn.Module
+    ignored: Ignored
+    deferred: frozenset[nn.Parameter]
+    """Parameters that belong to a unit above."""
+    named: Sequence[tuple[str, nn.Module]]
+    """All modules, with their names."""
+
+    def unmanaged(self) -> list[tuple[str, nn.Parameter]]:
+        """List the parameters that are neither ignored, taken nor deferred, each once."""
+        seen = self.skipped()
+        found: list[tuple[str, nn.Parameter]] = []
+        for path, module in self.named:
+            for name, parameter in module._parameters.items():
+                if parameter is None or id(parameter) in seen:
+                    continue
+                seen.add(id(parameter))
+                if not hasattr(parameter, TAKEN):
+                    found.append((clean_name(f"{path}.{name}" if path else name), parameter))
+        return found
+
+    def skipped(self) -> set[int]:
+        """List the ``id`` of parameters that are another's."""
+        return {*map(id, self.ignored.parameters), *map(id, self.deferred)}
+
+    def slots(self) -> list[Slot]:
+        """Make slots of the parameters that no unit has."""
+        modules = [
+            (clean_name(name), module)
+            for name, module in self.named
+            if module._parameters and module not in self.ignored.modules
+        ]
+        slots = collect_slots(modules, self.skipped())
+        return [slot for slot in slots if not hasattr(slot.original, TAKEN)]
 
 
-def check_shared(root: nn.Module, units: Sequence[Unit]) -> None:
-    """Raise ValueError for a parameter that a unit elsewhere has taken and ``root`` still uses."""
-    places = {(id(module), name) for u in units for slot in u.slots for module, name in slot.places}
-    for prefix, module in root.named_modules():
+def check_shared(below: Below, units: Iterable[Unit | None]) -> None:
+    """Raise ValueError for a parameter that a unit elsewhere has taken and is still used here."""
+    places: set[tuple[int, str]] | None = None
+    for prefix, module in below.named:
         for name, parameter in module._parameters.items():
-            is_taken = hasattr(parameter, TAKEN) and not isinstance(parameter, FlatParameter)
-            if is_taken and (id(module), name) not in places:
+            if isinstance(parameter, FlatParameter) or not hasattr(parameter, TAKEN):
+                continue
+            if places is None:
+                slots = (slot for unit in units if unit is not None for slot in unit.slots)
+                places = {(id(part), key) for slot in slots for part, key in slot.places}
+            if (id(module), name) not in places:
                 raise ValueError(
                     f"Parameter {clean_name(f'{prefix}.{name}').lstrip('.')!r} is shared with a "
                     "module that was wrapped before. Wrap with auto_wrap_policy, which gives it "
@@ -104,17 +139,18 @@ def materialise(
     named: Sequence[tuple[str, nn.Parameter]],
     device: torch.device,
     init: Callable[[nn.Module], object] | None,
-) -> None:
-    """Give memory and values to meta parameters that are ``named``, and to meta buffers.
+) -> bool:
+    """Give memory and values to meta parameters that are ``named``, and to meta buffers, if any.
 
     ``init`` is called for each of ``modules``, parents first, that has no other tensors of its own.
     """
     if init is not None and not callable(init):
         raise ValueError(f"Expected {init} to be callable but got {type(init).__name__}")
     own = {id(p) for _, p in named if p.is_meta}
-    own |= {id(b) for module in modules for b in module.buffers(recurse=False) if b.is_meta}
+    held = (b for module in modules for b in module._buffers.values())
+    own |= {id(b) for b in held if b is not None and b.is_meta}
     if not own:
-        return
+        return False
     for module in modules:
         held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         is_meta = any(id(tensor) in own for tensor in held)
@@ -136,6 +172,7 @@ def materialise(
                 stacklevel=5,
             )
             raise
+    return True
 
 
 def send_states(
@@ -155,31 +192,27 @@ def send_states(
         setattr(buffer, SYNCHRONISED, True)
 
 
-def build_unit(
-    root: nn.Module, plan: UnitPlan, ignored: Ignored, deferred: frozenset[nn.Parameter]
-) -> Unit | None:
-    """Make the unit of all parameters below ``root`` that no other unit has; None without any."""
-    check_ties(root)
-    local = local_parameters(root)
-    slots = list(_slots(root, ignored, deferred))
+def build_unit(below: Below, plan: UnitPlan) -> Unit | None:
+    """Make the unit of all parameters ``below`` that no other unit has; None without any."""
+    root, parts, slots = below.root, [part for _, part in below.named], below.slots()
+    originals = [slot.original for slot in slots]
+    check_ties(root, originals)
     if not slots:
         return None
+    local = local_parameters(root) if any(map(is_dtensor, originals)) else {}
     if plan.groups.axes.shard is None and plan.groups.axes.size > 1:
         refuse_max_norm(root, [(slot.name, slot.original) for slot in slots])
-    refuse_views(root.modules(), slots)
+    refuse_views(parts, slots)
     if plan.groups.axes.size > 1:
-        refuse_frequencies([root], [(slot.name, slot.original) for slot in slots])
+        refuse_frequencies(parts, [(slot.name, slot.original) for slot in slots])
     for slot in slots:
         check_class(slot.name, slot.original, why=REFUSED)
         take_part(slot, plan.groups, local)
-    compared: Sequence[Slot] = () if plan.is_synchronised else slots
-    digests = digests_of([slot.original for slot in compared])
-    wholes = dict(zip(compared, digests, strict=True))
     name = type(root).__name__
     cut = [slots] if not plan.use_orig_params else group_slots(slots, by_training=False)
     groups = [_group(members, plan) for members in cut]
-    for group in groups:
-        group.note_starts([wholes.get(slot) for slot in group.slots])
+    for group in () if plan.is_synchronised else groups:
+        group.note_starts(group.slots)
     precision = plan.precision
     kept = precision.param_dtype if precision.keep_low_precision_grads else None
     owner = root
@@ -190,21 +223,14 @@ def build_unit(
         setattr(slot.original, TAKEN, name)
     unit = Unit(name, groups, exposure, plan.settings)
     if not plan.use_orig_params:
+        originals.clear()
         for slot in slots:
-            retire(slot.replace_original(stand_in(slot.original)), slot.name)
+            before = slot.replace_original(stand_in(slot.original))
+            if not is_ours_alone(before):
+                retire(before, slot.name)
+            del before
+            slot.forget_gone()
     return unit
-
-
-def _slots(root: nn.Module, ignored: Ignored, deferred: frozenset[nn.Parameter]) -> Iterator[Slot]:
-    modules = [
-        (clean_name(name), module)
-        for name, module in root.named_modules()
-        if module not in ignored.modules
-    ]
-    skipped = [*ignored.parameters, *deferred]
-    for slot in collect_slots(modules, skipped):
-        if not hasattr(slot.original, TAKEN):
-            yield slot
 
 
 def _group(slots: Sequence[Slot], plan: UnitPlan) -> ParameterGroup:

@@ -236,7 +236,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
             )
         if driver.iteration is None:
             check_homogeneous(wrappers_in(self))
-            check_reached(self)
+            check_reached(self.modules())
             _check_stepped(self)
             driver.start(self)
         if not self._is_checked:
@@ -520,12 +520,14 @@ def check_homogeneous(wrappers: Iterable[UnitWrapper]) -> None:
             )
 
 
-def check_reached(root: nn.Module) -> None:
-    """Raise ValueError when a module is used inside of its wrapper and beside it, too."""
-    inside = {getattr(wrapper, WRAPPED): wrapper for wrapper in wrappers_in(root)}
-    for holder in root.modules():
-        for name, child in holder.named_children():
-            if child in inside and inside[child] is not holder:
+def check_reached(modules: Iterable[nn.Module]) -> None:
+    """Raise ValueError when one of ``modules`` is used inside of its wrapper and beside it, too."""
+    parts = list(modules)
+    wrappers = [part for part in parts if isinstance(part, UnitWrapper)]
+    inside = {id(getattr(wrapper, WRAPPED)): wrapper for wrapper in wrappers}
+    for holder in parts:
+        for name, child in holder._modules.items():
+            if id(child) in inside and inside[id(child)] is not holder:
                 raise ValueError(
                     f"{name!r} of a {type(holder).__name__} is a {type(child).__name__} that was "
                     "wrapped in another place, and here it is not: its parameters would be this "
@@ -552,7 +554,7 @@ def own_modules(module: nn.Module) -> Iterator[nn.Module]:
         part = waiting.pop()
         if not isinstance(part, UnitWrapper):
             yield part
-            waiting += reversed(list(part.children()))
+            waiting += reversed([child for child in part._modules.values() if child is not None])
 
 
 def spread_gradients(root: UnitWrapper) -> tuple[list[SpreadGradients], list[torch.Tensor]]:

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -187,16 +187,16 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         start: tuple[torch.device | None, Callable[[nn.Module], object] | None, bool],
     ) -> None:
         device_id, init, synchronises = start
-        named = building.named_unmanaged(module, ignored, self._deferred)
+        below, inside = self._look_below(module, ignored)
+        named = below.unmanaged()
         devices = {parameter.device for _, parameter in named}
         checks.check_devices(devices, device_id)
-        world = communicator()
         self._device = checks.choose_device(
-            devices, device_id, self._groups.shard.device, world.rank
+            devices, device_id, self._groups.shard.device, communicator().rank
         )
-        inside = [m for m in dict.fromkeys(own_modules(module)) if m not in ignored.modules]
-        building.materialise(inside, named, self.compute_device, init)
-        named = building.named_unmanaged(module, ignored, self._deferred)
+        if building.materialise(inside, named, self.compute_device, init):
+            below, inside = self._look_below(module, ignored)
+            named = below.unmanaged()
         _move(named, self.compute_device, device_id)
         checks.check_parameters(named, use_orig_params=self._use_orig_params)
         plan = building.UnitPlan(
@@ -211,19 +211,19 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         axes = self._groups.axes
         if synchronises:
             building.send_states(module, named, ignored, axes)
-        self._unit = building.build_unit(module, plan, ignored, self._deferred)
-        own = () if self._unit is None else (self._unit,)
-        building.check_shared(module, [*fsdp_units(module), *own])
+        del named  # who else holds them is counted
+        self._unit = building.build_unit(below, plan)
+        inner = [part for _, part in below.named if isinstance(part, UnitWrapper)]
+        building.check_shared(below, [self._unit, *(each._unit for each in inner)])
         self._ignored = ignored
         left_out = set(map(id, ignored.parameters))
-        inside = [part for part in own_modules(module) if part not in ignored.modules]
         if self._unit is not None and not self._use_orig_params:
             list_below([part for part in inside if part is not module], self._unit)
         self._driver = UnitDriver(
             self._unit,
             self._groups.strategy,
             sends_use_counts=self._use_orig_params,
-            ignored=places_in(module.modules(), left_out),
+            ignored=places_in((part for _, part in below.named), left_out) if left_out else (),
             leaves_out=ignored.left_out(module),
             buffers=() if synchronises else starting_buffers(inside, left_out, axes.communicators),
         )
@@ -232,17 +232,27 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         self._state_dict_settings = StateDictSettings()
         self._hook: object = None
         setattr(self, WRAPPED, module)
-        self._share_tensor_mesh()
-        check_reached(self)
+        self._share_tensor_mesh([self, *inner])
+        check_reached([self, *(part for _, part in below.named)])
         attach(self, self._driver)
         self.register_load_state_dict_post_hook(clean_reported_names)
-        for inner in self.fsdp_modules(module):
-            inner._be_inner()
+        for each in inner:
+            each._be_inner()
 
-    def _share_tensor_mesh(self) -> None:
-        """Tell all wrappers in this one of the mesh of the DTensors that any of them has had."""
-        tensor = tensor_mesh(slot for unit in fsdp_units(self) for slot in unit.slots)
-        for wrapper in wrappers_in(self) if tensor is not None else ():
+    def _look_below(
+        self, module: nn.Module, ignored: checks.Ignored
+    ) -> tuple[building.Below, list[nn.Module]]:
+        """List all modules below ``module``, and those that no wrapper further down has."""
+        own = [m for m in dict.fromkeys(own_modules(module)) if m not in ignored.modules]
+        return building.Below(module, ignored, self._deferred, [*module.named_modules()]), own
+
+    @staticmethod
+    def _share_tensor_mesh(wrappers: Sequence[UnitWrapper]) -> None:
+        """Tell all wrappers of the mesh of the DTensors that any of them has had."""
+        units = [each._unit for each in wrappers if each._unit is not None]
+        groups = [group for unit in units for group in unit.groups if group.has_outer]
+        tensor = tensor_mesh(slot for group in groups for slot in group.slots)
+        for wrapper in wrappers if tensor is not None else ():
             wrapper._share_mesh(tensor)
 
     # --------------------------------------------------------------------------- methods

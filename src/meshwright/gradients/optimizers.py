@@ -142,8 +142,9 @@ def _mark(parameters: Iterable[torch.Tensor], name: str, axes: Sequence[Communic
     wide = [axis for axis in axes if not axis.is_alone]
     if wide:
         look_at_optimizers()
+        mark = _Mark(wide)
         for parameter in parameters:
-            vars(parameter)[name] = _Mark(wide)
+            vars(parameter)[name] = mark
 
 
 def _marked(parameters: Iterable[torch.Tensor], name: str) -> tuple[Communicator, ...]:

@@ -82,9 +82,9 @@ def classes_on_the_way(side: int) -> set[tuple[str, ...]]:
     drivers = []
     for parameter in model.parameters():
         memory |= {storage_of(parameter), storage_of(parameter.grad)}
-        driver, slot = (held() for held in parameter.__dict__[HOME])
+        slot = parameter.__dict__[HOME]()
         memory |= {storage_of(slot.full), storage_of(slot.leaf)}
-        drivers.append(driver)
+        drivers.append(slot.driver)
     walk = Walk(memory)
     for driver in drivers:
         assert walk.leads_there(driver.unit)

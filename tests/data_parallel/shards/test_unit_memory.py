@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import itertools
 
 import pytest
@@ -18,6 +20,7 @@ from meshwright.data_parallel.shards.unit import Unit
 from meshwright.fsdp import FullyShardedDataParallel, fsdp_units
 from meshwright.fsdp.wrap import ModuleWrapPolicy
 from meshwright.layout import ChunkedLayout, FlatLayout
+from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks
 from meshwright.timeline import Collective
 
@@ -238,3 +241,43 @@ def body_gradients_are_left_to_who_holds_them() -> None:
 @pytest.mark.devices("host", reason="memory of gradients is kept on hosts alone")
 def test_gradients_are_left_to_who_holds_them(ranks: Ranks) -> None:
     ranks(2, body_gradients_are_left_to_who_holds_them)
+
+
+def objects_of_units(kind: str) -> float:
+    """Count the objects that the collector goes through, for each unit of 12 parameters."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    mesh = init_device_mesh("cpu", (2,))
+    options = {"mesh": mesh} if kind == "fully_shard" else {"device_mesh": mesh}
+    kinds = {"fully_shard": fully_shard, "class": FullyShardedDataParallel}
+    counts: list[int] = []
+    for made in (1, 9):
+        layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(made))
+        gc.collect()
+        before = len(gc.get_objects())
+        held = [kinds[kind](each, **options) for each in layers]
+        gc.collect()
+        counts.append(len(gc.get_objects()) - before)
+        del held
+    return (counts[1] - counts[0]) / 8
+
+
+@pytest.mark.parametrize(("kind", "most"), [("fully_shard", 240), ("class", 170)])
+def test_a_unit_leaves_few_objects_to_the_collector(ranks: Ranks, kind: str, most: int) -> None:
+    """With many, the collector takes longer for each unit the more units there are."""
+    assert max(ranks(2, objects_of_units, kind)) <= most
+
+
+def first_in_inference() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0])
+    fully_shard(model)
+    with torch.inference_mode():
+        model(torch.ones(2, 4))
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_the_first_pass_may_be_in_inference_mode(ranks: Ranks) -> None:
+    """What only passes need is made then, and is used in training too."""
+    ranks(2, first_in_inference)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -24,9 +24,18 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from meshwright.axes import Axes
 from meshwright.comm.collectives import Communicator
 from meshwright.comm.dtensors.subclasses import values_of
+from meshwright.comm.groups.registry import PROCESS
 from meshwright.comm.process_groups import communicator, peers
 from meshwright.errors import CommunicationError, LayoutError
-from meshwright.layout import Box, Partial, Placement, Replicate, Shard, chunk
+from meshwright.layout import (
+    Box,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    chunk,
+    contiguous_strides,
+)
 from meshwright.torch_internals.distributed import (
     DTensorSpec,
     StridedShard,
@@ -128,6 +137,11 @@ def _spec_at_rest(
     shape: Sequence[int],
     stride: Sequence[int],
 ) -> DTensorSpec:
+    # One for all that lie alike: torch never changes it, and it takes long to make.
+    key = (id(mesh), tuple(placements), tuple(shape), tuple(stride), local.dtype, local.shape)
+    known: DTensorSpec | None = PROCESS.layouts.get(key)
+    if known is not None:
+        return known
     spread, shape = torch_placements(placements), tuple(shape)
     box = local_box(shape, mesh, spread)
     if box is not None and tuple(local.shape) != box.shape:
@@ -135,9 +149,8 @@ def _spec_at_rest(
             f"expected this rank's part of a tensor of shape {shape}, placed {list(spread)} "
             f"on {mesh}, to have shape {box.shape}; found {tuple(local.shape)}"
         )
-    return DTensorSpec(
-        mesh, spread, tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
-    )
+    meta = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
+    return PROCESS.layouts.setdefault(key, DTensorSpec(mesh, spread, tensor_meta=meta))
 
 
 def dtensor_like(local: torch.Tensor, like: torch.Tensor) -> DTensor:
@@ -186,8 +199,28 @@ def beginning_storage(local: torch.Tensor) -> torch.Tensor:
     if not local.is_contiguous():
         reach = sum((n - 1) * step for n, step in zip(local.shape, strides, strict=True)) + 1
     part = storage[offset * size : (offset + reach) * size]
-    found = local.detach()
-    found.data = local.new_empty(0).set_(part, 0, local.shape, strides)
+    return _counted_with(local, part, local.shape, strides)
+
+
+def beginning_piece(line: torch.Tensor, start: int, shape: Sequence[int]) -> torch.Tensor:
+    """Do as `beginning_storage` for what lies in the 1-D ``line`` from ``start`` on."""
+    storage, size = line.untyped_storage(), line.itemsize
+    if type(line) is not torch.Tensor or storage.device.type == "meta":
+        return beginning_storage(line[start : start + math.prod(shape)].view(shape))
+    first = line.storage_offset() + start
+    part = storage[first * size : (first + math.prod(shape)) * size]
+    return _counted_with(line, part, shape, contiguous_strides(shape))
+
+
+def _counted_with(
+    tensor: torch.Tensor,
+    storage: torch.UntypedStorage,
+    shape: Sequence[int],
+    strides: tuple[int, ...],
+) -> torch.Tensor:
+    """Make a tensor on ``storage`` whose writes are counted for ``tensor`` too."""
+    found = tensor.detach()
+    found.data = tensor.new_empty(0).set_(storage, 0, shape, strides)
     return found
 
 
@@ -441,8 +474,13 @@ def became(tensor: torch.Tensor) -> str:
     return "" if found is None else found.name
 
 
-def check_ties(root: nn.Module) -> None:
-    """Raise ValueError where a module still holds a plain parameter that is a DTensor elsewhere."""
+def check_ties(root: nn.Module, held: Iterable[torch.Tensor] | None = None) -> None:
+    """Raise ValueError where a module still holds a plain parameter that is a DTensor elsewhere.
+
+    ``held`` are the parameters below ``root``, where they are known.
+    """
+    if held is not None and not any(_BECAME in vars(parameter) for parameter in held):
+        return
     for path, module in root.named_modules(remove_duplicate=False):
         for key, parameter in module._parameters.items():
             became = None if parameter is None else what_became(parameter)

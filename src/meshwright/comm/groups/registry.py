@@ -83,6 +83,8 @@ class ProcessState:
     """The error for which the groups of devices were aborted; `refuse` raises it."""
     has_refused: bool = False
     """True when the program was told of that."""
+    layouts: MutableMapping[Any, Any] = field(default_factory=weakref.WeakValueDictionary)
+    """The ways in which DTensors of now lie, each held by those that do; see `dtensor`."""
     pages: PagePool = field(default_factory=PagePool)
     """Memory of lines that come and go."""
     marked: MutableMapping[str, MarkedModel] = field(default_factory=weakref.WeakValueDictionary)

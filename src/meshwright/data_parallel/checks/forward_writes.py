@@ -33,18 +33,18 @@ def refuse_max_norm(module: nn.Module, parameters: Iterable[tuple[str, nn.Parame
 def refuse_lookups(module: nn.Module, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
     """Refuse embeddings whose rows, or gradients, depend on which rows one batch looks up."""
     refuse_max_norm(module, parameters)
-    refuse_frequencies([module], parameters)
+    refuse_frequencies(module.modules(), parameters)
 
 
 def refuse_frequencies(
     modules: Iterable[nn.Module], parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> None:
-    """Refuse embeddings whose gradients are divided by how often a batch looks each row up.
+    """Refuse those of ``modules`` whose gradients are divided by how often each row is looked up.
 
     Raises ValueError that names those of ``parameters`` of which this is true.
     """
     held = {id(parameter): name for name, parameter in parameters}
-    for part in (part for module in modules for part in module.modules()):
+    for part in modules:
         is_scaled = isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.scale_grad_by_freq
         name = held.get(id(part._parameters.get("weight"))) if is_scaled else None
         if name is not None:

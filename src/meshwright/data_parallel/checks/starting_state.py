@@ -220,16 +220,25 @@ def synchronise(
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """Digests of what was sharded, until they are compared over the ranks."""
+class Starts:
+    """Digests of what was sharded together, until they are compared over the ranks."""
 
     whole: torch.Tensor
+    """One for each tensor."""
     own: torch.Tensor
-    """Of this rank's part. A part that differs from it was written since, in whatever way."""
+    """Of this rank's parts. A part that differs from it was written since, in whatever way."""
 
-    def beside(self, now: torch.Tensor | None) -> Compared:
-        """Return what is compared where ``now`` is the digest of this rank's part, if any."""
-        return None if now is None else (self.whole, self.own, now)
+    @classmethod
+    def of(cls, whole: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> Starts:
+        """Put digests together."""
+        device = whole[0].device
+        return cls(*(torch.stack([each.to(device) for each in some]) for some in (whole, own)))
+
+    def beside(self, at: int, now: torch.Tensor | None) -> Compared:
+        """Return what is compared of tensor ``at`` where ``now`` is the digest of this rank's part,
+        if any.
+        """
+        return None if now is None else (self.whole[at], self.own[at], now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +247,9 @@ class StartingBuffer:
 
     module: nn.Module
     name: str
-    start: Start
+    starts: Starts
+    at: int
+    """Its number in ``starts``."""
     axes: tuple[Communicator, ...]
     """Those over which ranks must hold it alike."""
 
@@ -268,13 +279,13 @@ def starting_buffers(
         for name, tensor in module._buffers.items()
         if tensor is not None and name not in non_persistent_buffers_of(module)
     ]
-    return tuple(
-        StartingBuffer(module, name, Start(digest, digest), axes)
-        for (module, name, _), digest in zip(
-            held, digests_of([tensor for _, _, tensor in held]), strict=True
-        )
-        if digest is not None
-    )
+    digests = digests_of([tensor for _, _, tensor in held]) if held else []
+    found: list[StartingBuffer] = []
+    for (module, name, _), digest in zip(held, digests, strict=True):
+        if digest is not None:
+            starts = Starts(digest.view(1), digest.view(1))
+            found.append(StartingBuffer(module, name, starts, 0, axes))
+    return tuple(found)
 
 
 @torch.no_grad()

@@ -96,13 +96,13 @@ def compare_values(drivers: Sequence[Driver], names: Mapping[nn.Module, str]) ->
             replicate = group.axes.replicate
             nows = digests_of([group.buffer.own(index) for index in range(len(group.slots))])
             for slot, now in zip(group.slots, nows, strict=True):
-                start = slot.take_start()
+                found = slot.take_start()
                 (module, attribute), name = slot.places[0], slot.name
                 if module in names:
                     name = driver.clean(f"{names[module]}.{attribute}".lstrip("."))
                 name = driver.alike(name)
                 for axis in group.axes.communicators:
-                    row = name, None if start is None else start.beside(now)
+                    row = name, None if found is None else found[0].beside(found[1], now)
                     by_axis.setdefault(axis, []).append(row)
                 if replicate is not None and now is not None:
                     copying.add(replicate)
@@ -113,7 +113,7 @@ def compare_values(drivers: Sequence[Driver], names: Mapping[nn.Module, str]) ->
             name = driver.clean(f"{names.get(buffer.module, '')}.{buffer.name}".lstrip("."))
             name = driver.alike(name)
             for axis in buffer.axes:
-                by_axis.setdefault(axis, []).append((name, buffer.start.beside(now)))
+                by_axis.setdefault(axis, []).append((name, buffer.starts.beside(buffer.at, now)))
     difference = ""
     for axis, rows in by_axis.items():
         if not axis.is_alone:

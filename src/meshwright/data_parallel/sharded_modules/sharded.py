@@ -39,9 +39,9 @@ from meshwright.data_parallel.shards.policies import (
 )
 from meshwright.data_parallel.shards.sharding import (
     ShardOptions,
+    below,
     build_unit,
     on_one_mesh,
-    own_modules,
 )
 from meshwright.data_parallel.shards.shared_parameters import check_settled, remember
 from meshwright.data_parallel.shards.unit import Unit
@@ -172,9 +172,9 @@ class FullyShard:
         )
         _check_reshard(options)
         axes = options.target.axes.communicators
-        own = list(own_modules(modules))
-        inside = [part for _, part in own]
-        unit = build_unit(modules, own, options, synchronises=sync_module_states)
+        found = below(modules)
+        inside = [part for _, part in found.own]
+        unit = build_unit(modules, found, options, synchronises=sync_module_states)
         buffers = () if sync_module_states else starting_buffers(inside, options.ignored, axes)
         driver = _ShardedDriver(
             unit,
@@ -188,7 +188,7 @@ class FullyShard:
         remember(driver)
         for part in modules:
             _install(part, driver, options)
-        on_one_mesh(modules)
+        on_one_mesh([driver, *found.drivers])
         return module
 
     def state(self, module: nn.Module) -> ShardedState:
@@ -244,10 +244,10 @@ def _install(module: nn.Module, driver: Driver, options: ShardOptions) -> None:
     module.register_forward_pre_hook(driver.before_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(driver.after_forward)
     module.register_load_state_dict_post_hook(partial(_loaded, driver))
-    holders = () if driver.unit is None else driver.unit.slots
+    holders, put_away = () if driver.unit is None else driver.unit.slots, partial(_put_away, driver)
     for part in dict.fromkeys(where for slot in holders for where, _ in slot.places):
-        part.register_state_dict_pre_hook(partial(_put_away, driver))
-        part.register_load_state_dict_pre_hook(partial(_put_away, driver))
+        part.register_state_dict_pre_hook(put_away)
+        part.register_load_state_dict_pre_hook(put_away)
 
 
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:

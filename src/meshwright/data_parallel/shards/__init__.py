@@ -7,8 +7,8 @@ Bottom-up:
     buffer               one line of elements: the shard, the whole, and gradients
     placement            the ranks and the dim that each parameter is cut over
     tensor_extensions    parameters that say themselves how they are gathered
-    parameter_hooks      hooks of users on parameters
     slot                 one parameter of a unit, with all its uses
+    parameter_hooks      hooks of users on parameters
     parameter_group      the parameters of a unit that lie in one buffer
     unit_streams         streams of a device beside the computation, and the order between them
     replaced_parameters  tensors that users put in the place of a parameter

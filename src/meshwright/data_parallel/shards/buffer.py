@@ -19,17 +19,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from functools import cached_property, partial
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import nn
 
 from meshwright.comm import Communicator, Pending
-from meshwright.comm.dtensors.dtensor import beginning_storage
+from meshwright.comm.dtensors.dtensor import beginning_piece
 from meshwright.comm.memory.reusable_storage import Line, line_of
 from meshwright.comm.streams import is_host
 from meshwright.data_parallel.shards.gradient_lines import GradientLine
-from meshwright.layout import LineLayout
+from meshwright.layout import LineLayout, contiguous_strides
 from meshwright.torch_internals.tensors import foreach_copy_, version_of
 
 
@@ -135,7 +136,10 @@ _Copies: TypeAlias = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
 class FlatBuffer:
-    """The storage of one group of parameters. It moves when told to, and knows no phases."""
+    """The storage of one group of parameters. It moves when told to, and knows no phases.
+
+    When it is new the whole line has memory, for views to be made, until `release`.
+    """
 
     wholes: Sequence[nn.Parameter] = ()
     """Whole parameters that are made of what was gathered, where views of it are not enough."""
@@ -167,34 +171,46 @@ class FlatBuffer:
             self._whole = line_of(layout.padded_size, types.compute, device)
         self.full = self.shard if self._whole is None else self._whole.tensor
         """The whole line; without memory between `gather` and `release`."""
-        # `.data` has a version counter of its own: a gather does not look like a change of what
-        # autograd has saved.
-        self.views = [self._place(index).data for index in range(len(layout.names))]
-        """Each tensor, in ``full``. Their version counters are their own."""
-        self._regions = [] if self.is_direct else self._rank_major_regions()
         self._together = layout.together(-(-ALONE // types.compute.itemsize))
-        self.gradients = self._gradient_lines()
-        """The whole gradients; without memory at rest."""
-        self._staging = line_of(
-            0 if self.is_direct else self.packed * axes.parts, types.compute, device
-        )
-        """Memory of what is gathered in one piece, before it is copied to where it belongs."""
-        self._copies = (
-            None if self.is_direct else self._copies_from(self._staging.tensor, self._together)
-        )
-        self._moves = self._plan_moves()
-        self._outputs = [line for line, _, _ in self._moves]
-        self._comes_staged = len(self._moves) == 1 and self.packed > 0
+        self._comes_staged = not self.is_direct and self._together == len(layout.names)
         """True when all that is gathered comes to memory of its own, and is copied from there."""
-        self._after: _Copies | None = None
-        """The copies to make when the gather under way has ended."""
+        self._after: Callable[[], _Copies] | Literal["staged"] | None = None
+        """Gives the copies to make when the gather under way has ended; else from ``_staging``."""
         self._kept: tuple[Communicator, torch.Tensor] | None = None
         """This rank's part of the whole line among fewer ranks, between two uses; see `keep`."""
         self._held: object = None
         """The same while it is read."""
         self._gathered_version = -1
-        self._staging.free()
-        self.release()
+
+    # What only passes need is made in the first one.
+
+    @cached_property
+    def gradients(self) -> tuple[GradientLine, ...]:
+        """The whole gradients; without memory at rest."""
+        with torch.inference_mode(False):
+            return self._gradient_lines()
+
+    @cached_property
+    def _staging(self) -> Line:
+        """Memory of what is gathered in one piece, before it is copied to where it belongs."""
+        with torch.inference_mode(False):
+            size = 0 if self.is_direct else self.packed * self.axes.parts
+            staging = line_of(size, self.types.compute, self.device)
+        staging.free()
+        return staging
+
+    @cached_property
+    def _moves(self) -> tuple[list[torch.Tensor], tuple[_Move, ...]]:
+        """The lines that a gather fills, and all of each; made while these have memory."""
+        with torch.inference_mode(False), torch.no_grad():
+            moves = self._plan_moves()
+        return [line for line, _, _ in moves], tuple(moves)
+
+    @cached_property
+    def _copies(self) -> _Copies:
+        """The copies from ``_staging``; made while that and ``full`` have memory."""
+        with torch.inference_mode(False), torch.no_grad():
+            return self._copies_from(self._staging.tensor, self._together)
 
     # ------------------------------------------------------------------------ parameters
 
@@ -206,21 +222,31 @@ class FlatBuffer:
         for cut in self.layout.cuts(self.axes.part):
             tensor = tensors[cut.index]
             if tensor is not None:
-                stop = cut.offset + math.prod(cut.shape)
-                places.append(self.shard[cut.offset : stop].view(cut.shape))
-                parts.append(tensor.detach().reshape(cut.of)[cut.slices])
+                places.append(_piece(self.shard, cut.offset, cut.shape))
+                tensor = tensor if cut.of == tensor.shape else tensor.reshape(cut.of)
+                parts.append(tensor.narrow(cut.dim, cut.start, cut.shape[cut.dim]))
         if places:
             foreach_copy_(places, parts)
 
+    def view(self, index: int) -> torch.Tensor:
+        """Give the whole tensor ``index``, in ``full``, with a version counter of its own."""
+        # So a gather does not look like a change of what autograd has saved.
+        return self._place(index).data
+
+    def distance(self, index: int) -> int | None:
+        """Count the bytes in ``full`` before whole tensor ``index``; None of no elements."""
+        is_empty = 0 in self.layout.shapes[index]
+        return None if is_empty else self.layout.whole_start(index) * self.full.itemsize
+
     def local(self, index: int) -> torch.Tensor:
         """Give this rank's chunk of tensor ``index``: a view of the shard. For chunked layouts."""
-        box = self.layout.chunked_layout().box(index, self.axes.part)
-        start = self.layout.offsets[index]
-        return self.shard[start : start + box.numel].view(box.shape)
+        shape = self.layout.chunked_layout().local_shape(index, self.axes.part)
+        return _piece(self.shard, self.layout.offsets[index], shape)
 
     def around(self, index: int) -> torch.Tensor:
         """Give this rank's chunk of tensor ``index`` as users see it, on the shard's memory."""
-        return beginning_storage(self.local(index))
+        shape = self.layout.chunked_layout().local_shape(index, self.axes.part)
+        return beginning_piece(self.shard, self.layout.offsets[index], shape)
 
     def own(self, index: int, line: torch.Tensor | None = None) -> torch.Tensor:
         """Give this rank's elements of tensor ``index``: a view of the shard, or of ``line``."""
@@ -237,7 +263,10 @@ class FlatBuffer:
     @property
     def gathered(self) -> int:
         """Elements that a gather of the whole line moves."""
-        return sum(line.numel() for line in self._outputs)
+        if self.is_direct:
+            return self.layout.padded_size
+        alone = self.layout.chunked_layout().sizes[self._together :]
+        return self.axes.parts * (self.packed + sum(alone))
 
     @property
     def reduced(self) -> int:
@@ -271,7 +300,7 @@ class FlatBuffer:
             ranks, mine = kept
             if custom is not None:
                 line = self._gather_by(custom, ranks, mine, label, started)
-                self._after = [self.full], [line]
+                self._after = partial(_pair, self.full, line)
                 return None
             self._whole.restore()
             place = self.full.view(ranks.size, -1)[ranks.rank]
@@ -286,24 +315,25 @@ class FlatBuffer:
         if custom is not None:
             self._whole.restore()
             line = self._gather_by(custom, shard, self.shard, label, started)
-            count = len(self.layout.names)
-            self._after = (
-                ([self.full], [line]) if self.is_direct else self._copies_from(line, count)
-            )
+            if self.is_direct:
+                self._after = partial(_pair, self.full, line)
+            else:
+                self._after = partial(self._copies_from, line, len(self.layout.names))
             return None
-        if self._copies is not None:
+        if not self.is_direct and self._together:
             self._staging.restore()
-            self._after = self._copies
-        if self._copies is None or not self._comes_staged:
+            self._after = "staged"
+        if not self._comes_staged:
             self._whole.restore()  # else when all that comes is there: not both for long
         given: list[torch.Tensor] = []
-        for line, place, mine in self._moves:
+        outputs, moves = self._moves
+        for line, place, mine in moves:
             # A shard of another dtype or device goes by way of this rank's own part of the line.
             if mine.dtype != line.dtype or mine.device != line.device:
                 place.copy_(mine, non_blocking=True)
                 mine = place
             given.append(mine)
-        return Moves(shard, self._outputs, given) if given else None
+        return Moves(shard, outputs, given) if given else None
 
     def finish_gather(self, before_freeing: Callable[[], None] | None = None) -> None:
         """Put what has come where it belongs.
@@ -313,7 +343,9 @@ class FlatBuffer:
         copies, self._after = self._after, None
         if copies is not None and self._whole is not None:
             self._whole.restore()
-            foreach_copy_(*copies)
+            targets, sources = self._copies if copies == "staged" else copies()
+            if targets:
+                foreach_copy_(targets, sources)
             if before_freeing is not None:
                 before_freeing()
             self._staging.free()
@@ -377,18 +409,9 @@ class FlatBuffer:
     # --------------------------------------------------------------------------- private
 
     def _place(self, index: int) -> torch.Tensor:
-        shape = self.layout.shapes[index]
-        start = self.layout.whole_start(index)
-        return self.full[start : start + math.prod(shape)].view(shape)
-
-    def _rank_major_regions(self) -> list[torch.Tensor]:
-        """List, for each tensor its place in ``full``, seen as (parts, size)."""
-        parts, sizes = self.layout.parts, self.layout.chunked_layout().sizes
-        starts = map(self.layout.whole_start, range(len(sizes)))
-        return [
-            self.full[start : start + size * parts].view(parts, size)
-            for start, size in zip(starts, sizes, strict=True)
-        ]
+        start, shape = self.layout.whole_start(index), self.layout.shapes[index]
+        line = self.full[start : start + math.prod(shape)]
+        return line if len(shape) == 1 else line.view(shape)
 
     def _gradient_lines(self) -> tuple[GradientLine, ...]:
         """Make one for what is gathered in one piece, and one for each tensor that is not."""
@@ -407,12 +430,15 @@ class FlatBuffer:
         packed = self.packed
         moves: list[_Move] = []
         if packed:
-            line = self._staging.tensor
-            moves.append((line, line.view(parts, -1)[part], self.shard[:packed]))
-        for index in range(self._together, len(self._regions)):
-            region, start = self._regions[index], self.layout.offsets[index]
-            mine = self.shard[start : start + region.shape[1]]
-            moves.append((region.view(-1), region[part], mine))
+            staging = self._staging.tensor
+            moves.append((staging, staging.view(parts, -1)[part], self.shard[:packed]))
+        for index in range(self._together, len(self.layout.names)):
+            layout = self.layout.chunked_layout()
+            start, size = layout.offsets[index], layout.sizes[index]
+            first = layout.whole_start(index)
+            region = self.full[first : first + size * parts]
+            mine = self.shard[start : start + size]
+            moves.append((region, region[part * size : (part + 1) * size], mine))
         return moves
 
     @torch.no_grad()
@@ -432,28 +458,38 @@ class FlatBuffer:
         started.append(ranks.custom("all_gather", custom, line, place, label=label))
         return line
 
-    def _copies_from(self, line: torch.Tensor, count: int) -> _Copies | None:
+    def _copies_from(self, line: torch.Tensor, count: int) -> _Copies:
         """Copy from ``line``, which has what was gathered of the first ``count`` tensors, to each.
 
         Targets and sources are contiguous where they can be.
         """
-        layout = self.layout.chunked_layout()
-        rows = line.view(layout.parts, -1)
+        layout, width = self.layout.chunked_layout(), line.numel() // self.layout.parts
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         for index in range(count):
             start, size = layout.offsets[index], layout.sizes[index]
+            first = layout.whole_start(index)
             for part in range(layout.parts):
+                at = part * width + start
                 if not layout.dims[index]:
-                    targets.append(self._regions[index][part])
-                    sources.append(rows[part, start : start + size])
+                    targets.append(self.full[first + part * size : first + (part + 1) * size])
+                    sources.append(line[at : at + size])
                     continue
                 box = layout.box(index, part)
                 if box.numel:
-                    # A place in `full`: what autograd has saved of `views` must not look changed.
+                    # A place in `full`: what autograd has saved of `view` must not look changed.
                     targets.append(self._place(index)[box.slices()])
-                    sources.append(rows[part, start : start + box.numel].view(box.shape))
-        return (targets, sources) if targets else None
+                    sources.append(line[at : at + box.numel].view(box.shape))
+        return targets, sources
+
+
+def _pair(target: torch.Tensor, source: torch.Tensor) -> _Copies:
+    return [target], [source]
+
+
+def _piece(line: torch.Tensor, start: int, shape: Sequence[int]) -> torch.Tensor:
+    """View what lies in the 1-D ``line``, which has memory, from ``start`` on as a tensor."""
+    return line.as_strided(shape, contiguous_strides(shape), line.storage_offset() + start)
 
 
 def _shard(

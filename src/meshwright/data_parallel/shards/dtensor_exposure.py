@@ -6,7 +6,6 @@ what the next gather sends. Modules hold plain tensors from the gather on.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,10 +41,11 @@ from meshwright.data_parallel.shards.replaced_parameters import (
     replaced,
 )
 from meshwright.data_parallel.shards.slot import Slot
-from meshwright.data_parallel.shards.tensor_extensions import contiguous_strides
 from meshwright.data_parallel.shards.unit import Exposure, Unit
 from meshwright.errors import InternalError
 from meshwright.gradients import mark_mean
+from meshwright.layout import contiguous_strides
+from meshwright.mesh import DeviceMesh
 from meshwright.torch_internals.tensors import (
     foreach_add_,
     local_tensor_of,
@@ -54,7 +54,7 @@ from meshwright.torch_internals.tensors import (
 )
 
 HOME = "_meshwright_home"
-"""The attribute of a parameter that was taken over: its driver and its slot."""
+"""The attribute of a parameter that was taken over: a weak reference to its slot."""
 
 
 class _Entry:
@@ -64,8 +64,8 @@ class _Entry:
         "__weakref__",
         "address",
         "cells",
-        "direct",
         "exposed",
+        "guard",
         "local",
         "shape",
         "slot",
@@ -73,43 +73,45 @@ class _Entry:
         "stop",
         "storage",
         "trains",
-        "wrap",
     )
 
     def __init__(self, group: ParameterGroup, index: int, before: nn.Parameter) -> None:
-        layout = group.buffer.layout.chunked_layout()
-        slot = group.slots[index]
-        local = group.buffer.around(index)
+        slot, local = group.slots[index], group.buffer.around(index)
         self.slot: Slot = slot
-        self.shape = local.shape
-        self.start = layout.offsets[index]
+        self.shape = tuple(local.shape)
+        self.start = group.buffer.layout.offsets[index]
         self.stop = self.start + local.numel()
-        place = slot.place
-        if place is None:
-            raise InternalError("a DTensor at rest needs a place on a mesh")
-        self.wrap = (place.mesh, place.placements, place.shape, contiguous_strides(place.shape))
-        shown: Any = parameter_at_rest(local, *self.wrap, requires_grad=slot.original.requires_grad)
+        trains = slot.original.requires_grad
+        shown: Any = parameter_at_rest(local, *self.wrap, requires_grad=trains)
         shown.__dict__.update(before.__dict__)
         carry_hooks(before, shown, slot.name)
         self.exposed = shown
+        self.guard: object | None = None
+        """The refusal of gradients past the hooks, while it is in force."""
         self.note_memory()
-        self.trains = self.exposed.requires_grad
+        self.trains = trains
         """True when both required grad when they were compared last."""
-        self.cells: list[tuple[dict[str, Any], str]] = []
         self.find_cells()
+
+    @property
+    def wrap(self) -> tuple[DeviceMesh, tuple[Any, ...], tuple[int, ...], tuple[int, ...]]:
+        """The mesh that it lies on, with placements, shape and strides."""
+        place = self.slot.place
+        if place is None:
+            raise InternalError("a DTensor at rest needs a place on a mesh")
+        return place.mesh, place.placements, place.shape, contiguous_strides(place.shape)
 
     def find_cells(self) -> None:
         """Find the tables of modules, and the names in them, that hold the parameter."""
-        self.cells = [(module._parameters, name) for module, name in self.slot.places]
+        self.cells = tuple([(module._parameters, name) for module, name in self.slot.places])
 
     @torch.no_grad()
     def follow_place(self) -> None:
         """Lie on the mesh that the slot's place has now: this rank's part is the same there."""
-        place, gradient = self.slot.place, self.exposed.grad
-        if place is None or place.mesh is self.wrap[0]:
+        (mesh, placements, *_), gradient = self.wrap, self.exposed.grad
+        if mesh is self.exposed.device_mesh:
             return
-        self.wrap = (place.mesh, place.placements, *self.wrap[2:])
-        put_on_mesh(self.exposed, place.mesh, place.placements)
+        put_on_mesh(self.exposed, mesh, placements)
         if gradient is not None:
             self.exposed.grad = None
             self.exposed.grad = dtensor_like(local_of(gradient), self.exposed)
@@ -121,7 +123,6 @@ class _Entry:
         self.local = local_tensor_of(self.exposed)
         self.address = self.local.data_ptr()
         self.storage = self.exposed.untyped_storage()
-        self.guard()
 
     def expose(self, parameter: Any, local: torch.Tensor) -> None:  # noqa: ANN401
         """Be ``parameter`` in all modules, on the memory ``local``.
@@ -148,16 +149,9 @@ class _Entry:
         """Remember whether it trains, which whole and exposed parameter agree on now."""
         self.trains = self.slot.full.requires_grad
 
-    def unguard(self) -> None:
-        """Allow torch to swap the tensor of the parameter, until `guard`."""
-        self.direct: object | None = None
-
-    def guard(self) -> None:
-        """Refuse gradients past the hooks, where it trains."""
-        me = weakref.ref(self)
-        self.direct = refuse_past_hooks(
-            self.exposed, self.slot.name, lambda: None if (it := me()) is None else it.exposed
-        )
+    def be_guarded(self, guard: object | None) -> None:
+        """Refuse gradients past the hooks by ``guard``; with None torch may swap the tensor."""
+        self.guard = guard
 
     def follow_training(self) -> None:
         """Make the one parameter require grad as the other, that the user has changed, does now."""
@@ -166,8 +160,6 @@ class _Entry:
         self.trains = exposed.requires_grad if is_new else full.requires_grad
         full.requires_grad_(self.trains)
         exposed.requires_grad_(self.trains)
-        if self.trains is not (self.direct is not None):
-            self.guard()
 
 
 class ExposedTensors(Exposure):
@@ -180,6 +172,8 @@ class ExposedTensors(Exposure):
         self._flat: dict[ParameterGroup, nn.Parameter] = {}
         self._delivered: set[ParameterGroup] = set()
         """Of which flat gradients have been set that nobody is known to have zeroed."""
+        self._guarded: set[ParameterGroup] = set()
+        """Of which gradients past the hooks are refused: of those that have begun a pass."""
 
     def entries(self, group: ParameterGroup) -> list[_Entry]:
         """List the parameters of ``group`` as they look at rest, made at the first call."""
@@ -194,13 +188,12 @@ class ExposedTensors(Exposure):
 
     def shown(self, slot: Slot) -> nn.Parameter:
         """Return the parameter that modules hold of ``slot`` at rest."""
-        entries = (entry for group in reversed(self._entries.values()) for entry in group)
-        return next(entry.exposed for entry in entries if entry.slot is slot)
+        entries = reversed(self._entries.values())
+        return next(e.exposed for group in entries for e in group if e.slot is slot)
 
     def shows(self, parameter: nn.Parameter) -> bool:
         """Check for a parameter that modules hold at rest."""
-        entries = (entry for group in self._entries.values() for entry in group)
-        return any(entry.exposed is parameter for entry in entries)
+        return any(e.exposed is parameter for group in self._entries.values() for e in group)
 
     def shard_of(self, group: ParameterGroup) -> nn.Parameter:
         """Find the shard of ``group`` as one parameter, whose gradient is set from now on too."""
@@ -246,12 +239,15 @@ class ExposedTensors(Exposure):
     def let_go(self, unit: Unit) -> None:
         """Allow torch to swap the tensors of the parameters, until `take_over`."""
         for group in unit.groups:
+            self._guarded.discard(group)
             for entry in self.entries(group):
-                entry.unguard()
+                entry.be_guarded(None)
 
     def refresh(self, unit: Unit) -> None:
         """See `Exposure`: parameters given anew, and other memory for those that are there."""
         for group in unit.groups:
+            if group not in self._guarded:
+                self._guard(group)
             flat = self._flat.get(group)
             if flat is not None and flat.data_ptr() != group.buffer.shard.data_ptr():
                 raise data_assigned(group.slots[0].name, group.axes.communicators)
@@ -268,6 +264,14 @@ class ExposedTensors(Exposure):
                     self._follow(unit)
                     return
 
+    def _guard(self, group: ParameterGroup) -> None:
+        """Refuse gradients past the hooks of those that train; before a pass none can come."""
+        self._guarded.add(group)
+        entries = self.entries(group)
+        new = [e for e in entries if e.guard is None and e.exposed.requires_grad]
+        for entry, guard in zip(new, refuse_past_hooks(new), strict=True):
+            entry.be_guarded(guard)
+
     def show_sharded(self, unit: Unit) -> None:
         """Put the DTensors into the modules, trainable as the whole parameters were until now."""
         for group in unit.groups:
@@ -275,6 +279,7 @@ class ExposedTensors(Exposure):
                 exposed, shown = entry.exposed, self._in_cells.get(entry)
                 if entry.slot.full.requires_grad is not entry.trains:
                     entry.follow_training()
+                    self._guarded.discard(group)
                 for cells, name in entry.cells:
                     if shown is None or cells.get(name) is shown or _is_ours(entry, cells, name):
                         cells[name] = exposed
@@ -288,7 +293,7 @@ class ExposedTensors(Exposure):
                 full, shown = entry.slot.full, self._in_cells.get(entry)
                 if full.requires_grad is not entry.exposed.requires_grad:
                     full.requires_grad_(entry.exposed.requires_grad)
-                    entry.guard()
+                    self._guard(group)
                 if full.requires_grad is not entry.trains:
                     entry.note_training()
                 for cells, name in entry.cells:
@@ -304,6 +309,7 @@ class ExposedTensors(Exposure):
         for group in unit.groups:
             for entry in self.entries(group):
                 entry.follow_training()
+            self._guard(group)
 
     def zero_alike(self) -> None:
         """Zero the gradients of the parameters where a flat one was zeroed, and the reverse."""
@@ -389,14 +395,6 @@ class ExposedTensors(Exposure):
                 part.copy_(local_of(gradient).reshape(-1))
                 entry.exposed.grad = entry.gradient_on(line, is_shown=True)
 
-    def show_waiting(self, unit: Unit) -> bool:
-        """See `Exposure`: ``.grad`` holds what has been reduced, as in torch's."""
-        return False
-
-    def take_waiting(self, unit: Unit) -> bool:
-        """See `Exposure`."""
-        return False
-
     def _add(
         self,
         group: ParameterGroup,
@@ -462,6 +460,8 @@ class ExposedTensors(Exposure):
         if not is_given_for_call():
             unit.reshard()
             self.take_over(unit)
+            for group in unit.groups:
+                self._guard(group)
             return
         for group in unit.groups:
             for entry in self.entries(group):
@@ -492,7 +492,9 @@ class ExposedTensors(Exposure):
                     entry.slot.full.requires_grad_(parameter.requires_grad)
                     entry.note_training()
                 entry.expose(parameter, group.buffer.around(index))
+                entry.be_guarded(None)
                 self._in_cells[entry] = parameter
+            self._guarded.discard(group)
         unit.has_changed()
 
     def _renew(self, group: ParameterGroup, held: Sequence[Any]) -> None:
@@ -565,12 +567,10 @@ def _have_same(one: Any, other: Any) -> bool:  # noqa: ANN401
 
 def _belongs_elsewhere(entry: _Entry, parameter: nn.Parameter) -> bool:
     """Check for the parameter that another place shows: nothing would tie the two."""
-    home = parameter.__dict__.get(HOME)
-    driver, slot = (None, None) if home is None else (home[0](), home[1]())
-    if slot is None or slot is entry.slot or driver is None or driver.unit is None:
-        return False
-    exposure = driver.unit.exposure
-    return exposure.shows(parameter)
+    held = parameter.__dict__.get(HOME)
+    slot = None if held is None else held()
+    driver = None if slot is None or slot is entry.slot else slot.driver
+    return driver is not None and driver.unit is not None and driver.unit.exposure.shows(parameter)
 
 
 def _whereabouts(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import TypeAlias
 
 import torch
@@ -116,20 +117,36 @@ class GradientLine:
         self.start, self.stop = layout.stretch(indices)
         """The elements of a shard between which its part lies."""
         self.numel = (self.stop - self.start) * layout.parts
+        self._layout = layout
         self._memory = line_of(self.numel, dtype, device)
         self._line = self._memory.tensor
         self._rows = self._line.view(layout.parts, -1)
         self._source: torch.Tensor | None = None
-        self._slots = [self._places(layout, index) for index in indices]
-        # Static lists for a backward pass in which every tensor has a gradient.
-        self._targets = [target for slot in self._slots for target, _ in slot]
-        self._is_whole = all(place is None for slot in self._slots for _, place in slot)
-        self._gaps = self._find_gaps()
-        self._is_even = not self._gaps and all(
+        self._is_even = self._is_filled(layout) and all(
             layout.is_even(i) and 0 not in layout.shapes[i]  # torch refuses to join what is empty
             for i in indices
         )
         self._memory.free()
+
+    # Lists for what a line of even parts does only where a tensor has no gradient.
+
+    @cached_property
+    def _slots(self) -> list[list[_Place]]:
+        with torch.inference_mode(False):
+            return [self._places(self._layout, index) for index in self.indices]
+
+    @cached_property
+    def _targets(self) -> list[torch.Tensor]:
+        return [target for slot in self._slots for target, _ in slot]
+
+    @cached_property
+    def _is_whole(self) -> bool:
+        return all(place is None for slot in self._slots for _, place in slot)
+
+    @cached_property
+    def _gaps(self) -> list[torch.Tensor]:
+        with torch.inference_mode(False):
+            return self._find_gaps()
 
     @property
     def has_gradient(self) -> bool:
@@ -150,16 +167,16 @@ class GradientLine:
             self._source = gradients[0].view(-1)  # pyrefly: ignore[missing-attribute]
             return
         self._memory.restore()
+        present = [gradient for gradient in gradients if gradient is not None]
+        is_full = len(present) == len(gradients)
+        if is_full and self._is_even:
+            join_in_chunks(present, 0, self._rows.shape[0], out=self._rows)
+            return
         if self._gaps:
             foreach_zero_(self._gaps)
-        present = [gradient for gradient in gradients if gradient is not None]
-        if len(present) == len(gradients):
-            if self._is_even:
-                join_in_chunks(present, 0, self._rows.shape[0], out=self._rows)
-                return
-            if self._is_whole:
-                foreach_copy_(self._targets, present)
-                return
+        if is_full and self._is_whole:
+            foreach_copy_(self._targets, present)
+            return
         targets, sources = self._pairs(gradients)
         if targets:
             foreach_copy_(targets, sources)
@@ -242,8 +259,17 @@ class GradientLine:
         for part, cut in layout.stretches(index):
             start = part * self._rows.shape[1] + cut.offset - self.start
             place = self._line[start : start + math.prod(cut.shape)].view(cut.shape)
-            places.append((place, cut.slices or None))
+            places.append((place, None if cut.shape == cut.of else cut.slices))
         return places
+
+    def _is_filled(self, layout: LineLayout) -> bool:
+        """Check for even tensors that nothing lies between."""
+        at = self.start
+        for index in self.indices:
+            if layout.offsets[index] != at:
+                return False
+            at += math.prod(layout.shapes[index]) // layout.parts
+        return at == self.stop
 
     def _find_gaps(self) -> list[torch.Tensor]:
         """List the stretches of the line that belong to no tensor."""

@@ -6,7 +6,7 @@ accumulation, reduction and scaling.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -21,7 +21,7 @@ from meshwright.comm.dtensors.dtensor import dtensor_at_rest, is_dtensor, local_
 from meshwright.comm.dtensors.local_leaves import take_over
 from meshwright.comm.dtensors.subclasses import values_of
 from meshwright.comm.streams import is_host
-from meshwright.data_parallel.checks.starting_state import Start, digests_of, has_values_of
+from meshwright.data_parallel.checks.starting_state import Starts, digests_of, has_values_of
 from meshwright.data_parallel.shards.buffer import (
     BufferTypes,
     CustomCollective,
@@ -116,7 +116,8 @@ class ParameterGroup:
         self.buffer.fill(
             [None if s.local is not None else values_of(local_of(s.original)) for s in slots]
         )
-        self._has_outer = any(slot.outer for slot in slots)
+        self.has_outer = any(slot.outer is not None for slot in slots)
+        """True where one of its parameters was a DTensor."""
         self.partial_sums = [
             (index, add)
             for index, slot in enumerate(slots)
@@ -178,27 +179,36 @@ class ParameterGroup:
         self._carry_gradients(before)
         self._show_views()
 
-    def note_starts(self, wholes: Sequence[torch.Tensor | None]) -> None:
-        """Remember ``wholes``, digests of what was sharded, with those of this rank's parts."""
-        owns = digests_of(
-            [None if whole is None else self.buffer.own(n) for n, whole in enumerate(wholes)]
-        )
-        for slot, whole, own in zip(self.slots, wholes, owns, strict=True):
-            if whole is not None and own is not None:
-                slot.note_start(Start(whole, own))
+    def note_starts(self, compared: Container[Slot]) -> None:
+        """Remember digests of those slots that are ``compared``, and of this rank's parts of them.
+
+        They have their values still.
+        """
+        chosen = [index for index, slot in enumerate(self.slots) if slot in compared]
+        wholes = [self.slots[index].original for index in chosen]
+        digests = digests_of([*wholes, *map(self.buffer.own, chosen)])
+        pairs = zip(chosen, digests[: len(chosen)], digests[len(chosen) :], strict=True)
+        found = [(i, whole, own) for i, whole, own in pairs if whole is not None is not own]
+        if not found:
+            return
+        indices, whole, own = zip(*found, strict=True)
+        starts = Starts.of(whole, own)
+        for at, index in enumerate(indices):
+            self.slots[index].note_start(starts, at)
 
     def carry_starts(self, parts: Sequence[torch.Tensor]) -> None:
         """Put ``parts`` in the place of those of now: forget starts of what is not converted."""
         for index, (slot, part) in enumerate(zip(self.slots, parts, strict=True)):
-            start = slot.take_start()
-            if start is None:
+            found = slot.take_start()
+            if found is None:
                 continue
+            starts, at = found
             before, after = self.buffer.own(index).view(-1), part.reshape(-1)
             own, now = digests_of([before, after])
             if own is None or now is None or not has_values_of(after, before):
                 continue
-            if torch.equal(own, start.own.to(own.device)):
-                slot.note_start(Start(start.whole, now))
+            if torch.equal(own, starts.own[at].to(own.device)):
+                slot.note_start(Starts(starts.whole[at : at + 1], now.view(1)), 0)
 
     def _carry_gradients(self, before: FlatBuffer) -> None:
         """Keep what waits for a reduction, in the dtype and on the device of now."""
@@ -248,12 +258,12 @@ class ParameterGroup:
         return torch.zeros(size, dtype=dtype, device=home, pin_memory=pins)
 
     def _show_views(self) -> None:
-        self._in_line: list[tuple[Slot, torch.Tensor]] = []
-        """Parameters that lie whole in the line itself, and their places there."""
+        buffer = self.buffer
         self._wholes: list[torch.Tensor] = []
-        self._addresses: tuple[int, list[int]] = (-1, [])
-        for slot, view in zip(self.slots, self.buffer.views, strict=True):
-            outer = slot.outer
+        """Parameters that lie whole in the line itself."""
+        in_line: list[int] = []
+        for index, slot in enumerate(self.slots):
+            outer, view = slot.outer, buffer.view(index)
             if outer is None:
                 whole = whole_parameter(view, slot.original)
                 slot.become(whole, whole)
@@ -266,23 +276,28 @@ class ParameterGroup:
                 full = nn.Parameter(dtensor, requires_grad=slot.original.requires_grad)
                 slot.become(full, take_over(full) if slot.computes.is_local else full)
             if slot.extension is None and not is_dtensor(slot.leaf):
-                self._in_line.append((slot, view))
+                in_line.append(index)
                 self._wholes.append(slot.leaf)
+        self._in_line = tuple(in_line)
+        """The numbers of ``_wholes``."""
+        self._distances = tuple(map(buffer.distance, in_line))
+        self._addresses: tuple[int, list[int]] = (-1, [])
+        buffer.release()
 
     def moved(self) -> list[tuple[Slot, torch.Tensor]]:
         """List parameters whose whole tensors were given other memory, with places in the line."""
         start, addresses = self._addresses
         if start != self.buffer.full.data_ptr():
-            start, addresses = (
-                self.buffer.full.data_ptr(),
-                [v.data_ptr() for _, v in self._in_line],
-            )
+            start = self.buffer.full.data_ptr()
+            # torch tells 0 where there is no memory.
+            addresses = [start + at if start and at is not None else 0 for at in self._distances]
             self._addresses = start, addresses
         found = [*map(torch.Tensor.data_ptr, self._wholes)]
         if found == addresses:
             return []
         pairs = zip(self._in_line, found, addresses, strict=True)
-        return [place for place, now, then in pairs if now != then]
+        moved = [index for index, now, then in pairs if now != then]
+        return [(self.slots[index], self.buffer.view(index)) for index in moved]
 
     @property
     def is_trainable(self) -> bool:
@@ -336,7 +351,7 @@ class ParameterGroup:
 
     def _new_gradients(self) -> list[torch.Tensor | None]:
         """List what autograd has left, this rank's parts where that is a DTensor."""
-        if self._has_outer:
+        if self.has_outer:
             return [*map(_gathered, self.slots)]
         return [slot.leaf.grad for slot in self.slots]
 

@@ -8,7 +8,9 @@ gradient of its own rank alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -19,6 +21,7 @@ from meshwright.comm.dtensors.after_hooks import (
     run_after_hooks,
 )
 from meshwright.comm.dtensors.dtensor import local_of
+from meshwright.data_parallel.shards.slot import Slot
 from meshwright.errors import InternalError
 from meshwright.torch_internals.autograd import backward_hooks_of, set_backward_hooks
 
@@ -36,49 +39,74 @@ def carry_hooks(source: torch.Tensor, target: nn.Parameter, name: str) -> None:
 
 
 class _Behind(torch.autograd.Function):
-    """A node behind a leaf. It calls no operator, which would cost a DTensor many times as much."""
+    """A node behind leaves. It calls no operator, which would cost DTensors many times as much."""
 
     @staticmethod
-    def forward(ctx: object, leaf: torch.Tensor) -> torch.Tensor:  # pyrefly: ignore[bad-override]
+    def forward(ctx: object, *leaves: torch.Tensor) -> torch.Tensor:  # pyrefly: ignore[bad-override]
         return torch.empty(0)
+
+
+def accumulators_of(leaves: Sequence[torch.Tensor]) -> list[torch.autograd.graph.Node]:
+    """Find the nodes by which autograd adds to ``.grad`` of ``leaves``, which require grad."""
+    with torch.enable_grad():
+        behind: torch.Tensor = _Behind.apply(*leaves)
+    nodes = () if behind.grad_fn is None else behind.grad_fn.next_functions
+    found = [node for node, _ in nodes if node is not None]
+    if len(found) != len(leaves):
+        raise InternalError(f"{len(leaves)} leaves have {len(found)} nodes behind them")
+    return found
 
 
 def accumulator_of(leaf: torch.Tensor) -> torch.autograd.graph.Node:
     """Find the node by which autograd adds to ``leaf.grad``; ``leaf`` requires grad."""
-    with torch.enable_grad():
-        behind: torch.Tensor = _Behind.apply(leaf)
-    node = None if behind.grad_fn is None else behind.grad_fn.next_functions[0][0]
-    if node is None:
-        raise InternalError(f"a leaf of shape {tuple(leaf.shape)} has no graph")
-    return node
+    return accumulators_of([leaf])[0]
 
 
-def refuse_past_hooks(
-    parameter: nn.Parameter, name: str, find: Callable[[], nn.Parameter | None]
-) -> object | None:
-    """Refuse a backward that gives ``parameter``, at rest, a gradient itself while it has hooks.
+class Guarded(Protocol):
+    """A parameter at rest."""
 
-    A loss that has read it does: the hooks would run for that term, and again for the mean.
-    ``find`` gives the parameter then; it holds neither that nor a weak reference to it, with which
-    torch would not swap its tensor. Return what keeps this in force, None for one that is frozen.
-    It costs no step anything.
-    """
-    if not parameter.requires_grad:
-        return None
-    node = accumulator_of(parameter)
+    @property
+    def exposed(self) -> nn.Parameter:
+        """The parameter, as users have it now."""
 
-    def check(gradients: object) -> None:
-        found = find()
-        if found is not None and has_hooks(found):
+    @property
+    def slot(self) -> Slot:
+        """The slot that names it."""
+
+
+class _Refusal:
+    """The hook of a node that leads to ``.grad`` of a parameter at rest."""
+
+    __slots__ = ("_guarded",)
+
+    def __init__(self, guarded: Guarded) -> None:
+        # Not the parameter, nor a weak reference to it, with which torch would not swap its tensor.
+        self._guarded = weakref.ref(guarded)
+
+    def __call__(self, gradients: object) -> None:
+        found = self._guarded()
+        if found is not None and has_hooks(found.exposed):
             raise RuntimeError(
-                f"the loss has read parameter {name!r}, which is sharded, beside its module, and "
-                "the parameter has hooks, or an optimizer in the backward: these would be given "
-                "the gradient in two parts. Compute that term inside of the forward of the module "
-                "that uses the parameter, or step and change gradients after the backward"
+                f"the loss has read parameter {found.slot.name!r}, which is sharded, beside its "
+                "module, and the parameter has hooks, or an optimizer in the backward: these would "
+                "be given the gradient in two parts. Compute that term inside of the forward of "
+                "the module that uses the parameter, or step and change gradients after the "
+                "backward"
             )
 
-    node.register_prehook(check)
-    return node
+
+def refuse_past_hooks(parameters: Sequence[Guarded]) -> list[object]:
+    """Refuse a backward that gives one, at rest, a gradient itself while it has hooks.
+
+    A loss that has read it does: the hooks would run for that term, and again for the mean. Return
+    for each what keeps this in force. All of them train. It costs no step anything.
+    """
+    if not parameters:
+        return []
+    nodes = accumulators_of([each.exposed for each in parameters])
+    for node, each in zip(nodes, parameters, strict=True):
+        node.register_prehook(_Refusal(each))
+    return [*nodes]
 
 
 def run_hooks_of_flat(flat: nn.Parameter, name: str, count: int) -> None:

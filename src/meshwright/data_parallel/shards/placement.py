@@ -14,6 +14,7 @@ the axes of tensor parallelism, is cut once more: this rank's part of it over th
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -141,7 +142,7 @@ def place(
                 "When dp_mesh_dims is provided, all parameters must be DTensors on the full mesh. "
                 f"Got a plain tensor for {name!r}: distribute the module first"
             )
-        placements = _data_placements(target, dim)
+        placements = _data_placements(target.mesh.ndim, dim, cuts=target.cuts)
         return Place(
             axes=target.axes, dim=dim, mesh=target.mesh, placements=placements, shape=local
         )
@@ -158,7 +159,8 @@ def _place_again(name: str, outer: AtRest, target: Target, dim: int, *, is_chose
         for axis in target.axes.communicators:
             check_axes(name, outer, axis)
         mesh = concatenated_mesh([target.mesh, outer.mesh])
-        placements = [*_data_placements(target, dim), *outer.placements]
+        data = _data_placements(target.mesh.ndim, dim, cuts=target.cuts)
+        placements = [*data, *outer.placements]
         shard, kept = target.mesh.ndim - 1, ()
     else:
         kept = _check_replicated(name, outer, target.around, target.dims)
@@ -282,6 +284,7 @@ def _uneven(name: str, dim: int, shape: tuple[int, ...], parts: int) -> NotImple
     )
 
 
-def _data_placements(target: Target, dim: int) -> tuple[Placement, ...]:
-    last: Placement = Shard(dim) if target.cuts else Replicate()
-    return (*(Replicate() for _ in range(target.mesh.ndim - 1)), last)
+@functools.cache
+def _data_placements(ndim: int, dim: int, *, cuts: bool) -> tuple[Placement, ...]:
+    last: Placement = Shard(dim) if cuts else Replicate()
+    return (*(Replicate() for _ in range(ndim - 1)), last)

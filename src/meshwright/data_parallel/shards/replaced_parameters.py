@@ -25,6 +25,7 @@ from torch.nn.utils import stateless
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import is_dtensor
 from meshwright.comm.dtensors.unreadable import make_unreadable
+from meshwright.data_parallel.shards.gradient_lines import COUNTS, OURS
 from meshwright.data_parallel.shards.slot import Slot
 
 BEFORE = (
@@ -97,6 +98,12 @@ def written(name: str, communicators: Sequence[Communicator]) -> RuntimeError:
         "lost. Write to the sharded "
         "parameter between passes, leave it out (ignored_params), or use replicate"
     )
+
+
+def is_ours_alone(parameter: nn.Parameter) -> bool:
+    """Check that nobody but the caller, by one name, holds ``parameter``."""
+    # References: the caller's name, the argument here, that of the call.
+    return COUNTS and sys.getrefcount(parameter) <= OURS
 
 
 def retire(parameter: nn.Parameter, name: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,9 +15,9 @@ from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import check_ties, is_dtensor, local_of
 from meshwright.comm.dtensors.subclasses import values_of
 from meshwright.data_parallel.checks.forward_writes import refuse_frequencies
-from meshwright.data_parallel.checks.starting_state import digests_of, is_of_one_rank, synchronise
+from meshwright.data_parallel.checks.starting_state import is_of_one_rank, synchronise
 from meshwright.data_parallel.distributed_parameters import local_parameters
-from meshwright.data_parallel.sharded_modules.module_hooks import driver_of
+from meshwright.data_parallel.sharded_modules.module_hooks import Driver, driver_of
 from meshwright.data_parallel.sharded_modules.module_tree import STATES
 from meshwright.data_parallel.shards.buffer import ALONE, BufferTypes, DataAxes
 from meshwright.data_parallel.shards.dtensor_exposure import ExposedTensors
@@ -54,42 +54,43 @@ class ShardOptions:
 
 def build_unit(
     modules: Sequence[nn.Module],
-    own: Sequence[tuple[str, nn.Module]],
+    below: Below,
     options: ShardOptions,
     *,
     synchronises: bool,
 ) -> Unit | None:
     """Make the unit of all parameters of ``modules`` that no other call has taken, if any.
 
-    ``own`` are the `own_modules`. With ``synchronises`` it has the values of the first rank.
+    ``below`` is what lies `below` them. With ``synchronises`` it has the values of the first rank.
     """
+    own, collected = below.own, collect_slots(below.own)
     for module in modules:
-        check_ties(module)
-    slots = [slot for slot in collect_slots(own) if id(slot.original) not in options.ignored]
+        check_ties(module, [slot.original for slot in collected])
+    slots = [slot for slot in collected if id(slot.original) not in options.ignored]
     if any(is_dtensor(slot.original) for slot in slots):
         local = {key: each for part in modules for key, each in local_parameters(part).items()}
         for slot in slots:
             slot.compute_as(local.get(id(slot.original), slot.computes))
     if slots and options.target.axes.size > 1:
-        refuse_frequencies(modules, [(slot.name, slot.original) for slot in slots])
+        parts = [part for _, part in own]
+        refuse_frequencies(parts, [(slot.name, slot.original) for slot in slots])
     _move_buffers(own, options)
-    slots, moved = settle(modules, slots)
+    slots, moved = settle(modules, below.drivers, slots)
     _check_parameters(slots)
     refuse_views((part for _, part in own), slots)
+    known: dict[tuple[int, ...], Place] = {}
     for slot in slots:
-        at = place(slot.name, slot.original, options.target, options.placement_of)
+        at = _place(slot, options, known)
         slot.settle(at, _extension(slot, at, options))
     if synchronises:
         _synchronise(own, slots, options)
-    compared: Sequence[Slot] = () if synchronises else slots
-    digests = digests_of([slot.original for slot in compared])
-    wholes = dict(zip(compared, digests, strict=True))
+    compared = () if synchronises else dict.fromkeys(slots)
     slots += moved
     if not slots:
         return None
     groups = [_group(members, options) for members in _together(slots)]
-    for group in groups:
-        group.note_starts([wholes.get(slot) for slot in group.slots])
+    for group in groups if compared else ():
+        group.note_starts(compared)
     after = options.reshard_after_forward
     settings = UnitSettings(
         keep_full_after_forward=after is False or (after == 1 and after is not True),
@@ -100,23 +101,33 @@ def build_unit(
     return Unit(name, groups, ExposedTensors(), settings)
 
 
-def on_one_mesh(modules: Iterable[nn.Module]) -> None:
+def _place(slot: Slot, options: ShardOptions, known: dict[tuple[int, ...], Place]) -> Place:
+    """Find the place of ``slot``; those of plain parameters that nobody chooses are ``known``."""
+    if options.placement_of is not None or is_dtensor(slot.original):
+        return place(slot.name, slot.original, options.target, options.placement_of)
+    shape = tuple(slot.original.shape)
+    if shape not in known:
+        known[shape] = place(slot.name, slot.original, options.target, None)
+    return known[shape]
+
+
+def on_one_mesh(drivers: Iterable[Driver]) -> None:
     """Put parameters that tensor parallelism has left whole on the mesh of those it has cut.
 
     They are replicated there. torch's functions of lists of DTensors, as clipping and optimizers
-    with ``foreach``, take one mesh only. Where the units below ``modules`` know several meshes
+    with ``foreach``, take one mesh only. Where the units of ``drivers`` know several meshes
     beside the same data axes, nobody knows which it would be.
     """
-    parts = dict.fromkeys(part for module in modules for part in module.modules())
-    drivers = dict.fromkeys(driver for part in parts if (driver := driver_of(part)) is not None)
     units = [driver.unit for driver in drivers if driver.unit is not None]
-    placed = [(slot, slot.place) for unit in units for slot in unit.slots if slot.place is not None]
+    groups = [group for unit in units for group in unit.groups]
+    if not any(group.has_outer for group in groups):
+        return
+    slots = [slot for group in groups for slot in group.slots]
+    placed = [(slot, slot.place) for slot in slots if slot.place is not None]
     meshes: dict[DataAxes, set[DeviceMesh]] = {}
     for slot, at in placed:
         if slot.outer is not None:
             meshes.setdefault(at.axes, set()).add(at.mesh)
-    if not meshes:
-        return
     for slot, at in placed:
         known = meshes.get(at.axes, ())
         if slot.outer is None and len(known) == 1:
@@ -235,8 +246,19 @@ def _device_of(target: Target) -> torch.device:
     return device if device.type == target.mesh.device_type else torch.device("cpu")
 
 
-def own_modules(modules: Sequence[nn.Module]) -> Iterable[tuple[str, nn.Module]]:
-    """List the modules below that no other call has taken, each once."""
+class Below(NamedTuple):
+    """All that lies below modules that are about to become a unit, and they themselves."""
+
+    own: list[tuple[str, nn.Module]]
+    """The modules that no other call has taken, each once, with their names."""
+    drivers: list[Driver]
+    """Those of the modules that one has."""
+
+
+def below(modules: Sequence[nn.Module]) -> Below:
+    """Look through ``modules``, once."""
+    own: list[tuple[str, nn.Module]] = []
+    taken: list[nn.Module] = []
     seen: set[int] = set()
     for number, root in enumerate(modules):
         # Names become those in the whole model when it runs for the first time.
@@ -246,13 +268,28 @@ def own_modules(modules: Sequence[nn.Module]) -> Iterable[tuple[str, nn.Module]]
             if id(module) in seen:
                 continue
             seen.add(id(module))
-            yield name, module
-            children = [
-                (f"{name}.{child_name}" if name else child_name, child)
-                for child_name, child in module.named_children()
-                if not is_taken(child)
-            ]
-            stack.extend(reversed(children))
+            own.append((name, module))
+            children: list[tuple[str, nn.Module]] = []
+            for key, child in module._modules.items():
+                if child is None:
+                    continue
+                if is_taken(child):
+                    taken.append(child)
+                else:
+                    children.append((f"{name}.{key}" if name else key, child))
+            stack += reversed(children)
+    drivers: dict[Driver, None] = {}
+    taken.reverse()
+    while taken:
+        module = taken.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            driver = driver_of(module)
+            if driver is not None:
+                drivers[driver] = None
+            inner = [child for child in module._modules.values() if child is not None]
+            taken += reversed(inner)
+    return Below(own, [*drivers])
 
 
 def is_taken(module: nn.Module) -> bool:

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from meshwright.comm.dtensors.dtensor import local_of
-from meshwright.data_parallel.sharded_modules.module_hooks import Driver, driver_of
+from meshwright.data_parallel.sharded_modules.module_hooks import Driver
 from meshwright.data_parallel.shards.dtensor_exposure import HOME
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup
 from meshwright.data_parallel.shards.parameter_hooks import carry_hooks
-from meshwright.data_parallel.shards.replaced_parameters import retire
+from meshwright.data_parallel.shards.replaced_parameters import is_ours_alone, retire
 from meshwright.data_parallel.shards.slot import Slot
 from meshwright.data_parallel.shards.tensor_extensions import whole_parameter
 from meshwright.data_parallel.shards.unit import Unit
@@ -31,25 +31,32 @@ def remember(driver: Driver) -> None:
     unit = driver.unit
     if unit is None:
         return
+    home = weakref.ref(driver)
     for slot, shown in zip(unit.slots, unit.exposure.parameters(unit), strict=True):
         # The parameter may live on in another module; its unit must not keep it alive.
-        home = (weakref.ref(driver), weakref.ref(slot))
+        shown.__dict__[HOME] = me = weakref.ref(slot)
         before = slot.replace_original(slot.full)
-        before.__dict__[HOME] = home
-        retire(before, slot.name)
-        shown.__dict__[HOME] = home
+        if not is_ours_alone(before):
+            before.__dict__[HOME] = me
+            retire(before, slot.name)
+        del before
+        slot.live_in(home)
+        slot.forget_gone()
 
 
-def settle(modules: Sequence[nn.Module], slots: Iterable[Slot]) -> tuple[list[Slot], list[Slot]]:
+def settle(
+    modules: Sequence[nn.Module], drivers: Iterable[Driver], slots: Iterable[Slot]
+) -> tuple[list[Slot], list[Slot]]:
     """Sort ``slots`` into those that a new unit of ``modules`` takes and those from units inside.
 
-    The local values of the latter are on ``slot.original``, in the shape of this rank's chunk.
+    These are the units of ``drivers``. The local values of the latter are on ``slot.original``, in
+    the shape of this rank's chunk.
     """
     own: list[Slot] = []
     for slot in slots:
-        home = slot.original.__dict__.get(HOME)
-        theirs = None if home is None else home[1]()
-        driver = None if home is None else home[0]()
+        held = slot.original.__dict__.get(HOME)
+        theirs: Slot | None = None if held is None else held()
+        driver: Driver | None = None if theirs is None else theirs.driver
         if theirs is None or driver is None or driver.unit is None:
             own.append(slot)
             continue
@@ -68,16 +75,19 @@ def settle(modules: Sequence[nn.Module], slots: Iterable[Slot]) -> tuple[list[Sl
         theirs.share([name for name, _ in new], [where for _, where in new])
         driver.unit.exposure.forget_places()
         driver.unit.exposure.show_sharded(driver.unit)
+    units = ((driver, driver.unit) for driver in drivers if driver.unit is not None)
+    spread = [
+        (driver, slot)
+        for driver, unit in units
+        for group in unit.groups
+        for slot in group.slots
+        if slot.is_spread
+    ]
+    if not spread:
+        return own, []
     inside = {part for module in modules for part in module.modules()}
-    drivers = dict.fromkeys(driver for part in inside if (driver := driver_of(part)) is not None)
-    moved: list[Slot] = []
-    for driver in drivers:
-        unit = driver.unit
-        slots_of_unit = () if unit is None else tuple(unit.slots)
-        spread = [slot for slot in slots_of_unit if slot.is_spread]
-        inner = [s for s in spread if all(module in inside for module, _ in s.places)]
-        moved += [_release(driver, slot) for slot in inner]
-    return own, moved
+    inner = [each for each in spread if all(module in inside for module, _ in each[1].places)]
+    return own, [_release(driver, slot) for driver, slot in inner]
 
 
 def check_settled(unit: Unit) -> None:
@@ -117,7 +127,8 @@ def _release(driver: Driver, slot: Slot) -> Slot:
         outer=slot.outer,
         computes=slot.computes,
         given=slot.given,
-        start=slot.start,
+        starts=slot.starts,
+        start_at=slot.start_at,
         extension=slot.extension,
         local=local.clone(),
         original=whole_parameter(

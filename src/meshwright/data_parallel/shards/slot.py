@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
 from meshwright.comm.dtensors.dtensor import AtRest
-from meshwright.data_parallel.checks.starting_state import Start
+from meshwright.data_parallel.checks.starting_state import Starts
 from meshwright.data_parallel.distributed_parameters import LocalParameter
 from meshwright.data_parallel.shards.placement import Place
 from meshwright.data_parallel.shards.tensor_extensions import Extension
+
+AS_IT_IS = LocalParameter()
 
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Slot:
     """One parameter of a unit and everywhere it is used."""
 
-    names: list[str]
+    names: tuple[str, ...]
     """Full names, one for each place."""
-    places: list[tuple[nn.Module, str]]
+    places: tuple[tuple[nn.Module, str], ...]
     """The modules and attributes that hold it."""
     original: nn.Parameter
     """The parameter that the module held when it was taken over; its storage is given up then."""
@@ -37,7 +40,7 @@ class Slot:
     """Its place, for one that is more than a part of a line."""
     outer: AtRest | None = None
     """The DTensor of which it was this rank's part, where it was one."""
-    computes: LocalParameter = field(default_factory=LocalParameter)
+    computes: LocalParameter = AS_IT_IS
     """The form in which it computes: a DTensor, unless all its modules take a local tensor."""
     is_spread: bool = False
     """True where modules of other units use it too."""
@@ -45,13 +48,22 @@ class Slot:
     """The parameter object that the user had, as long as somebody holds it."""
     extension: Extension | None = None
     """The way of its gather, for a tensor subclass that has one of its own."""
-    start: Start | None = None
-    """Digests of when it was sharded, until they are compared over the ranks."""
+    starts: Starts | None = None
+    """Digests of when it was sharded with others, until they are compared over the ranks."""
+    start_at: int = 0
+    """Its number in ``starts``."""
+    home: weakref.ref[Any] | None = None
+    """The driver of its unit."""
 
     @property
     def name(self) -> str:
         """The first of its names."""
         return self.names[0]
+
+    @property
+    def driver(self) -> Any:  # noqa: ANN401 - of a file above this one
+        """The driver of its unit, while that lives."""
+        return None if self.home is None else self.home()
 
     def settle(self, place: Place, extension: Extension | None) -> None:
         """Be cut as ``place`` says, and be gathered by ``extension`` where there is one."""
@@ -81,17 +93,22 @@ class Slot:
 
     def share(self, names: Iterable[str], places: Iterable[tuple[nn.Module, str]]) -> None:
         """Have other names and places too, in modules of other units."""
-        self.names += names
-        self.places += places
+        self.be_used_too(names, places)
         self.is_spread = True
+
+    def be_used_too(self, names: Iterable[str], places: Iterable[tuple[nn.Module, str]]) -> None:
+        """Have other names and places too."""
+        self.names += tuple(names)
+        self.places += tuple(places)
 
     def rename(self, modules: Mapping[nn.Module, str]) -> None:
         """Be called by the full names of its ``modules``, as far as they are known."""
-        self.names = [
+        found = [
             f"{modules[module]}.{attribute}" if modules[module] else attribute
             for module, attribute in self.places
             if module in modules
-        ] or self.names
+        ]
+        self.names = tuple(found) or self.names
 
     def give_local(self, local: torch.Tensor) -> None:
         """Bring ``local`` to the next group, which has this rank's chunk from there."""
@@ -102,14 +119,23 @@ class Slot:
         local, self.local = self.local, None
         return local
 
-    def note_start(self, start: Start) -> None:
+    def note_start(self, starts: Starts, at: int) -> None:
         """Remember the digests of when it was sharded."""
-        self.start = start
+        self.starts, self.start_at = starts, at
 
-    def take_start(self) -> Start | None:
-        """Hand the digests over, once."""
-        start, self.start = self.start, None
-        return start
+    def take_start(self) -> tuple[Starts, int] | None:
+        """Hand the digests over, once, and its number among them."""
+        starts, self.starts = self.starts, None
+        return None if starts is None else (starts, self.start_at)
+
+    def live_in(self, driver: weakref.ref[Any]) -> None:
+        """Belong to the unit of ``driver``."""
+        self.home = driver
+
+    def forget_gone(self) -> None:
+        """Forget the parameter object that the user had, if nobody holds it any more."""
+        if self.given is not None and self.given() is None:
+            self.given = None
 
     def show(self, parameter: nn.Parameter | torch.Tensor) -> None:
         """Put ``parameter`` into every module that holds this one."""
@@ -119,10 +145,12 @@ class Slot:
 
 
 def collect_slots(
-    modules: Iterable[tuple[str, nn.Module]], ignored: Iterable[torch.Tensor] = ()
+    modules: Iterable[tuple[str, nn.Module]], skipped: Container[int] = ()
 ) -> list[Slot]:
-    """List the parameters that ``modules`` (with their full names) hold themselves, each once."""
-    skipped = {id(parameter) for parameter in ignored}
+    """List the parameters that ``modules`` (with their full names) hold themselves, each once.
+
+    Those with an ``id`` that is ``skipped`` are left out.
+    """
     slots: dict[int, Slot] = {}
     for prefix, module in modules:
         for name, parameter in module._parameters.items():
@@ -132,14 +160,13 @@ def collect_slots(
             slot = slots.get(id(parameter))
             if slot is None:
                 slots[id(parameter)] = Slot(
-                    names=[full_name],
-                    places=[(module, name)],
+                    names=(full_name,),
+                    places=((module, name),),
                     original=parameter,
                     given=weakref.ref(parameter),
                 )
             else:
-                slot.names.append(full_name)
-                slot.places.append((module, name))
+                slot.be_used_too([full_name], [(module, name)])
     return list(slots.values())
 
 

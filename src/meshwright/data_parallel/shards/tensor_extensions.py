@@ -26,6 +26,7 @@ from meshwright.comm import Pending
 from meshwright.comm.dtensors.dtensor import is_dtensor
 from meshwright.comm.dtensors.subclasses import PROTOCOL, dispatches, has_protocol, holder_of
 from meshwright.data_parallel.shards.buffer import CustomCollective, FlatBuffer, Moves
+from meshwright.layout import contiguous_strides
 from meshwright.mesh import DeviceMesh
 from meshwright.torch_internals.autograd import keeps_versions
 from meshwright.torch_internals.tensors import (
@@ -76,6 +77,8 @@ def whole_parameter(view: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
     """Make a parameter on ``view``, of the class of ``like`` if that is a mere subclass."""
     cls = type(like)
     if cls in PLAIN or is_dtensor(like) or is_dtensor(view) or dispatches(like):
+        if type(view) is torch.Tensor:  # as the class does it, which looks at more first
+            return make_subclass(nn.Parameter, view, like.requires_grad)
         return nn.Parameter(view, requires_grad=like.requires_grad)
     made: Any = make_subclass(cls, view.detach(), like.requires_grad)
     made.__dict__.update(like.__dict__)
@@ -315,8 +318,3 @@ class ExtendedBuffer(FlatBuffer):
     def lends(self, address: int) -> bool:
         """Tell whether what lies at ``address`` is gone after `release`."""
         return any(each.lends(address) for each in self._gathered)
-
-
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Compute the strides of a tensor of ``shape`` whose last dim varies fastest."""
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
