@@ -18,7 +18,7 @@ see `same_weights`; a rank that was written otherwise than before notes it, whic
 A rank whose weights other ranks change, as optimizers do that split the parameters up among ranks,
 does not see it. Where counts differ the weights themselves are compared; if they are equal such a
 rank gives no mark of its weights from then on. On a device that is seen one step late, when such
-an optimizer has made the weights equal again, so that checksums of each pass are kept from then on.
+an optimizer has made the weights equal again, so that a digest of each pass is kept from then on.
 
 More notes travel with these; of replicas::
 
@@ -72,8 +72,8 @@ class PassPlace(NamedTuple):
     """Changes of the weights before it."""
     backwards: int
     """Backward passes since, with this one."""
-    sums: torch.Tensor | None = None
-    """Checksums of the weights, where they are kept."""
+    digest: torch.Tensor | None = None
+    """Of the weights, where it is kept."""
 
 
 class Alignment:
@@ -100,8 +100,8 @@ class Alignment:
         self._backwards = 0
         self.place = PassPlace(0, 0)
         """That of the last backward pass."""
-        self._keeps_sums = False
-        self._sums: torch.Tensor | None = None
+        self._keeps_digests = False
+        self._digest: torch.Tensor | None = None
         self._version = -1
         self._sees_changes = True
         """True when changes of this rank's weights can be noticed here."""
@@ -128,8 +128,8 @@ class Alignment:
             # Ranks whose step raised may have changed less than the others: they count apart.
             self._weights += 2 if steps is Steps.RAISED else 1
         self._backwards = 0
-        if self._keeps_sums:
-            self._sums = self.copies.sums()
+        if self._keeps_digests:
+            self._digest = self.copies.digest_of_now()
 
     def stays_local(self) -> None:
         """Take in a gradient that is not reduced: the pass was in ``no_sync``."""
@@ -166,7 +166,7 @@ class Alignment:
         self._backwards += 1
         compares = not (parts_copies or self._is_alone or self.has_parted or has_ascended)
         self.copies.begin_pass(compares=compares)
-        self.place = PassPlace(self._weights, self._backwards, self._sums)
+        self.place = PassPlace(self._weights, self._backwards, self._digest)
 
     def write(self, notes: torch.Tensor) -> None:
         """Mark where this rank is, and what it holds."""
@@ -196,15 +196,15 @@ class Alignment:
         ``place`` is that of the pass, of which this rank is in the next one by now. None where all
         have the same weights and are in the same pass: they go on.
         """
-        weights, backwards, sums = place or PassPlace(self._weights, self._backwards)
-        sums = self.copies.sums() if sums is None else sums
-        values = "" if sums is None else str(sums.tolist())
+        weights, backwards, digest = place or PassPlace(self._weights, self._backwards)
+        digest = self.copies.digest_of_now() if digest is None else digest
+        values = "" if digest is None else str(digest.item())
         mine = [weights, backwards, gave_up, values]
         rows = communicator.gather_values(mine, label="alignment")
         if all(row[1:] == [backwards, False, values] for row in rows):
             most = max(row[0] for row in rows)
             self._sees_changes = self._sees_changes and weights == most
-            self._keeps_sums = not communicator.is_on_host
+            self._keeps_digests = not communicator.is_on_host
             self._weights += most - weights
             return None
         found = (

@@ -21,8 +21,7 @@ from meshwright.comm import Communicator, LateNumbers
 from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.comm.dtensors.subclasses import values_of
 from meshwright.comm.failures.sameness import Difference, first_difference, refusal
-from meshwright.comm.streams import moved
-from meshwright.data_parallel.checks.starting_state import GOLDEN, digests_of
+from meshwright.data_parallel.checks.starting_state import digest_of_all, digests_of
 from meshwright.errors import CollectiveMismatchError
 from meshwright.gradients import beyond_rounding_first, is_due
 
@@ -91,12 +90,11 @@ class SameWeights:
         self._next = self.passes + 1
         while not is_due(self._next):
             self._next += 1
-        sums = self.sums()
+        digest = self.digest_of_now()
         self._late.settle()
-        if sums is not None:
-            places = torch.arange(1, 2 * sums.numel(), 2, device=sums.device)
-            self.digest = (sums * places.mul_(GOLDEN)).sum()
-            self._late.look(self.digest.reshape(1), self._keep)
+        if digest is not None:
+            self.digest = digest
+            self._late.look(digest.reshape(1), self._keep)
 
     def _keep(self, numbers: Sequence[float]) -> None:
         self._number = float(int(numbers[0]) >> 11 & _NUMBER) + 1.0
@@ -108,10 +106,9 @@ class SameWeights:
         number, self._number = self._number, 0.0
         return number
 
-    def sums(self) -> torch.Tensor | None:
-        """Compute a digest of each tensor, in one tensor; None where there are none."""
-        found = [each for _, each in self._digests()]
-        return torch.stack([moved(each, found[0].device) for each in found]) if found else None
+    def digest_of_now(self) -> torch.Tensor | None:
+        """Compute a digest of all weights, 64 bits where they lie; None where there are none."""
+        return digest_of_all([tensor for _, tensor in self._named()])
 
     def _digests(self) -> list[tuple[tuple[str, torch.Tensor], torch.Tensor]]:
         named = self._named()
