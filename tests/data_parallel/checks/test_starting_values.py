@@ -331,6 +331,8 @@ def test_one_digest_of_all_sees_each_of_many_tensors_and_its_place() -> None:
         others[place][-1] = 1 - tensor[-1].to(torch.int8)
         assert digest != digest_of_all(others)
     assert digest != digest_of_all(tensors[::-1])
+    long = [torch.full((2**14,), value) for value in (1.0, 2.0)]
+    assert digest_of_all(long) != digest_of_all(long[::-1])
     assert digest_of_all([]) is None
 
 
