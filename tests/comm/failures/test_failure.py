@@ -509,6 +509,24 @@ def test_who_is_gone_when_a_call_is_made_is_named(ranks: Ranks, kind: str) -> No
     assert f"rank 0 was waiting for {kind} #" in str(error)
 
 
+def body_opens_a_group() -> None:
+    world = comm.communicator()
+    world.barrier()
+    if world.rank == 1:
+        raise ValueError("no such token")
+    dist.new_group([0, 1])
+
+
+@pytest.mark.backends("shm")
+def test_who_has_ended_before_a_group_is_opened_is_named_by_its_error(ranks: Ranks) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        ranks(2, body_opens_a_group)
+    error = caught.value.outcomes[0].exception
+    assert isinstance(error, RankFailedError) and error.rank == 1, caught.value
+    assert "rank 1 failed first" in str(error) and "ValueError: no such token" in str(error)
+    assert "rank 0 was waiting for the opening of the group of ranks 0, 1" in str(error)
+
+
 def test_of_a_long_error_the_end_is_kept() -> None:
     """An error of a data loader's worker has its cause there."""
     error = RuntimeError("Caught in worker process 0.\n" + "a frame\n" * 400 + "KeyError: 'token'")
