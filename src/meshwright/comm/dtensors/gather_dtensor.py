@@ -28,7 +28,11 @@ from meshwright.comm.dtensors.dtensor import (
 from meshwright.comm.dtensors.shard_view import ShardView
 from meshwright.errors import LayoutError
 from meshwright.layout import Box, chunk
-from meshwright.torch_internals.distributed import StridedShard, asks_for_size_alone
+from meshwright.torch_internals.distributed import (
+    StridedShard,
+    asks_for_size_alone,
+    keep_strided_classes,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -157,6 +161,7 @@ def held_boxes(tensor: torch.Tensor, name: str = "a tensor") -> list[tuple[Box, 
 
 def side_by_side(dim: int, parts: int) -> TorchPlacement:
     """Cut along ``dim`` a tensor that is ``parts`` tensors: a rank holds its part of each."""
+    keep_strided_classes()
     return _SideBySide(dim, split_factor=parts)
 
 
