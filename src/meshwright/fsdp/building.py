@@ -16,9 +16,9 @@ from meshwright.data_parallel.checks.starting_state import digests_of, synchroni
 from meshwright.data_parallel.distributed_parameters import local_parameters
 from meshwright.data_parallel.shards.buffer import BufferTypes, DataAxes
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup, UnitSettings
-from meshwright.data_parallel.shards.replaced_parameters import refuse_views, retire, stand_in
+from meshwright.data_parallel.shards.replaced_parameters import refuse_views, retire_sharded
 from meshwright.data_parallel.shards.slot import Slot, collect_slots, group_slots
-from meshwright.data_parallel.shards.tensor_extensions import check_class
+from meshwright.data_parallel.shards.tensor_extensions import check_class, whole_parameter
 from meshwright.data_parallel.shards.unit import Unit
 from meshwright.fsdp.checks import Ignored
 from meshwright.fsdp.exposures.exposure import FlatExposure, FlatParameter
@@ -191,8 +191,15 @@ def build_unit(
     unit = Unit(name, groups, exposure, plan.settings)
     if not plan.use_orig_params:
         for slot in slots:
-            retire(slot.replace_original(stand_in(slot.original)), slot.name)
+            retire_sharded(slot.replace_original(_stand_in(slot.original)), slot.name)
     return unit
+
+
+def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    """Make a parameter that looks as ``parameter`` does, without values."""
+    made = whole_parameter(torch.empty_like(parameter, device="meta"), parameter)
+    made.__dict__.update(parameter.__dict__)
+    return made
 
 
 def _slots(root: nn.Module, ignored: Ignored, deferred: frozenset[nn.Parameter]) -> Iterator[Slot]:

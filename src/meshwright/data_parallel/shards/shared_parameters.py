@@ -18,7 +18,7 @@ from meshwright.data_parallel.sharded_modules.module_hooks import Driver, driver
 from meshwright.data_parallel.shards.dtensor_exposure import HOME
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup
 from meshwright.data_parallel.shards.parameter_hooks import carry_hooks
-from meshwright.data_parallel.shards.replaced_parameters import retire
+from meshwright.data_parallel.shards.replaced_parameters import retire_sharded
 from meshwright.data_parallel.shards.slot import Slot
 from meshwright.data_parallel.shards.tensor_extensions import whole_parameter
 from meshwright.data_parallel.shards.unit import Unit
@@ -36,7 +36,7 @@ def remember(driver: Driver) -> None:
         home = (weakref.ref(driver), weakref.ref(slot))
         before = slot.replace_original(slot.full)
         before.__dict__[HOME] = home
-        retire(before, slot.name)
+        retire_sharded(before, slot.name)
         shown.__dict__[HOME] = home
 
 
