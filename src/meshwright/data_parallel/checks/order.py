@@ -241,6 +241,12 @@ class OrderCheck:
         while self._comparisons:
             self._compare_next()
 
+    def passed(self, answer: Mapping[str, Any]) -> str:
+        """Name the unit at which the rank that says ``answer`` is here; "" where it is at none."""
+        position = self._now.position
+        record = self._record(answer, position) if self._is_active else None
+        return "" if record is None else self._names.of(record.at(position))
+
     def describe(self) -> Mapping[str, Any]:
         """Describe the place of this rank to peers that ask; called from the monitor's thread."""
         now = self._now

@@ -11,9 +11,9 @@ An iteration that an exception has ended is given up when the next one begins.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -242,7 +242,11 @@ class Iteration:
     def begin_graph(self, what: str) -> None:
         """Compare ``what``, which a compiled graph is about to do, with the other ranks."""
         if self._events is not None:
-            self._events.happens(Event(what))
+            self._events.happens(Event(what), instead=self._outside_of_graphs)
+
+    def _outside_of_graphs(self, answer: Mapping[str, Any]) -> str:
+        unit = "" if self._check is None else self._check.passed(answer)
+        return unit and f"{unit}, outside of a compiled graph,"
 
     def end_forward(self) -> None:
         """End the root's forward."""

@@ -29,7 +29,7 @@ from torch.profiler import record_function
 from meshwright.comm.graphs.untraced import apart, untraced
 from meshwright.data_parallel.checks.order import OrderOptions
 from meshwright.data_parallel.checks.starting_state import StartingBuffer
-from meshwright.data_parallel.modules.nested import map_tensors, tensors_in
+from meshwright.data_parallel.modules.nested import Loan, map_tensors, tensors_in
 from meshwright.data_parallel.sharded_modules.agreement import compare_values
 from meshwright.data_parallel.sharded_modules.iteration import Iteration
 from meshwright.data_parallel.sharded_modules.module_tree import ModuleTree, PlacesIn
@@ -127,6 +127,8 @@ class Driver:
         """True within a range of the profiler."""
         self._parts = frozenset(map(id, parts))
         self._to_run: set[int] = set()
+        self._loans: list[Loan] = []
+        """The containers that forwards have been given that are running."""
         self._uses = 0
         """Forwards whose backward has not ended in the pass of now."""
         self._in_graphs = 0
@@ -270,7 +272,8 @@ class Driver:
         """List the forward pre-hook: whole parameters are there afterwards. Never traced."""
         if torch.compiler.is_compiling():
             if self.joins_graph(module):
-                return self.cast_inputs(args, kwargs)
+                is_kept = self.cast.inputs is None
+                return (args, kwargs) if is_kept else self.cast_inputs(args, kwargs)
             return untraced(self.before_forward, module, args, kwargs)
         if is_profiled() and not self._is_shown:
             with self._shown("pre_forward"):
@@ -329,6 +332,8 @@ class Driver:
         if not is_traced and is_profiled() and not self._is_shown:
             with self._shown("post_forward"):
                 return Driver.after_forward(self, module, args, output)
+        if self._loans:
+            self._loans.pop().hand_back()
         dtype = self.cast.outputs
         if dtype is not None:
             output = map_tensors(partial(_cast, dtype=dtype), output)
@@ -417,36 +422,38 @@ class Driver:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Notice when the gradients of all inputs are there: this unit's backward is over then."""
         watched: list[torch.Tensor] = []
-        args = tuple([self._alias(value, watched) for value in args])
+        loan = Loan(partial(self._alias, watched), self._cast_rest)
+        args = tuple([loan.give(value) for value in args])
         if kwargs:
-            kwargs = {key: self._alias(value, watched) for key, value in kwargs.items()}
+            kwargs = {key: loan.give(value) for key, value in kwargs.items()}
+        self._loans.append(loan)
         if len(watched) == 1:
             watched[0].register_hook(self.after_backward)
         elif watched:
             torch.autograd.graph.register_multi_grad_hook(watched, self.after_backward, mode="all")
         return args, kwargs
 
-    def _alias(self, value: Any, watched: list[torch.Tensor]) -> Any:  # noqa: ANN401
-        if isinstance(value, torch.Tensor):
-            value = self._cast_input(value)
-            if not value.requires_grad:
-                return value
-            # A view of its own: the input itself may have uses outside of this module.
-            watched.append(value.view_as(value))
-            return watched[-1]
-        if type(value) in (tuple, list):
-            return type(value)([self._alias(item, watched) for item in value])
-        if type(value) is dict:
-            return {key: self._alias(item, watched) for key, item in value.items()}
-        return value if self.cast.inputs is None else map_tensors(self._cast_input, value)
+    def _alias(self, watched: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+        tensor = self._cast_input(tensor)
+        if not tensor.requires_grad:
+            return tensor
+        # A view of its own: the input itself may have uses outside of this module.
+        watched.append(tensor.view_as(tensor))
+        return watched[-1]
 
     def cast_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Cast what is floating-point to the dtype of the computation, if that is set."""
+        loan = Loan(self._cast_input)
+        self._loans.append(loan)
         if self.cast.inputs is None:
             return args, kwargs
-        return map_tensors(self._cast_input, args), map_tensors(self._cast_input, kwargs)
+        given = {key: loan.give(value) for key, value in kwargs.items()}
+        return tuple([loan.give(value) for value in args]), given
+
+    def _cast_rest(self, value: Any) -> Any:  # noqa: ANN401
+        return value if self.cast.inputs is None else Loan(self._cast_input).give(value)
 
     def _cast_input(self, value: Any) -> Any:  # noqa: ANN401
         dtype = self.cast.inputs
@@ -531,6 +538,7 @@ class Driver:
         if not iteration.keeps_graph:
             self._in_graphs = 0
         self._uses, self.has_run = self._in_graphs, False
+        self._loans.clear()  # of forwards that were computed anew as far as was needed
         if unit is not None and (has_run or unit.has_gradient or unit.phase is not Phase.SHARDED):
             self._end(iteration, unit, is_due=has_run)
 
@@ -538,6 +546,7 @@ class Driver:
         """Give up an iteration that ended in an exception."""
         self._uses, self._in_graphs, self.has_run = 0, 0, False
         self._to_run.clear()
+        self._loans.clear()
         if self.unit is not None:
             self.unit.drop()
 
