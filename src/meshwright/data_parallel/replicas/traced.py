@@ -365,8 +365,7 @@ class Marking:
         if any(row[4] for row in rows):
             alignment.copies.ask()
         if len({row[3] for row in rows} - {0.0}) > 1:
-            is_in = not alignment.has_parted
-            error = alignment.copies.compare(self._communicator, is_in=is_in)
+            error = alignment.doubt(self._communicator)
             if error is not None:
                 raise error
         match most:
