@@ -317,6 +317,47 @@ def body_steps_alone(kind: str) -> None:
     optimizer.step()  # said once
 
 
+class Players(nn.Module):
+    """Two that play against each other, in one model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = net(), net()
+
+    def forward(self, name: str, *args: Any) -> Any:
+        return loss_of(getattr(self, name), *args)
+
+
+def body_steps_of_others(kind: str) -> None:
+    """The one steps by what was reduced, while gradients of the other wait."""
+    model: Any = Players()
+    if kind == "fully_shard":
+        for player in (model.one, model.other):
+            mw.fully_shard(player)
+        mw.fully_shard(model)
+    else:
+        model = WRAPS[kind](model)
+    one, other = (
+        torch.optim.SGD([p for n, p in model.named_parameters() if f"{name}." in n], lr=0.1)
+        for name in ("one", "other")
+    )
+    step = mine(batches(0))
+    for _ in range(2):
+        model("one", *step).backward()
+        model.set_requires_gradient_sync(False)
+        model("other", *step).backward()
+        one.step()
+        model.set_requires_gradient_sync(True)
+        model("other", *step).backward()
+        other.step()
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("kind", ["replicate", "fully_shard"])
+def test_a_step_may_leave_gradients_of_others_waiting(ranks: Ranks, kind: str) -> None:
+    ranks(2, body_steps_of_others, kind)
+
+
 @pytest.mark.parametrize("kind", ["replicate", "DistributedDataParallel", "fully_shard"])
 def test_a_step_without_a_reduction_is_named(ranks: Ranks, kind: str) -> None:
     ranks(2, body_steps_alone, kind)

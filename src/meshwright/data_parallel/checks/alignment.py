@@ -91,12 +91,13 @@ class Alignment:
         self._writes = 0
         self._distributed = [each for each in parameters if is_dtensor(each)]
         self._steps = StepWatch(lambda: parameters)
-        self._is_local = self._has_warned = False
-        """Gradients of this rank alone have come since the last reduction; it was said."""
+        self._local: set[int] = set()
+        """Parameters with gradients of this rank alone, since the last reduction, by position."""
+        self._has_warned = False
         self.has_parted = False
         """True when this rank has stepped by gradients of its own, after a warning: its weights are
         no copy any more."""
-        self._weights = self._local_weights = 0
+        self._weights = 0
         self._backwards = 0
         self.place = PassPlace(0, 0)
         """That of the last backward pass."""
@@ -119,7 +120,7 @@ class Alignment:
         if self._distributed:  # a write to a DTensor is one to the memory below it
             version += sum([version_of(local_of(parameter)) for parameter in self._distributed])
         steps = self._steps.take()
-        if version != self._version:
+        if version != self._version or self._steps.was_fused:
             if self._version >= 0:
                 writes = version - self._version
                 self.is_odd |= self._writes not in (0, writes)
@@ -131,40 +132,49 @@ class Alignment:
         if self._keeps_digests:
             self._digest = self.copies.digest_of_now()
 
-    def stays_local(self) -> None:
+    def stays_local(self, index: int) -> None:
         """Take in a gradient that is not reduced: the pass was in ``no_sync``."""
-        if not self._is_local:
-            self._local_weights = self._weights
-            if not self._has_warned:
-                me = weakref.ref(self)
-                self._steps.ask(lambda: _check_step(me()))
-        self._is_local = True
+        if not self._local and not self._has_warned:
+            self._look_before_step()
+        self._local.add(index)
 
-    def check_step(self) -> None:
-        """Warn, once, of a step with gradients of this rank alone."""
-        self._steps.ask(None)
-        if not self._is_local:
-            return
-        self._has_warned = True
-        if any(parameter.grad is not None for parameter in self._parameters):
-            self.has_parted = True
-            warnings.warn(
-                "an optimizer steps with gradients of this rank alone, so that the copies of the "
-                "model part: the last backward pass was in no_sync. Run the last one of a step "
-                "outside of it; for steps of each rank by itself use post_localSGD_hook of "
-                "meshwright.data_parallel.comm_hooks, which brings the copies together again",
-                UserWarning,
-                stacklevel=2,
-            )
+    def doubt(
+        self, communicator: Communicator, *, is_in: bool = True
+    ) -> CollectiveMismatchError | None:
+        """Take in that copies of the weights seem to differ, see `SameWeights.doubt`."""
+        error = self.copies.doubt(communicator, is_in=is_in and not self.has_parted)
+        if self.copies.is_in_doubt:
+            self._look_before_step()
+        return error
+
+    def _look_before_step(self) -> None:
+        self._steps.ask(partial(_before_step, weakref.ref(self)))
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Compare weights in doubt; warn, once, of a step with gradients of this rank alone."""
+        self.copies.judge()
+        if not self._has_warned:
+            local = {id(p) for n in self._local if (p := self._parameters[n]).grad is not None}
+            held = (id(p) for group in optimizer.param_groups for p in group["params"])
+            self._has_warned = self.has_parted = any(each in local for each in held)
+            if self.has_parted:
+                warnings.warn(
+                    "an optimizer steps with gradients of this rank alone, so that the copies of "
+                    "the model part: the last backward pass was in no_sync. Run the last one of a "
+                    "step outside of it; for steps of each rank by itself use post_localSGD_hook "
+                    "of meshwright.data_parallel.comm_hooks, which brings the copies together "
+                    "again",
+                    UserWarning,
+                    stacklevel=2,
+                )
+        if self._has_warned or not self._local:
+            self._steps.ask(None)
 
     def begin_backward(self, *, parts_copies: bool = False) -> None:
         """Begin a backward pass that reduces; its gradients may let copies part."""
-        # What was written by gradients of no_sync differs by right, as the ascent of SAM (Foret et
-        # al., 2021) on the batch of each rank.
-        has_ascended = self._is_local and self._weights != self._local_weights
-        self._is_local = False
+        self._local.clear()
         self._backwards += 1
-        compares = not (parts_copies or self._is_alone or self.has_parted or has_ascended)
+        compares = not (parts_copies or self._is_alone or self.has_parted)
         self.copies.begin_pass(compares=compares)
         self.place = PassPlace(self._weights, self._backwards, self._digest)
 
@@ -238,9 +248,10 @@ def agree(sums: Sequence[float]) -> bool:
     return (a > 0) + (b > 0) + (c > 0) < 2 and (d > 0) + (e > 0) + (f > 0) < 2
 
 
-def _check_step(alignment: Alignment | None) -> None:
+def _before_step(known: Callable[[], Alignment | None], optimizer: torch.optim.Optimizer) -> None:
+    alignment = known()
     if alignment is not None:
-        alignment.check_step()
+        alignment.before_step(optimizer)
 
 
 NOWHERE = PassPlace(-1, -1)
@@ -318,8 +329,7 @@ class PassNotes:
             copies.ask()
         # Inline: it is on the path of each pass. Sums that are not a number are of marks above.
         if max(map(min, sums[ONES:ZEROS], sums[ZEROS:NOTES])) > 0:
-            is_in = place is not NOWHERE and not self.alignment.has_parted
-            error = copies.compare(communicator, is_in=is_in)
+            error = self.alignment.doubt(communicator, is_in=place is not NOWHERE)
             if error is not None:
                 return error
         if self.static is not None and sums[NOTES] > 0:

@@ -150,15 +150,20 @@ class SameCopies:
                 self._coming.append((axis, axis.start_equal(struct.pack("<d", number), LABEL)))
 
     def finish(self) -> None:
-        """Look at what was sent. Raises CollectiveMismatchError where copies differ."""
+        """Look at what was sent. Raises CollectiveMismatchError as `SameWeights.doubt` says."""
         while self._coming:
             axis, started = self._coming.pop(0)
             said = started()
             if len(set(struct.iter_unpack("<d", said))) > 1:
-                error = self.checks[axis].compare(axis)
+                error = self.checks[axis].doubt(axis)
                 if error is not None:
                     self._coming.clear()
                     raise error
+
+    def judge(self) -> None:
+        """Compare copies that are in doubt, before a step of an optimizer."""
+        for check in self.checks.values():
+            check.judge()
 
 
 def _parts(drivers: Sequence[Driver], axis: Communicator) -> list[tuple[str, torch.Tensor]]:
