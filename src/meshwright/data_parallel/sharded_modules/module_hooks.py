@@ -127,8 +127,8 @@ class Driver:
         """True within a range of the profiler."""
         self._parts = frozenset(map(id, parts))
         self._to_run: set[int] = set()
-        self._loans: list[Loan] = []
-        """The containers that forwards have been given that are running."""
+        self._loans: list[Loan | None] = []
+        """Lists and dicts that running forwards have been given; None where there are none."""
         self._uses = 0
         """Forwards whose backward has not ended in the pass of now."""
         self._in_graphs = 0
@@ -332,8 +332,8 @@ class Driver:
         if not is_traced and is_profiled() and not self._is_shown:
             with self._shown("post_forward"):
                 return Driver.after_forward(self, module, args, output)
-        if self._loans:
-            self._loans.pop().hand_back()
+        if self._loans and (loan := self._loans.pop()) is not None:
+            loan.hand_back()
         dtype = self.cast.outputs
         if dtype is not None:
             output = map_tensors(partial(_cast, dtype=dtype), output)
@@ -409,11 +409,7 @@ class Driver:
         return map_tensors(kept, output)
 
     def _watch_outputs(self, output: object) -> None:
-        if isinstance(output, torch.Tensor):
-            if output.requires_grad:
-                output.register_hook(self._output_gradient)
-            return
-        for tensor in tensors_in(output):
+        for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._output_gradient)
 
@@ -422,10 +418,13 @@ class Driver:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Notice when the gradients of all inputs are there: this unit's backward is over then."""
         watched: list[torch.Tensor] = []
-        loan = Loan(partial(self._alias, watched), self._cast_rest)
-        args = tuple([loan.give(value) for value in args])
+        give, loan = partial(self._alias, watched), None
+        if kwargs or not {torch.Tensor}.issuperset(map(type, args)):
+            loan = Loan(give, self._cast_rest)
+            give = loan.give
+        args = tuple([give(value) for value in args])
         if kwargs:
-            kwargs = {key: loan.give(value) for key, value in kwargs.items()}
+            kwargs = {key: give(value) for key, value in kwargs.items()}
         self._loans.append(loan)
         if len(watched) == 1:
             watched[0].register_hook(self.after_backward)
@@ -445,9 +444,9 @@ class Driver:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Cast what is floating-point to the dtype of the computation, if that is set."""
-        loan = Loan(self._cast_input)
+        loan = None if self.cast.inputs is None else Loan(self._cast_input)
         self._loans.append(loan)
-        if self.cast.inputs is None:
+        if loan is None:
             return args, kwargs
         given = {key: loan.give(value) for key, value in kwargs.items()}
         return tuple([loan.give(value) for value in args]), given
