@@ -156,6 +156,9 @@ def _numbers(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[tu
     for key, value in group.items():
         if key in _HOW or (key != "lr" and key not in optimizer.defaults):
             continue
+        if isinstance(value, float | int):
+            found.append((key, value))
+            continue
         has_several = type(value) in (tuple, list)
         several: Sequence[object] = value if has_several else (value,)
         numbers = [_number(e) if isinstance(e, torch.Tensor) else e for e in several]
