@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.data_parallel.modules.nested import Loan
+from meshwright.data_parallel.modules.nested import Loan, tensors_kept_by
 
 ONE, TWO = torch.ones(1), torch.ones(2)
 
@@ -69,3 +69,17 @@ def test_other_containers_are_made_anew_where_tensors_change() -> None:
     pair = Loan(lambda tensor: tensor + 1).give(Pair(ONE, 2))
     assert torch.equal(pair.first, ONE + 1)
     assert Loan(lambda tensor: tensor + 1, rest=lambda value: [value]).give("x") == ["x"]
+
+
+def test_what_is_new_in_a_list_is_told() -> None:
+    for theirs in ([], [ONE]):
+        loan = Loan(lambda tensor: tensor + 1)
+        loan.give(theirs).append(TWO)
+        assert [id(each) for each in loan.hand_back()] == [id(TWO)]
+        assert theirs[-1] is TWO
+
+
+def test_tensors_that_modules_keep_are_found() -> None:
+    module: Any = torch.nn.Linear(1, 1)
+    module.loss, module.losses, module.rate = module.weight * 2, [module.weight * 3, 1], ONE
+    assert [*tensors_kept_by([module])] == [module.loss, module.losses[0]]

@@ -96,6 +96,35 @@ class Writer(nn.Linear):
         return x
 
 
+class LeavesLosses(Case):
+    """Units leave losses in an attribute and in a list, which other weights of theirs have made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Router(), Router()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        losses: list[torch.Tensor] = []
+        x = self.b(self.a(x, losses), losses)
+        return x.square().mean() + self.a.loss + self.b.loss + sum(losses)
+
+    @staticmethod
+    def step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor, number: int) -> None:
+        step_on(model, optimizer, lambda: model(x))
+
+
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.first, self.second = layer(), layer(), layer()
+
+    def forward(self, x: torch.Tensor, losses: list[torch.Tensor]) -> torch.Tensor:
+        x = self.inner(x).tanh()
+        self.loss = self.first(x).softmax(-1).square().mean()
+        losses.append(self.second(x).sin().mean())
+        return x
+
+
 class SharedModule(Case):
     refused = dict.fromkeys(("flat", "original"), "wrapped in another place, and here it is not")
 

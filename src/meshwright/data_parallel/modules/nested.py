@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -85,7 +85,7 @@ class Loan:
         """
         self._function = function
         self._rest = rest
-        self._lent: list[tuple[Any, Any, list[Any]]] = []
+        self.lent: list[tuple[Any, Any, list[Any]]] = []
         """The caller's containers, the module's, and what these held."""
         self._pairs: list[tuple[Any, Any]] = []
         """All that the module was given, beside the caller's."""
@@ -106,6 +106,8 @@ class Loan:
             return self._given_whole(value)
         given = [self.give(item) for item in held]
         if _are_same(given, held):
+            if kind is not tuple:
+                self.lent.append((value, value, held))
             return value
         if kind is tuple:
             return tuple(given)
@@ -113,18 +115,29 @@ class Loan:
         if kind is not list and kind is not dict:
             own = copy.copy(value)
             _fill(own, given, list(value))
-        self._lent.append((value, own, given))
+        self.lent.append((value, own, given))
         self._pairs.append((own, value))
         return own
 
-    def hand_back(self) -> None:
-        """Do to the caller's lists and dicts what the module has done to its own."""
-        for theirs, own, given in self._lent:
+    def hand_back(self) -> list[Any]:
+        """Do to the caller's lists and dicts what the module has done to its own.
+
+        Returns what these hold now and were not given.
+        """
+        new: list[Any] = []
+        for theirs, own, given in self.lent:
             now = list(own.values()) if type(own) in _MAPPINGS else list(own)
             keys = list(own)
             if _are_same(now, given) and (type(own) in _SEQUENCES or keys == list(theirs)):
                 continue
-            _fill(theirs, [self._before(item) for item in now], keys)
+            new += [item for item in now if all(item is not each for each in given)]
+            if own is not theirs:
+                _fill(theirs, [self._before(item) for item in now], keys)
+        return new
+
+    def has_given(self, value: Any) -> bool:  # noqa: ANN401
+        """Tell whether ``value`` was given to the module in the place of another one."""
+        return any(given is value for given, _ in self._pairs)
 
     def _before(self, item: Any) -> Any:  # noqa: ANN401
         return next((value for given, value in self._pairs if given is item), item)
@@ -138,6 +151,17 @@ class Loan:
 
 _SEQUENCES = (list, deque)
 _MAPPINGS = (dict, OrderedDict, defaultdict)
+
+
+def tensors_kept_by(modules: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    """List tensors with a graph that ``modules`` hold as attributes, or in lists: losses mostly."""
+    for module in modules:
+        for value in module.__dict__.values():
+            if isinstance(value, torch.Tensor):
+                if value.grad_fn is not None:
+                    yield value
+            elif type(value) is list:
+                yield from (v for v in value if isinstance(v, torch.Tensor) and v.grad_fn)
 
 
 def _are_same(these: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -29,8 +29,8 @@ from torch.profiler import record_function
 from meshwright.comm.graphs.untraced import apart, untraced
 from meshwright.data_parallel.checks.order import OrderOptions
 from meshwright.data_parallel.checks.starting_state import StartingBuffer
-from meshwright.data_parallel.modules.nested import Loan, map_tensors, tensors_in
-from meshwright.data_parallel.sharded_modules.agreement import compare_values
+from meshwright.data_parallel.modules.nested import Loan, map_tensors, tensors_in, tensors_kept_by
+from meshwright.data_parallel.sharded_modules.agreement import check_meta, compare_values
 from meshwright.data_parallel.sharded_modules.iteration import Iteration
 from meshwright.data_parallel.sharded_modules.module_tree import ModuleTree, PlacesIn
 from meshwright.data_parallel.shards.replaced_parameters import rank_in
@@ -43,9 +43,6 @@ from meshwright.torch_internals.autograd import (
 from meshwright.torch_internals.tracing import is_backward_compiled
 
 ATTRIBUTE = "_meshwright_driver"
-NAMED = 20
-"""The most parameters that an error names."""
-
 NOBODY: Sequence[Driver] = ()
 
 
@@ -127,6 +124,7 @@ class Driver:
         """True within a range of the profiler."""
         self._parts = frozenset(map(id, parts))
         self._to_run: set[int] = set()
+        self._below: dict[nn.Module, list[nn.Module]] = {}
         self._loans: list[Loan | None] = []
         """Lists and dicts that running forwards have been given; None where there are none."""
         self._uses = 0
@@ -234,7 +232,7 @@ class Driver:
             iteration = Iteration(list(drivers), self.order)
         ignored = frozenset(place for driver in drivers for place in driver.ignored)
         iteration.look_at(module, ModuleTree(module, ignored, _unit_of, self.clean))
-        _check_meta(drivers)
+        check_meta(drivers)
         for driver in drivers:
             driver.check_materialised()
         compare_values(list(drivers), names)
@@ -332,8 +330,8 @@ class Driver:
         if not is_traced and is_profiled() and not self._is_shown:
             with self._shown("post_forward"):
                 return Driver.after_forward(self, module, args, output)
-        if self._loans and (loan := self._loans.pop()) is not None:
-            loan.hand_back()
+        loan = self._loans.pop() if self._loans else None
+        escaped = loan.hand_back() if loan is not None and loan.lent else []
         dtype = self.cast.outputs
         if dtype is not None:
             output = map_tensors(partial(_cast, dtype=dtype), output)
@@ -347,6 +345,11 @@ class Driver:
         is_training = torch.is_grad_enabled()
         if is_training:
             self._watch_outputs(output)
+            for kept in tensors_kept_by(self._below.get(module) or self._own_modules(module)):
+                if loan is None or not loan.has_given(kept):
+                    escaped.append(kept)
+            if escaped:  # a loss of the unit's own, say: its gradient may come before the output's
+                self._watch_outputs(escaped)
         if self._parts:
             self._to_run.discard(id(module))
             if self._to_run:
@@ -407,6 +410,15 @@ class Driver:
             return value.clone() if unit.lends(value) else value
 
         return map_tensors(kept, output)
+
+    def _own_modules(self, module: nn.Module) -> Sequence[nn.Module]:
+        """List the modules of the unit, less those below that are other ones'."""
+        if module not in self._below:
+            self._below[module] = own = [module]
+            for part in own:
+                below = [each for each in part.children() if driver_of(each) in (None, self)]
+                own += [each for each in below if each not in own]
+        return self._below[module]
 
     def _watch_outputs(self, output: object) -> None:
         for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
@@ -583,17 +595,3 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401
     if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != dtype:
         return value.to(dtype)
     return value
-
-
-def _check_meta(drivers: Iterable[Driver]) -> None:
-    """Raise RuntimeError when parameters are still on the meta device."""
-    units = [driver.unit for driver in drivers if driver.unit is not None]
-    groups = [g for unit in units for g in unit.groups if g.buffer.shard.is_meta]
-    names = [slot.name for group in groups for slot in group.slots]
-    if names:
-        rest = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-        raise RuntimeError(
-            "FSDP parameters should be materialized from meta device before training, but the "
-            f"following were still on meta device: {names[:NAMED]}{rest}. Call "
-            "module.to_empty(device=...), and initialise the parameters"
-        )
