@@ -80,6 +80,8 @@ def test_the_next_unit_is_gathered_ahead_and_two_are_whole() -> None:
         "hold",
     ]
     assert not graph.find_nodes(op="call_function", target=UNSHARD)
+    begin = next(node for node in graph.nodes if node.target is DRIVE)
+    assert str(begin.args[6]).startswith("unit 0 to unit 3; ")
     for node in graph.nodes:
         assert node.op == "output" or "val" in node.meta, node
 

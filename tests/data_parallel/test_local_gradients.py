@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import Partial
+from torch.utils.checkpoint import checkpoint
 
 from meshwright.comm import communicator
 from meshwright.compiler import aot_backend
@@ -207,6 +208,29 @@ def body_graphs_again() -> None:
         torch.testing.assert_close(found.grad.full_tensor(), expected.grad)  # pyrefly: ignore
 
 
+class Recomputed(nn.Sequential):
+    """Layers that run again in each backward pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def body_recomputed_again() -> None:
+    """Modules that run again for the second pass of a graph find whole weights."""
+    found: list[torch.Tensor] = []
+    for wrap in (lambda model: model, in_root, flat, original):
+        model = wrap(Recomputed(*net()))
+        x = share(0).requires_grad_()
+        total = loss(model, x)
+        torch.autograd.grad(total, x, retain_graph=True)
+        total.backward()
+        torch.optim.SGD(model.parameters(), 0.5).step()
+        with torch.no_grad():
+            found.append(model(x))
+    for mine in found[1:]:
+        torch.testing.assert_close(mine, found[0])
+
+
 def body_compiled() -> None:
     """Sums are in the backward of a compiled replica, whoever runs it."""
     ours = compiled(net())
@@ -272,6 +296,7 @@ def body_full_tensor() -> None:
         pytest.param(body_complex, id="complex"),
         pytest.param(body_kept_sums, id="kept"),
         pytest.param(body_graphs_again, id="again"),
+        pytest.param(body_recomputed_again, id="recomputed"),
         pytest.param(
             body_compiled,
             id="compiled",

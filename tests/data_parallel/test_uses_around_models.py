@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint_sequential
 
 import meshwright as mw
@@ -18,6 +19,7 @@ from meshwright.data_parallel import keep_batch_norm_local
 from meshwright.errors import PlanError
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.plan import Plan
+from meshwright.tensor_parallel import ColwiseParallel, parallelize_module
 from meshwright.testing import Ranks
 
 
@@ -103,6 +105,7 @@ def body_collected_before(kind: str) -> None:
         lambda p: p.register_hook(print),
         lambda p: p.requires_grad_(False),
         lambda p: p.tolist(),
+        lambda p: p.grad,
     ):
         with pytest.raises(RuntimeError, match=r"parameter '0\.weight' as it was before its mod"):
             use(decayed[0])
@@ -112,6 +115,68 @@ def body_collected_before(kind: str) -> None:
 @pytest.mark.parametrize("kind", SHARDS)
 def test_what_was_collected_before_sharding_is_refused(ranks: Ranks, kind: str) -> None:
     ranks(2, body_collected_before, kind)
+
+
+class OwnOptimizer:
+    """An optimizer that is none of torch's, as those are that keep a list and one learning rate."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = [*model.parameters()]
+
+    def step(self) -> None:
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.data.add_(parameter.grad, alpha=-0.1)
+
+
+def body_own_optimizer() -> None:
+    whole, own = batches(0), mine(batches(0))
+    plain = net()
+    expected = OwnOptimizer(plain)
+    loss_of(plain, *whole).backward()
+    expected.step()
+    for kind, wrap in WRAPS.items():
+        model: Any = net()
+        optimizer = OwnOptimizer(model)
+        model = wrap(model)
+        loss_of(model, *own).backward()
+        if kind in ("fully_shard", "flat"):
+            with pytest.raises(
+                RuntimeError, match=r"'0\.weight' as it was before its module was sh"
+            ):
+                optimizer.step()
+            continue
+        optimizer.step()
+        torch.testing.assert_close(loss_of(model, *whole), loss_of(plain, *whole))
+
+
+def test_an_optimizer_of_ones_own_that_was_built_before(ranks: Ranks) -> None:
+    """It trains what it was built of, or says in its first step that this is trained no more."""
+    ranks(2, body_own_optimizer)
+
+
+def body_own_optimizer_over_tensor_ranks() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))
+    styles = {"0": ColwiseParallel()}
+    model: Any = net()
+    optimizers = (OwnOptimizer(model), torch.optim.SGD(model.parameters(), lr=0.1))
+    loss_of(parallelize_module(model, mesh["tensor"], styles), *batches(0)).backward()
+    for optimizer in optimizers:
+        with pytest.raises(RuntimeError, match=r"'0\.weight' as it was before parallelize_module"):
+            optimizer.step()
+    for wrap in (
+        lambda model: mw.fully_shard(model, mesh=mesh["data"]),
+        lambda model: FSDP(model, device_mesh=mesh["data"]),
+    ):
+        model = parallelize_module(net(), mesh["tensor"], styles)
+        optimizer = OwnOptimizer(model)
+        loss_of(wrap(model), *mine(batches(0))).backward()
+        with pytest.raises(RuntimeError, match=r"'0\.weight' as it was before its module was sh"):
+            optimizer.step()
+
+
+def test_an_optimizer_of_ones_own_that_was_built_before_over_tensor_ranks(ranks: Ranks) -> None:
+    ranks(2, body_own_optimizer_over_tensor_ranks)
 
 
 class Keeps(nn.Module):
@@ -250,6 +315,47 @@ def body_steps_alone(kind: str) -> None:
     with pytest.warns(UserWarning, match="steps with gradients of this rank alone"):
         optimizer.step()
     optimizer.step()  # said once
+
+
+class Players(nn.Module):
+    """Two that play against each other, in one model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = net(), net()
+
+    def forward(self, name: str, *args: Any) -> Any:
+        return loss_of(getattr(self, name), *args)
+
+
+def body_steps_of_others(kind: str) -> None:
+    """The one steps by what was reduced, while gradients of the other wait."""
+    model: Any = Players()
+    if kind == "fully_shard":
+        for player in (model.one, model.other):
+            mw.fully_shard(player)
+        mw.fully_shard(model)
+    else:
+        model = WRAPS[kind](model)
+    one, other = (
+        torch.optim.SGD([p for n, p in model.named_parameters() if f"{name}." in n], lr=0.1)
+        for name in ("one", "other")
+    )
+    step = mine(batches(0))
+    for _ in range(2):
+        model("one", *step).backward()
+        model.set_requires_gradient_sync(False)
+        model("other", *step).backward()
+        one.step()
+        model.set_requires_gradient_sync(True)
+        model("other", *step).backward()
+        other.step()
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("kind", ["replicate", "fully_shard"])
+def test_a_step_may_leave_gradients_of_others_waiting(ranks: Ranks, kind: str) -> None:
+    ranks(2, body_steps_of_others, kind)
 
 
 @pytest.mark.parametrize("kind", ["replicate", "DistributedDataParallel", "fully_shard"])

@@ -551,19 +551,21 @@ class Communicator:
             launch = pending.followed(launch)
         if is_profiled():
             launch = in_ranges(launch, f"meshwright::{kind} {label} on axis {self.axis}")
-        if PROCESS.checks is not None:
-            text, is_control = f"{label} on axis {self.axis}" if label else "", self._first_tag > 0
-            with PROCESS.checks.labelled(text, is_control=is_control):
-                pending.launched(*launch(group))
-            return pending
-        if not self._is_labelled:
-            pending.launched(*launch(group))
-            return pending
-        group.label_next(f"{label} on axis {self.axis}" if label else "")
+        text = f"{label} on axis {self.axis}" if label else ""
         try:
+            if PROCESS.checks is not None:
+                with PROCESS.checks.labelled(text, is_control=self._first_tag > 0):
+                    pending.launched(*launch(group))
+                return pending
+            if self._is_labelled:
+                group.label_next(text)
             pending.launched(*launch(group))
+        except RuntimeError as error:
+            pending.explain_call(error)
+            raise
         finally:
-            group.label_next("")
+            if self._is_labelled:
+                group.label_next("")
         return pending
 
     def number(self, what: str) -> int:
@@ -572,9 +574,7 @@ class Communicator:
 
     def _next(self, kind: str, peer: int | None) -> int:
         # A transfer concerns two ranks only: numbered with the collectives it would shift theirs.
-        key = kind if peer is None or kind == "broadcast" else f"{kind}:{peer}"
-        if key == kind:
-            key = ""
+        key = "" if peer is None or kind == "broadcast" else f"{kind}:{peer}"
         number = self.counts.get(key, 0)
         self.counts[key] = number + 1
         return number

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch.distributed import DistBackendError
 
 from meshwright.comm.failures.operations import AwaitedOperation, Issued
-from meshwright.comm.failures.waiting import Watch
+from meshwright.comm.failures.waiting import Watch, is_of_a_transport
 from meshwright.comm.failures.whereabouts import users_line
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.comm.streams import record
@@ -193,21 +193,16 @@ class Pending:
         self._finish = finish
 
     def followed(self, launch: Callable[[Any], Launched]) -> Callable[[Any], Launched]:
-        """Have ``launch`` note the operation before the call, until the device has ended it.
-
-        A call that gives a transport's error raises the reason, and names the rank behind it.
-        """
+        """Have ``launch`` note the operation before the call, until the device has ended it."""
 
         def noted(group: Any) -> Launched:  # noqa: ANN401 - as launches
             line = users_line(sys._getframe(2))
             flight = PROCESS.flights.begin(self.communicator, self.issued, line)
             try:
                 works, finish = launch(group)
-            except BaseException as error:
+            except BaseException:
                 if flight is not None:
                     flight.ended()
-                if isinstance(error, DistBackendError):
-                    self._explain(error)
                 raise
             if flight is not None:
                 flight.launched(works)
@@ -281,8 +276,13 @@ class Pending:
             raise InternalError(f"{self.describe()} is observed without a start")
         PROCESS.tell_completed(collective, start, self.communicator.clock.mark())
 
-    def _explain(self, error: RuntimeError) -> None:
-        """Raise why a transport gave ``error``, where this process is a member of a run."""
+    def explain_call(self, error: RuntimeError) -> None:
+        """Raise why a transport gave ``error`` in the call itself, and name the rank behind it.
+
+        Not for errors of other kinds, nor where this process is no member of a run.
+        """
+        if not isinstance(error, DistBackendError) and not is_of_a_transport(error):
+            return
         PROCESS.refuse()
         monitor = PROCESS.monitor
         if monitor is not None:

@@ -270,10 +270,24 @@ class _Placing:
         return node
 
     def _described(self) -> str:
-        """Digest the order: equal on ranks with equal ones."""
+        """Name the units, and digest the order: equal on ranks with equal ones."""
         gathers = [[gather.number, _args(gather.mark)[3]] for gather in self.gathers]
         sums = [[_args(mark)[4], list(_args(mark)[2])] for mark in self._reductions]
-        return hashlib.blake2b(json.dumps([gathers, sums]).encode(), digest_size=4).hexdigest()
+        digest = hashlib.blake2b(json.dumps([gathers, sums]).encode(), digest_size=4).hexdigest()
+        gradients = f"{sum(len(indices) for _, indices in sums)} gradients, " if sums else ""
+        return f"{_named(self.gathers)}; {gradients}{digest}"
+
+
+def _named(gathers: Sequence[Gather]) -> str:
+    """Name the units of ``gathers``, of neighbours the first and the last."""
+    runs: list[list[Gather]] = []
+    for gather in gathers:
+        if runs and abs(gather.number - runs[-1][-1].number) == 1:
+            runs[-1].append(gather)
+        else:
+            runs.append([gather])
+    ends = [[run[0].form.name, run[-1].form.name][: len(run)] for run in runs]
+    return ", ".join(" to ".join(names) for names in ends) or "no units"
 
 
 _IN_BACKWARD = MappingProxyType({BEGIN: BEGIN_BACKWARD, START: START_BACKWARD, FREE: FREE_BACKWARD})

@@ -329,7 +329,7 @@ class Trainable:
         """Go on exactly where ``state`` was taken, on any layout. Every rank loads the same state.
 
         Its tensors are whole, or cut as this rank's are; without ``copies`` those of the optimizer
-        are its own from now on. Raises RuntimeError, or
+        are its own from now on, and are taken out of ``state``. Raises RuntimeError, or
         CheckpointMismatchError, naming what is missing or not known.
         """
         held = self.module.state_dict()
@@ -345,6 +345,8 @@ class Trainable:
                 name: {key: _part(value, named.get(name)) for key, value in own.items()}
                 for name, own in saved["state"].items()
             }
+            if not copies:
+                saved["state"].clear()  # so that what goes into a line is let go of
             saved = {"state": values, "param_groups": saved["param_groups"]}
             load_named_state(self.optimizer, self.module, named, saved, copies=copies)
         if self.loss_scale is not None and "loss_scale" in state:

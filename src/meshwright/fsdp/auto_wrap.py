@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.data_parallel.modules.nested import map_tensors, tensors_in
+from meshwright.data_parallel.modules.nested import Loan, map_tensors, tensors_in
 from meshwright.fsdp.checks import Ignored, check_frozen_mix
 from meshwright.fsdp.options import MixedPrecision
 from meshwright.fsdp.wrap import Targets, WrapPolicy, find_targets
@@ -65,16 +65,18 @@ def _compute_in_own_dtype(module: nn.Module) -> None:
     parameter = next(module.parameters(), None)
     own = torch.float32 if parameter is None else parameter.dtype
     found: list[torch.dtype] = []
+    loans: list[Loan] = []
 
     def cast(dtype: torch.dtype, value: torch.Tensor) -> torch.Tensor:
         return value.to(dtype) if value.is_floating_point() else value
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:  # noqa: ANN401 - of any module
         others = [v.dtype for v in tensors_in((args, kwargs)) if cast(own, v) is not v]
-        found[:] = others[-1:]
-        return map_tensors(partial(cast, own), (args, kwargs)) if found else (args, kwargs)
+        found[:], loans[:] = others[-1:], [Loan(partial(cast, own))]
+        return loans[0].give(args), {key: loans[0].give(value) for key, value in kwargs.items()}
 
     def leave(_: nn.Module, __: Any, output: Any) -> Any:  # noqa: ANN401 - of any module
+        loans.pop().hand_back()
         return map_tensors(partial(cast, found[0]), output) if found else output
 
     module.register_forward_pre_hook(enter, with_kwargs=True)

@@ -19,11 +19,10 @@ from meshwright.data_parallel.shards.parameter_group import ParameterGroup, Unit
 from meshwright.data_parallel.shards.replaced_parameters import (
     is_ours_alone,
     refuse_views,
-    retire,
-    stand_in,
+    retire_sharded,
 )
 from meshwright.data_parallel.shards.slot import Slot, collect_slots, group_slots
-from meshwright.data_parallel.shards.tensor_extensions import check_class
+from meshwright.data_parallel.shards.tensor_extensions import check_class, whole_parameter
 from meshwright.data_parallel.shards.unit import Unit
 from meshwright.fsdp.checks import Ignored
 from meshwright.fsdp.exposures.exposure import FlatExposure, FlatParameter
@@ -225,12 +224,19 @@ def build_unit(below: Below, plan: UnitPlan) -> Unit | None:
     if not plan.use_orig_params:
         originals.clear()
         for slot in slots:
-            before = slot.replace_original(stand_in(slot.original))
+            before = slot.replace_original(_stand_in(slot.original))
             if not is_ours_alone(before):
-                retire(before, slot.name)
+                retire_sharded(before, slot.name)
             del before
             slot.forget_gone()
     return unit
+
+
+def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    """Make a parameter that looks as ``parameter`` does, without values."""
+    made = whole_parameter(torch.empty_like(parameter, device="meta"), parameter)
+    made.__dict__.update(parameter.__dict__)
+    return made
 
 
 def _group(slots: Sequence[Slot], plan: UnitPlan) -> ParameterGroup:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -186,8 +186,10 @@ class StateDictSettings:
     state_dict_config: StateDictConfig = field(default_factory=FullStateDictConfig)
     optim_state_dict_config: OptimStateDictConfig = field(default_factory=FullOptimStateDictConfig)
 
-    shares: ClassVar[bool] = False
-    """True when parts are the memory of the model and of the optimizer, and no copies of it."""
+    @property
+    def shares(self) -> bool:
+        """True when parts are the memory of the model and of the optimizer, and no copies of it."""
+        return isinstance(self, SharedParts)
 
 
 @dataclass
@@ -199,8 +201,6 @@ class SharedParts(StateDictSettings):
     optim_state_dict_config: OptimStateDictConfig = field(
         default_factory=lambda: ShardedOptimStateDictConfig(offload_to_cpu=False)
     )
-
-    shares: ClassVar[bool] = True
 
 
 CONFIGS = MappingProxyType(

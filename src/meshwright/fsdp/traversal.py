@@ -118,6 +118,9 @@ class UnitDriver(Driver):
                     "used. Run backward first, then step, load or write"
                 )
         super().before_backward(gradient)
+        if unit is not None and unit.phase is Phase.FULL:
+            # A pass before has listed what optimizers hold: modules may be run again for this one.
+            exposed_of(unit).list_full(unit)
 
     def clean(self, name: str) -> str:
         """See `Driver`."""

@@ -21,7 +21,7 @@ from meshwright.data_parallel.modules.checkpoint_names import (
     place_of,
     rename,
 )
-from meshwright.data_parallel.modules.nested import map_tensors
+from meshwright.data_parallel.modules.nested import Loan
 from meshwright.data_parallel.modules.of_this_process import OfThisProcess
 from meshwright.data_parallel.residency import ShardedResidency
 from meshwright.data_parallel.sharded_modules.module_hooks import Driver
@@ -212,7 +212,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
             return getattr(self, WRAPPED)(*args, **kwargs)
         args, kwargs = self._enter(args, kwargs)
         output = getattr(self, WRAPPED)(*args, **kwargs)
-        return self._driver.after_forward(self, args, output)
+        return self._leave(args, output)
 
     @apart
     def _enter(
@@ -224,6 +224,14 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         self.prepare()
         args, kwargs = self._prepare_inputs(args, kwargs)
         return self._driver.before_forward(self, args, kwargs)
+
+    @apart
+    def _leave(self, args: tuple[Any, ...], output: Any) -> Any:  # noqa: ANN401
+        if torch.compiler.is_compiling():
+            return untraced(self._leave, args, output)
+        output = self._driver.after_forward(self, args, output)
+        self._loan.hand_back()
+        return output
 
     def prepare(self) -> None:
         """Get ready for a forward pass: root, dtypes, and what was written since."""
@@ -277,8 +285,6 @@ class UnitWrapper(OfThisProcess, SteppedOver):
             casts = casts or precision.cast_root_forward_inputs
         dtype = precision.param_dtype if casts else None
         moves = self._driver.is_root and not is_host(device)
-        if dtype is None and not moves:
-            return args, kwargs
 
         def prepare(value: torch.Tensor) -> torch.Tensor:
             if moves and value.device != device:
@@ -287,7 +293,10 @@ class UnitWrapper(OfThisProcess, SteppedOver):
                 return value.to(dtype)
             return value
 
-        return map_tensors(prepare, (args, kwargs))
+        self._loan = loan = Loan(prepare)
+        if dtype is None and not moves:
+            return args, kwargs
+        return loan.give(args), {key: loan.give(value) for key, value in kwargs.items()}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero as any module, also where whole parameters are listed in the others' place."""

@@ -27,7 +27,6 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from meshwright.comm import Communicator
-from meshwright.comm.dtensors.dtensor import became
 from meshwright.comm.dtensors.mixed_lists import are_lists_taken_apart
 from meshwright.comm.dtensors.sharded_axes import (
     is_distributed,
@@ -174,7 +173,6 @@ class _Watch:
             if doubt and type(optimizer) not in self._warned:
                 self._warned.add(type(optimizer))
                 warnings.warn(doubt, UserWarning, stacklevel=3)
-            _refuse_replaced(optimizer)
             self._seen[optimizer] = size
         return _with_mean_loss(optimizer, args, kwargs) if isinstance(optimizer, _BY_LOSS) else None
 
@@ -246,17 +244,6 @@ def check_optimizer(optimizer: Optimizer, *, has_closure: bool = True) -> str:
         "norm, a mean or a shape of what it is given, it computes other numbers than one process: "
         f"then {instead}. If not, call meshwright.declare_element_wise({name}) before"
     )
-
-
-def _refuse_replaced(optimizer: Optimizer) -> None:
-    """Raise RuntimeError for parameters in whose place are DTensors: a step changes nothing."""
-    names = [n for group in optimizer.param_groups for n in map(became, group["params"]) if n]
-    if names:
-        raise RuntimeError(
-            f"{len(names)} parameters of a {type(optimizer).__name__}, {names[0]} first, are "
-            "what the module had before parallelize_module made DTensors of them: a step "
-            "would change nothing. Build the optimizer after parallelize_module"
-        )
 
 
 def _refuse_twice(held: Sequence[torch.Tensor], name: str) -> None:

@@ -9,7 +9,12 @@ from fnmatch import fnmatch
 
 from torch import nn
 
-from meshwright.comm.dtensors.dtensor import check_ties, current_mesh, is_dtensor
+from meshwright.comm.dtensors.dtensor import (
+    check_ties,
+    current_mesh,
+    is_dtensor,
+    what_became,
+)
 from meshwright.comm.dtensors.mixed_lists import take_lists_apart
 from meshwright.mesh import DeviceMesh
 from meshwright.tensor_parallel.checks.equality import verify_replicated
@@ -97,9 +102,13 @@ def apply_plan(
 
 
 def _plain(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """List the parameters of which no style has made DTensors, and no user's style knows."""
+    """List the parameters of which no style has made DTensors, and no user's style knows.
+
+    Of one that is tied to such a DTensor the other module gets its style later, or is refused.
+    """
     for name, parameter in module.named_parameters():
-        if not is_dtensor(parameter) and _THEIRS not in vars(parameter):
+        is_known = _THEIRS in vars(parameter) or what_became(parameter) is not None
+        if not is_dtensor(parameter) and not is_known:
             yield name, parameter
 
 

@@ -20,6 +20,7 @@ from meshwright.comm.dtensors.dtensor import (
 from meshwright.comm.dtensors.gather_dtensor import part
 from meshwright.comm.dtensors.local_leaves import local_leaf
 from meshwright.comm.dtensors.subclasses import has_calls
+from meshwright.comm.dtensors.unreadable import retire
 from meshwright.layout import Replicate
 from meshwright.tensor_parallel.layouts import Site
 from meshwright.torch_internals.autograd import backward_hooks_of
@@ -63,6 +64,7 @@ def distribute(
             is_partial=is_partial,
         )
         note_became(given, became)
+        retire(given, name, "parallelize_module")
     elif became.placement != placement or became.is_partial is not is_partial:
         raise ValueError(
             f"{name} and {became.name} are one tied parameter, which cannot be placed {placement} "

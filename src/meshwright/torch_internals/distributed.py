@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import threading
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
+from functools import cache, partial
 from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
@@ -53,6 +55,7 @@ __all__ = [
     "flatten_mesh",
     "graph_operators",
     "groups_to_abort",
+    "keep_strided_classes",
     "known_backends",
     "living_groups",
     "make_group",
@@ -76,6 +79,8 @@ _make_group = required(f"{_C10D}._new_process_group_helper", "makes groups by th
 graph_operators = required("torch.ops._c10d_functional", "communicates inside of graphs")
 """c10d's operators that graphs may hold."""
 mesh_resources = _mesh_resources
+_STRATEGIES = "torch.distributed.tensor._ops.single_dim_strategy"
+_FILL = "_fill_single_dim_strategy_placeholders"
 _OFFSETS: Any = getattr(placement_types, "_StridedShardOffsetMode", None)
 
 all_gather_single_of = attrgetter("_allgather_base")
@@ -128,12 +133,12 @@ def make_group(name: str, ranks: Sequence[int], timeout: timedelta, backend: str
 @contextlib.contextmanager
 def _unbound(group: Any) -> Iterator[None]:  # noqa: ANN401
     """Hide within the block that ``group`` is bound to a device."""
-    bound = group.bound_device_id
-    group.bound_device_id = None
+    bound, bind = group.bound_device_id, partial(setattr, group, "bound_device_id")
+    bind(None)
     try:
         yield
     finally:
-        group.bound_device_id = bound
+        bind(bound)
 
 
 def set_spec(tensor: DTensor, spec: DTensorSpec) -> None:
@@ -171,6 +176,28 @@ def asks_for_size_alone(*mode: object, **modes: object) -> bool:
     if _OFFSETS is None:
         return asked[:1] != [False]
     return asked[:1] == [_OFFSETS.NONE]
+
+
+@cache
+def keep_strided_classes() -> None:
+    """Have operators on DTensors give strided placements of the class that they are given.
+
+    Torch makes them anew, of its own class: from 2.14 on also where a tensor is merely detached.
+    """
+    fill = required(f"{_STRATEGIES}.{_FILL}", "keeps what is known of strided placements")
+
+    def filled(given: Iterable[Any], *arguments: Any) -> list[list[Any]]:
+        own = {p.split_factor: type(p) for p in given if isinstance(p, StridedShard)}
+
+        def kept(placement: Any) -> Any:  # noqa: ANN401
+            if type(placement) is not StridedShard:
+                return placement
+            factor = placement.split_factor
+            return own.get(factor, StridedShard)(placement.dim, split_factor=factor)
+
+        return [list(map(kept, row)) for row in fill(given, *arguments)]
+
+    setattr(importlib.import_module(_STRATEGIES), _FILL, filled)
 
 
 def backend_of(group: Any, device: torch.device) -> Any:  # noqa: ANN401

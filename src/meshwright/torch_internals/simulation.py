@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._C import _distributed_c10d as bindings
 
 from meshwright.torch_internals.required import required
 
 __all__ = [
+    "BackendBase",
     "having_modes",
     "operator_modes",
     "parts_of_sparse",
@@ -26,6 +28,9 @@ __all__ = [
 ]
 
 Call = Callable[..., Any]
+_HAS_CONSTRUCTOR = (bindings.Backend.__init__.__doc__ or "").startswith("__init__(")
+BackendBase: Any = bindings.Backend if _HAS_CONSTRUCTOR else object
+"""The class of backends that groups are split from, where Python can make one: from torch 2.14."""
 without_modes = required(
     "torch.utils._python_dispatch._disable_current_modes", "moves data unseen by dispatch modes"
 )

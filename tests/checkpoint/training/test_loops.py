@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable
 from functools import partial
@@ -15,16 +16,19 @@ import torch
 from torch import nn
 
 from meshwright import checkpoint
+from meshwright.axes import Axes
 from meshwright.comm import communicator
 from meshwright.comm.dtensors.dtensor import local_of
+from meshwright.composition import Trainable, parallelize
 from meshwright.data_parallel import (
     DistributedDataParallel,
     fully_shard,
     keep_batch_norm_local,
 )
 from meshwright.errors import CheckpointError, CheckpointMismatchError
-from meshwright.fsdp import FullyShardedDataParallel
+from meshwright.fsdp import FullyShardedDataParallel, ShardingStrategy
 from meshwright.mesh import init_device_mesh
+from meshwright.plan import PipelinePlan, Plan, TrainPlan
 from meshwright.tensor_parallel import ColwiseParallel, parallelize_module
 from meshwright.testing import Ranks
 from support.checkpoint.loop_layouts import IDS, LAYOUTS, Net, begin, chain, saved_state
@@ -248,12 +252,29 @@ def over_tensor_ranks(model: nn.Module) -> nn.Module:
     return parallelize_module(nn.Sequential(*rows), mesh, {"*": ColwiseParallel()})
 
 
+def over_both(*shape: int, original: bool) -> Callable[[nn.Module], nn.Module]:
+    """Shard what is cut over axis tensor, in one unit."""
+
+    def wrap(model: nn.Module) -> nn.Module:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("shard", "tensor"))
+        rows = [nn.Linear(*weight.shape, bias=False) for weight in model.parameters()]
+        plan = {"*": ColwiseParallel()}
+        cut = parallelize_module(nn.Sequential(*rows), mesh["tensor"], plan)
+        options: dict[str, Any] = {"device_mesh": mesh["shard"], "use_orig_params": original}
+        kind = ShardingStrategy.FULL_SHARD if shape[0] > 1 else ShardingStrategy.NO_SHARD
+        return FullyShardedDataParallel(cut, sharding_strategy=kind, **options)
+
+    return wrap
+
+
 WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fully_shard": fully_shard,
     "tensor": over_tensor_ranks,
     "flat": FullyShardedDataParallel,
     "original": partial(FullyShardedDataParallel, use_orig_params=True),
     "in a mesh": in_mesh,
+    "flat over tensor": over_both(2, 1, original=False),
+    "whole over tensor": over_both(1, 2, original=True),
 }
 
 
@@ -280,7 +301,7 @@ def growth(folder: Path, wrap: str) -> list[int]:
     assert len(again) == len(moments) > 0
     assert all(map(torch.equal, again, moments))
     # Two moments of half of each weight; of a flat parameter the line of each is a tensor.
-    lines = COUNT // 2 * TENSOR_BYTES if wrap == "flat" else 0
+    lines = COUNT // 2 * TENSOR_BYTES if wrap.startswith("flat") else 0
     return [saving, loading, both - COUNT * TENSOR_BYTES - lines]
 
 
@@ -290,4 +311,50 @@ def test_no_rank_holds_more_than_its_part_and_one_tensor(
 ) -> None:
     """The weights are there already: what is read goes into them; of moments the part is added."""
     for grown in ranks(2, growth, tmp_path, wrap):
+        assert max(grown) < BOUND, grown
+
+
+def begun(plan: Plan) -> Trainable:
+    rows = [nn.Linear(*weight.shape, bias=False) for weight in Wide().parameters()]
+    return parallelize(
+        nn.Sequential(*rows),
+        plan,
+        optimizer=torch.optim.AdamW,
+        loss=lambda output, target: (output - target).square().mean(),
+        example=torch.ones(4, rows[0].in_features),
+    )
+
+
+def growth_of_a_plan(folder: Path, axes: dict[str, int], is_flat: bool) -> list[int]:
+    own = folder / str(communicator().rank)
+    own.mkdir()
+    plan = Plan(
+        axes=Axes.of(axes),
+        pipeline=PipelinePlan(schedule="1f1b", microbatches=2, split="parameters"),
+        train=TrainPlan(flat=is_flat),
+    )
+    trainable, batch = begun(plan), torch.ones(4, Wide().rows[0].shape[0])
+    trainable.step(batch, batch)
+    saving = peak_growth(lambda: checkpoint.save(folder, 1, model=trainable), own)
+    loading = peak_growth(lambda: checkpoint.load(folder, model=trainable.module), own)
+    trainable = begun(plan)
+    both = peak_growth(lambda: checkpoint.load(folder, model=trainable), own)
+    # Two moments of each weight of the stage; where it is flat, the line of one is a tensor.
+    held = COUNT * TENSOR_BYTES // math.prod(axes.values())
+    return [saving, loading, both - 2 * held - (held if is_flat else 0)]
+
+
+@pytest.mark.parametrize(
+    ("axes", "is_flat"),
+    [
+        ({"pipeline": 2}, True),
+        pytest.param({"pipeline": 2}, False, marks=pytest.mark.slow),
+        pytest.param({"shard": 2, "pipeline": 2}, True, marks=pytest.mark.slow),
+    ],
+    ids=["flat stages", "stages", "sharded flat stages"],
+)
+def test_no_rank_of_a_pipeline_holds_more_than_its_part_and_one_tensor(
+    ranks: Ranks, tmp_path: Path, axes: dict[str, int], is_flat: bool
+) -> None:
+    for grown in ranks(math.prod(axes.values()), growth_of_a_plan, tmp_path, axes, is_flat):
         assert max(grown) < BOUND, grown

@@ -28,6 +28,7 @@ from meshwright.comm.dtensors.dtensor import (
 )
 from meshwright.comm.dtensors.gather_dtensor import held, part_like
 from meshwright.comm.dtensors.gather_dtensor import whole as gathered
+from meshwright.comm.dtensors.ranges import Ranges
 from meshwright.comm.dtensors.shard_view import ShardView
 from meshwright.data_parallel.shards.parameter_hooks import accumulator_of
 from meshwright.errors import LayoutError
@@ -119,6 +120,7 @@ def test_a_part_that_is_not_on_the_device_of_the_mesh_stays_where_it_is(ranks: R
         tensor = dtensor_at_rest(local, mesh, [Shard(0)], (4, 3), (3, 1))
         assert tensor.device == local.device
         assert local_of(tensor).data_ptr() == local.data_ptr()
+        mesh._device_type = "cpu"  # operators ask a device for its number of devices
         leaf = nn.Parameter(tensor)
         assert accumulator_of(leaf).variable is leaf  # type: ignore[attr-defined]
 
@@ -212,6 +214,42 @@ def test_every_range_gives_its_boxes(shape: tuple[int, ...]) -> None:
                 assert item.tensor_data.size == full.shape
                 seen += part.flatten().tolist()
             assert seen == list(range(start, stop))
+
+
+@pytest.mark.parametrize(
+    "within",
+    [
+        pytest.param([[(2, 2)], [(0, 4)]], id="rows"),
+        pytest.param([[(0, 4)], [(1, 3)]], id="columns"),
+        pytest.param([[(0, 1), (2, 2)], [(0, 4)]], id="strided rows"),
+        pytest.param([[(0, 4)], [(0, 2), (3, 1)]], id="strided columns"),
+        pytest.param([[(0, 1), (3, 1)], [(0, 1), (2, 1)]], id="both"),
+    ],
+)
+def test_every_range_within_a_part_gives_its_boxes(within: list[Ranges]) -> None:
+    full = whole((4, 4))
+    rows, columns = (
+        [n for start, count in own for n in range(start, start + count)] for own in within
+    )
+    part = full[rows][:, columns].flatten()
+    for start in range(part.numel() + 1):
+        for stop in range(start, part.numel() + 1):
+            local = part[start:stop].clone()
+            view = ShardView(local, start, (4, 4), within=within)
+            again = copy.deepcopy(torch.empty_like(view))
+            for box, memory in view.boxes():
+                assert torch.equal(memory, full[box.slices()])
+            for (box, memory), (same, other) in zip(view.boxes(), again.boxes(), strict=True):
+                assert box == same
+                other.copy_(memory)
+            assert torch.equal(again.local, local)
+            holding = held(view, "a")
+            parts = [full[box.slices()].flatten() for box in holding.boxes]
+            assert torch.equal(holding.local, torch.cat([*parts, full.new_empty(0)]))
+    with pytest.raises(LayoutError, match="expected a 1-D range within"):
+        ShardView(part.clone(), 1, (4, 4), within=within)
+    with pytest.raises(RuntimeError, match="or is of a part"):
+        ShardView(part[:1], 0, (4, 4), within=within).full_tensor()
 
 
 def test_a_tensor_without_elements_has_one_empty_box() -> None:

@@ -481,6 +481,52 @@ def test_nobody_waits_at_the_end_for_a_rank_0_that_has_raised(ranks: Ranks) -> N
     assert max(ranks(2, body_rank_0_has_raised)) < LEAVE_TIMEOUT / 2
 
 
+def body_calls_on(kind: str) -> None:
+    """Rank 1 is gone: the transport of rank 0 says so in a call that it makes, not in a wait."""
+    world = comm.communicator()
+    send, recv = (
+        world.send(torch.ones(1), 1 - world.rank),
+        world.recv(torch.ones(1), 1 - world.rank),
+    )
+    send.wait()
+    recv.wait()
+    if world.rank == 1:
+        raise ValueError("no such token")
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        getattr(world, kind)(torch.ones(1), 1)
+        time.sleep(0.05)
+
+
+@pytest.mark.backends("gloo")
+@pytest.mark.parametrize("kind", ["send", "recv"])
+def test_who_is_gone_when_a_call_is_made_is_named(ranks: Ranks, kind: str) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        ranks(2, body_calls_on, kind)
+    error = caught.value.outcomes[0].exception
+    assert isinstance(error, RankFailedError) and error.rank == 1, caught.value
+    assert "rank 1 failed first" in str(error) and "ValueError: no such token" in str(error)
+    assert f"rank 0 was waiting for {kind} #" in str(error)
+
+
+def body_opens_a_group() -> None:
+    world = comm.communicator()
+    world.barrier()
+    if world.rank == 1:
+        raise ValueError("no such token")
+    dist.new_group([0, 1])
+
+
+@pytest.mark.backends("shm")
+def test_who_has_ended_before_a_group_is_opened_is_named_by_its_error(ranks: Ranks) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        ranks(2, body_opens_a_group)
+    error = caught.value.outcomes[0].exception
+    assert isinstance(error, RankFailedError) and error.rank == 1, caught.value
+    assert "rank 1 failed first" in str(error) and "ValueError: no such token" in str(error)
+    assert "rank 0 was waiting for the opening of the group of ranks 0, 1" in str(error)
+
+
 def test_of_a_long_error_the_end_is_kept() -> None:
     """An error of a data loader's worker has its cause there."""
     error = RuntimeError("Caught in worker process 0.\n" + "a frame\n" * 400 + "KeyError: 'token'")

@@ -18,7 +18,7 @@ from meshwright.data_parallel import (
     keep_batch_norm_local,
     replicate,
 )
-from meshwright.data_parallel.checks.same_weights import BITS, SameWeights, bits_of
+from meshwright.data_parallel.checks.same_weights import BITS, PATIENCE, SameWeights, bits_of
 from meshwright.data_parallel.comm_hooks import GradBucket, PostLocalSGDState, post_localSGD_hook
 from meshwright.errors import CollectiveMismatchError
 from meshwright.fsdp import FullyShardedDataParallel, ShardingStrategy
@@ -260,6 +260,66 @@ def body_ascent() -> None:
     assert one == two
 
 
+def body_noise(name: str) -> None:
+    """Each rank takes gradients at two samples of the weights of its own; one is then apart."""
+    loop = Loop(WRAPS[name])
+    loop.step()
+    noise = torch.Generator().manual_seed(communicator().rank)
+
+    def step() -> None:
+        for sample in range(2):
+            loop.passes += 1
+            start = [held.detach().clone() for held in loop.held()]
+            for held in loop.held():
+                draw = torch.randn(held.shape, generator=noise).to(held.device)
+                held.data.add_(draw, alpha=0.1)
+            x = torch.ones(4, 3) * (communicator().rank + 1) + torch.arange(4.0)[:, None] + sample
+            loop.model(x.to(communicator().device)).square().sum().backward()
+            for held, before in zip(loop.held(), start, strict=True):
+                held.data.copy_(before)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+    for _ in range(4):
+        step()
+    weights = [held.tolist() for held in loop.held()]
+    one, two = communicator().gather_values(weights, label="weights")
+    assert one == two
+    if communicator().rank == 1:
+        written_unseen(loop)
+    with raises_by_now(CollectiveMismatchError, match="copies of the weights"):
+        for _ in range(5):
+            step()
+    assert 16 <= loop.passes <= 18
+
+
+@pytest.mark.devices("host", "simulated")
+@pytest.mark.parametrize("name", ["class", "fully_shard"])
+def test_what_is_undone_before_a_step_may_differ(ranks: Ranks, name: str) -> None:
+    ranks(2, body_noise, name)
+
+
+def body_fused() -> None:
+    """Fused steps change no version: a rank that leaves one out is named by their number."""
+    loop = Loop(of_class)
+    kind = torch.optim.SGD
+    fused = kind(loop.model.parameters(), lr=0.01, fused=True)
+    for optimizer in (fused, fused if communicator().rank else loop.optimizer):
+        loop.optimizer = optimizer  # the second may differ: it computes the same
+        loop.optimizer.param_groups[0]["momentum"] = 0.0
+        loop.step(3)
+    loop.optimizer = fused
+    loop.step(4)
+    if communicator().rank:
+        loop.optimizer = kind([nn.Parameter(torch.ones(1))], lr=1.0)
+    with pytest.raises(CollectiveMismatchError, match=r"after 11 .*\[0\]; .* after 10 .*\[1\]"):
+        loop.step(2)
+
+
+def test_fused_steps_count(ranks: Ranks) -> None:
+    ranks(2, body_fused)
+
+
 def test_copies_that_part_by_right_are_let_be(ranks: Ranks) -> None:
     ranks(2, body_by_right)
     ranks(2, body_ascent)
@@ -334,6 +394,30 @@ def test_passes_that_are_compared() -> None:
     seen.clear()
     run(3)
     assert seen == [1, 2]
+
+
+def test_doubt_ends_with_a_step_or_after_some_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = SameWeights(lambda: [("w", torch.ones(3))])
+    axis: Any = "axis"
+    error = CollectiveMismatchError("apart")
+    monkeypatch.setattr(weights, "_compare", lambda *_, **__: error)
+    seen: list[int] = []
+    while not seen:
+        weights.begin_pass()
+        if weights.digest is not None and weights.doubt(axis):
+            seen.append(weights.passes)
+    assert seen == [1 + PATIENCE]
+    assert not weights.is_in_doubt
+    weights.judge()  # nothing to compare
+    assert weights.doubt(axis) is None
+    assert weights.is_in_doubt
+    with weights.parting():
+        weights.judge()  # not inside of join
+        assert weights.doubt(axis) is error
+    assert weights.doubt(axis) is None
+    with pytest.raises(CollectiveMismatchError, match="apart"):
+        weights.judge()
+    assert not weights.is_in_doubt
 
 
 def test_numbers_are_taken_once_and_tell_values() -> None:

@@ -54,6 +54,7 @@ def body_another_rate(wrap: str) -> None:
     with raises_by_now(CollectiveMismatchError, match="Settings of optimizers differ") as raised:
         loop.step(3)
     assert re.search(said, str(raised.value)), raised.value
+    assert "No optimizer" not in str(raised.value)  # steps were made
 
 
 @pytest.mark.devices("host", "simulated")
@@ -86,6 +87,25 @@ def test_a_schedule_by_the_loss_of_one_rank_is_named(ranks: Ranks) -> None:
         ranks(2, body_plateau)
 
 
+def test_settings_in_tensors_and_what_are_none() -> None:
+    model = nn.Linear(2, 2)
+    watch = StepWatch(model.parameters, with_settings=True)
+    rate = torch.tensor(0.5)
+    groups = [{"params": [each]} for each in model.parameters()]
+    optimizer = torch.optim.Adam(groups, lr=rate, betas=[0.5, 0.75], foreach=False)  # pyrefly: ignore[bad-argument-type]
+    optimizer.param_groups[0]["norm"] = 3.0  # what a user notes for each rank
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for expected in (0.5, 0.25):
+        rate.fill_(expected)
+        optimizer.step()
+        watch.take()
+        # Of both groups: which parameters lie together is no setting.
+        (only,) = watch.settings
+        assert only.startswith(f"Adam with lr={expected}, betas=(0.5, 0.75), eps=")
+        assert "norm" not in only
+
+
 def test_settings_are_those_of_the_steps_since_the_last_question() -> None:
     model = nn.Linear(2, 2)
     watch = StepWatch(model.parameters, with_settings=True)
@@ -106,7 +126,8 @@ def test_settings_are_those_of_the_steps_since_the_last_question() -> None:
         other.step()  # of parameters that are not watched
         assert watch.take() is Steps.ENDED
         first, second = watch.settings
-        assert first.startswith("AdamW with betas=(0.8, 0.9), eps=")
+        assert first.startswith("AdamW with lr=0.1")
+        assert "betas=(0.8, 0.9), eps=" in first
         assert "foreach" not in first
         assert f"weight_decay={decay}" in second
     assert watch.take() is Steps.NONE

@@ -17,7 +17,7 @@ from meshwright.axes import Axes
 from meshwright.comm import communicator
 from meshwright.composition import parallelize
 from meshwright.data_parallel import fully_shard, keep_batch_norm_local
-from meshwright.data_parallel.checks.starting_state import digests_of
+from meshwright.data_parallel.checks.starting_state import digest_of_all, digests_of
 from meshwright.errors import CollectiveMismatchError
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.fsdp import ShardingStrategy
@@ -316,6 +316,24 @@ def test_digests_taken_together_are_those_of_each() -> None:
     for tensor, digest in zip(tensors, together, strict=False):
         assert digest is not None
         assert torch.equal(digest, _digest_of(tensor))
+
+
+def test_one_digest_of_all_sees_each_of_many_tensors_and_its_place() -> None:
+    torch.manual_seed(0)
+    kinds = ((3, torch.int8), (7, torch.float32), (5, torch.bfloat16), (2**14, torch.float64))
+    tensors = [torch.randint(0, 2, (n,)).to(dtype) for _ in range(150) for n, dtype in kinds]
+    digest = digest_of_all([*tensors, torch.empty(3, device="meta")])
+    assert digest is not None
+    assert digest == digest_of_all([*map(torch.clone, tensors)])
+    for place, tensor in [*enumerate(tensors)][::23]:
+        others = [*tensors]
+        others[place] = tensor.clone()
+        others[place][-1] = 1 - tensor[-1].to(torch.int8)
+        assert digest != digest_of_all(others)
+    assert digest != digest_of_all(tensors[::-1])
+    long = [torch.full((2**14,), value) for value in (1.0, 2.0)]
+    assert digest_of_all(long) != digest_of_all(long[::-1])
+    assert digest_of_all([]) is None
 
 
 def _digest_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -156,8 +156,8 @@ def body_other_weights() -> None:
     said = r"copies of the weights.* but weight is that of rank 0 on ranks \[0\]; off by"
     with pytest.raises(CollectiveMismatchError, match=said):
         graph.steps(*[ALL] * 6)
-    # Pass 8 is compared: a device's digest is sent in pass 9, and read in the next one.
-    assert graph.reduced == (7 if world.is_on_host else 9)
+    # Compared before the step behind pass 8; a device's digest is sent in pass 9, and read in 10.
+    assert graph.reduced == (8 if world.is_on_host else 10)
 
 
 @pytest.mark.parametrize("is_on_host", [True, False])

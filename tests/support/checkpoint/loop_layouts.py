@@ -20,7 +20,7 @@ from meshwright.comm import communicator
 from meshwright.composition import parallelize
 from meshwright.data_parallel import DistributedDataParallel, flat_groups, fully_shard, replicate
 from meshwright.fsdp import FullyShardedDataParallel, ModuleWrapPolicy
-from meshwright.mesh import init_device_mesh
+from meshwright.mesh import DeviceMesh, init_device_mesh
 from meshwright.plan import PipelinePlan, Plan, TrainPlan
 from meshwright.sampling import Sampler
 from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -91,26 +91,26 @@ def _flat_groups() -> Loop:
     return Loop(model, adamw(flat_groups(model)))
 
 
-def _fsdp(*, original: bool, mesh: bool = False) -> Loop:
-    options: dict[str, Any] = {"use_orig_params": original}
-    if mesh:
-        options["device_mesh"] = init_device_mesh("cpu", (communicator().size,))
+def _flat() -> Loop:
     policy = ModuleWrapPolicy({nn.Linear})
-    model = Net(7)
-    model.head.weight = model.embed.weight
-    return _with_adamw(FullyShardedDataParallel(model, auto_wrap_policy=policy, **options))
+    return _with_adamw(FullyShardedDataParallel(Net(7), auto_wrap_policy=policy))
 
 
-def _tensor(*, sharded: bool) -> Loop:
+def _in_units(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    policy = ModuleWrapPolicy({nn.Linear})
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=policy, device_mesh=mesh, use_orig_params=True
+    )
+
+
+def _tensor(wrap: Callable[..., nn.Module]) -> Loop:
     mesh = init_device_mesh(
         "cpu", (communicator().size // 2, 2), mesh_dim_names=("shard", "tensor")
     )
     model = parallelize_module(
         Net(7), mesh["tensor"], {"first": ColwiseParallel(), "last": RowwiseParallel()}
     )
-    if sharded:
-        fully_shard(model, mesh=mesh["shard"])
-    return _with_adamw(model)
+    return _with_adamw(wrap(model, mesh=mesh["shard"]))
 
 
 def _stages() -> Loop:
@@ -135,12 +135,12 @@ LAYOUTS: Mapping[str, tuple[int, Callable[[], Loop]]] = {
     "DistributedDataParallel": (2, lambda: _with_adamw(DistributedDataParallel(Net(7)))),
     "fully_shard": (2, lambda: _sharded(2)),
     "flat groups": (2, _flat_groups),
-    "FullyShardedDataParallel, flat": (2, lambda: _fsdp(original=False)),
+    "FullyShardedDataParallel, flat": (2, _flat),
     "stages": (2, _stages),
     "plan, pipeline": (2, lambda: _planned(pipeline=2)),
     "fully_shard over replicas": (4, lambda: _sharded(2, 2)),
-    "FullyShardedDataParallel, mesh": (4, lambda: _fsdp(original=True, mesh=True)),
-    "fully_shard over tensor": (4, lambda: _tensor(sharded=True)),
+    "FullyShardedDataParallel over tensor": (4, lambda: _tensor(wrap=_in_units)),
+    "fully_shard over tensor": (4, lambda: _tensor(wrap=fully_shard)),
     "plan, shard and pipeline": (4, lambda: _planned(TrainPlan(flat=True), shard=2, pipeline=2)),
 }
 """By name the ranks, and the model and optimizer, with values of their own."""

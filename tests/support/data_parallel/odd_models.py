@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -62,6 +62,67 @@ class Case(nn.Module):
 class CalledTwice(Case):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.a(self.b(self.a(x).tanh()).tanh())
+
+
+class Filling(Case):
+    """Units write to lists and dicts that they are given; the loss reads those."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Writer(), Writer()
+
+    def forward(self, x: torch.Tensor, kept: list[torch.Tensor]) -> torch.Tensor:
+        named: dict[str, torch.Tensor] = OrderedDict()
+        x = self.b(self.a(x, kept, named=named), kept, named=named)
+        return x + sum(each.sin() for each in [*kept, *named.values()])
+
+    @staticmethod
+    def step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor, number: int) -> None:
+        kept: list[torch.Tensor] = []
+        step_on(model, optimizer, lambda: model(x, kept).square().mean() + kept[-1].cos().mean())
+        assert len(kept) == 2
+
+
+class Writer(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(5, 5)
+
+    def forward(
+        self, x: torch.Tensor, kept: list[torch.Tensor], named: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        x = super().forward(x + sum(kept)).tanh()
+        kept.append(x)
+        named["last"] = x * named.pop("last", 1.0)
+        return x
+
+
+class LeavesLosses(Case):
+    """Units leave losses in an attribute and in a list, which other weights of theirs have made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Router(), Router()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        losses: list[torch.Tensor] = []
+        x = self.b(self.a(x, losses), losses)
+        return x.square().mean() + self.a.loss + self.b.loss + sum(losses)
+
+    @staticmethod
+    def step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor, number: int) -> None:
+        step_on(model, optimizer, lambda: model(x))
+
+
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.first, self.second = layer(), layer(), layer()
+
+    def forward(self, x: torch.Tensor, losses: list[torch.Tensor]) -> torch.Tensor:
+        x = self.inner(x).tanh()
+        self.loss = self.first(x).softmax(-1).square().mean()
+        losses.append(self.second(x).sin().mean())
+        return x
 
 
 class SharedModule(Case):

@@ -124,7 +124,7 @@ def test_what_a_first_step_would_train_apart_or_not_at_all_is_refused(ranks: Ran
         for parameter in model[0].parameters():
             comm.communicator().broadcast(parameter.detach()).wait()
         model(X).sum().backward()
-        with pytest.raises(RuntimeError, match="4 parameters of a SGD, 1.weight first, .* before"):
+        with pytest.raises(RuntimeError, match=r"'1\.weight' as it was before para"):
             optimizer.step()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         own = parallelize_module(layers(), mesh, {**plan, "0": Own()})

@@ -166,6 +166,32 @@ def test_flat_parameters_are_compared_one_by_one(ranks: Ranks) -> None:
     ranks(2, body)
 
 
+@pytest.mark.devices("host", "simulated")
+def test_a_copy_that_one_rank_writes_is_named(ranks: Ranks) -> None:
+    """Ahead of layers that are cut it parts in silence: sums give all ranks the same gradients."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LayerNorm(4), Cached())
+        parallelize_module(model, tensor_mesh(), {f"1.{name}": s for name, s in LAYERS.items()})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        x = torch.arange(8.0, device=comm.communicator().device).view(2, 4)
+
+        def step() -> None:
+            model(x)[0].square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        if comm.communicator().rank:
+            with torch.no_grad():
+                model[0].weight.mul_(1.5)
+        with raises_by_now(LayoutError, match=r"weights .* but 0.weight is .*; off by 0.5"):
+            step()
+
+    ranks(2, body)
+
+
 @pytest.mark.slow
 def test_all_ranks_cut_flat_parameters_alike(ranks: Ranks) -> None:
     """Also where one rank has a little less of a layer than the others."""

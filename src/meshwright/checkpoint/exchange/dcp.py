@@ -188,7 +188,7 @@ def read_dcp(folder: Path, key: str) -> Weights:
         )
 
     entries = {name: entry for name, (entry, _) in chunks.items() if name not in ties}
-    return Weights(entries=entries, ties=ties, read=read, left_out=len(others))
+    return Weights(entries=entries, ties=ties, read=read)
 
 
 _Chunks = dict[str, tuple[Entry, list[tuple[Box, _Record]]]]

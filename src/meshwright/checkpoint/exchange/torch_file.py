@@ -127,7 +127,6 @@ def read_torch_file(path: Path, key: str) -> Weights:
         entries=entries,
         ties=ties,
         read=lambda name: tensors[name].clone(memory_format=torch.contiguous_format),
-        left_out=len(found) - len(tensors),
     )
 
 

@@ -28,8 +28,6 @@ class Weights:
     """Reads the whole tensor of a name."""
     config: Mapping[str, JSON] | None = None
     """The configuration of the model, where it is known."""
-    left_out: int = 0
-    """Entries that are no weights."""
 
     def share(self, rank: int, size: int) -> list[str]:
         """List the names that ``rank`` of ``size`` reads: about as many bytes on each."""
@@ -75,7 +73,6 @@ def weights_of(reader: Reader) -> Weights:
         ties={n: first[t] for n, t in stored.items() if first[t] != n},
         read=lambda name: reader.read(stored[name]),
         config=None if config is None else json.loads(json.dumps(saved.read(config))),
-        left_out=len(records) - len(set(stored.values())),
     )
 
 

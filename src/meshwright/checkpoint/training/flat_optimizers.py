@@ -52,12 +52,13 @@ def load_named_state(
 ) -> None:
     """Load what `named_state` returned, into an optimizer with the same groups of parameters.
 
-    Without ``copies`` the tensors of ``state`` become the optimizer's own.
+    Without ``copies`` the tensors of ``state`` become the optimizer's own, and those of flat
+    parameters are taken out of it.
 
     Raises CheckpointMismatchError listing the parameters that differ.
     """
     flats = _Flats(optimizer, module, named)
-    saved = flats.joined(state) if flats.held else state
+    saved = flats.joined(state, takes=not copies) if flats.held else state
     load_optimizer_state(optimizer, (flats.held or named).items(), saved, copies=copies)
 
 
@@ -96,8 +97,10 @@ class _Flats:
             found = [(parameter, value) for parameter, _ in found]
         return [(known[id(parameter)], part) for parameter, part in found if id(parameter) in known]
 
-    def joined(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+    def joined(self, saved: Mapping[str, Any], *, takes: bool) -> dict[str, Any]:
         """Join the state of parameters to that of flat ones.
+
+        It ``takes`` out of ``saved`` what is in a line, so that no rank holds all of it twice.
 
         Raises CheckpointMismatchError where they differ in what is one for a flat parameter.
         """
@@ -106,7 +109,8 @@ class _Flats:
         for flat, names in self.names.items():
             rows = {name: saved["state"].get(name, {}) for name in names}
             for key in dict.fromkeys(key for row in rows.values() for key in row):
-                values = {name: row[key] for name, row in rows.items() if key in row}
+                having = {name: row for name, row in rows.items() if key in row}
+                values = {n: row.pop(key) if takes else row[key] for n, row in having.items()}
                 state.setdefault(flat, {})[key] = self._one_of(flat, key, values)
         groups = []
         for group in saved["param_groups"]:

@@ -10,6 +10,7 @@ Bottom-up:
     local_leaves    the leaves on which modules compute in place of DTensors
     edges           DTensors that enter and leave what computes on local tensors
     unreadable      tensors without values, which are refused by name
+    ranges          rows from several places along a dim, and the boxes that they make
     shard_view      a flat range of the elements of a tensor, for state dicts
     sharded_axes    the axes that the elements of a tensor lie spread over
     gather_dtensor  whole tensors from DTensors, and the parts that ranks hold

@@ -468,12 +468,6 @@ def what_became(given: torch.Tensor) -> Became | None:
     return vars(given).get(_BECAME)
 
 
-def became(tensor: torch.Tensor) -> str:
-    """Find the name of the DTensor that a plain parameter has become; "" for any other tensor."""
-    found = what_became(tensor)
-    return "" if found is None else found.name
-
-
 def check_ties(root: nn.Module, held: Iterable[torch.Tensor] | None = None) -> None:
     """Raise ValueError where a module still holds a plain parameter that is a DTensor elsewhere.
 

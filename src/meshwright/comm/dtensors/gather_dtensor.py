@@ -25,10 +25,15 @@ from meshwright.comm.dtensors.dtensor import (
     mesh_communicators,
     torch_placements,
 )
+from meshwright.comm.dtensors.ranges import Ranges, boxes_in, length_of, narrowed
 from meshwright.comm.dtensors.shard_view import ShardView
 from meshwright.errors import LayoutError
 from meshwright.layout import Box, chunk
-from meshwright.torch_internals.distributed import StridedShard, asks_for_size_alone
+from meshwright.torch_internals.distributed import (
+    StridedShard,
+    asks_for_size_alone,
+    keep_strided_classes,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,7 +57,9 @@ def held(tensor: torch.Tensor, name: str) -> Holding:
         tensor = tensor.to_dense()
     parts = held_boxes(tensor, name)
     local = tensor.local if isinstance(tensor, ShardView) else local_of(tensor)
-    if len(parts) > 1 and local.ndim > 1:
+    # One box after the other: that of several dims is not, nor one whose rows others part.
+    is_in_order = local.ndim == 1 and all(memory.is_contiguous() for _, memory in parts)
+    if len(parts) > 1 and not is_in_order:
         local = torch.cat([memory.flatten() for _, memory in parts])
     return Holding(local=local, shape=tuple(tensor.shape), boxes=tuple(box for box, _ in parts))
 
@@ -60,9 +67,7 @@ def held(tensor: torch.Tensor, name: str) -> Holding:
 def empty_part_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Make a tensor of ``dtype``, not filled, of which this rank holds what it holds of another."""
     if isinstance(tensor, ShardView):
-        local = torch.empty_like(tensor.local, dtype=dtype)
-        others = tensor.communicator
-        return ShardView(local, tensor.start, tensor.shape, name=tensor.name, communicator=others)
+        return torch.empty_like(tensor, dtype=dtype)
     local = torch.empty_like(local_of(tensor.detach()), dtype=dtype)
     return dtensor_around(local, at_rest(tensor)) if isinstance(tensor, DTensor) else local
 
@@ -84,7 +89,7 @@ def whole(tensor: torch.Tensor, *, label: str = "whole tensor") -> torch.Tensor:
     indices = [range(rest.mesh.size(n)) if n in cutting else (i,) for n, i in enumerate(here)]
     places = [_ranges(rest, place, label) for place in itertools.product(*indices)]
     # Parts may differ in size; all travel in the largest.
-    room = max(math.prod(map(_length, ranges)) for ranges in places)
+    room = max(math.prod(map(length_of, ranges)) for ranges in places)
     everyone = rest.local.new_zeros(room)
     everyone[: rest.local.numel()] = rest.local.detach().reshape(-1)
     axes = mesh_communicators(rest.mesh)
@@ -94,9 +99,9 @@ def whole(tensor: torch.Tensor, *, label: str = "whole tensor") -> torch.Tensor:
         everyone = gathered
     found = rest.local.new_empty(rest.shape)
     for ranges, part in zip(places, everyone.view(len(places), room), strict=True):
-        shape = [_length(each) for each in ranges]
+        shape = [length_of(each) for each in ranges]
         local = part[: math.prod(shape)].view(shape)
-        for box, memory in _boxes(ranges, local):
+        for box, memory in boxes_in(ranges, local):
             found[box.slices()] = memory
     return found
 
@@ -129,11 +134,11 @@ def part(
     spread, shape = torch_placements(placements), tuple(tensor.shape)
     rest = AtRest(local=tensor, mesh=mesh, placements=spread, shape=shape, stride=tuple(stride))
     coordinate = mesh.get_coordinate()
-    ranges: list[_Ranges] = [[] for _ in shape]
+    ranges: list[Ranges] = [[] for _ in shape]
     if coordinate is not None:
         ranges = _ranges(rest, coordinate, "a tensor")
-    local = tensor.new_empty([_length(each) for each in ranges])
-    for box, memory in _boxes(ranges, local):
+    local = tensor.new_empty([length_of(each) for each in ranges])
+    for box, memory in boxes_in(ranges, local):
         memory.copy_(tensor[box.slices()])
     return dtensor_at_rest(local, mesh, spread, shape, stride)
 
@@ -152,11 +157,12 @@ def held_boxes(tensor: torch.Tensor, name: str = "a tensor") -> list[tuple[Box, 
     rest = at_rest(tensor)
     coordinate = rest.mesh.get_coordinate()
     local = rest.local.detach()
-    return [] if coordinate is None else _boxes(_ranges(rest, coordinate, name), local)
+    return [] if coordinate is None else boxes_in(_ranges(rest, coordinate, name), local)
 
 
 def side_by_side(dim: int, parts: int) -> TorchPlacement:
     """Cut along ``dim`` a tensor that is ``parts`` tensors: a rank holds its part of each."""
+    keep_strided_classes()
     return _SideBySide(dim, split_factor=parts)
 
 
@@ -185,16 +191,23 @@ class _SideBySide(StridedShard):
         )
 
 
+def ranges_held(rest: AtRest, name: str) -> list[Ranges]:
+    """List for each dim of a DTensor the rows of the whole that this rank holds.
+
+    Raises `LayoutError`, with ``name``, for a partial sum, and on a rank beside its mesh.
+    """
+    here = rest.mesh.get_coordinate()
+    if here is None:
+        raise LayoutError(f"{name}: this rank is not on {rest.mesh}, which holds the tensor")
+    return _ranges(rest, here, name)
+
+
 def is_side_by_side(rest: AtRest, dim: int) -> bool:
     """Check for ranks that hold rows from several places along ``dim``, not to be cut again."""
     return len(_ranges(rest, (0,) * rest.mesh.ndim, "a tensor")[dim]) > 1
 
 
-_Ranges = list[tuple[int, int]]
-"""(first row, rows) of the whole along one dim, in the order in which a local tensor has them."""
-
-
-def _ranges(rest: AtRest, coordinate: Sequence[int], name: str) -> list[_Ranges]:
+def _ranges(rest: AtRest, coordinate: Sequence[int], name: str) -> list[Ranges]:
     """List, for each dim, what the rank at ``coordinate`` of the mesh holds."""
     found = [[(0, size)] for size in rest.shape]
     for size, index, placement in zip(
@@ -212,36 +225,8 @@ def _ranges(rest: AtRest, coordinate: Sequence[int], name: str) -> list[_Ranges]
         dim = placement.dim
         cuts = []
         for piece in range(pieces):
-            start, rows = chunk(_length(found[dim]), pieces, piece)
+            start, rows = chunk(length_of(found[dim]), pieces, piece)
             inside, length = chunk(rows, size, index)
             cuts.append((start + inside, length))
-        found[dim] = [part for cut in cuts for part in _narrowed(found[dim], *cut)]
-    return found
-
-
-def _boxes(ranges: Sequence[_Ranges], local: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
-    """List the boxes of ``ranges``, each with its memory in ``local``."""
-    found: list[tuple[Box, torch.Tensor]] = []
-    starts = [list(itertools.accumulate((n for _, n in held), initial=0)) for held in ranges]
-    for numbers in itertools.product(*(range(len(held)) for held in ranges)):
-        cut = [held[number] for held, number in zip(ranges, numbers, strict=True)]
-        box = Box(tuple(a for a, _ in cut), tuple(n for _, n in cut))
-        at = [held[number] for held, number in zip(starts, numbers, strict=True)]
-        found.append((box, local[Box(tuple(at), box.shape).slices()]))
-    return found
-
-
-def _length(ranges: _Ranges) -> int:
-    return sum(rows for _, rows in ranges)
-
-
-def _narrowed(ranges: _Ranges, start: int, count: int) -> _Ranges:
-    """Cut ``count`` rows from row ``start`` on out of ``ranges`` laid end to end."""
-    found: _Ranges = []
-    for first, rows in ranges:
-        skipped = min(start, rows)
-        taken = min(rows - skipped, count)
-        if taken:
-            found.append((first + skipped, taken))
-        start, count = start - skipped, count - taken
+        found[dim] = [part for cut in cuts for part in narrowed(found[dim], *cut)]
     return found

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm.collectives import Communicator
+from meshwright.comm.dtensors.ranges import Ranges, boxes_in, length_of, narrowed
 from meshwright.errors import LayoutError
 from meshwright.layout import Box, boxes
 from meshwright.torch_internals.distributed import TensorShard as Shard
@@ -49,6 +50,9 @@ class ShardView(torch.Tensor):
     `torch.equal`, `torch.isclose`, `torch.allclose` and `torch.testing.assert_close` compare this
     rank's elements with those of a view of the same range, or of a whole tensor.
     ``communicator`` spans the ranks that hold the other ranges; only ``full_tensor`` needs it.
+
+    With ``within``, which lists rows of the whole for each dim, the range is one of the tensor that
+    these rows make: this rank's part of a DTensor. For checkpoints of ours, which read `boxes`.
     """
 
     local: torch.Tensor
@@ -73,10 +77,11 @@ class ShardView(torch.Tensor):
         *,
         name: str = "",
         communicator: Communicator | None = None,
+        within: Sequence[Ranges] = (),
     ) -> None:
         """Check the range. Raises `LayoutError` where it is none of ``shape``."""
         super().__init__()
-        numel = math.prod(shape)
+        numel = math.prod(map(length_of, within) if within else shape)
         if local.ndim != 1 or start < 0 or start + local.numel() > numel:
             raise LayoutError(
                 f"{name or 'a ShardView'}: expected a 1-D range within the {numel} elements of "
@@ -86,6 +91,7 @@ class ShardView(torch.Tensor):
         self.start = start
         self.name = name
         self._ranks = _Ranks(communicator)
+        self._within = within
 
     # ------------------------------------------------------------------ what it holds
 
@@ -103,8 +109,11 @@ class ShardView(torch.Tensor):
         """List the boxes of the range, each with its elements as a view of ``local``."""
         found: list[tuple[Box, torch.Tensor]] = []
         at = 0
-        for box in boxes(tuple(self.shape), self.start, self.stop):
-            found.append((box, self.local[at : at + box.numel].view(box.shape)))
+        rows = self._within or [[(0, size)] for size in self.shape]
+        for box in boxes([length_of(each) for each in rows], self.start, self.stop):
+            part = self.local[at : at + box.numel].view(box.shape)
+            cut = [narrowed(*own) for own in zip(rows, box.offset, box.shape, strict=True)]
+            found += boxes_in(cut, part)
             at += box.numel
         if self.numel() == 0 and self.ndim:  # one empty box, so that a reader finds the tensor
             found = [(Box((0,) * self.ndim, tuple(self.shape)), self.local.view(self.shape))]
@@ -129,12 +138,13 @@ class ShardView(torch.Tensor):
         """
         # With a communicator also a rank that holds all takes part: the others count on it.
         communicator = self.communicator
-        if communicator is None:
+        if communicator is None or self._within:
             if self.local.numel() == self.numel():
                 return self.local.view(self.shape).clone()
             raise RuntimeError(
-                f"{self._called()} was made without a communicator, so the other ranges cannot be "
-                "gathered: build it with communicator=, or load it through a checkpoint"
+                f"{self._called()} was made without a communicator, or is of a part, so the other "
+                "ranges cannot be gathered: build it with communicator=, or load it through a "
+                "checkpoint"
             )
         mine = self.local.to(communicator.device).contiguous()
         ranges = communicator.gather_numbers(
@@ -246,7 +256,12 @@ class ShardView(torch.Tensor):
 
     def _with(self, local: torch.Tensor) -> ShardView:
         return ShardView(
-            local, self.start, self.shape, name=self.name, communicator=self.communicator
+            local,
+            self.start,
+            self.shape,
+            name=self.name,
+            communicator=self.communicator,
+            within=self._within,
         )
 
     def _elements_of(self, other: torch.Tensor) -> torch.Tensor:
@@ -274,7 +289,8 @@ class ShardView(torch.Tensor):
 
     def __reduce_ex__(self, proto: object) -> tuple[Any, ...]:
         # A copy: files hold all the memory that a view looks at, which may be a whole unit's.
-        return _rebuild, (self.local.clone(), self.start, tuple(self.shape), self.name)
+        own = (self.local.clone(), self.start, tuple(self.shape), self.name)
+        return _rebuild, (*own, self._within) if self._within else own
 
 
 class _Ranks:
@@ -318,9 +334,15 @@ _COMPARISONS = frozenset(
 )
 
 
-def _rebuild(local: torch.Tensor, start: int, shape: Sequence[int], name: str) -> ShardView:
+def _rebuild(
+    local: torch.Tensor,
+    start: int,
+    shape: Sequence[int],
+    name: str,
+    within: Sequence[Ranges] = (),
+) -> ShardView:
     """Make a view from a pickle, without its communicator."""
-    return ShardView(local, start, shape, name=name)
+    return ShardView(local, start, shape, name=name, within=within)
 
 
 torch.serialization.add_safe_globals([_rebuild])  # for `torch.load(..., weights_only=True)`

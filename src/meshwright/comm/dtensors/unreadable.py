@@ -13,21 +13,30 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
+from meshwright.comm.dtensors.dtensor import is_dtensor
+from meshwright.comm.dtensors.subclasses import dispatches
 from meshwright.torch_internals.autograd import STATE_OF_TENSORS
-from meshwright.torch_internals.tensors import without_function
+from meshwright.torch_internals.tensors import (
+    local_tensor_of,
+    set_local_tensor,
+    without_function,
+)
 from meshwright.torch_internals.trees import tree_leaves
 
 _WHY = "_meshwright_why"
 _FACTS = """
-    __hash__ __len__ device dim dtype element_size get_device grad grad_fn is_complex is_cpu is_cuda
+    __hash__ __len__ device dim dtype element_size get_device grad_fn is_complex is_cpu is_cuda
     is_floating_point is_leaf is_meta is_nested is_quantized is_sparse itemsize layout names ndim
     ndimension nelement numel requires_grad retains_grad shape size stride
 """
 FACTS = frozenset(STATE_OF_TENSORS) | frozenset(_FACTS.split())
 """The names of torch's functions and attributes that need no value."""
-SETTINGS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "requires_grad_"})
-"""The names of functions that may be called for a parameter on every rank alike."""
+SETTINGS = frozenset(
+    {"grad", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_"}
+)
+"""The names of what may be asked of a parameter on every rank alike."""
 
 
 class _Why(NamedTuple):
@@ -70,6 +79,22 @@ def name_of(func: object) -> str:
     return getattr(of, "__name__", found) if found in ("__get__", "__set__") else found
 
 
+def retire(parameter: nn.Parameter, name: str, moment: str) -> None:
+    """Refuse to show ``parameter`` from now on: since ``moment`` another one is in its place.
+
+    Who has collected it before would read what nobody trains, and train what nobody reads. So its
+    gradient is refused, too: an optimizer that finds none passes the parameter by, in silence. Who
+    merely keeps it is left alone.
+    """
+    make_unreadable(
+        parameter,
+        f"this is parameter {name!r} as it was before {moment}: another one is trained in its "
+        "place",
+        "Collect parameters from module.parameters() after that: for optimizers, penalties, "
+        "averages, and lists that a forward reads",
+    )
+
+
 def make_unreadable(
     tensor: torch.Tensor,
     text: str,
@@ -88,11 +113,18 @@ def make_unreadable(
         vars(tensor)[_WHY] = why
         return
     kind = type(tensor)
-    is_number = tensor.is_floating_point() or tensor.is_complex()
-    tensor.data = tensor.new_full((), math.nan if is_number else 0).expand(tensor.shape)
     tensor.grad = None
+    if is_dtensor(tensor):
+        set_local_tensor(tensor, _without_values(local_tensor_of(tensor)))
+    elif not dispatches(tensor):  # a wrapper's memory is that of tensors which others may hold
+        tensor.data = _without_values(tensor)
     tensor.__class__ = _unreadable(kind)
     vars(tensor)[_WHY] = why
+
+
+def _without_values(tensor: torch.Tensor) -> torch.Tensor:
+    is_number = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.new_full((), math.nan if is_number else 0).expand(tensor.shape)
 
 
 @functools.cache

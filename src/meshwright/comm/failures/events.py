@@ -40,7 +40,7 @@ REMEMBERED = 8
 REMEDY = (
     "Every rank must run the same passes with the same settings: as many forward and backward "
     "passes, all in training or all in evaluation, all with or all without a reduction, with the "
-    "same parameters frozen"
+    "same parameters frozen, in the same compiled graphs or in none"
 )
 
 State = Mapping[str, list[Any]]
@@ -88,10 +88,19 @@ class EventCheck:
         """Check that ``event`` has not followed on the two events before it so far."""
         return (*self._last, event) not in self._known
 
-    def happens(self, event: Event, *, asks: bool = False, after: str = "") -> None:
+    def happens(
+        self,
+        event: Event,
+        *,
+        asks: bool = False,
+        after: str = "",
+        instead: Callable[[Mapping[str, Any]], str] = lambda _: "",
+    ) -> None:
         """Take in that ``event`` is next; call it before its first collective.
 
         ``after`` names the pass that raised on this rank just before, if one did or may have.
+        ``instead`` finds in the answer of a rank what it does in the place of the event, where that
+        is no event.
 
         Raises `CollectiveMismatchError` when another rank does something else, which is found out
         when it has not followed on the two events before it so far, or when it ``asks``; and when
@@ -104,7 +113,7 @@ class EventCheck:
         turn = (*self._last, event)
         self._last = (self._last[1], event)
         if asks or after or turn not in self._known:
-            self._ask(monitor, event, after)
+            self._ask(monitor, event, after, instead)
             self._known.add(turn)
 
     def exchange(self, event: Event, said: str) -> list[str]:
@@ -155,11 +164,30 @@ class EventCheck:
             found.append(count)
         return found
 
-    def _ask(self, monitor: FailureMonitor, event: Event, after: str) -> None:
+    def _ask(
+        self,
+        monitor: FailureMonitor,
+        event: Event,
+        after: str,
+        instead: Callable[[Mapping[str, Any]], str],
+    ) -> None:
         votes = f"{self._key}/{self._number}/{event.text}/{event.state}"
         if after:
             votes += f"/{self._tail[-1][-1]}"
-        have_come = functools.partial(self._have_come, monitor, event, after)
+        here = functools.partial(self._have_come, monitor, event, after)
+
+        def have_come(answers: Answers) -> bool:
+            if here(answers):
+                return True
+            for rank in self._coming(event).ranks:
+                answer = answers.get(rank)
+                theirs = self._told(answer)
+                is_behind = theirs is not None and not _has_come(theirs, self._number)
+                other = instead(answer) if answer is not None and is_behind else ""
+                if theirs is not None and other:
+                    self._fail(monitor, event, rank, other, theirs["state"])
+            return False
+
         wait_for_all(monitor, votes, self._coming(event, after), have_come)
 
     def _have_come(
@@ -191,7 +219,7 @@ class EventCheck:
 
         def has_come(answer: Mapping[str, Any]) -> bool:
             theirs = self._told(answer)
-            return theirs is not None and any(at >= number for at, *_ in theirs["tail"])
+            return theirs is not None and _has_come(theirs, number)
 
         return Coming(
             communicator=self._communicator,
@@ -240,6 +268,10 @@ class EventCheck:
         )
         monitor.publish(error, is_cause=True)
         raise error
+
+
+def _has_come(theirs: Mapping[str, Any], number: int) -> bool:
+    return any(at >= number for at, *_ in theirs["tail"])
 
 
 def register(kind: str, communicator: Communicator, describer: Describer) -> str:

@@ -492,11 +492,8 @@ def blame(monitor: FailureMonitor, error: BaseException) -> str:
 
     A rank that is lost without a word is put on the board.
     """
-    is_raw = any(
-        type(each) is RuntimeError and _OF_A_TRANSPORT.search(str(each)) for each in _chain(error)
-    )
     try:
-        if is_raw or isinstance(error, RankFailedError):
+        if any(map(is_of_a_transport, _chain(error))) or isinstance(error, RankFailedError):
             explain(monitor, error, f"rank {monitor.rank} found out outside of a wait of its own")
             left = monitor.ranks.left
             if left:
@@ -507,6 +504,11 @@ def blame(monitor: FailureMonitor, error: BaseException) -> str:
         is_said = str(failed) in str(error) or (failure is not None and failure.error in str(error))
         return "" if is_said else str(failed)
     return ""
+
+
+def is_of_a_transport(error: BaseException) -> bool:
+    """Check for what a transport raises when it has lost a peer, in its own words."""
+    return type(error) is RuntimeError and _OF_A_TRANSPORT.search(str(error)) is not None
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

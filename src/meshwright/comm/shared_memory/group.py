@@ -382,6 +382,15 @@ class SharedMemoryGroup(PythonGroup):
         call = self._call("barrier")
         return self._submit(call, self._exchange.barrier(call), [], opts)
 
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Wait until every rank has called it; every wait names all ranks that have not come.
+
+        `torch.distributed` asks Gloo alone until torch 2.13, then all that work on the host.
+        """
+        self.barrier().wait(timeout or timedelta(0))
+
     # ------------------------------------------------------------------ point to point
 
     def send(self, tensors: Tensors, peer: int, tag: int = 0) -> SharedWork:

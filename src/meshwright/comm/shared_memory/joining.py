@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 
 from meshwright.comm.failures.processes import is_alive, process_start
-from meshwright.comm.failures.waiting import watched
+from meshwright.comm.failures.waiting import explain, watched
+from meshwright.comm.groups.registry import PROCESS
 from meshwright.comm.shared_memory.arena import ArenaLayout, Segment, host_identity, unsupported
 from meshwright.comm.shared_memory.channels import CHANNEL_BYTES
 from meshwright.comm.shared_memory.collectives import SLOT_BYTES
@@ -152,14 +153,19 @@ def _await_all(
 def _check_lives(
     missing: Sequence[int], ranks: Sequence[int], known: Mapping[int, tuple[int, int]]
 ) -> None:
-    """Raise when a rank that is waited for is known and has ended."""
+    """Raise when a rank that is waited for is known and has ended, by what it has said if it has"""
     for number in missing:
         if number in known and not is_alive(*known[number]):
-            raise RankFailedError(
+            error = RankFailedError(
                 f"rank {number} (process {known[number][0]}) was lost (its process has ended) "
                 f"before it joined the group of ranks {_listed(ranks)}",
                 number,
             )
+            monitor = PROCESS.monitor
+            if monitor is not None:
+                what = f"the opening of the group of ranks {_listed(ranks)}"
+                explain(monitor, error, f"rank {monitor.rank} was waiting for {what}")
+            raise error
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -209,6 +209,8 @@ class PipelinedTrainable(Trainable):
                 listed += [n for n, first in tied.items() if first in group["params"]]
                 groups.append({**group, "params": listed})
             own["optimizer"] = {"state": values, "param_groups": groups}
+            if not copies:
+                saved["state"].clear()  # as `Trainable` does
         super().load_state_dict(own, copies=copies)
 
     def describe(self) -> Description:

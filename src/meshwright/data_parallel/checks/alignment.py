@@ -18,7 +18,7 @@ see `same_weights`; a rank that was written otherwise than before notes it, whic
 A rank whose weights other ranks change, as optimizers do that split the parameters up among ranks,
 does not see it. Where counts differ the weights themselves are compared; if they are equal such a
 rank gives no mark of its weights from then on. On a device that is seen one step late, when such
-an optimizer has made the weights equal again, so that checksums of each pass are kept from then on.
+an optimizer has made the weights equal again, so that a digest of each pass is kept from then on.
 
 More notes travel with these; of replicas::
 
@@ -72,8 +72,8 @@ class PassPlace(NamedTuple):
     """Changes of the weights before it."""
     backwards: int
     """Backward passes since, with this one."""
-    sums: torch.Tensor | None = None
-    """Checksums of the weights, where they are kept."""
+    digest: torch.Tensor | None = None
+    """Of the weights, where it is kept."""
 
 
 class Alignment:
@@ -91,17 +91,18 @@ class Alignment:
         self._writes = 0
         self._distributed = [each for each in parameters if is_dtensor(each)]
         self._steps = StepWatch(lambda: parameters)
-        self._is_local = self._has_warned = False
-        """Gradients of this rank alone have come since the last reduction; it was said."""
+        self._local: set[int] = set()
+        """Parameters with gradients of this rank alone, since the last reduction, by position."""
+        self._has_warned = False
         self.has_parted = False
         """True when this rank has stepped by gradients of its own, after a warning: its weights are
         no copy any more."""
-        self._weights = self._local_weights = 0
+        self._weights = 0
         self._backwards = 0
         self.place = PassPlace(0, 0)
         """That of the last backward pass."""
-        self._keeps_sums = False
-        self._sums: torch.Tensor | None = None
+        self._keeps_digests = False
+        self._digest: torch.Tensor | None = None
         self._version = -1
         self._sees_changes = True
         """True when changes of this rank's weights can be noticed here."""
@@ -119,7 +120,7 @@ class Alignment:
         if self._distributed:  # a write to a DTensor is one to the memory below it
             version += sum([version_of(local_of(parameter)) for parameter in self._distributed])
         steps = self._steps.take()
-        if version != self._version:
+        if version != self._version or self._steps.was_fused:
             if self._version >= 0:
                 writes = version - self._version
                 self.is_odd |= self._writes not in (0, writes)
@@ -128,45 +129,54 @@ class Alignment:
             # Ranks whose step raised may have changed less than the others: they count apart.
             self._weights += 2 if steps is Steps.RAISED else 1
         self._backwards = 0
-        if self._keeps_sums:
-            self._sums = self.copies.sums()
+        if self._keeps_digests:
+            self._digest = self.copies.digest_of_now()
 
-    def stays_local(self) -> None:
+    def stays_local(self, index: int) -> None:
         """Take in a gradient that is not reduced: the pass was in ``no_sync``."""
-        if not self._is_local:
-            self._local_weights = self._weights
-            if not self._has_warned:
-                me = weakref.ref(self)
-                self._steps.ask(lambda: _check_step(me()))
-        self._is_local = True
+        if not self._local and not self._has_warned:
+            self._look_before_step()
+        self._local.add(index)
 
-    def check_step(self) -> None:
-        """Warn, once, of a step with gradients of this rank alone."""
-        self._steps.ask(None)
-        if not self._is_local:
-            return
-        self._has_warned = True
-        if any(parameter.grad is not None for parameter in self._parameters):
-            self.has_parted = True
-            warnings.warn(
-                "an optimizer steps with gradients of this rank alone, so that the copies of the "
-                "model part: the last backward pass was in no_sync. Run the last one of a step "
-                "outside of it; for steps of each rank by itself use post_localSGD_hook of "
-                "meshwright.data_parallel.comm_hooks, which brings the copies together again",
-                UserWarning,
-                stacklevel=2,
-            )
+    def doubt(
+        self, communicator: Communicator, *, is_in: bool = True
+    ) -> CollectiveMismatchError | None:
+        """Take in that copies of the weights seem to differ, see `SameWeights.doubt`."""
+        error = self.copies.doubt(communicator, is_in=is_in and not self.has_parted)
+        if self.copies.is_in_doubt:
+            self._look_before_step()
+        return error
+
+    def _look_before_step(self) -> None:
+        self._steps.ask(partial(_before_step, weakref.ref(self)))
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Compare weights in doubt; warn, once, of a step with gradients of this rank alone."""
+        self.copies.judge()
+        if not self._has_warned:
+            local = {id(p) for n in self._local if (p := self._parameters[n]).grad is not None}
+            held = (id(p) for group in optimizer.param_groups for p in group["params"])
+            self._has_warned = self.has_parted = any(each in local for each in held)
+            if self.has_parted:
+                warnings.warn(
+                    "an optimizer steps with gradients of this rank alone, so that the copies of "
+                    "the model part: the last backward pass was in no_sync. Run the last one of a "
+                    "step outside of it; for steps of each rank by itself use post_localSGD_hook "
+                    "of meshwright.data_parallel.comm_hooks, which brings the copies together "
+                    "again",
+                    UserWarning,
+                    stacklevel=2,
+                )
+        if self._has_warned or not self._local:
+            self._steps.ask(None)
 
     def begin_backward(self, *, parts_copies: bool = False) -> None:
         """Begin a backward pass that reduces; its gradients may let copies part."""
-        # What was written by gradients of no_sync differs by right, as the ascent of SAM (Foret et
-        # al., 2021) on the batch of each rank.
-        has_ascended = self._is_local and self._weights != self._local_weights
-        self._is_local = False
+        self._local.clear()
         self._backwards += 1
-        compares = not (parts_copies or self._is_alone or self.has_parted or has_ascended)
+        compares = not (parts_copies or self._is_alone or self.has_parted)
         self.copies.begin_pass(compares=compares)
-        self.place = PassPlace(self._weights, self._backwards, self._sums)
+        self.place = PassPlace(self._weights, self._backwards, self._digest)
 
     def write(self, notes: torch.Tensor) -> None:
         """Mark where this rank is, and what it holds."""
@@ -196,15 +206,15 @@ class Alignment:
         ``place`` is that of the pass, of which this rank is in the next one by now. None where all
         have the same weights and are in the same pass: they go on.
         """
-        weights, backwards, sums = place or PassPlace(self._weights, self._backwards)
-        sums = self.copies.sums() if sums is None else sums
-        values = "" if sums is None else str(sums.tolist())
+        weights, backwards, digest = place or PassPlace(self._weights, self._backwards)
+        digest = self.copies.digest_of_now() if digest is None else digest
+        values = "" if digest is None else str(digest.item())
         mine = [weights, backwards, gave_up, values]
         rows = communicator.gather_values(mine, label="alignment")
         if all(row[1:] == [backwards, False, values] for row in rows):
             most = max(row[0] for row in rows)
             self._sees_changes = self._sees_changes and weights == most
-            self._keeps_sums = not communicator.is_on_host
+            self._keeps_digests = not communicator.is_on_host
             self._weights += most - weights
             return None
         found = (
@@ -238,9 +248,10 @@ def agree(sums: Sequence[float]) -> bool:
     return (a > 0) + (b > 0) + (c > 0) < 2 and (d > 0) + (e > 0) + (f > 0) < 2
 
 
-def _check_step(alignment: Alignment | None) -> None:
+def _before_step(known: Callable[[], Alignment | None], optimizer: torch.optim.Optimizer) -> None:
+    alignment = known()
     if alignment is not None:
-        alignment.check_step()
+        alignment.before_step(optimizer)
 
 
 NOWHERE = PassPlace(-1, -1)
@@ -318,8 +329,7 @@ class PassNotes:
             copies.ask()
         # Inline: it is on the path of each pass. Sums that are not a number are of marks above.
         if max(map(min, sums[ONES:ZEROS], sums[ZEROS:NOTES])) > 0:
-            is_in = place is not NOWHERE and not self.alignment.has_parted
-            error = copies.compare(communicator, is_in=is_in)
+            error = self.alignment.doubt(communicator, is_in=place is not NOWHERE)
             if error is not None:
                 return error
         if self.static is not None and sums[NOTES] > 0:

@@ -45,6 +45,7 @@ from meshwright.data_parallel.checks.order_record import (
     INTERRUPTED,
     STEPPED,
     UNKNOWN,
+    EndedForward,
     Forward,
     OrderedUnit,
     OrderRecord,
@@ -107,10 +108,19 @@ class _Comparison:
 
     started: Callable[[], bytes]
     """Waits for a `_ROW` of each rank."""
-    forwards: tuple[tuple[int, OrderRecord, int, Sequence[str]], ...]
-    """The forwards it covers: number, order, what is known of the weights, optimizers' settings."""
-    has_left: bool
-    """True when this rank had left its reference in one of them."""
+    forwards: tuple[EndedForward, ...]
+    """The forwards it covers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Difference:
+    """The first difference between ranks, in words."""
+
+    text: str
+    is_of_weights: bool = True
+    """True when it is an error in any case: every step after it would use the weights."""
+    was_used: bool = False
+    """True when optimizers have made the steps that differ."""
 
 
 class OrderCheck:
@@ -154,7 +164,7 @@ class OrderCheck:
         """Forwards in a row that left the order of the one before."""
         self._votes: list[str] = []
         """Keys on the board that all ranks have passed, to be deleted."""
-        self._waiting: list[tuple[int, OrderRecord, int, Sequence[str], bool]] = []
+        self._waiting: list[EndedForward] = []
         """Forwards since the last comparison of hashes was issued."""
         self._comparisons: list[_Comparison] = []
         self._key = register("order", communicator, self)
@@ -219,7 +229,9 @@ class OrderCheck:
         self.reference = record
         if self._communicator.is_alone or self.is_unchecked:
             return
-        self._waiting.append((now.number, record, now.weights, now.settings, now.has_left))
+        self._waiting.append(
+            EndedForward(now.number, record, now.weights, now.settings, now.has_left)
+        )
         if now.number % self._options.every == 0:
             self._issue()
 
@@ -240,6 +252,12 @@ class OrderCheck:
         PROCESS.outstanding.pop(self._noted, None)
         while self._comparisons:
             self._compare_next()
+
+    def passed(self, answer: Mapping[str, Any]) -> str:
+        """Name the unit at which the rank that says ``answer`` is here; "" where it is at none."""
+        position = self._now.position
+        record = self._record(answer, position) if self._is_active else None
+        return "" if record is None else self._names.of(record.at(position))
 
     def describe(self) -> Mapping[str, Any]:
         """Describe the place of this rank to peers that ask; called from the monitor's thread."""
@@ -404,19 +422,14 @@ class OrderCheck:
         self._waiting.clear()
         digest = settings = 0
         weights = 1
-        for number, (_, record, known, texts, _) in enumerate(waiting):
-            digest = record.digest(digest)
+        for number, ended in enumerate(waiting):
+            digest = ended.order.digest(digest)
             if number < 30:  # what fits into the integer
-                weights = weights * 4 + known
+                weights = weights * 4 + ended.weights
             # A sum: optimizers in the backward step in no order.
-            settings += sum(1 + zlib.crc32(text.encode()) for text in texts)
-        self._comparisons.append(
-            _Comparison(
-                started=self._start(digest, weights, settings),
-                forwards=tuple(each[:4] for each in waiting),
-                has_left=any(has_left for *_, has_left in waiting),
-            )
-        )
+            settings += sum(1 + zlib.crc32(text.encode()) for text in ended.settings)
+        started = self._start(digest, weights, settings)
+        self._comparisons.append(_Comparison(started=started, forwards=waiting))
 
     def _compare_next(self) -> None:
         """Take in the oldest comparison; raise or warn when ranks differ."""
@@ -429,16 +442,17 @@ class OrderCheck:
             return
         if self.is_unchecked:
             return
-        text, is_of_weights = self._difference(comparison)
-        if is_of_weights or self._is_error:
+        found = self._difference(comparison)
+        if found.is_of_weights or self._is_error:
             self.reference = None
             self._comparisons.clear()
             self._due = 0
             used = "One step of an optimizer may have" if self._is_late else "No optimizer has"
-            remedy = "" if is_of_weights else f" {REMEDY}"
-            raise CollectiveMismatchError(f"{text}. {used} used its gradients.{remedy}")
+            after = "" if found.was_used else f". {used} used its gradients"
+            remedy = "" if found.is_of_weights else f". {REMEDY}"
+            raise CollectiveMismatchError(f"{found.text}{after}{remedy}")
         self.is_unchecked = True
-        text = f"{text}. Collectives are unchecked and may give incorrect results or hang"
+        text = f"{found.text}. Collectives are unchecked and may give incorrect results or hang"
         if self._options.warn_at_once:
             # The ranks that left their own order have warned; the others must stay silent.
             _log.warning("rank %d: %s", self._rank, text)
@@ -449,7 +463,7 @@ class OrderCheck:
         monitor = PROCESS.monitor
         if monitor is None:
             return
-        if comparison.has_left:
+        if any(ended.has_left for ended in comparison.forwards):
             monitor.deviate("")
         if self._communicator.rank == 0:
             for votes in self._votes:
@@ -457,15 +471,11 @@ class OrderCheck:
                 monitor.board.delete_key(f"{votes}/all")
         self._votes.clear()
 
-    def _difference(self, comparison: _Comparison) -> tuple[str, bool]:
-        """Describe what differs first, with its ranks; the second is True when it is the weights.
-
-        Weights that differ are an error in any case: every step after it would use them. Every rank
-        takes part.
-        """
+    def _difference(self, comparison: _Comparison) -> _Difference:
+        """Describe what differs first, with its ranks. Every rank takes part."""
         mine = [
-            [n, record.units, known, sorted(texts)]
-            for n, record, known, texts in comparison.forwards
+            [ended.number, ended.order.units, ended.weights, sorted(ended.settings)]
+            for ended in comparison.forwards
         ]
         everyone = self._communicator.gather_values(mine, label="order lists")
         ranks, names = self._communicator.ranks, self._names
@@ -475,36 +485,37 @@ class OrderCheck:
                 r: STEPS[known] for r, (_, _, known, _) in zip(ranks, step, strict=True) if known
             }
             if len(set(steps.values())) > 1:
-                text = (
-                    f"Optimizer steps differ across ranks: before forward {number}{self._root} "
-                    f"{told(steps, steps.values())}. Run as many passes for each optimizer step on "
-                    "every rank, and skip a step on all ranks or on none"
+                return _Difference(
+                    text=f"Optimizer steps differ across ranks: before forward {number}{self._root}"
+                    f" {told(steps, steps.values())}. Run as many passes for each optimizer step "
+                    "on every rank, and skip a step on all ranks or on none"
                 )
-                return text, True
             said = {r: texts for r, (*_, texts) in zip(ranks, step, strict=True) if texts}
             found = first_difference([*said], [*said.values()])
             if found is not None:
                 at = int(found.place)
                 steps = {r: each[at] if at < len(each) else "no more" for r, each in said.items()}
-                text = (
-                    f"Settings of optimizers differ across ranks: before forward {number}"
+                return _Difference(
+                    text=f"Settings of optimizers differ across ranks: before forward {number}"
                     f"{self._root} steps were made by {told(steps, steps.values())}. Each rank "
-                    "changes its parts of the weights by its own. Set them alike on every rank, "
-                    "and schedule by what all ranks know, such as a loss that was reduced"
+                    "has changed its parts of the weights by its own: go on from a state of "
+                    "before. Set them alike on every rank, and schedule by what all ranks know, "
+                    "such as a loss that was reduced",
+                    was_used=True,
                 )
-                return text, True
             found = first_difference(ranks, [units for _, units, *_ in step])
             if found is not None:
                 at = int(found.place)
                 records = [OrderRecord(tuple(units)) for _, units, *_ in step]
-                text = (
-                    f"Forward order differs across ranks in forward {number}{self._root}, "
+                return _Difference(
+                    text=f"Forward order differs across ranks in forward {number}{self._root}, "
                     f"position {at}: {told(ranks, [names.of(r.at(at)) for r in records])}. Order: "
-                    f"{told(ranks, [names.drawn(r, at) for r in records])}"
+                    f"{told(ranks, [names.drawn(r, at) for r in records])}",
+                    is_of_weights=False,
                 )
-                return text, False
         counts = told(ranks, [f"{len(forwards)} forwards" for forwards in everyone])
-        text = (
-            f"Forward order differs across ranks{self._root}, since the last comparison: {counts}"
+        return _Difference(
+            text=f"Forward order differs across ranks{self._root}, since the last comparison: "
+            f"{counts}",
+            is_of_weights=False,
         )
-        return text, False

@@ -6,6 +6,7 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 END = -1
 """Stands for "the forward ends here" where a unit could come."""
@@ -47,6 +48,19 @@ class OrderRecord:
     def at(self, position: int) -> int:
         """Find the unit at ``position``, or `END` behind the last."""
         return self.units[position] if position < len(self.units) else END
+
+
+class EndedForward(NamedTuple):
+    """One forward that has ended, as it is compared over the ranks."""
+
+    number: int
+    order: OrderRecord
+    weights: int
+    """The state of the weights before it, see `UNKNOWN`."""
+    settings: Sequence[str]
+    """The settings by which optimizers had changed them, one text for each group."""
+    has_left: bool
+    """True when it differs from the forward before on this rank."""
 
 
 class Forward:

@@ -5,8 +5,11 @@ A write on one rank alone parts copies for good, and no count of writes tells it
     compared in   passes 1, 2, 4, 8, ... and from 1024 on each 1024th
                   the pass after one in which a rank was written otherwise than in the pass before
 
-Copies may differ by the rounding of many steps, where the ranks' processors do: that is said once.
-What differs by more is an error on every rank.
+Where digests differ, weights are in doubt: a pass may have written them for itself on each rank, as
+noise or an ascent by its own batch, which is undone before the step. So they are compared before
+the next step of an optimizer, or where none comes some passes later. Copies may differ by the
+rounding of many steps, where the ranks' processors do: that is said once. What differs by more is
+an error on every rank.
 """
 
 from __future__ import annotations
@@ -21,8 +24,7 @@ from meshwright.comm import Communicator, LateNumbers
 from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.comm.dtensors.subclasses import values_of
 from meshwright.comm.failures.sameness import Difference, first_difference, refusal
-from meshwright.comm.streams import moved
-from meshwright.data_parallel.checks.starting_state import GOLDEN, digests_of
+from meshwright.data_parallel.checks.starting_state import digest_of_all, digests_of
 from meshwright.errors import CollectiveMismatchError
 from meshwright.gradients import beyond_rounding_first, is_due
 
@@ -30,16 +32,19 @@ BITS = 16
 """Bits of a digest that travel: others differ by chance alone in one of 65,536 comparisons."""
 FREE, SHARE = 4, 32
 """Comparisons on request: so many, and one more in so many passes."""
+PATIENCE = 8
+"""Passes after which copies in doubt are compared although no optimizer of torch's has stepped."""
 ROUNDING = 0.1
 """Of what gradients may differ by: weights add up the rounding of updates, small beside them."""
 _NUMBER = (1 << 52) - 1
 
 REMEDY = (
-    "Something has written the weights on some ranks alone: a state dict that is loaded there, or "
-    "an optimizer whose settings are others there, as a learning rate, or whose state is that of "
-    "fewer steps, as after join(). Do it on every rank, or broadcast the result to all. Parameters "
-    "that are to differ are left out as ignored ones, and a communication hook that lets copies "
-    "part says so: hook.parts_copies = True"
+    "Something has written the weights on some ranks alone: a state dict that is loaded there, a "
+    "forward pass that writes them by its batch, or an optimizer whose settings are others there, "
+    "as a learning rate, or whose state is that of fewer steps, as after join(). Do it on every "
+    "rank, or broadcast the result to all. Undo what is for one pass, as noise, before the step of "
+    "a torch.optim.Optimizer. Parameters that are to differ are left out as ignored ones, and a "
+    "communication hook that lets copies part says so: hook.parts_copies = True"
 )
 
 
@@ -62,6 +67,12 @@ class SameWeights:
         """The digest of the pass of now, if it is compared: 64 bits, where the weights lie."""
         self._answered = 0
         self._number = 0.0
+        self._doubt: tuple[int, Communicator, bool] | None = None
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """True when digests have differed and weights are to be compared, see `judge`."""
+        return self._doubt is not None
 
     @contextlib.contextmanager
     def parting(self) -> Iterator[None]:
@@ -91,12 +102,11 @@ class SameWeights:
         self._next = self.passes + 1
         while not is_due(self._next):
             self._next += 1
-        sums = self.sums()
+        digest = self.digest_of_now()
         self._late.settle()
-        if sums is not None:
-            places = torch.arange(1, 2 * sums.numel(), 2, device=sums.device)
-            self.digest = (sums * places.mul_(GOLDEN)).sum()
-            self._late.look(self.digest.reshape(1), self._keep)
+        if digest is not None:
+            self.digest = digest
+            self._late.look(digest.reshape(1), self._keep)
 
     def _keep(self, numbers: Sequence[float]) -> None:
         self._number = float(int(numbers[0]) >> 11 & _NUMBER) + 1.0
@@ -108,10 +118,9 @@ class SameWeights:
         number, self._number = self._number, 0.0
         return number
 
-    def sums(self) -> torch.Tensor | None:
-        """Compute a digest of each tensor, in one tensor; None where there are none."""
-        found = [each for _, each in self._digests()]
-        return torch.stack([moved(each, found[0].device) for each in found]) if found else None
+    def digest_of_now(self) -> torch.Tensor | None:
+        """Compute a digest of all weights, 64 bits where they lie; None where there are none."""
+        return digest_of_all([tensor for _, tensor in self._named()])
 
     def _digests(self) -> list[tuple[tuple[str, torch.Tensor], torch.Tensor]]:
         named = self._named()
@@ -119,7 +128,33 @@ class SameWeights:
         pairs = zip(named, digests, strict=True)
         return [(held, digest) for held, digest in pairs if digest is not None]
 
-    def compare(self, axis: Communicator, *, is_in: bool = True) -> CollectiveMismatchError | None:
+    def doubt(self, axis: Communicator, *, is_in: bool = True) -> CollectiveMismatchError | None:
+        """Take in that digests differ, which all ranks of ``axis`` see; the error to raise, if any.
+
+        Without ``is_in`` those of this rank are not compared.
+        """
+        since = self.passes if self._doubt is None else self._doubt[0]
+        if self._may_part or self.passes >= since + PATIENCE:
+            self._doubt = None
+            return self._compare(axis, is_in=is_in)
+        self._doubt = since, axis, is_in
+        self._next = min(self._next, since + PATIENCE)
+        return None
+
+    def judge(self) -> None:
+        """Compare weights in doubt; called before a step of an optimizer, which all ranks make.
+
+        Raises CollectiveMismatchError on every rank where they differ.
+        """
+        # Ranks that are done make no steps inside of join, whose end makes all equal.
+        if self._doubt is None or self._may_part:
+            return
+        (_, axis, is_in), self._doubt = self._doubt, None
+        error = self._compare(axis, is_in=is_in)
+        if error is not None:
+            raise error
+
+    def _compare(self, axis: Communicator, *, is_in: bool) -> CollectiveMismatchError | None:
         """Make the error that every rank of ``axis`` raises where weights differ; collective.
 
         None where they differ by rounding, which is said once. Without ``is_in`` those of this rank

@@ -20,7 +20,7 @@ from meshwright.comm import Communicator, watch_run
 from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.comm.dtensors.subclasses import values_of
 from meshwright.comm.failures.sameness import differing, first_difference, require_equal
-from meshwright.comm.streams import is_host
+from meshwright.comm.streams import is_host, moved
 from meshwright.errors import CollectiveMismatchError
 from meshwright.torch_internals.modules import non_persistent_buffers_of
 from meshwright.torch_internals.tensors import foreach_copy_
@@ -33,6 +33,8 @@ LANES = 2**14
 """32-bit lanes that are multiplied by weights of their own in a digest."""
 ROWS = 16
 """So many times as many at once: memory of a digest that stays in a cache."""
+_TOGETHER = 16 * ROWS
+"""Short tensors that are read as one: few operators, in at most 16 MiB."""
 GOLDEN = -7046029254386353131
 """Odd, with the bits of the golden ratio's fraction in 64 bits: multiples of it look random."""
 
@@ -325,9 +327,44 @@ def digests_of(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | No
     return found
 
 
+@torch.no_grad()
+def digest_of_all(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
+    """64 bits for all of ``tensors`` together, in their order, on the device of the first.
+
+    See `digests_of`. Short ones are read as one long tensor. None where nothing has bits to read.
+    """
+    found: list[torch.Tensor] = []
+    short: dict[torch.device, list[torch.Tensor]] = {}
+    factors: dict[torch.device, torch.Tensor] = {}
+
+    def read(raw: torch.Tensor) -> None:
+        if raw.device not in factors:
+            factors[raw.device] = _weights(raw.device)
+        found.append(_digest_of_long(raw, factors[raw.device]))
+
+    for tensor in tensors:
+        raw = _bytes_of(tensor)
+        if raw is None:
+            continue
+        if raw.numel() >= 4 * LANES:
+            read(raw)
+            continue
+        line = short.setdefault(raw.device, [])
+        line.append(raw)
+        if len(line) == _TOGETHER:
+            read(torch.cat(line))
+            line.clear()
+    for line in short.values():
+        if line:
+            read(torch.cat(line))
+    return _one_of(torch.stack([moved(each, found[0].device) for each in found])) if found else None
+
+
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """View the bytes of ``tensor``, or copy them; None where it has none to read."""
-    local = values_of(local_of(tensor)).detach()
+    if type(tensor) is not torch.Tensor and type(tensor) is not nn.Parameter:
+        tensor = values_of(local_of(tensor))
+    local = tensor.detach()
     if local.is_meta or local.layout is not torch.strided or local.is_quantized:
         return None
     if type(local) is not torch.Tensor and type(local) is not nn.Parameter:
@@ -347,9 +384,13 @@ def _digest_of_long(raw: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     parts.append(_folded(tail).mul_(weights[: tail.numel()]).sum().view(1))
     rest = raw[lanes * 4 :].to(torch.int32)
     parts.append((rest * weights[: rest.numel()]).sum().view(1))
-    sums = torch.cat(parts)
-    places = torch.arange(1, 2 * sums.numel(), 2, device=raw.device)
-    return (sums * places.mul_(GOLDEN)).sum()
+    return _one_of(torch.cat(parts))
+
+
+def _one_of(digests: torch.Tensor) -> torch.Tensor:
+    """Make one digest of several."""
+    places = torch.arange(1, 2 * digests.numel(), 2, device=digests.device)
+    return (digests * places.mul_(GOLDEN)).sum()
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ an optimizer that holds nothing of this rank's changes none.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
 )
 
 from meshwright.comm import settle
+from meshwright.comm.streams import is_host
 
 _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Settings of how a step is computed, which may differ where its result does not."""
@@ -41,14 +42,14 @@ class StepWatch:
         self,
         parameters: Callable[[], Iterable[torch.Tensor]],
         given: Callable[[], Iterable[torch.Tensor]] = tuple,
-        check: Callable[[], object] | None = None,
+        check: Callable[[torch.optim.Optimizer], object] | None = None,
         *,
         with_settings: bool = False,
     ) -> None:
         """``given`` are the objects that users had for parameters that they were replaced by.
 
-        ``check`` is called before each step, and raises where there must be none now. `settings`
-        are noted ``with_settings`` only.
+        ``check`` is called before each step with its optimizer, and raises where there must be none
+        now. `settings` are noted ``with_settings`` only.
         """
         self._with_settings = with_settings
         self._check = check
@@ -58,6 +59,8 @@ class StepWatch:
         self._ended = 0
         self.has_seen = False
         """True once one of them has stepped: who else changes weights need not be looked for."""
+        self.was_fused = self._is_fused = False
+        """True when one of those that the last call of `take` returned has changed no version."""
         self.settings: tuple[str, ...] = ()
         """The settings of the steps that the last call of `take` returned, by group."""
         self._noted: list[str] = []
@@ -77,7 +80,7 @@ class StepWatch:
             for key in [k for k, hook in hooks.items() if isinstance(hook, _Hook) and hook.is_idle]:
                 del hooks[key]
 
-    def ask(self, check: Callable[[], object] | None) -> None:
+    def ask(self, check: Callable[[torch.optim.Optimizer], object] | None) -> None:
         """Call ``check`` before each step from now on; None: nothing."""
         self._check = check
 
@@ -85,6 +88,7 @@ class StepWatch:
         """Return the steps since the last call. A step that runs now counts as one that raised."""
         begun, ended = self._begun, self._ended
         self._begun = self._ended = 0
+        self.was_fused, self._is_fused = self._is_fused, False
         self.settings = tuple(self._noted)
         self._noted.clear()
         self.has_seen = self.has_seen or bool(begun or ended)
@@ -97,18 +101,19 @@ class StepWatch:
     def _begins(self, optimizer: torch.optim.Optimizer) -> None:
         if self._holds(optimizer):
             if self._check is not None:
-                self._check()
+                self._check(optimizer)
             self._begun += 1
 
     def _ends(self, optimizer: torch.optim.Optimizer) -> None:
         if self._holds(optimizer):
             self._ended += 1
+            self._is_fused = self._is_fused or bool(optimizer.defaults.get("fused"))
             if self._with_settings:
                 self._noted += self._settings(optimizer)
 
     def _settings(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """Write the numbers by which each group of ``optimizer`` steps."""
-        numbers = [_numbers(group) for group in optimizer.param_groups]
+        """Write the numbers by which groups of ``optimizer`` step, those of equal groups once."""
+        numbers = [_numbers(optimizer, group) for group in optimizer.param_groups]
         before = self._words.get(optimizer)
         if before is not None and before[0] == numbers:
             return before[1]
@@ -116,6 +121,7 @@ class StepWatch:
         words = [
             f"{kind} with {', '.join(f'{key}={value}' for key, value in each)}" for each in numbers
         ]
+        words = [*dict.fromkeys(words)]
         self._words[optimizer] = numbers, words
         return words
 
@@ -141,17 +147,31 @@ class StepWatch:
         return known[1]
 
 
-def _numbers(group: dict[str, Any]) -> list[tuple[str, object]]:
-    """List what a step of ``group`` computes with, but for what lies in tensors."""
-    return [
-        (key, value)
-        for key, value in group.items()
-        if key not in _HOW
-        and (
-            isinstance(value, float | int)
-            or (isinstance(value, tuple) and all(isinstance(each, float | int) for each in value))
-        )
-    ]
+def _numbers(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[tuple[str, object]]:
+    """List what a step of ``group`` computes with, but for what lies in tensors of a device.
+
+    What else a group holds, as the norm of its gradient that a user has put there, is no setting.
+    """
+    found: list[tuple[str, object]] = []
+    for key, value in group.items():
+        if key in _HOW or (key != "lr" and key not in optimizer.defaults):
+            continue
+        if isinstance(value, float | int):
+            found.append((key, value))
+            continue
+        has_several = type(value) in (tuple, list)
+        several: Sequence[object] = value if has_several else (value,)
+        numbers = [_number(e) if isinstance(e, torch.Tensor) else e for e in several]
+        if all(isinstance(each, float | int) for each in numbers):
+            found.append((key, tuple(numbers) if has_several else numbers[0]))
+    return found
+
+
+def _number(value: torch.Tensor) -> float | None:
+    """Read ``value`` where nothing waits for it, and no graph is made of the step."""
+    if value.numel() != 1 or not is_host(value.device) or torch.compiler.is_compiling():
+        return None
+    return value.item()
 
 
 class _Hook:

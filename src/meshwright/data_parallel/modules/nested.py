@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -61,3 +62,116 @@ def _mapped(function: Callable[[torch.Tensor], torch.Tensor], leaf: Any) -> Any:
         for name, item in changed.items():
             object.__setattr__(leaf, name, item)  # some are frozen
     return leaf
+
+
+class Loan:
+    """Lists and dicts that a module is given in the place of its caller's, with other tensors.
+
+    A module may write to what it is given, as to a cache that its blocks fill. What it has done to
+    its own is done to the caller's, once that is handed back::
+
+        theirs [a, b]   ->   given [a', b']   -> module ->   given [a', b', c]
+        theirs [a, b, c]   <-   hand back
+    """
+
+    def __init__(
+        self,
+        function: Callable[[torch.Tensor], torch.Tensor],
+        rest: Callable[[Any], Any] | None = None,
+    ) -> None:
+        """``function`` changes tensors, and ``rest`` what is no tuple, list or dict of Python's.
+
+        Without ``rest`` its tensors are changed by ``function``, too.
+        """
+        self._function = function
+        self._rest = rest
+        self.lent: list[tuple[Any, Any, list[Any]]] = []
+        """The caller's containers, the module's, and what these held."""
+        self._pairs: list[tuple[Any, Any]] = []
+        """All that the module was given, beside the caller's."""
+
+    def give(self, value: Any) -> Any:  # noqa: ANN401 - whatever a module is given
+        """Find what the module is to be given for ``value``: itself, where no tensor changes."""
+        if isinstance(value, torch.Tensor):
+            tensor = self._function(value)
+            if tensor is not value:
+                self._pairs.append((tensor, value))
+            return tensor
+        kind = type(value)
+        if kind is tuple or kind in _SEQUENCES:
+            held = list(value)
+        elif kind in _MAPPINGS:
+            held = list(value.values())
+        else:
+            return self._given_whole(value)
+        given = [self.give(item) for item in held]
+        if _are_same(given, held):
+            if kind is not tuple:
+                self.lent.append((value, value, held))
+            return value
+        if kind is tuple:
+            return tuple(given)
+        own = given[:] if kind is list else dict(zip(value, given, strict=True))
+        if kind is not list and kind is not dict:
+            own = copy.copy(value)
+            _fill(own, given, list(value))
+        self.lent.append((value, own, given))
+        self._pairs.append((own, value))
+        return own
+
+    def hand_back(self) -> list[Any]:
+        """Do to the caller's lists and dicts what the module has done to its own.
+
+        Returns what these hold now and were not given.
+        """
+        new: list[Any] = []
+        for theirs, own, given in self.lent:
+            now = list(own.values()) if type(own) in _MAPPINGS else list(own)
+            keys = list(own)
+            if _are_same(now, given) and (type(own) in _SEQUENCES or keys == list(theirs)):
+                continue
+            new += [item for item in now if all(item is not each for each in given)]
+            if own is not theirs:
+                _fill(theirs, [self._before(item) for item in now], keys)
+        return new
+
+    def has_given(self, value: Any) -> bool:  # noqa: ANN401
+        """Tell whether ``value`` was given to the module in the place of another one."""
+        return any(given is value for given, _ in self._pairs)
+
+    def _before(self, item: Any) -> Any:  # noqa: ANN401
+        return next((value for given, value in self._pairs if given is item), item)
+
+    def _given_whole(self, value: Any) -> Any:  # noqa: ANN401
+        if self._rest is not None:
+            return self._rest(value)
+        changes = any(self._function(tensor) is not tensor for tensor in tensors_in(value))
+        return map_tensors(self._function, value) if changes else value
+
+
+_SEQUENCES = (list, deque)
+_MAPPINGS = (dict, OrderedDict, defaultdict)
+
+
+def tensors_kept_by(modules: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    """List tensors with a graph that ``modules`` hold as attributes, or in lists: losses mostly."""
+    for module in modules:
+        for value in module.__dict__.values():
+            if isinstance(value, torch.Tensor):
+                if value.grad_fn is not None:
+                    yield value
+            elif type(value) is list:
+                yield from (v for v in value if isinstance(v, torch.Tensor) and v.grad_fn)
+
+
+def _are_same(these: Sequence[Any], others: Sequence[Any]) -> bool:
+    pairs = zip(these, others, strict=False)
+    return len(these) == len(others) and all(one is other for one, other in pairs)
+
+
+def _fill(container: Any, items: Sequence[Any], keys: Sequence[Any]) -> None:  # noqa: ANN401
+    container.clear()
+    if type(container) in _MAPPINGS:
+        container.update(zip(keys, items, strict=True))
+    else:
+        container.extend(items)

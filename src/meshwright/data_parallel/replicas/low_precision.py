@@ -20,7 +20,7 @@ from meshwright.data_parallel.distributed_parameters import (
     local_parameters,
 )
 from meshwright.data_parallel.modules.module_tensors import ModuleBuffers, ModuleParameters
-from meshwright.data_parallel.modules.nested import map_tensors
+from meshwright.data_parallel.modules.nested import Loan
 
 
 class LowPrecision(Protocol):
@@ -105,7 +105,7 @@ class _Swap:
         self.places: list[Place] = []
         self.local: Mapping[int, LocalParameter] = {}
         self._dtype = dtype
-        self._running: list[list[Place]] = []
+        self._running: list[tuple[list[Place], Loan]] = []
 
     def follow(self, places: list[Place], local: Mapping[int, LocalParameter]) -> None:
         """Replace the parameters at ``places`` from now on; ``local`` are those that compute."""
@@ -122,11 +122,14 @@ class _Swap:
                 casts[id(parameter)] = computing(parameter, self.local).to(self._dtype)
             # A cast is no leaf, so it is no Parameter, and `setattr` would refuse it.
             owner._parameters.__setitem__(name, casts[id(parameter)])  # pyrefly: ignore
-        self._running.append(swapped)
-        return map_tensors(partial(_cast, self._dtype), (args, kwargs))
+        loan = Loan(partial(_cast, self._dtype))
+        self._running.append((swapped, loan))
+        return loan.give(args), {key: loan.give(value) for key, value in kwargs.items()}
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        for owner, name, parameter in self._running.pop():
+        swapped, loan = self._running.pop()
+        loan.hand_back()
+        for owner, name, parameter in swapped:
             owner._parameters[name] = parameter
 
 

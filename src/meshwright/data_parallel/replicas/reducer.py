@@ -399,7 +399,7 @@ class GradientReducer:
         home = self._homes[index]
         if not self.is_synchronising:
             if not self.is_wanted and self.communicator.size > 1:
-                self.alignment.stays_local()
+                self.alignment.stays_local(index)
             if self.marking is not None:
                 self.marking.stays()
             return

@@ -26,7 +26,7 @@ from meshwright.data_parallel.distributed_parameters import check_axes, local_pa
 from meshwright.data_parallel.modules.batch_norm import LocalStatistics
 from meshwright.data_parallel.modules.equal_buffers import EqualBuffers
 from meshwright.data_parallel.modules.module_tensors import ModuleParameters
-from meshwright.data_parallel.modules.nested import tensors_in
+from meshwright.data_parallel.modules.nested import Loan, tensors_in
 from meshwright.data_parallel.replicas.options import ReplicateOptions
 from meshwright.data_parallel.replicas.reducer import GradientReducer
 from meshwright.data_parallel.replicas.traced import Marking, Route
@@ -34,7 +34,6 @@ from meshwright.errors import CollectiveMismatchError
 from meshwright.gradients import mark_mean
 from meshwright.torch_internals.autograd import at_end_of_backward, running_backward
 from meshwright.torch_internals.modules import lent_now
-from meshwright.torch_internals.trees import tree_map
 
 ALIKE = (
     "The first forward pass with it was one of torch.func.functional_call, whose tensors are made "
@@ -368,8 +367,9 @@ def move_inputs(
     """Move the tensors of ``args`` and ``kwargs`` to the one device, if any."""
     if not device_ids:
         return args, kwargs
-    return tree_map(partial(_moved, device_ids[0]), (args, kwargs))
+    loan = Loan(partial(_moved, device_ids[0]))  # what lies there already stays the caller's
+    return loan.give(args), {key: loan.give(value) for key, value in kwargs.items()}
 
 
-def _moved(device: int | torch.device, value: object) -> object:
-    return value.to(device) if isinstance(value, torch.Tensor) else value
+def _moved(device: int | torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(device)

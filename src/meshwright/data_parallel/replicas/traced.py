@@ -48,6 +48,8 @@ from meshwright.torch_internals.autograd import at_end_of_backward, running_back
 _log = logging.getLogger("meshwright")
 
 _SAME_PATH = "take the same path on every rank"
+_ALONE = '["alone", []]'
+"""The plan of a graph in which marks are reduced one by one."""
 
 Route = str
 """``"forward"``, ``"hooks"`` or ``"eager"``: plain text, which a trace takes for a constant."""
@@ -365,8 +367,7 @@ class Marking:
         if any(row[4] for row in rows):
             alignment.copies.ask()
         if len({row[3] for row in rows} - {0.0}) > 1:
-            is_in = not alignment.has_parted
-            error = alignment.copies.compare(self._communicator, is_in=is_in)
+            error = alignment.doubt(self._communicator)
             if error is not None:
                 raise error
         match most:
@@ -478,8 +479,10 @@ class Marking:
         )
 
     def unfused(self) -> None:
-        """Count a mark that is reduced alone."""
+        """Get ready for a mark that is reduced alone: the first of a pass compares what it is."""
         compiler_of_marks().is_unfused(self.name)
+        if running_backward() != self._running:
+            self.agree((), _ALONE)
 
 
 class _Rest(IntEnum):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,9 @@ REMEMBERED = 16
 """States of a root whose digests are kept: accumulation changes to and from one, for instance."""
 
 LABEL = "compare copies"
+
+NAMED = 20
+"""The most parameters that an error names."""
 
 SAME_MODEL = (
     "Each rank would keep parts of a model of its own. Seed all ranks alike, or load the same "
@@ -150,15 +153,20 @@ class SameCopies:
                 self._coming.append((axis, axis.start_equal(struct.pack("<d", number), LABEL)))
 
     def finish(self) -> None:
-        """Look at what was sent. Raises CollectiveMismatchError where copies differ."""
+        """Look at what was sent. Raises CollectiveMismatchError as `SameWeights.doubt` says."""
         while self._coming:
             axis, started = self._coming.pop(0)
             said = started()
             if len(set(struct.iter_unpack("<d", said))) > 1:
-                error = self.checks[axis].compare(axis)
+                error = self.checks[axis].doubt(axis)
                 if error is not None:
                     self._coming.clear()
                     raise error
+
+    def judge(self) -> None:
+        """Compare copies that are in doubt, before a step of an optimizer."""
+        for check in self.checks.values():
+            check.judge()
 
 
 def _parts(drivers: Sequence[Driver], axis: Communicator) -> list[tuple[str, torch.Tensor]]:
@@ -271,3 +279,17 @@ def _word(value: object) -> object:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return f"{value.size} ranks" if isinstance(value, Communicator) else "a function"
+
+
+def check_meta(drivers: Iterable[Driver]) -> None:
+    """Raise RuntimeError when parameters are still on the meta device."""
+    units = [driver.unit for driver in drivers if driver.unit is not None]
+    groups = [g for unit in units for g in unit.groups if g.buffer.shard.is_meta]
+    names = [slot.name for group in groups for slot in group.slots]
+    if names:
+        rest = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        raise RuntimeError(
+            "FSDP parameters should be materialized from meta device before training, but the "
+            f"following were still on meta device: {names[:NAMED]}{rest}. Call "
+            "module.to_empty(device=...), and initialise the parameters"
+        )

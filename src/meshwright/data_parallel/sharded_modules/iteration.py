@@ -11,9 +11,9 @@ An iteration that an exception has ended is given up when the next one begins.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -111,7 +111,7 @@ class Iteration:
         self._raised_in = ""
         """The pass that was given up last, until the next one has begun."""
         self._streams = _streams_of(units, self.axes)
-        self._steps = StepWatch(self._exposed, self._given, self._check_reduced, with_settings=True)
+        self._steps = StepWatch(self._exposed, self._given, self._before_step, with_settings=True)
         # Torch's class only warns where ranks freeze different parameters and run other units.
         strict = options is None or not options.warn_at_once
         self._states = UnitStates(drivers, with_training=strict)
@@ -242,7 +242,11 @@ class Iteration:
     def begin_graph(self, what: str) -> None:
         """Compare ``what``, which a compiled graph is about to do, with the other ranks."""
         if self._events is not None:
-            self._events.happens(Event(what))
+            self._events.happens(Event(what), instead=self._outside_of_graphs)
+
+    def _outside_of_graphs(self, answer: Mapping[str, Any]) -> str:
+        unit = "" if self._check is None else self._check.passed(answer)
+        return unit and f"{unit}, outside of a compiled graph,"
 
     def end_forward(self) -> None:
         """End the root's forward."""
@@ -312,17 +316,25 @@ class Iteration:
         shown = (module.__dict__.get(name) for slot in slots for module, name in slot.places)
         return [*(t for t in (*before, *shown) if t is not None), *(slot.full for slot in slots)]
 
-    def _check_reduced(self) -> None:
-        """Raise RuntimeError where an optimizer would use gradients that wait for a reduction."""
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Compare copies in doubt. Raises RuntimeError where ``optimizer`` would use gradients that
+        wait for a reduction.
+        """
         waiting = self.showing
         if self.keeps_sums and not waiting:
             waiting = [unit for unit in self._units if unit.has_gradient]
         if waiting:
-            raise RuntimeError(
-                f"an optimizer steps while gradients of {waiting[0].name!r} wait for their "
-                "reduction: the last backward pass was in no_sync. Run the last one of a step "
-                "outside of it"
-            )
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            for unit in waiting:
+                if any(id(parameter) in held for parameter in unit.exposure.parameters(unit)):
+                    raise RuntimeError(
+                        f"an optimizer steps while gradients of {unit.name!r} wait for their "
+                        "reduction: the last backward pass was in no_sync. Run the last one of a "
+                        "step outside of it"
+                    )
+        # Not inside of join, where ranks that are done take part in what is said there.
+        if self._check is not None:
+            self._copies.judge()
 
     def _has_gradients(self) -> bool:
         """Check that an optimizer that steps now would change anything on this rank."""

@@ -29,8 +29,8 @@ from torch.profiler import record_function
 from meshwright.comm.graphs.untraced import apart, untraced
 from meshwright.data_parallel.checks.order import OrderOptions
 from meshwright.data_parallel.checks.starting_state import StartingBuffer
-from meshwright.data_parallel.modules.nested import map_tensors, tensors_in
-from meshwright.data_parallel.sharded_modules.agreement import compare_values
+from meshwright.data_parallel.modules.nested import Loan, map_tensors, tensors_in, tensors_kept_by
+from meshwright.data_parallel.sharded_modules.agreement import check_meta, compare_values
 from meshwright.data_parallel.sharded_modules.iteration import Iteration
 from meshwright.data_parallel.sharded_modules.module_tree import ModuleTree, PlacesIn
 from meshwright.data_parallel.shards.replaced_parameters import rank_in
@@ -43,9 +43,6 @@ from meshwright.torch_internals.autograd import (
 from meshwright.torch_internals.tracing import is_backward_compiled
 
 ATTRIBUTE = "_meshwright_driver"
-NAMED = 20
-"""The most parameters that an error names."""
-
 NOBODY: Sequence[Driver] = ()
 
 
@@ -127,6 +124,9 @@ class Driver:
         """True within a range of the profiler."""
         self._parts = frozenset(map(id, parts))
         self._to_run: set[int] = set()
+        self._below: dict[nn.Module, list[nn.Module]] = {}
+        self._loans: list[Loan | None] = []
+        """Lists and dicts that running forwards have been given; None where there are none."""
         self._uses = 0
         """Forwards whose backward has not ended in the pass of now."""
         self._in_graphs = 0
@@ -232,7 +232,7 @@ class Driver:
             iteration = Iteration(list(drivers), self.order)
         ignored = frozenset(place for driver in drivers for place in driver.ignored)
         iteration.look_at(module, ModuleTree(module, ignored, _unit_of, self.clean))
-        _check_meta(drivers)
+        check_meta(drivers)
         for driver in drivers:
             driver.check_materialised()
         compare_values(list(drivers), names)
@@ -270,7 +270,8 @@ class Driver:
         """List the forward pre-hook: whole parameters are there afterwards. Never traced."""
         if torch.compiler.is_compiling():
             if self.joins_graph(module):
-                return self.cast_inputs(args, kwargs)
+                is_kept = self.cast.inputs is None
+                return (args, kwargs) if is_kept else self.cast_inputs(args, kwargs)
             return untraced(self.before_forward, module, args, kwargs)
         if is_profiled() and not self._is_shown:
             with self._shown("pre_forward"):
@@ -329,6 +330,8 @@ class Driver:
         if not is_traced and is_profiled() and not self._is_shown:
             with self._shown("post_forward"):
                 return Driver.after_forward(self, module, args, output)
+        loan = self._loans.pop() if self._loans else None
+        escaped = loan.hand_back() if loan is not None and loan.lent else []
         dtype = self.cast.outputs
         if dtype is not None:
             output = map_tensors(partial(_cast, dtype=dtype), output)
@@ -342,6 +345,11 @@ class Driver:
         is_training = torch.is_grad_enabled()
         if is_training:
             self._watch_outputs(output)
+            for kept in tensors_kept_by(self._below.get(module) or self._own_modules(module)):
+                if loan is None or not loan.has_given(kept):
+                    escaped.append(kept)
+            if escaped:  # a loss of the unit's own, say: its gradient may come before the output's
+                self._watch_outputs(escaped)
         if self._parts:
             self._to_run.discard(id(module))
             if self._to_run:
@@ -403,12 +411,17 @@ class Driver:
 
         return map_tensors(kept, output)
 
+    def _own_modules(self, module: nn.Module) -> Sequence[nn.Module]:
+        """List the modules of the unit, less those below that are other ones'."""
+        if module not in self._below:
+            self._below[module] = own = [module]
+            for part in own:
+                below = [each for each in part.children() if driver_of(each) in (None, self)]
+                own += [each for each in below if each not in own]
+        return self._below[module]
+
     def _watch_outputs(self, output: object) -> None:
-        if isinstance(output, torch.Tensor):
-            if output.requires_grad:
-                output.register_hook(self._output_gradient)
-            return
-        for tensor in tensors_in(output):
+        for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._output_gradient)
 
@@ -417,36 +430,41 @@ class Driver:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Notice when the gradients of all inputs are there: this unit's backward is over then."""
         watched: list[torch.Tensor] = []
-        args = tuple([self._alias(value, watched) for value in args])
+        give, loan = partial(self._alias, watched), None
+        if kwargs or not {torch.Tensor}.issuperset(map(type, args)):
+            loan = Loan(give, self._cast_rest)
+            give = loan.give
+        args = tuple([give(value) for value in args])
         if kwargs:
-            kwargs = {key: self._alias(value, watched) for key, value in kwargs.items()}
+            kwargs = {key: give(value) for key, value in kwargs.items()}
+        self._loans.append(loan)
         if len(watched) == 1:
             watched[0].register_hook(self.after_backward)
         elif watched:
             torch.autograd.graph.register_multi_grad_hook(watched, self.after_backward, mode="all")
         return args, kwargs
 
-    def _alias(self, value: Any, watched: list[torch.Tensor]) -> Any:  # noqa: ANN401
-        if isinstance(value, torch.Tensor):
-            value = self._cast_input(value)
-            if not value.requires_grad:
-                return value
-            # A view of its own: the input itself may have uses outside of this module.
-            watched.append(value.view_as(value))
-            return watched[-1]
-        if type(value) in (tuple, list):
-            return type(value)([self._alias(item, watched) for item in value])
-        if type(value) is dict:
-            return {key: self._alias(item, watched) for key, item in value.items()}
-        return value if self.cast.inputs is None else map_tensors(self._cast_input, value)
+    def _alias(self, watched: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+        tensor = self._cast_input(tensor)
+        if not tensor.requires_grad:
+            return tensor
+        # A view of its own: the input itself may have uses outside of this module.
+        watched.append(tensor.view_as(tensor))
+        return watched[-1]
 
     def cast_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Cast what is floating-point to the dtype of the computation, if that is set."""
-        if self.cast.inputs is None:
+        loan = None if self.cast.inputs is None else Loan(self._cast_input)
+        self._loans.append(loan)
+        if loan is None:
             return args, kwargs
-        return map_tensors(self._cast_input, args), map_tensors(self._cast_input, kwargs)
+        given = {key: loan.give(value) for key, value in kwargs.items()}
+        return tuple([loan.give(value) for value in args]), given
+
+    def _cast_rest(self, value: Any) -> Any:  # noqa: ANN401
+        return value if self.cast.inputs is None else Loan(self._cast_input).give(value)
 
     def _cast_input(self, value: Any) -> Any:  # noqa: ANN401
         dtype = self.cast.inputs
@@ -531,6 +549,7 @@ class Driver:
         if not iteration.keeps_graph:
             self._in_graphs = 0
         self._uses, self.has_run = self._in_graphs, False
+        self._loans.clear()  # of forwards that were computed anew as far as was needed
         if unit is not None and (has_run or unit.has_gradient or unit.phase is not Phase.SHARDED):
             self._end(iteration, unit, is_due=has_run)
 
@@ -538,6 +557,7 @@ class Driver:
         """Give up an iteration that ended in an exception."""
         self._uses, self._in_graphs, self.has_run = 0, 0, False
         self._to_run.clear()
+        self._loans.clear()
         if self.unit is not None:
             self.unit.drop()
 
@@ -575,17 +595,3 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401
     if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != dtype:
         return value.to(dtype)
     return value
-
-
-def _check_meta(drivers: Iterable[Driver]) -> None:
-    """Raise RuntimeError when parameters are still on the meta device."""
-    units = [driver.unit for driver in drivers if driver.unit is not None]
-    groups = [g for unit in units for g in unit.groups if g.buffer.shard.is_meta]
-    names = [slot.name for group in groups for slot in group.slots]
-    if names:
-        rest = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-        raise RuntimeError(
-            "FSDP parameters should be materialized from meta device before training, but the "
-            f"following were still on meta device: {names[:NAMED]}{rest}. Call "
-            "module.to_empty(device=...), and initialise the parameters"
-        )

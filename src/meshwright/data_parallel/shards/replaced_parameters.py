@@ -24,7 +24,7 @@ from torch.nn.utils import stateless
 
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import is_dtensor
-from meshwright.comm.dtensors.unreadable import make_unreadable
+from meshwright.comm.dtensors.unreadable import retire
 from meshwright.data_parallel.shards.gradient_lines import COUNTS, OURS
 from meshwright.data_parallel.shards.slot import Slot
 
@@ -106,30 +106,9 @@ def is_ours_alone(parameter: nn.Parameter) -> bool:
     return COUNTS and sys.getrefcount(parameter) <= OURS
 
 
-def retire(parameter: nn.Parameter, name: str) -> None:
-    """Refuse to show the values of ``parameter`` from now on, whose place a sharded one has taken.
-
-    Who has collected it before would read what nobody trains, and train what nobody reads. Tensor
-    subclasses and DTensors are left as they are.
-    """
-    if type(parameter) is nn.Parameter:
-        make_unreadable(
-            parameter,
-            f"this is parameter {name!r} as it was before its module was sharded, which trains "
-            "another one in its place",
-            "Shard the module first, and collect parameters from module.parameters() after that: "
-            "for optimizers, penalties, averages, and lists that a forward reads",
-        )
-
-
-def stand_in(parameter: nn.Parameter) -> nn.Parameter:
-    """Make a parameter that looks as ``parameter`` does, without values; subclasses stay."""
-    if type(parameter) is not nn.Parameter:
-        return parameter
-    empty = torch.empty_like(parameter, device="meta")
-    made = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    made.__dict__.update(parameter.__dict__)
-    return made
+def retire_sharded(parameter: nn.Parameter, name: str) -> None:
+    """Refuse to show ``parameter``, whose place a sharded one has taken."""
+    retire(parameter, name, "its module was sharded")
 
 
 def refuse_views(modules: Iterable[nn.Module], slots: Iterable[Slot]) -> None:

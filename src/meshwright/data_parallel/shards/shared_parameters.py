@@ -18,7 +18,7 @@ from meshwright.data_parallel.sharded_modules.module_hooks import Driver
 from meshwright.data_parallel.shards.dtensor_exposure import HOME
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup
 from meshwright.data_parallel.shards.parameter_hooks import carry_hooks
-from meshwright.data_parallel.shards.replaced_parameters import is_ours_alone, retire
+from meshwright.data_parallel.shards.replaced_parameters import is_ours_alone, retire_sharded
 from meshwright.data_parallel.shards.slot import Slot
 from meshwright.data_parallel.shards.tensor_extensions import whole_parameter
 from meshwright.data_parallel.shards.unit import Unit
@@ -38,7 +38,7 @@ def remember(driver: Driver) -> None:
         before = slot.replace_original(slot.full)
         if not is_ours_alone(before):
             before.__dict__[HOME] = me
-            retire(before, slot.name)
+            retire_sharded(before, slot.name)
         del before
         slot.live_in(home)
         slot.forget_gone()

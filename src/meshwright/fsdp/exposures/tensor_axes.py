@@ -29,6 +29,7 @@ from meshwright.comm.dtensors.dtensor import (
 from meshwright.comm.dtensors.gather_dtensor import is_side_by_side, part, whole
 from meshwright.comm.dtensors.gradient_part import plain_gradient
 from meshwright.data_parallel.distributed_parameters import LocalParameter, check_axes
+from meshwright.data_parallel.shards.replaced_parameters import retire_sharded
 from meshwright.data_parallel.shards.slot import Slot
 from meshwright.data_parallel.shards.unit import Unit
 from meshwright.errors import LayoutError
@@ -53,8 +54,10 @@ def take_part(slot: Slot, groups: Groups, local: Mapping[int, LocalParameter]) -
         )
     for axis in groups.axes.communicators:
         check_axes(slot.name, outer, axis)
-    part = nn.Parameter(local_of(slot.original).detach(), requires_grad=slot.original.requires_grad)
-    slot.take_part(outer, local[id(slot.original)], part)
+    given = slot.original
+    part = nn.Parameter(local_of(given).detach(), requires_grad=given.requires_grad)
+    slot.take_part(outer, local[id(given)], part)
+    retire_sharded(given, slot.name)
 
 
 def whole_shape(shape: Sequence[int], outer: AtRest | None) -> tuple[int, ...]:

@@ -305,14 +305,14 @@ def _spread_value(
     if piece is not None and value is not None:
         flat = value.reshape(-1)
         local = flat[piece.offset : piece.offset + piece.numel] if entry.is_flat else flat
-    if group.axes.shard is None:
-        part = local.reshape(flat_layout(group).shapes[index])
-        whole = whole_of(part, group.slots[index].outer, f"optimizer state {entry.names[0]}")
-        return form.of(whole)
-    outer = group.slots[index].outer
-    has_mesh = entry.wrapper._groups.mesh is not None and not (form.shares and outer is None)
-    if not form.is_full and not has_mesh:
+    outer, is_cut = group.slots[index].outer, group.axes.shard is not None
+    has_mesh = entry.wrapper._groups.mesh is not None
+    gives_part = form.shares or not (form.is_full or has_mesh)
+    if gives_part and (is_cut or outer is not None):
         return sharded_value(group, index, form.of(local), entry.names[0])
+    if not is_cut:
+        part = local.reshape(flat_layout(group).shapes[index])
+        return form.of(whole_of(part, outer, f"optimizer state {entry.names[0]}"))
     line = local.new_zeros(shard.numel())
     if piece is not None and local.numel():
         line[piece.offset : piece.offset + piece.numel].copy_(local)
@@ -450,12 +450,13 @@ def _own_part(entry: Managed, value: Any, *, shares: bool = False) -> Any:  # no
             f"{shape} for {entry.names[0]}, found {tuple(value.shape)}"
         )
     if isinstance(value, ShardView):
-        return copy_of(value.local, shares=shares)  # it fits
-    piece = own_pieces(entry.group).get(entry.index)
-    flat = part_of(gathered(value, label=f"whole state of {entry.names[0]}"), outer).reshape(-1)
-    part = flat[:0] if piece is None else flat[piece.start : piece.stop]
-    if not shares or part.numel() < flat.numel():
-        part = part.clone()
+        part = copy_of(value.local, shares=shares)  # it fits
+    else:
+        piece = own_pieces(entry.group).get(entry.index)
+        flat = part_of(gathered(value, label=f"whole state of {entry.names[0]}"), outer).reshape(-1)
+        part = flat[:0] if piece is None else flat[piece.start : piece.stop]
+        if not shares or part.numel() < flat.numel():
+            part = part.clone()
     return part.view(local) if entry.group.axes.shard is None and not entry.is_flat else part
 
 

@@ -7,8 +7,8 @@
     LOCAL     nothing is sent; `_flat_param` of a unit, and originals as in SHARDED
 
 Names are those of the module before it was wrapped. Values are copies of what units manage, but for
-checkpoints (`SharedParts`): those get the parts themselves, views with a mesh, too; buffers and
-ignored parameters are as any module gives them.
+checkpoints (`SharedParts`): those get the parts themselves, as views with a mesh and of DTensors,
+too; buffers and ignored parameters are as any module gives them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from meshwright.comm.dtensors.dtensor import AtRest, concatenated_mesh, dtensor_at_rest
+from meshwright.comm.dtensors.gather_dtensor import ranges_held
 from meshwright.comm.dtensors.gather_dtensor import whole as gathered
 from meshwright.comm.dtensors.shard_view import ShardView
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup
@@ -74,27 +75,35 @@ def _values(
 ) -> list[torch.Tensor]:
     """Give one value for each parameter of ``group``."""
     layout, shard = flat_layout(group), group.buffer.shard
+    if settings.shares:
+        return _held_values(group)
     is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT or group.axes.shard is None
-    is_cut = any(slot.outer is not None for slot in group.slots)
-    if is_full or (groups.mesh is not None and (is_cut or not settings.shares)):
+    if is_full or groups.mesh is not None:
         label = f"state dict of {name}"
         parts = list(
             zip(cut_line(group, gather_line(group, shard, label)), group.slots, strict=True)
         )
         if is_full:
             wholes = [whole_of(part, slot.outer, label) for part, slot in parts]
-            return [copy_of(whole, shares=settings.shares) for whole in wholes]
+            return [copy_of(whole) for whole in wholes]
         return [as_dtensor(part, groups, slot.outer, label) for part, slot in parts]
     pieces, offloads = own_pieces(group), settings.state_dict_config.offload_to_cpu
     parts = [_cut(shard, pieces.get(index)) for index in range(len(layout.names))]
     return [
-        sharded_value(
-            group,
-            index,
-            copy_of(part, offloads=offloads, shares=settings.shares),
-            layout.names[index],
-        )
+        sharded_value(group, index, copy_of(part, offloads=offloads), layout.names[index])
         for index, part in enumerate(parts)
+    ]
+
+
+def _held_values(group: ParameterGroup) -> list[torch.Tensor]:
+    """Give what this rank holds of each parameter, on the memory of the shard; nothing is sent."""
+    shard, pieces = group.buffer.shard.detach(), own_pieces(group)
+    wholes = cut_line(group, shard) if group.axes.shard is None else None
+    return [
+        sharded_value(group, index, _cut(shard, pieces.get(index)), slot.name)
+        if wholes is None or slot.outer is not None
+        else wholes[index]
+        for index, slot in enumerate(group.slots)
     ]
 
 
@@ -106,13 +115,14 @@ def sharded_value(
     group: ParameterGroup, index: int, local: torch.Tensor, name: str
 ) -> torch.Tensor:
     """Make a tensor of the whole shape of parameter ``index``, of which ``local`` is here."""
-    piece = own_pieces(group).get(index)
+    piece, outer = own_pieces(group).get(index), group.slots[index].outer
     return ShardView(
         local,
         0 if piece is None else piece.start,
-        flat_layout(group).shapes[index],
+        whole_shape(flat_layout(group).shapes[index], outer),
         name=name,
         communicator=group.axes.shard,
+        within=() if outer is None else ranges_held(outer, name),
     )
 
 

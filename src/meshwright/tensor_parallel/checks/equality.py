@@ -76,30 +76,44 @@ def verify_gradients(
     exchange: Exchange,
     late: LateNumbers,
 ) -> None:
-    """Check that gradients of parameters that the ranks of ``axis`` hold whole are equal there.
+    """Check that parameters that the ranks of ``axis`` hold whole are equal, and their gradients.
 
     All ranks call it together, before the update, with the same parameters in the same order.
     Raises `LayoutError` on all of them: a step would train copies of one parameter apart. On a
     device ``late`` raises it.
     """
     gradients = [(f"the gradient of {n}", held_whole(p, axis, p.grad)) for n, p in named]
+    # Layers that are cut may read a copy, whose gradient is a sum: the same on all ranks.
+    of = zip(named, gradients, strict=True)
+    weights = [(n, None if g is None else held_whole(p, axis, p)) for (n, p), (_, g) in of]
 
     def judge(held: Sequence[Held], digests: Sequence[str]) -> None:
         everyone = differing(axis, digests, label=_LABEL, exchange=exchange)
         if everyone:
+            count = len(gradients)
             require_close(
                 axis,
-                held,
-                everyone,
+                held[:count],
+                [said[:count] for said in everyone],
                 "all that each of them holds whole",
                 error=LayoutError,
                 remedy="A step would train the copies apart. Either each rank computed a share of "
                 "the gradient, and the module needs a style that sums them (SequenceParallel, or "
-                '"replicated" in [tensor] rules), or the ranks took different branches or were '
-                "given different batches",
+                '"replicated" in [tensor] rules), or the ranks took different branches, were '
+                "given different batches, or had other weights: a state dict that one loads alone",
+            )
+            require_close(
+                axis,
+                held[count:],
+                [said[count:] for said in everyone],
+                "the weights that each of them holds whole",
+                error=LayoutError,
+                remedy="Something has written them on some ranks alone: a state dict that is "
+                "loaded there, or an optimizer whose settings or state are others there. Do it on "
+                "every rank, or load one state on all",
             )
 
-    look_at_bits(gradients, late, judge, is_late=not axis.is_on_host)
+    look_at_bits([*gradients, *weights], late, judge, is_late=not axis.is_on_host)
 
 
 def held_whole(

@@ -30,7 +30,7 @@ from meshwright.torch_internals.distributed import (
     known_backends,
     living_groups,
 )
-from meshwright.torch_internals.simulation import without_modes
+from meshwright.torch_internals.simulation import BackendBase, without_modes
 from meshwright.torch_internals.tensors import storage_id
 
 Tensors = Sequence[torch.Tensor]
@@ -69,7 +69,7 @@ class _Issuing(threading.local):
         return kept
 
 
-class _Transport(CpuTransport):
+class _Transport(CpuTransport, BackendBase):
     """The part of c10d's ``Backend`` that is asked for by name.
 
     c10d makes groups of a world that is bound to a device by a split of its communicator, as NCCL's
@@ -78,6 +78,10 @@ class _Transport(CpuTransport):
 
     supports_coalescing = True
     supports_splitting = True
+
+    def __init__(self) -> None:
+        CpuTransport.__init__(self, BACKEND, lambda timeout: None)
+        BackendBase.__init__(self, *((0, 1) if BackendBase is not object else ()))
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Make a group that this rank is in."""
@@ -336,7 +340,7 @@ class SimulatedGroup(PythonGroup):
         return (DEVICE,) if self in living_groups() else ()
 
     def _get_backend(self, device: torch.device) -> _Transport:
-        return _Transport(BACKEND, lambda timeout: None)
+        return _Transport()
 
     # The names of torch 2.11.
     _allgather_base = all_gather_single
