@@ -90,6 +90,7 @@ class Scale(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.name = "scale"  # users note there what they like
         return x * weight
 
     @staticmethod

@@ -26,7 +26,7 @@ def weight_gradients(node: Node, gradients: Gradients, edges: Sequence[int]) -> 
 
     ``gradients`` are those of the node's outputs, None for outputs that have none.
     """
-    rule = RULES.get(node.name())
+    rule = RULES.get(type(node).__name__)
     gradient = gradients[0]
     if rule is not None and len(gradients) == 1 and gradient is not None:
         found = rule(node, gradient, edges)
@@ -53,7 +53,7 @@ def reads_hooked(node: Node) -> bool:
 
     So a checkpoint keeps things, which recomputes all of them for each pass of autograd.
     """
-    names = ACTIVATIONS.get(node.name())
+    names = ACTIVATIONS.get(type(node).__name__)
     return names is None or any(may_be_packed(node, name) for name in names)
 
 
