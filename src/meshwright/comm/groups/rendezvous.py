@@ -54,7 +54,11 @@ def open_store(
                 break
     except RuntimeError as error:
         what, why = (
-            ("listen on", "is the port taken by another program, or the address another machine's?")
+            (
+                "listen on",
+                "is the port taken by another program or a second process with RANK 0, or is the "
+                "address another machine's?",
+            )
             if serves
             else (
                 "reach the store of rank 0 at",
