@@ -261,23 +261,7 @@ def objects_of_units(kind: str) -> float:
     return (counts[1] - counts[0]) / 8
 
 
-@pytest.mark.parametrize(("kind", "most"), [("fully_shard", 240), ("class", 170)])
+@pytest.mark.parametrize(("kind", "most"), [("fully_shard",  240), ("class", 170)])
 def test_a_unit_leaves_few_objects_to_the_collector(ranks: Ranks, kind: str, most: int) -> None:
     """With many, the collector takes longer for each unit the more units there are."""
     assert max(ranks(2, objects_of_units, kind)) <= most
-
-
-def first_in_inference() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    fully_shard(model[0])
-    fully_shard(model)
-    with torch.inference_mode():
-        model(torch.ones(2, 4))
-    for _ in range(2):
-        model(torch.ones(2, 4)).sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_the_first_pass_may_be_in_inference_mode(ranks: Ranks) -> None:
-    """What only passes need is made then, and is used in training too."""
-    ranks(2, first_in_inference)
