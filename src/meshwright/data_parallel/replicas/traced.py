@@ -48,8 +48,6 @@ from meshwright.torch_internals.autograd import at_end_of_backward, running_back
 _log = logging.getLogger("meshwright")
 
 _SAME_PATH = "take the same path on every rank"
-_ALONE = '["alone", []]'
-"""The plan of a graph in which marks are reduced one by one."""
 
 Route = str
 """``"forward"``, ``"hooks"`` or ``"eager"``: plain text, which a trace takes for a constant."""
@@ -479,10 +477,8 @@ class Marking:
         )
 
     def unfused(self) -> None:
-        """Get ready for a mark that is reduced alone: the first of a pass compares what it is."""
+        """Count a mark that is reduced alone."""
         compiler_of_marks().is_unfused(self.name)
-        if running_backward() != self._running:
-            self.agree((), _ALONE)
 
 
 class _Rest(IntEnum):
