@@ -78,6 +78,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
     _is_inner: bool
     _is_summoned: bool
     _shows_whole = False
+    _loan: Loan | None = None
     _offloads: bool
     _use_full_prec_in_eval: bool
     _is_checked: bool
@@ -230,7 +231,9 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         if torch.compiler.is_compiling():
             return untraced(self._leave, args, output)
         output = self._driver.after_forward(self, args, output)
-        self._loan.hand_back()
+        loan, self._loan = self._loan, None
+        if loan is not None:
+            loan.hand_back()
         return output
 
     def prepare(self) -> None:
@@ -289,13 +292,11 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         def prepare(value: torch.Tensor) -> torch.Tensor:
             if moves and value.device != device:
                 value = value.to(device)
-            if dtype is not None and value.is_floating_point():
-                return value.to(dtype)
-            return value
+            return value.to(dtype) if dtype is not None and value.is_floating_point() else value
 
-        self._loan = loan = Loan(prepare)
         if dtype is None and not moves:
             return args, kwargs
+        self._loan = loan = Loan(prepare)
         return loan.give(args), {key: loan.give(value) for key, value in kwargs.items()}
 
     def zero_grad(self, set_to_none: bool = True) -> None:

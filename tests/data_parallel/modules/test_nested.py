@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from meshwright.data_parallel import fully_shard
 from meshwright.data_parallel.modules.nested import Loan, tensors_kept_by
+from meshwright.fsdp import FullyShardedDataParallel, MixedPrecision
+from meshwright.testing import Ranks
 
 ONE, TWO = torch.ones(1), torch.ones(2)
 
@@ -83,3 +88,37 @@ def test_tensors_that_modules_keep_are_found() -> None:
     module: Any = torch.nn.Linear(1, 1)
     module.loss, module.losses, module.rate = module.weight * 2, [module.weight * 3, 1], ONE
     assert [*tensors_kept_by([module])] == [module.loss, module.losses[0]]
+
+
+class Keeps(nn.Linear):
+    """A layer that keeps a loss of its first pass."""
+
+    loss: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if self.loss is None:
+            self.loss = y.sum()
+        return y
+
+
+def body_nothing_is_held() -> None:
+    layer = Keeps(2, 2)
+    model = fully_shard(layer)
+    for _ in range(4):
+        model(torch.ones(1, 2)).sum().backward(retain_graph=True)
+    assert layer.loss is not None
+    assert len(layer.loss._backward_hooks or ()) == 1
+    low = FullyShardedDataParallel(
+        nn.Linear(2, 2),
+        mixed_precision=MixedPrecision(torch.bfloat16, cast_forward_inputs=True),
+    )
+    x = torch.ones(1, 2)
+    given = weakref.ref(x)
+    low(x)
+    del x
+    assert given() is None
+
+
+def test_forwards_leave_one_hook_on_a_kept_loss_and_hold_no_input(ranks: Ranks) -> None:
+    ranks(2, body_nothing_is_held)

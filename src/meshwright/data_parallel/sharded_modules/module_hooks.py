@@ -36,6 +36,7 @@ from meshwright.data_parallel.sharded_modules.module_tree import ModuleTree, Pla
 from meshwright.data_parallel.shards.replaced_parameters import rank_in
 from meshwright.data_parallel.shards.unit import Phase, Unit
 from meshwright.torch_internals.autograd import (
+    backward_hooks_of,
     function_transforms,
     is_profiled,
     running_backward,
@@ -346,7 +347,8 @@ class Driver:
         if is_training:
             self._watch_outputs(output)
             for kept in tensors_kept_by(self._below.get(module) or self._own_modules(module)):
-                if loan is None or not loan.has_given(kept):
+                is_watched = self._output_gradient in (backward_hooks_of(kept) or {}).values()
+                if not is_watched and (loan is None or not loan.has_given(kept)):
                     escaped.append(kept)
             if escaped:  # a loss of the unit's own, say: its gradient may come before the output's
                 self._watch_outputs(escaped)
