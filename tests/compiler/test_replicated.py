@@ -316,6 +316,43 @@ def without_the_pass() -> list[str]:
     return texts
 
 
+class Either(nn.Module):
+    """A module of two layers, the second of which a pass may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.other = nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return self.one(x) + self.other(x) if both else self.one(x)
+
+
+def checks_without_the_pass() -> None:
+    """Gradients that were left on their rank are reduced, and a step left out is named."""
+    eager, inner = replicate(Either()), replicate(Either())
+    x = torch.ones(2, 6) * (communicator().rank + 1)
+    for model, held in ((eager, eager), (torch.compile(inner, backend="aot_eager"), inner)):
+        optimizer = torch.optim.SGD(held.parameters(), lr=0.1)
+        for is_last in (False, True):
+            held.set_requires_gradient_sync(is_last)
+            model(x, not is_last).square().mean().backward()
+        optimizer.step()  # no warning
+        optimizer.zero_grad()
+    for expected, found in zip(eager.parameters(), inner.parameters(), strict=True):
+        torch.testing.assert_close(found, expected)
+    model(x, True).square().mean().backward()
+    if communicator().rank:
+        optimizer.step()
+    with pytest.raises(CollectiveMismatchError, match="gradients of different passes"):
+        model(x, True).square().mean().backward()
+
+
+@pytest.mark.slow
+def test_a_backend_without_the_pass_is_checked(ranks: Ranks) -> None:
+    ranks(2, checks_without_the_pass)
+
+
 @pytest.mark.slow
 def test_a_backend_without_the_pass_is_right_and_says_so(ranks: Ranks) -> None:
     for texts in ranks(2, without_the_pass):

@@ -78,6 +78,24 @@ def test_replicas_of_cut_modules_train_as_one_process(ranks: Ranks, steps: int) 
     ranks(4, body_training, steps)
 
 
+def body_steps_alone() -> None:
+    """Gradients of DTensors alone are left on their rank, and used."""
+    mesh = grid()
+    index, count = place(mesh)
+    model = samples.cut(samples.net(), mesh["tensor"])
+    wrapped = DistributedDataParallel(model, device_mesh=mesh["replicate"])
+    cut = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    optimizer = torch.optim.SGD(cut, lr=0.1)
+    with wrapped.no_sync():
+        samples.loss_of(wrapped, *samples.share(samples.batch(0), index, count)).backward()
+    with pytest.warns(UserWarning, match="steps with gradients of this rank alone"):
+        optimizer.step()
+
+
+def test_a_step_of_cut_parameters_in_no_sync_is_warned_of(ranks: Ranks) -> None:
+    ranks(4, body_steps_alone)
+
+
 # ----------------------------------------------------------------------- what a step does
 
 

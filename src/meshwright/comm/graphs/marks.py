@@ -5,6 +5,7 @@
                     bucket's plan depends on, so equal graphs have equal plans, also from caches
 ``with_kept``       a gradient plus what passes without a reduction have left in ``.grad``
 ``deliver``         gives a gradient to a parameter that is a DTensor, in a compiled backward
+``stays``           notes that a gradient of a compiled backward is not reduced in this pass
 ``divided``         a large gradient over the number of ranks, in memory that the model keeps
 ``agree``           asks all ranks, before a graph's first reduction, whether theirs are the same
 ==================  ==============================================================================
@@ -34,6 +35,9 @@ class MarkedModel(Protocol):
     def deliver(self, index: int, gradient: torch.Tensor) -> None:
         """Add this rank's part of a gradient to ``.grad`` of parameter ``index``, a DTensor."""
 
+    def stays_local(self, index: int) -> None:
+        """Note that the gradient of parameter ``index`` stays on this rank."""
+
     def divided(self, index: int, gradient: torch.Tensor, ranks: int) -> torch.Tensor:
         """Divide ``gradient``, of parameter ``index``, by ``ranks``, in new contiguous memory."""
 
@@ -62,6 +66,7 @@ for _name, _arguments in (
     ("divided", "(Tensor gradient, int index, int ranks, str model) -> Tensor"),
     # Nothing is written to the first: operators without a result are kept where they seem to write.
     ("deliver", "(Tensor(a!) token, Tensor gradient, int index, str model) -> ()"),
+    ("stays", "(Tensor(a!) token, int index, str model) -> ()"),
     ("agree", "(Tensor(a!) anchor, int[] indices, str model, str plan) -> ()"),
 ):
     # What they do on the host has to happen in each step: a CUDA graph would leave it out.
@@ -99,7 +104,13 @@ def _deliver(token: torch.Tensor, gradient: torch.Tensor, index: int, model: str
     untraced(_find(model).deliver, index, gradient.clone())
 
 
+@torch.library.impl("meshwright::stays", "CompositeExplicitAutograd")
+def _stays(token: torch.Tensor, index: int, model: str) -> None:
+    untraced(_find(model).stays_local, index)
+
+
 @torch.library.register_fake("meshwright::deliver")
+@torch.library.register_fake("meshwright::stays")
 @torch.library.register_fake("meshwright::agree")
 def _nothing(*_: object) -> None:
     return None
@@ -131,6 +142,9 @@ which it takes."""
 deliver = torch.ops.meshwright.deliver.default
 """Adds ``gradient`` to that of parameter ``index`` of ``model``, a DTensor, when the graph runs.
 ``token`` is an input of the graph, the same for all of a model's gradients."""
+stays = torch.ops.meshwright.stays.default
+"""Notes, when the graph runs, that the gradient of parameter ``index`` of ``model`` stays here.
+``token`` is as that of `deliver`."""
 
 # What the compiler's passes emit and look for: c10d's operators that graphs may hold.
 ALL_REDUCE = graph_operators.all_reduce.default

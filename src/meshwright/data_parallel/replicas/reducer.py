@@ -393,7 +393,7 @@ class GradientReducer:
     def _arrived(self, index: int, parameter: torch.Tensor) -> None:
         """Count a gradient in that is complete, see `Arrivals`, and launch what is full."""
         if torch.compiler.is_compiling():
-            if self.is_synchronising and self.marking is not None:
+            if self.marking is not None:
                 self.marking.accumulated(index, parameter)
             return
         home = self._homes[index]
@@ -432,13 +432,11 @@ class GradientReducer:
             if self.marking is not None:
                 self.marking.accumulated_at_leaf(index, leaf)
             return
-        if not self.is_synchronising:
-            if self.marking is not None:
-                self.marking.stays()
+        if self.is_synchronising:
+            self.begin_backward()
+            self.leaves.collect(index)
+        else:
             self.leaves.keep(index)
-            return
-        self.begin_backward()
-        self.leaves.collect(index)
         self._arrived(index, leaf)
 
     @torch.no_grad()

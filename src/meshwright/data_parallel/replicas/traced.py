@@ -33,7 +33,7 @@ import meshwright
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.comm.failures.sameness import require_equal
-from meshwright.comm.graphs.marks import announce, deliver, grad_reduce, with_kept
+from meshwright.comm.graphs.marks import announce, deliver, grad_reduce, stays, with_kept
 from meshwright.comm.graphs.untraced import apart, constant
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.comm.observing.late import Rows
@@ -48,6 +48,8 @@ from meshwright.torch_internals.autograd import at_end_of_backward, running_back
 _log = logging.getLogger("meshwright")
 
 _SAME_PATH = "take the same path on every rank"
+_ALONE = '["alone", []]'
+"""The plan of a graph in which marks are reduced one by one."""
 
 Route = str
 """``"forward"``, ``"hooks"`` or ``"eager"``: plain text, which a trace takes for a constant."""
@@ -263,6 +265,10 @@ class Marking:
 
     def accumulated(self, index: int, parameter: torch.Tensor) -> None:
         """Mark the whole gradient of one parameter, in a hook of a compiled backward."""
+        if not self._reducer.is_synchronising:
+            if not self._reducer.is_wanted and self._ranks > 1:
+                stays(self._token, index, self.name)
+            return
         self._check_hooks()
         gradient = parameter.grad
         if gradient is not None:
@@ -273,7 +279,9 @@ class Marking:
         gradient = leaf.grad
         if gradient is None:
             return
-        if self._reducer.is_synchronising:
+        if not self._reducer.is_synchronising:
+            self.accumulated(index, leaf)
+        else:
             self._check_hooks()
             if self.keeps:
                 gradient = with_kept(gradient, index, self.name)
@@ -298,6 +306,10 @@ class Marking:
         """Note a gradient that hooks do not reduce: a graph has, or it is to stay here."""
         if self.is_open and running_backward() != self._running:
             self.is_open = False
+
+    def stays_local(self, index: int) -> None:
+        """Note a gradient of a pass in ``no_sync``, see `Alignment.stays_local`."""
+        self._reducer.alignment.stays_local(index)
 
     def take_kept(self, index: int) -> torch.Tensor | None:
         """Take from ``.grad`` what passes without a reduction have left of parameter ``index``."""
@@ -477,8 +489,10 @@ class Marking:
         )
 
     def unfused(self) -> None:
-        """Count a mark that is reduced alone."""
+        """Get ready for a mark that is reduced alone: the first of a pass compares what it is."""
         compiler_of_marks().is_unfused(self.name)
+        if running_backward() != self._running:
+            self.agree((), _ALONE)
 
 
 class _Rest(IntEnum):
