@@ -7,6 +7,7 @@ with it.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import itertools
@@ -199,6 +200,8 @@ class ProcessState:
 
 
 PROCESS = ProcessState()
+# Keys that leave it later ask classes of torch's for their hash, which the interpreter has cleared.
+atexit.register(PROCESS.layouts.clear)
 
 
 def go_on() -> None:

@@ -18,7 +18,7 @@ import torch
 
 from meshwright.testing.simulated.operators import tensors_in
 from meshwright.testing.simulated.streams import Stamp, WorkLine
-from meshwright.torch_internals.tensors import storage_id
+from meshwright.torch_internals.tensors import storage_id, without_function
 
 _SKIPPED = (
     "meshwright/torch_internals/simulation.py",
@@ -226,7 +226,8 @@ class Memory:
     def is_host(self, tensor: torch.Tensor) -> bool:
         """Check that ``tensor`` lies in memory of the host."""
         part = next(tensors_in(tensor), None)
-        found = None if part is None else self._blocks.get(storage_id(part.untyped_storage()))
+        with without_function():  # of a tensor without values, too
+            found = None if part is None else self._blocks.get(storage_id(part.untyped_storage()))
         return found is not None and found.is_host
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
