@@ -111,6 +111,56 @@ class Custom(nn.Module):
         return Scale.apply(self.layer(x), self.weight)
 
 
+class Several(torch.autograd.Function):
+    """Has a number and None before tensors, two results, and one without a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, factor: float, none: None, x: torch.Tensor, w: torch.Tensor) -> Any:
+        ctx.factor = factor
+        ctx.save_for_backward(x, w)
+        kept = x > 0
+        ctx.mark_non_differentiable(kept)
+        return factor * x * w, factor * x + w, kept
+
+    @staticmethod
+    def backward(ctx: Any, a: torch.Tensor, b: torch.Tensor, _: torch.Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        _, _, *needs = ctx.needs_input_grad
+        to_x = ctx.factor * (a * w + b) if needs[0] else None
+        to_w = (ctx.factor * a * x + b).sum_to_size(w.shape) if needs[1] else None
+        return None, None, to_x, to_w
+
+
+class Functions(nn.Module):
+    """Uses one result of each call, on weights, on what comes in, and on both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = Several.apply(3.0, None, x, self.first)[0].tanh()
+        y = Several.apply(0.5, None, y, self.second)[1].tanh()
+        z = Several.apply(2.0, None, self.first, self.second)[0]
+        return Several.apply(1.0, None, y, x)[0] * z
+
+
+class Hooked(nn.Module):
+    """Has hooks on nodes, which change what they send and receive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        y.grad_fn.register_prehook(lambda gradients: tuple(2 * g for g in gradients))
+        y = Scale.apply(self.second(y), self.first.bias)
+        for node in (y.grad_fn, y.grad_fn.next_functions[0][0]):
+            node.register_hook(lambda sent, _: tuple(None if g is None else 3 * g for g in sent))
+        return y
+
+
 MODELS = {
     "attention": (lambda: nn.Sequential(Attention(), Attention()), (2, 5, 16)),
     "twice": (Twice, (3, 8)),
@@ -118,6 +168,8 @@ MODELS = {
     "passed on": (PassedOn, (3, 8)),
     "recomputed": (Recomputed, (2, 3, 16)),
     "custom": (Custom, (4, 8)),
+    "functions": (Functions, (4, 8)),
+    "hooked": (Hooked, (4, 8)),
     "convolution": (
         lambda: nn.Sequential(
             nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1, bias=False)
