@@ -10,12 +10,18 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from meshwright import parallelize_module
+from meshwright.comm import communicator
+from meshwright.layout import Shard
+from meshwright.mesh import init_device_mesh
 from meshwright.pipelining.stepping import backward
 from meshwright.pipelining.stepping.backward import (
     stage_backward,
     stage_backward_input,
     stage_backward_weight,
 )
+from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from meshwright.testing import Ranks
 
 
 class Attention(nn.Module):
@@ -259,3 +265,35 @@ def test_gradients_have_to_match_outputs() -> None:
         stage_backward((output, output), (torch.ones(1, 2),), ())
     with pytest.raises(TypeError, match="expected a tensor or None as the gradient"):
         stage_backward(output, 3.0, ())
+
+
+def body_uneven() -> None:
+    axis = communicator()
+    torch.manual_seed(0)
+    one = nn.Sequential(
+        nn.LayerNorm(4), nn.Linear(4, 5), nn.Linear(5, 4).requires_grad_(False), nn.RMSNorm(4)
+    ).double()
+    model = copy.deepcopy(one)
+    cut = Shard(1)
+    plan = {
+        "0": SequenceParallel(use_local_output=True),
+        "1": ColwiseParallel(input_layouts=cut),
+        "2": RowwiseParallel(output_layouts=cut),
+        "3": SequenceParallel(use_local_output=True),
+    }
+    parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+    backward._SOON = 8 * (2 * 4 + 3 * (1 + 4))  # rank 0 has 3 rows, and hands over behind them
+    whole = torch.randn(2, 2, 4, dtype=torch.float64)
+    one(whole).sum().backward()
+    x = whole[:, axis.rank : axis.rank + 1].clone().requires_grad_()
+    output = model(x)
+    _, junctions = stage_backward_input(output, torch.ones_like(output), [x], None)
+    stage_backward_weight((), junctions)
+    for mine, theirs in zip(model.parameters(), one.parameters(), strict=True):
+        if theirs.grad is not None:
+            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
+
+
+def test_ranks_with_parts_of_other_sizes_sum_at_the_same_time(ranks: Ranks) -> None:
+    """Tensor ranks sum gradients of norms, and hand those of their own weights over in between."""
+    ranks(2, body_uneven)

@@ -22,6 +22,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from meshwright.comm.dtensors.local_leaves import is_summed_at_end
 from meshwright.pipelining.stepping.weight_rules import (
     Hook,
     reads_hooked,
@@ -364,7 +365,8 @@ class _Sums:
 
     A gradient that is handed over while it is warm, and whose memory serves the next one, costs
     much less than one that waits for all others. Branches that lead to one parameter wait for each
-    other, so that its gradient is accumulated once.
+    other, so that its gradient is accumulated once. Those whose gradients tensor ranks sum wait for
+    the end: ranks that hold parts of other sizes hand over at other times, and sum at the same.
     """
 
     def __init__(self, junctions: Sequence[Junction], *, retain_graph: bool) -> None:
@@ -415,7 +417,7 @@ class _Sums:
 
 
 def _shared(junctions: Iterable[Junction]) -> frozenset[Node]:
-    """List the first nodes of branches that meet with another branch later."""
+    """List the first nodes of branches that meet with another branch later, or with other ranks."""
     firsts: list[Node] = []
     for junction in junctions:
         following = junction.node.next_functions if junction.edges else ()
@@ -429,6 +431,8 @@ def _shared(junctions: Iterable[Junction]) -> frozenset[Node]:
             other = owners.setdefault(node, branch)
             if other != branch:
                 found |= {firsts[other], first}
+            if hasattr(node, "variable") and is_summed_at_end(node.variable):
+                found.add(first)
             for below, _ in node.next_functions:
                 if below is not None and below not in seen:
                     seen.add(below)
