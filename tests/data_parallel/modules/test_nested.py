@@ -62,6 +62,20 @@ def test_what_a_module_does_to_a_dict_is_done_to_the_callers(kind: type) -> None
     assert [id(each) for each in inner] == [id(TWO), id(ONE)]
 
 
+def test_a_list_or_dict_that_is_given_twice_is_one() -> None:
+    for theirs in ([ONE], {"a": ONE}):
+        loan = Loan(lambda tensor: tensor + 1)
+        first, second = loan.give((theirs, [theirs]))
+        assert first is second[0] is loan.give(theirs)
+        assert first is not theirs
+        _ = first.append(TWO) if isinstance(first, list) else first.update(b=TWO)
+        loan.hand_back()
+        assert [id(each) for each in (theirs if isinstance(theirs, list) else theirs.values())] == [
+            id(ONE),
+            id(TWO),
+        ]
+
+
 def test_what_was_only_read_stays_as_it_is() -> None:
     loan, theirs = Loan(lambda tensor: tensor + 1), [ONE, TWO]
     loan.give(theirs)

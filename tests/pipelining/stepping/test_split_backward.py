@@ -10,12 +10,18 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from meshwright import parallelize_module
+from meshwright.comm import communicator
+from meshwright.layout import Shard
+from meshwright.mesh import init_device_mesh
 from meshwright.pipelining.stepping import backward
 from meshwright.pipelining.stepping.backward import (
     stage_backward,
     stage_backward_input,
     stage_backward_weight,
 )
+from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from meshwright.testing import Ranks
 
 
 class Attention(nn.Module):
@@ -111,6 +117,56 @@ class Custom(nn.Module):
         return Scale.apply(self.layer(x), self.weight)
 
 
+class Several(torch.autograd.Function):
+    """Has a number and None before tensors, two results, and one without a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, factor: float, none: None, x: torch.Tensor, w: torch.Tensor) -> Any:
+        ctx.factor = factor
+        ctx.save_for_backward(x, w)
+        kept = x > 0
+        ctx.mark_non_differentiable(kept)
+        return factor * x * w, factor * x + w, kept
+
+    @staticmethod
+    def backward(ctx: Any, a: torch.Tensor, b: torch.Tensor, _: torch.Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        _, _, *needs = ctx.needs_input_grad
+        to_x = ctx.factor * (a * w + b) if needs[0] else None
+        to_w = (ctx.factor * a * x + b).sum_to_size(w.shape) if needs[1] else None
+        return None, None, to_x, to_w
+
+
+class Functions(nn.Module):
+    """Uses one result of each call, on weights, on what comes in, and on both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = Several.apply(3.0, None, x, self.first)[0].tanh()
+        y = Several.apply(0.5, None, y, self.second)[1].tanh()
+        z = Several.apply(2.0, None, self.first, self.second)[0]
+        return Several.apply(1.0, None, y, x)[0] * z
+
+
+class Hooked(nn.Module):
+    """Has hooks on nodes, which change what they send and receive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        y.grad_fn.register_prehook(lambda gradients: tuple(2 * g for g in gradients))
+        y = Scale.apply(self.second(y), self.first.bias)
+        for node in (y.grad_fn, y.grad_fn.next_functions[0][0]):
+            node.register_hook(lambda sent, _: tuple(None if g is None else 3 * g for g in sent))
+        return y
+
+
 MODELS = {
     "attention": (lambda: nn.Sequential(Attention(), Attention()), (2, 5, 16)),
     "twice": (Twice, (3, 8)),
@@ -118,6 +174,8 @@ MODELS = {
     "passed on": (PassedOn, (3, 8)),
     "recomputed": (Recomputed, (2, 3, 16)),
     "custom": (Custom, (4, 8)),
+    "functions": (Functions, (4, 8)),
+    "hooked": (Hooked, (4, 8)),
     "convolution": (
         lambda: nn.Sequential(
             nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1, bias=False)
@@ -207,3 +265,35 @@ def test_gradients_have_to_match_outputs() -> None:
         stage_backward((output, output), (torch.ones(1, 2),), ())
     with pytest.raises(TypeError, match="expected a tensor or None as the gradient"):
         stage_backward(output, 3.0, ())
+
+
+def body_uneven() -> None:
+    axis = communicator()
+    torch.manual_seed(0)
+    one = nn.Sequential(
+        nn.LayerNorm(4), nn.Linear(4, 5), nn.Linear(5, 4).requires_grad_(False), nn.RMSNorm(4)
+    ).double()
+    model = copy.deepcopy(one)
+    cut = Shard(1)
+    plan = {
+        "0": SequenceParallel(use_local_output=True),
+        "1": ColwiseParallel(input_layouts=cut),
+        "2": RowwiseParallel(output_layouts=cut),
+        "3": SequenceParallel(use_local_output=True),
+    }
+    parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+    backward._SOON = 8 * (2 * 4 + 3 * (1 + 4))  # rank 0 has 3 rows, and hands over behind them
+    whole = torch.randn(2, 2, 4, dtype=torch.float64)
+    one(whole).sum().backward()
+    x = whole[:, axis.rank : axis.rank + 1].clone().requires_grad_()
+    output = model(x)
+    _, junctions = stage_backward_input(output, torch.ones_like(output), [x], None)
+    stage_backward_weight((), junctions)
+    for mine, theirs in zip(model.parameters(), one.parameters(), strict=True):
+        if theirs.grad is not None:
+            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
+
+
+def test_ranks_with_parts_of_other_sizes_sum_at_the_same_time(ranks: Ranks) -> None:
+    """Tensor ranks sum gradients of norms, and hand those of their own weights over in between."""
+    ranks(2, body_uneven)

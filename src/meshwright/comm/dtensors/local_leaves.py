@@ -188,6 +188,15 @@ def sum_partial(
     return leaf
 
 
+def is_summed_at_end(leaf: torch.Tensor) -> bool:
+    """Check for a `local_leaf` whose gradient is summed with others, where a backward pass ends.
+
+    The ranks of the sum have to run their backward passes alike then.
+    """
+    held = vars(leaf).get(_HELD)
+    return isinstance(held, _Held) and held.leaf is leaf and held.partial is not None
+
+
 def hand_over(parameter: nn.Parameter) -> None:
     """Move the gradient of the leaf of ``parameter`` to ``parameter.grad``, and add where one is.
 

@@ -89,6 +89,8 @@ class Loan:
         """The caller's containers, the module's, and what these held."""
         self._pairs: list[tuple[Any, Any]] = []
         """All that the module was given, beside the caller's."""
+        self._own: dict[int, Any] = {}
+        """The module's containers by the caller's: what comes twice is one list there, too."""
 
     def give(self, value: Any) -> Any:  # noqa: ANN401 - whatever a module is given
         """Find what the module is to be given for ``value``: itself, where no tensor changes."""
@@ -97,6 +99,8 @@ class Loan:
             if tensor is not value:
                 self._pairs.append((tensor, value))
             return tensor
+        if id(value) in self._own:
+            return self._own[id(value)]
         kind = type(value)
         if kind is tuple or kind in _SEQUENCES:
             held = list(value)
@@ -108,6 +112,7 @@ class Loan:
         if _are_same(given, held):
             if kind is not tuple:
                 self.lent.append((value, value, held))
+                self._own[id(value)] = value
             return value
         if kind is tuple:
             return tuple(given)
@@ -117,6 +122,7 @@ class Loan:
             _fill(own, given, list(value))
         self.lent.append((value, own, given))
         self._pairs.append((own, value))
+        self._own[id(value)] = own
         return own
 
     def hand_back(self) -> list[Any]:

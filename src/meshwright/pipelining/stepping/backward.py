@@ -20,8 +20,15 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
-from meshwright.pipelining.stepping.weight_rules import reads_hooked, set_needs, weight_gradients
+from meshwright.comm.dtensors.local_leaves import is_summed_at_end
+from meshwright.pipelining.stepping.weight_rules import (
+    Hook,
+    reads_hooked,
+    set_needs,
+    weight_gradients,
+)
 from meshwright.torch_internals.autograd import run_engine
 
 _SOON = 1 << 18
@@ -42,10 +49,25 @@ class Junction:
     """Indices of its next functions that are branches."""
     gradients: tuple[torch.Tensor | None, ...] = ()
     """The gradients that arrived at the node in the input half; empty until then."""
+    hooks: tuple[Hook, ...] = ()
+    """Hooks of users on the node, for both halves of what it sends."""
 
-    def keep(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
-        """Remember what arrives, or forget it."""
+    def keep(self, _: object, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        """Remember what has arrived, as a hook of the node; hooks before it have changed it."""
         self.gradients = gradients
+
+    def others(self) -> list[int]:
+        """List the edges that are no branches."""
+        following = enumerate(self.node.next_functions)
+        return [at for at, (node, _) in following if node is not None and at not in self.edges]
+
+    def listen(self) -> RemovableHandle:
+        """Register `keep` on the node, and find the hooks that users have registered there."""
+        handle = self.node.register_hook(self.keep)
+        hooks = handle.hooks_dict_ref()
+        if len(hooks) > 1:
+            self.hooks = tuple(hook for number, hook in hooks.items() if number != handle.id)
+        return handle
 
 
 def stage_backward(
@@ -163,7 +185,7 @@ def stage_backward_weight(
                 if gradient is not None:
                     sums.add(edge, gradient)
             if not retain_graph:
-                junction.keep(())
+                junction.gradients = ()
 
     with torch.no_grad():
         if any(junction.edges and reads_hooked(junction.node) for junction in param_groups):
@@ -305,11 +327,10 @@ def _run_path(
     for junction in junctions:
         if not junction.edges:
             continue
-        handles.append(junction.node.register_prehook(junction.keep))
+        handles.append(junction.listen())
         if isinstance(junction.node, torch.autograd.function.BackwardCFunction):
-            branches = frozenset(junction.edges)
             needs.append((junction.node, junction.node.needs_input_grad))
-            set_needs(junction.node, lambda edge, b=branches: edge not in b)
+            set_needs(junction.node, junction.others())
     try:
         found = torch.autograd.grad(
             [tensor for tensor, _ in starts],
@@ -334,7 +355,7 @@ def _branches(junction: Junction) -> Iterator[tuple[GradientEdge, torch.Tensor |
     if all(gradient is None for gradient in junction.gradients):
         return
     node = junction.node
-    found = weight_gradients(node, junction.gradients, junction.edges)
+    found = weight_gradients(node, junction.gradients, junction.edges, junction.hooks)
     for edge, gradient in zip(junction.edges, found, strict=True):
         yield GradientEdge(*node.next_functions[edge]), gradient
 
@@ -344,7 +365,8 @@ class _Sums:
 
     A gradient that is handed over while it is warm, and whose memory serves the next one, costs
     much less than one that waits for all others. Branches that lead to one parameter wait for each
-    other, so that its gradient is accumulated once.
+    other, so that its gradient is accumulated once. Those whose gradients tensor ranks sum wait for
+    the end: ranks that hold parts of other sizes hand over at other times, and sum at the same.
     """
 
     def __init__(self, junctions: Sequence[Junction], *, retain_graph: bool) -> None:
@@ -395,7 +417,7 @@ class _Sums:
 
 
 def _shared(junctions: Iterable[Junction]) -> frozenset[Node]:
-    """List the first nodes of branches that meet with another branch later."""
+    """List the first nodes of branches that meet with another branch later, or with other ranks."""
     firsts: list[Node] = []
     for junction in junctions:
         following = junction.node.next_functions if junction.edges else ()
@@ -409,6 +431,8 @@ def _shared(junctions: Iterable[Junction]) -> frozenset[Node]:
             other = owners.setdefault(node, branch)
             if other != branch:
                 found |= {firsts[other], first}
+            if hasattr(node, "variable") and is_summed_at_end(node.variable):
+                found.add(first)
             for below, _ in node.next_functions:
                 if below is not None and below not in seen:
                     seen.add(below)

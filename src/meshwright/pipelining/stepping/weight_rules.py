@@ -8,7 +8,7 @@ as both halves. Functions written in Python are run with ``needs_input_grad`` se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -19,33 +19,76 @@ from meshwright.torch_internals.autograd import ACTIVATIONS, input_metadata_of, 
 Gradients = Sequence[torch.Tensor | None]
 Node = Any  # torch has no public type with the attributes of a node
 Found = Sequence[torch.Tensor | None] | None
+Hook = Callable[[tuple[Any, ...], tuple[Any, ...]], Any]
+"""Of ``register_hook`` of a node: takes what it sends and what it has received."""
 
 
-def weight_gradients(node: Node, gradients: Gradients, edges: Sequence[int]) -> list[Any]:
+def weight_gradients(
+    node: Node, gradients: Gradients, edges: Sequence[int], hooks: Iterable[Hook] = ()
+) -> list[Any]:
     """Compute what ``node`` sends along ``edges`` (indices of ``next_functions``), in that order.
 
-    ``gradients`` are those of the node's outputs, None for outputs that have none.
+    ``gradients`` are those of the node's outputs, None for outputs that have none. ``hooks`` are
+    what users have registered on the node.
     """
+    found = _computed(node, gradients, edges)
+    for hook in hooks:
+        whole: list[Any] = [None] * len(node.next_functions)
+        for edge, value in zip(edges, found, strict=True):
+            whole[edge] = value
+        changed = hook(tuple(whole), tuple(gradients))
+        if changed is not None:
+            found = [changed[edge] for edge in edges]
+    return [
+        _fitted(value, node.next_functions[edge]) for value, edge in zip(found, edges, strict=True)
+    ]
+
+
+def _computed(node: Node, gradients: Gradients, edges: Sequence[int]) -> list[Any]:
     rule = RULES.get(type(node).__name__)
     gradient = gradients[0]
     if rule is not None and len(gradients) == 1 and gradient is not None:
         found = rule(node, gradient, edges)
         if found is not None:
-            return [
-                _fitted(value, node.next_functions[edge])
-                for value, edge in zip(found, edges, strict=True)
-            ]
-    if isinstance(node, torch.autograd.function.BackwardCFunction):
-        needs = node.needs_input_grad
-        set_needs(node, lambda edge: edge in edges)
-        try:
-            whole = node.apply(*gradients)
-        finally:
-            node.needs_input_grad = needs
-    else:
+            return list(found)
+    if not isinstance(node, torch.autograd.function.BackwardCFunction):
         whole = node(*gradients)
-    listed = (whole,) if isinstance(whole, torch.Tensor) else whole
-    return [_fitted(listed[edge], node.next_functions[edge]) for edge in edges]
+        return [
+            (whole,)[edge] if isinstance(whole, torch.Tensor) else whole[edge] for edge in edges
+        ]
+    places = _arguments(node, edges)
+    needs = node.needs_input_grad
+    set_needs(node, edges)
+    try:
+        whole = node.apply(*_materialized(node, gradients))
+    finally:
+        node.needs_input_grad = needs
+    return [(whole,)[at] if isinstance(whole, torch.Tensor) else whole[at] for at in places]
+
+
+def _arguments(node: Node, edges: Iterable[int]) -> list[int]:
+    """Find the arguments of a Python function that its ``edges`` belong to.
+
+    A function has an edge for each tensor among its arguments, and a flag for every argument.
+    """
+    live = [
+        edge for edge, (following, _) in enumerate(node.next_functions) if following is not None
+    ]
+    needed = [at for at, is_needed in enumerate(node.needs_input_grad) if is_needed]
+    places = dict(zip(live, needed, strict=True))
+    return [places[edge] for edge in edges]
+
+
+def _materialized(node: Node, gradients: Gradients) -> list[torch.Tensor | None]:
+    """Give zeros for outputs without a gradient, as autograd does before a Python function."""
+    if all(gradient is not None for gradient in gradients):
+        return list(gradients)
+    return [
+        torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
+        if gradient is None
+        else gradient
+        for gradient, meta in zip(gradients, input_metadata_of(node), strict=True)
+    ]
 
 
 def reads_hooked(node: Node) -> bool:
@@ -57,11 +100,10 @@ def reads_hooked(node: Node) -> bool:
     return names is None or any(may_be_packed(node, name) for name in names)
 
 
-def set_needs(node: Node, wanted: Callable[[int], bool]) -> None:
-    """Make a Python function compute gradients of those needed inputs that are ``wanted`` only."""
-    node.needs_input_grad = tuple(
-        needed and wanted(edge) for edge, needed in enumerate(node.needs_input_grad)
-    )
+def set_needs(node: Node, edges: Iterable[int]) -> None:
+    """Make a Python function compute the gradients that it sends along ``edges`` only."""
+    wanted = frozenset(_arguments(node, edges))
+    node.needs_input_grad = tuple(at in wanted for at in range(len(node.needs_input_grad)))
 
 
 def _fitted(value: torch.Tensor | None, edge: tuple[Node, int]) -> torch.Tensor | None:
