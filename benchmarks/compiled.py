@@ -81,7 +81,8 @@ def measure_steady(rank: int, options: argparse.Namespace) -> None:
         spent: Spent = {arm: [] for arm in arms}
         for number in range(options.rounds + 2):
             for arm in arms if number % 2 else arms[::-1]:
-                rows = world.gather_numbers(spend(models[arm], optimizers[arm], work), label="s")
+                numbers = spend(models[arm], optimizers[arm], work, work.steps)
+                rows = world.gather_numbers(numbers, label="s")
                 if number > 1:  # all is compiled by then
                     cpu, wall, pages = zip(*rows, strict=True)
                     mine = statistics.mean(cpu), max(wall), statistics.mean(pages)
