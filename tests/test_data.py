@@ -364,6 +364,15 @@ def test_states_that_do_not_fit_are_refused() -> None:
     assert loader.state_dict() == state
 
 
+def test_numbers_of_numpy_are_saved_as_those_of_python() -> None:
+    seed, two = numpy.int64(5), numpy.int32(2)
+    loader: DataLoader[Any] = DataLoader(Drawing(4), two, seed=seed)
+    rows = PackedDataLoader(Documents([3]), two, two, lengths=numpy.array([3]), seed=seed)
+    for each in (loader, rows):
+        next(iter(each))
+        assert {type(value) for value in each.state_dict().values()} == {int}
+
+
 def test_wrong_arguments() -> None:
     with pytest.raises(PlanError, match="fewer than a batch: 2 samples"):
         DataLoader(Drawing(2), 3)
@@ -373,8 +382,18 @@ def test_wrong_arguments() -> None:
         DataLoader(Drawing(2), 1, data_rank=1)
     with pytest.raises(ValueError, match="none of the 2 documents has a token"):
         next(iter(PackedDataLoader(Documents([0, 0]), 2, 1)))
-    with pytest.raises(ValueError, match="document 0: expected 4 tokens or more"):
-        next(iter(PackedDataLoader(Documents([3]), 4, 1, lengths=[4])))
+    for length in (2, 4):  # fewer: tokens would be lost without a word
+        with pytest.raises(ValueError, match=f"document 0: expected {length} tokens.*found 3"):
+            next(iter(PackedDataLoader(Documents([3]), 2, 1, lengths=[length])))
+    for documents in ([[1.5, 2.5]], [torch.ones(2)], ["12"], [numpy.ones(2)]):
+        with pytest.raises(TypeError, match="document 0: expected the numbers of tokens, found"):
+            next(iter(PackedDataLoader(documents, 2, 1)))
+    with pytest.raises(ValueError, match=r"expected one row of tokens, found the shape \(2, 3\)"):
+        next(iter(PackedDataLoader([torch.ones(2, 3, dtype=torch.int64)], 2, 1)))
+    with pytest.raises(TypeError, match="expected a map-style data set.*found a generator"):
+        DataLoader((n for n in range(3)), 1)  # pyrefly: ignore
+    with pytest.raises(TypeError, match="expected an integer as seed, found None"):
+        DataLoader(Drawing(2), 1, seed=None)  # pyrefly: ignore
     loader = PackedDataLoader(Documents([3]), 4, 1)
     loader.load_state_dict({**loader.state_dict(), "offset": 9})
     with pytest.raises(ValueError, match="document 0 has 3 tokens, and 9 of them were taken"):

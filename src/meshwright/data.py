@@ -23,7 +23,7 @@ from torch.utils import data as of_torch
 from meshwright.comm import communicator
 from meshwright.errors import CommunicationError
 from meshwright.randomness import name_seed
-from meshwright.sampling import PackedSampler, Piece, Sampler
+from meshwright.sampling import PackedSampler, Piece, Sampler, whole_number
 
 __all__ = ["DataLoader", "Dataset", "PackedDataLoader"]
 
@@ -95,12 +95,18 @@ class DataLoader(Generic[Batch]):
         Raises ``PlanError`` when the data are fewer than a batch, or the batch does not divide
         among the shares, and ``ValueError`` on one of several ranks without a share.
         """
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise TypeError(
+                "expected a map-style data set, with __len__ and __getitem__, found a "
+                f"{type(dataset).__name__}: of a stream samples cannot be taken by number; torch's "
+                "DataLoader reads it, and keeps no place in it"
+            )
         self.dataset = dataset
-        self.batch_size = batch_size
+        self.batch_size = whole_number("batch_size", batch_size)
         self.num_workers = num_workers
         self.data_rank, self.data_size = _share(data_rank, data_size)
         self._size = len(dataset)
-        self._seed = seed
+        self._seed = whole_number("seed", seed)
         self._collate = collate_fn or of_torch.default_collate
         self._options: dict[str, object] = {
             "num_workers": num_workers,
@@ -108,7 +114,7 @@ class DataLoader(Generic[Batch]):
             "prefetch_factor": prefetch_factor,
             "multiprocessing_context": multiprocessing_context,
         }
-        self._place = self._order(seed).state_dict()
+        self._place = self._order(self._seed).state_dict()
         self._ahead: deque[dict[str, int]] = deque()
         self._running: Iterator[Batch] | None = None
 
@@ -233,7 +239,7 @@ class PackedDataLoader(DataLoader[dict[str, Tensor]]):
         ``batch_size`` counts the rows of all ranks.
         """
         self._lengths = lengths
-        self.row_length = row_length
+        self.row_length = whole_number("row_length", row_length)
         super().__init__(
             documents,
             batch_size,
@@ -360,13 +366,28 @@ class _RowReader(_Reader):
 
     def _piece(self, piece: Piece) -> Tensor:
         document = _tokens_of(self._read(piece.place, piece.document))
+        count = len(document)
+        if count != piece.length:
+            raise ValueError(
+                f"document {piece.document}: expected {piece.length} tokens, by its length, found "
+                f"{count}: give the number of tokens of each document as lengths, or none"
+            )
         part = document[piece.begin : piece.end]
         if not isinstance(part, Tensor):  # of a list, or of an array of any type
-            part = torch.from_numpy(numpy.array(part, dtype=numpy.int64))
+            array = numpy.asarray(part)
+            is_whole, kind = array.dtype.kind in "iu", array.dtype
+            part = torch.from_numpy(array.astype(numpy.int64)) if is_whole else torch.empty(())
+        else:
+            kind = part.dtype
+            is_whole = not (part.is_floating_point() or part.is_complex() or kind == torch.bool)
+        if not is_whole:
+            raise TypeError(
+                f"document {piece.document}: expected the numbers of tokens, found {kind}"
+            )
         if part.shape != (piece.end - piece.begin,):
             raise ValueError(
-                f"document {piece.document}: expected {piece.end} tokens or more in one row, by "
-                f"its length, found those up to {piece.begin + len(part)}"
+                f"document {piece.document}: expected one row of tokens, found the shape "
+                f"{(count, *part.shape[1:])}"
             )
         return part.long()
 

@@ -14,6 +14,7 @@ Rows that are packed from documents take these in the same order, a cursor behin
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
@@ -94,12 +95,12 @@ class Sampler:
         Raises ``PlanError`` when the data set is smaller than a batch or the batch does not divide
         among ``data_size`` ranks.
         """
+        self.dataset_size = whole_number("dataset_size", dataset_size)
+        self.batch_size = whole_number("batch_size", batch_size)
+        self.seed = whole_number("seed", seed)
+        self.data_rank = whole_number("data_rank", data_rank)
+        self.data_size = whole_number("data_size", data_size)
         _check(dataset_size, batch_size, data_rank, data_size)
-        self.dataset_size = dataset_size
-        self.batch_size = batch_size
-        self.seed = seed
-        self.data_rank = data_rank
-        self.data_size = data_size
         self._position = _checked_position(position)
         self._permutation = Permutation(dataset_size, seed, self.epoch)
 
@@ -157,6 +158,8 @@ class Piece(NamedTuple):
     document: int
     begin: int
     end: int
+    length: int
+    """Of the whole document."""
 
 
 class PackedSampler:
@@ -195,11 +198,11 @@ class PackedSampler:
                 "expected at least 1 document and rows of at least 1 token, found "
                 f"{documents} documents and a row_length of {row_length}"
             )
+        self.documents = whole_number("documents", documents)
+        self.row_length = whole_number("row_length", row_length)
+        self.batch_size = whole_number("batch_size", batch_size)
+        self.seed = whole_number("seed", seed)
         _check(batch_size, batch_size, data_rank, data_size)
-        self.documents = documents
-        self.row_length = row_length
-        self.batch_size = batch_size
-        self.seed = seed
         self._lengths = lengths
         share = batch_size // data_size
         self._own = slice(data_rank * share, (data_rank + 1) * share)
@@ -232,7 +235,7 @@ class PackedSampler:
                 )
             end = min(length, begin + missing)
             if end > begin:
-                pieces.append(Piece(place, document, begin, end))
+                pieces.append(Piece(place, document, begin, end, length))
             empty = 0 if end > begin else empty + 1
             if empty > self.documents:
                 raise ValueError(f"none of the {self.documents} documents has a token")
@@ -264,6 +267,17 @@ class PackedSampler:
         self._position = _checked_position(state["position"])
         self._offset = _checked_position(state["offset"])
         return self
+
+
+def whole_number(name: str, value: int) -> int:
+    """Make an integer of any type Python's own, as states are saved.
+
+    Raises ``TypeError``, with ``name``, for anything else.
+    """
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"expected an integer as {name}, found {value!r}") from None
 
 
 def _check(dataset_size: int, batch_size: int, data_rank: int, data_size: int) -> None:

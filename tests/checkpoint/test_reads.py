@@ -197,15 +197,16 @@ def test_what_one_rank_holds_it_writes_and_the_rest_goes_where_least_is() -> Non
         return Held(name, "float32", (rows, 4), (Box((0, 0), (rows, 4)),))
 
     shared = [held("a", 3), held("b", 2), held("c", 2)]
-    known, chosen = assign([[held("own", 9), *shared], shared])
+    known, chosen, _ = assign([[held("own", 9), *shared], shared])
     assert list(known) == ["a", "b", "c", "own"]
     assert [[name for name, _ in items] for items in chosen] == [["own"], ["a", "b", "c"]]
     apart = [
         [row._replace(marks=(rank if row.name != "c" else 7,)) for row in shared]
         for rank in range(2)
     ]
-    _, chosen = assign(apart)  # a and b differ: the first rank's, both
+    _, chosen, parted = assign(apart)  # a and b differ: the first rank's, both
     assert [[name for name, _ in items] for items in chosen] == [["a", "b"], ["c"]]
+    assert parted == [["a", "b"], []]
     parts = [Held("t", "float32", (4,), tuple(boxes((4,), n, n + 2))) for n in (0, 2)]
     assert assign([[parts[0]], [parts[1]]])[1] == [
         [("t", Box((0,), (2,)))],

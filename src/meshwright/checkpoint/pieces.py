@@ -259,8 +259,19 @@ def held_from_rows(rows: Iterable[Any]) -> list[Held]:
     ]
 
 
-def assign(held: Iterable[Sequence[Held]]) -> tuple[dict[str, Held], list[list[tuple[str, Box]]]]:
-    """Assign writers: all tensors by name, and the boxes that each rank writes.
+class Assigned(NamedTuple):
+    """The writers of all boxes."""
+
+    known: dict[str, Held]
+    """All tensors, by name."""
+    chosen: list[list[tuple[str, Box]]]
+    """The boxes that each rank writes."""
+    parted: list[list[str]]
+    """The tensors of these of which other ranks hold other values."""
+
+
+def assign(held: Iterable[Sequence[Held]]) -> Assigned:
+    """Assign writers.
 
     What one rank holds alone is its own, and what several hold with other marks is the first's. Of
     the others the largest are given away first, each to its holder with the fewest bytes so far,
@@ -270,8 +281,10 @@ def assign(held: Iterable[Sequence[Held]]) -> tuple[dict[str, Held], list[list[t
     holders: defaultdict[tuple[str, Box], list[int]] = defaultdict(list)
     marks: defaultdict[tuple[str, Box], set[int]] = defaultdict(set)
     chosen: list[list[tuple[str, Box]]] = []
+    parted: list[list[str]] = []
     for rank, rows in enumerate(held):
         chosen.append([])
+        parted.append([])
         for row in rows:
             first, first_rank = known.setdefault(row.name, (row, rank))
             if first is not row and (first.dtype, first.shape) != (row.dtype, row.shape):
@@ -289,14 +302,16 @@ def assign(held: Iterable[Sequence[Held]]) -> tuple[dict[str, Held], list[list[t
 
     shared: list[tuple[str, Box]] = []
     for item, ranks in holders.items():
-        is_own = len(ranks) == 1 or len(marks.get(item, ())) > 1
-        (chosen[ranks[0]] if is_own else shared).append(item)
+        is_parted = len(marks.get(item, ())) > 1
+        (chosen[ranks[0]] if is_parted or len(ranks) == 1 else shared).append(item)
+        if is_parted:
+            parted[ranks[0]].append(item[0])
     load = [sum(map(size, items)) if shared else 0 for items in chosen]
     for item in sorted(shared, key=lambda at: (-size(at), at[0], at[1].offset, at[1].shape)):
         writer = min(holders[item], key=lambda rank: (load[rank], rank))
         load[writer] += size(item)
         chosen[writer].append(item)
-    return {name: known[name][0] for name in sorted(known)}, chosen
+    return Assigned({name: known[name][0] for name in sorted(known)}, chosen, parted)
 
 
 def with_keys(

@@ -21,7 +21,7 @@ import logging
 import os
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +100,7 @@ class _Request:
     tensors: Mapping[str, Tensor | ShardedPiece | ReadTensor]
     metadata: Mapping[str, JSON]
     step: int
+    alike: Collection[str]
     group: Communicator | Alone
     storage: Storage
 
@@ -121,6 +122,7 @@ def save_tensors(
     step: int,
     communicator: Communicator | None = None,
     keep_last: int | None = None,
+    alike: Collection[str] = (),
     storage: Storage | None = None,
 ) -> Path:
     """Save ``tensors`` and ``metadata`` as ``directory/step_00000120`` and return that path.
@@ -132,6 +134,8 @@ def save_tensors(
     by one of its ranks. State of one rank only goes under a name of its own, such as ``"rng/3"``.
 
     ``keep_last``: how many complete checkpoints stay in ``directory``, this one included.
+    ``alike``: the names of tensors that should be the same wherever they are held whole or in the
+    same box, as parameters are: a warning says which are not.
 
     Raises ``CheckpointWriteError`` (one line: rank, file, reason, what to do) on all ranks when
     any of them fails, `CheckpointClaimedError` when another job saves to ``directory`` (see
@@ -146,6 +150,7 @@ def save_tensors(
         tensors=tensors,
         metadata=metadata,
         step=step,
+        alike=alike,
         group=communicator if communicator is not None else Alone(),
         storage=storage if storage is not None else Storage(),
     )
@@ -261,9 +266,20 @@ def _plan(request: _Request, own: Sequence[Held], rows: Sequence[bytes]) -> _Wri
         if (found := first_difference(range(len(said)), said)) is not None:
             raise ValueError(f"{found}; {advice}")
     rank = request.group.rank
-    known, chosen = assign(
+    known, chosen, parted = assign(
         own if number == rank else held_from_rows(each["held"]) for number, each in enumerate(told)
     )
+    if lost := [name for name in parted[rank] if name in request.alike]:
+        _log.warning(
+            "%s gets the values that rank %d has of %r, and %d more: other ranks have others. "
+            "Modules that are another part of the model on each rank need names of the whole model "
+            "(as meshwright.pipelining gives stages); the same module needs a wrapper, such as "
+            "meshwright.replicate, that keeps it the same",
+            request.target,
+            rank,
+            lost[0],
+            len(lost) - 1,
+        )
     mine = with_keys(rank, chosen[rank], known)
     draft = None
     if rank == 0:

@@ -82,6 +82,22 @@ def test_differences_are_named_the_largest_first(tmp_path: Path) -> None:
     assert [each.relative for each in differences(first, nan)] == [float("inf")]
 
 
+def test_differences_are_those_of_bits_and_of_whole_numbers(tmp_path: Path) -> None:
+    """Equal infinities are none, and integers that float64 has not all are told apart."""
+    mask, large = torch.tensor([-torch.inf, 1.0]), torch.tensor([2**60, 7])
+    pairs = {"mask": (mask, mask * 2), "large": (large, large + 1), "zero": (mask * 0, -mask * 0)}
+    pairs["unsigned"] = (large.to(torch.uint64), (large + 1).to(torch.uint64))
+    paths = [
+        checkpoint.save_tensors(tmp_path, {k: v[n] for k, v in pairs.items()}, {}, step=n)
+        for n in range(2)
+    ]
+    found = {each.name: each.text for each in differences(*paths)}
+    assert found["mask"] == "1 of 2 elements, by up to 1, relative 0.5"
+    assert found["large"].startswith("2 of 2 elements, by up to 1, relative")
+    assert found["unsigned"].startswith("2 of 2 elements, by up to 1, relative")
+    assert found["zero"].startswith("1 of 2 elements")
+
+
 # ------------------------------------------------------------------------------- command line
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from meshwright import checkpoint
 from meshwright.checkpoint import Reader, export_weights, import_weights
@@ -225,3 +225,16 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path, to: str) -> None:
     assert TENSOR_BYTES <= grown < BOUND
     read = lambda: imported(target, tmp_path / "back", to)  # noqa: E731
     assert peak_growth(read, tmp_path, maps=2 * TENSOR_BYTES) < BOUND
+
+
+def test_files_that_have_the_same_names_are_not_mixed(tmp_path: Path) -> None:
+    """As variants of one model do: the last of them was taken, without a word."""
+    parts = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+    save_file({"a": torch.ones(2)}, tmp_path / parts[0])
+    save_file({"a": torch.zeros(2), "b": torch.ones(1)}, tmp_path / parts[1])
+    with pytest.raises(CheckpointError, match="'a' is in model-00001.* and in model-00002"):
+        checkpoint.import_weights(tmp_path, tmp_path / "none", source_format="hf")
+    index = {"weight_map": {"a": parts[0], "b": parts[1]}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = checkpoint.import_weights(tmp_path, tmp_path / "made", source_format="hf")
+    assert torch.equal(checkpoint.load_tensors(found).tensors["state/model/a"], torch.ones(2))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+import logging
 import math
 import random
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -145,6 +148,10 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed(tmp_path: Path)
         checkpoint.save(tmp_path, 2, optimizer=optimizer)
     with pytest.raises(ValueError, match="is not in the model: build it from"):
         checkpoint.save(tmp_path, 2, model=Net(0), optimizer=optimizer)
+    with pytest.raises(TypeError, match="optimizer: expected optimizers, found a str"):
+        checkpoint.save(tmp_path, 2, model=Net(0), optimizer={"a": optimizer})  # pyrefly: ignore
+    with pytest.raises(ValueError, match="extra/a': expected a dense tensor, found one of layout"):
+        checkpoint.save(tmp_path, 2, extra={"a": torch.eye(2).to_sparse()})
     with pytest.raises(TypeError, match="expected something with state_dict"):
         checkpoint.save(tmp_path, 2, data=3)
     tensors = checkpoint.save_tensors(tmp_path, {"a": torch.ones(1)}, {}, step=9)
@@ -189,6 +196,61 @@ def test_ties_may_differ_where_values_do_not(tmp_path: Path) -> None:
         checkpoint.load(checkpoint.save(tmp_path, 3, model=apart), model=tied)
 
 
+def test_names_of_several_modules_are_those_of_one_tensor(tmp_path: Path) -> None:
+    """Another network under the same names was lost; so was a stage's copy when it was loaded."""
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizers = [torch.optim.SGD(m.parameters(), momentum=0.9) for m in (first, second)]
+    with pytest.raises(ValueError, match="several of the modules have a 'weight'"):
+        checkpoint.save(tmp_path, 1, model=[first, second], optimizer=optimizers)
+    both = nn.ModuleDict({"first": first, "second": second})
+    found = checkpoint.load(checkpoint.save(tmp_path, 1, model=both, optimizer=optimizers))
+    assert found.step == 1
+
+    second.load_state_dict(first.state_dict())
+    optimizer = torch.optim.SGD(both.parameters(), momentum=0.9)
+    for parameter in both.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    path = checkpoint.save(tmp_path, 2, model=[first, second], optimizer=optimizer)
+    ends = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    loaded = torch.optim.SGD([p for m in ends for p in m.parameters()], momentum=0.9)
+    checkpoint.load(path, model=ends, optimizer=loaded)
+    for module in ends:
+        assert_equal(dict(module.state_dict()), dict(first.state_dict()))
+    assert_equal(loaded.state_dict()["state"], optimizer.state_dict()["state"])
+    plain = nn.Linear(2, 2)
+    checkpoint.load(path, model=plain, optimizer=torch.optim.SGD(plain.parameters(), momentum=0.9))
+    optimizer.state[second.weight]["momentum_buffer"] += 1
+    with pytest.raises(ValueError, match="other state for one 'weight' than for its copy"):
+        checkpoint.save(tmp_path, 3, model=[first, second], optimizer=optimizer)
+
+
+def test_schedulers_that_do_not_fit_are_refused_before_anything_is_changed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    steps = [torch.optim.lr_scheduler.StepLR(optimizer, n) for n in (1, 2, 3)]
+    saved: list[tuple[Any, list[Any]]] = [
+        (steps[0], [steps[:1], {"a": steps[0]}]),
+        (steps[:2], [steps, steps[:1], steps[0]]),
+        ({"a": steps[0]}, [steps[0], {"a": steps[0], "b": steps[1]}, {"a": steps[:1]}]),
+    ]
+    for step, (given, others) in enumerate(saved):
+        path = checkpoint.save(tmp_path, step, model=model, scheduler=given)
+        other = nn.Linear(2, 2)
+        before = other.weight.clone()
+        for wrong in others:
+            with pytest.raises(CheckpointMismatchError, match="scheduler.* was saved from"):
+                checkpoint.load(path, model=other, scheduler=wrong)
+        assert torch.equal(other.weight, before)
+        checkpoint.load(path, model=other, scheduler=given)
+    assert "StepLR" not in caplog.text
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    checkpoint.load(path, scheduler={"a": cosine})
+    assert "is the state of a StepLR, and a CosineAnnealingLR is given it" in caplog.text
+
+
 def different(folder: Path) -> list[str]:
     rank, said = communicator().rank, []
     for extra in ({"mine": rank}, {f"mine/{rank}": rank}):
@@ -224,6 +286,26 @@ def test_what_differs_between_ranks_is_saved_of_one_of_them(ranks: Ranks, tmp_pa
     (first, saved), (second, again) = ranks(2, statistics_of_each_rank, tmp_path)
     assert first != second
     assert saved == again == first
+
+
+def other_part_of_each_rank(folder: Path) -> str:
+    torch.manual_seed(communicator().rank)
+    said = io.StringIO()
+    handler = logging.StreamHandler(said)
+    logging.getLogger("meshwright").addHandler(handler)
+    try:
+        checkpoint.save(folder, 0, model=nn.Linear(4, 4))
+        return said.getvalue()
+    finally:
+        logging.getLogger("meshwright").removeHandler(handler)
+
+
+def test_parameters_that_differ_between_ranks_are_named(ranks: Ranks, tmp_path: Path) -> None:
+    """As the stages of a pipeline that each rank has built by itself: one would be lost."""
+    first, second = ranks(2, other_part_of_each_rank, tmp_path)
+    found = r"the values that rank 0 has of 'state/model/(bias|weight)', and 1 more: other ranks"
+    assert re.search(found, first)
+    assert second == ""
 
 
 def weights_alone(path: Path) -> dict[str, torch.Tensor]:

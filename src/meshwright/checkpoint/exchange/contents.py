@@ -172,15 +172,21 @@ def differences(first: str | os.PathLike[str], second: str | os.PathLike[str]) -
 
 
 def _compared(name: str, a: torch.Tensor, b: torch.Tensor) -> Difference | None:
-    if torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):
+    bits = [each.reshape(-1, 1).view(torch.uint8) for each in (a, b)]
+    differs = (bits[0] != bits[1]).any(dim=1).reshape(a.shape)
+    if not differs.any():
         return None
     wide = torch.complex128 if a.is_complex() else torch.float64
-    apart = (a.to(wide) - b.to(wide)).abs()
-    count = int((apart != 0).sum())
+    sizes = torch.maximum(a.to(wide).abs(), b.to(wide).abs())
+    finite = sizes[sizes.isfinite()]
+    scale = float(finite.max()) if finite.numel() else 0.0
+    if not (a.is_complex() or a.is_floating_point() or a.dtype in (torch.bool, torch.uint64)):
+        wide = torch.int64  # of which float64 has not all
+    apart = (a[differs].to(wide) - b[differs].to(wide)).abs()
     largest = float(apart.max())
-    scale = float(torch.maximum(a.to(wide).abs(), b.to(wide).abs()).max())
     relative = largest / scale if scale else 0.0
-    if math.isnan(largest):
+    if math.isnan(largest) or math.isnan(relative):
         largest = relative = math.inf
+    count = int(differs.sum())
     text = f"{count:,} of {a.numel():,} elements, by up to {largest:.3g}, relative {relative:.3g}"
     return Difference(name=name, text=text, largest=largest, relative=relative)

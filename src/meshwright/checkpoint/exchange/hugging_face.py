@@ -131,6 +131,13 @@ def read_hugging_face(folder: Path) -> Weights:
             raise CheckpointDamagedError(f"{folder / INDEX}: {file!r} is not a file beside it")
         with _open(folder / file) as opened:
             for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                if where.get(name, file) != file:
+                    continue  # the index names another file
+                if name in entries:
+                    raise CheckpointError(
+                        f"{folder}: {name!r} is in {entries[name].key} and in {file}: give the "
+                        f"one file that is meant, or a folder with {INDEX}"
+                    )
                 piece = opened.get_slice(name)
                 if piece.get_dtype() not in known:
                     raise CheckpointError(

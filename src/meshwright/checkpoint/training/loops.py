@@ -124,6 +124,7 @@ def save(
     group = communicator if communicator is not None else everyone()
     given: dict[str, Any] = {"scheduler": scheduler, "data": data}
     held = _owner(model, optimizer).held_state()
+    forms = {key: _form(each) for key, each in given.items() if each is not None}
 
     def describe() -> tuple[dict[str, ShardedPiece], JSON]:
         state = {**held, **{k: _states(v) for k, v in given.items() if v is not None}}
@@ -148,10 +149,19 @@ def save(
         "version": VERSION,
         "ranks": group.size,
         "state": _joined(rows, "the state"),
+        "forms": forms,
     }
-    others = None if communicator is None and group.size == 1 else cast(Communicator, group)
+    weights: ModelState | None = held.get("model")
     return save_tensors(
-        folder, pieces, metadata, step=step, communicator=others, keep_last=keep_last
+        folder,
+        pieces,
+        metadata,
+        step=step,
+        communicator=None
+        if communicator is None and group.size == 1
+        else cast(Communicator, group),
+        keep_last=keep_last,
+        alike={f"{PREFIX}/model/{name}" for name in (weights.parameters if weights else ())},
     )
 
 
@@ -192,7 +202,7 @@ def load(
     held = owner.outline() if isinstance(owner, _Loop) else owner.held_state()
     with together(group, "open", lambda: (SavedState(Reader(path)), None))[0] as saved:
         restoring = _Restoring(saved, owner, held)
-        _, rows = together(group, "compare", lambda: (None, restoring.compare([*given])))
+        _, rows = together(group, "compare", lambda: (None, restoring.compare(given)))
         together(group, "compare all", lambda: (None, restoring.compare_all(rows)))
         structure = saved.structure
         has_random = random and saved.ranks == group.size and "random" in structure
@@ -276,6 +286,9 @@ class _Loop:
 
 def _owner(model: Model | None, optimizer: Optimizer | Sequence[Optimizer] | None) -> _Loop | Laid:
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*(optimizer or ())]
+    for each in optimizers:
+        if not isinstance(each, Optimizer):
+            raise TypeError(f"optimizer: expected optimizers, found a {type(each).__name__}")
     if isinstance(model, Laid) and not isinstance(model, nn.Module):
         if optimizers:
             raise ValueError("a Trainable brings its optimizer: leave optimizer out")
@@ -295,11 +308,7 @@ def _states(given: Stated) -> Any:  # noqa: ANN401 - any state
         return dict(given.state_dict())
     if isinstance(given, Mapping):
         return {key: _states(each) for key, each in given.items()}
-    if isinstance(given, Sequence):
-        return [_states(each) for each in given]
-    raise TypeError(
-        f"expected something with state_dict and load_state_dict, found a {type(given).__name__}"
-    )
+    return [_states(each) for each in given]
 
 
 def _load_states(given: Stated, state: Any) -> None:  # noqa: ANN401 - any state
@@ -311,8 +320,56 @@ def _load_states(given: Stated, state: Any) -> None:  # noqa: ANN401 - any state
         _load_states(each, state[key])
 
 
+def _form(given: Stated) -> JSON:
+    """Say what is given: the class of each that has a state, in lists and dicts as given."""
+    if isinstance(given, Stateful):
+        return type(given).__name__
+    if isinstance(given, Mapping):
+        return {str(key): _form(each) for key, each in given.items()}
+    if isinstance(given, Sequence):
+        return [_form(each) for each in given]
+    raise TypeError(
+        f"expected something with state_dict and load_state_dict, found a {type(given).__name__}"
+    )
+
+
+def _compare_forms(saved: SavedState, place: str, there: JSON, here: JSON) -> None:
+    """Compare what is given with what was saved; checkpoints of before do not say that.
+
+    A state of another class is named in the log: a scheduler takes whatever it is given. Raises
+    CheckpointMismatchError for another number, or lists and dicts for what was none.
+    """
+    if there is None:
+        return
+    if isinstance(there, str) and isinstance(here, str):
+        if there != here:
+            _log.warning(
+                "%s of %s is the state of a %s, and a %s is given it: leave it out if it is "
+                "another one",
+                place,
+                saved.path,
+                there,
+                here,
+            )
+    elif isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
+        for number, (one, other) in enumerate(zip(there, here, strict=True)):
+            _compare_forms(saved, f"{place}[{number}]", one, other)
+    elif isinstance(there, dict) and isinstance(here, dict) and here.keys() <= there.keys():
+        for key, other in here.items():
+            _compare_forms(saved, f"{place}[{key!r}]", there[key], other)
+    else:
+        raise CheckpointMismatchError(
+            f"{place} of {saved.path} was saved from {there}, and {here} is given: give it in the "
+            "form that it was saved in"
+        )
+
+
 def _described(weights: ModelState) -> tuple[dict[str, Tensor], JSON]:
-    """List the tensors of a model, and its structure; tied ones have one tensor."""
+    """List the tensors of a model, and its structure; tied ones have one tensor.
+
+    Raises ValueError where its modules contradict.
+    """
+    weights.check_copies()
     tensors = {f"{PREFIX}/model/{name}": tensor for name, tensor in weights.tensors.items()}
     structure: dict[str, JSON] = {
         name: {"$tensor": f"{PREFIX}/model/{weights.ties.get(name, name)}"}
@@ -361,7 +418,7 @@ class _Restoring:
         self._names: list[dict[str, list[str]]] = []
         """For each optimizer the names here by the saved ones."""
 
-    def compare(self, given: Sequence[str]) -> Any:  # noqa: ANN401 - JSON
+    def compare(self, given: Mapping[str, Stated]) -> Any:  # noqa: ANN401 - JSON
         """Compare with what this rank has; returns the names that it knows."""
         saved = self._saved
         remedy = ""
@@ -369,6 +426,8 @@ class _Restoring:
             remedy = "give model=trainable.module for the weights alone"
         wanted = [key for key in ("model", "optimizer") if key in self._held]
         saved.require([*wanted, *given], remedy)
+        for key, each in given.items():
+            _compare_forms(saved, key, saved.forms.get(key), _form(each))
         self._matching.compare()
         stored = saved.optimizers()
         if self._optimizers and len(stored) != len(self._optimizers):

@@ -45,6 +45,9 @@ class SavedState:
                 "checkpoint.load_tensors reads its tensors"
             )
         self.structure: dict[str, Any] = structure
+        forms = metadata.get("forms")
+        self.forms: Mapping[str, JSON] = forms if isinstance(forms, dict) else {}
+        """What ``scheduler`` and ``data`` were saved from: classes, in lists and dicts."""
         self.ranks = int(cast(int, metadata["ranks"]))
 
     def __enter__(self) -> Self:
@@ -122,7 +125,15 @@ def fill(reader: Reader, tensors: Mapping[str, Tensor]) -> None:
 
 
 def piece_of(name: str, tensor: Tensor) -> ShardedPiece:
-    """Describe what this rank holds of ``tensor``, on its memory where that is one piece."""
+    """Describe what this rank holds of ``tensor``, on its memory where that is one piece.
+
+    Raises ValueError for a tensor whose values do not lie in memory one by one.
+    """
+    if tensor.layout is not torch.strided:
+        raise ValueError(
+            f"{name!r}: expected a dense tensor, found one of layout {tensor.layout}: save "
+            "tensor.to_dense(), and make it anew of that"
+        )
     holding = held(tensor, name)
     return ShardedPiece(global_shape=holding.shape, boxes=holding.boxes, tensor=holding.local)
 

@@ -12,16 +12,20 @@ of the model where its state dict gives that, else copies of what this rank hold
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshwright.checkpoint.nested import flatten
 from meshwright.checkpoint.optimizers import differing_groups
 from meshwright.checkpoint.training.flat_optimizers import load_named_state, named_state
+from meshwright.comm.dtensors.dtensor import local_of
+from meshwright.comm.dtensors.gather_dtensor import held
 from meshwright.data_parallel.flat_parameters import parts_of_flat
 from meshwright.data_parallel.modules.checkpoint_names import (
     SteppedOver,
@@ -35,6 +39,8 @@ from meshwright.fsdp.states.optimizer_state import state_to_load
 from meshwright.fsdp.states.state_dict_types import giving_parts
 from meshwright.fsdp.traversal import clean_name
 from meshwright.fsdp.unit_wrapper import wrappers_in
+
+_T = TypeVar("_T")
 
 
 def plain_names(model: nn.Module) -> Callable[[str], str]:
@@ -55,14 +61,31 @@ def plain_names(model: nn.Module) -> Callable[[str], str]:
     return plain
 
 
+_COPY = " (copy)"
+"""Behind the name of a parameter of which a module before has another copy, as stages have."""
+
+
 def plain_parameters(modules: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
     """List the parameters of ``modules`` by plain name; a tied one once."""
     found: dict[str, nn.Parameter] = {}
     for module in modules:
         plain = plain_names(module)
         for name, parameter in module.named_parameters():
-            found.setdefault(plain(name), parameter)
+            _add(found, plain(name), parameter)
     return found
+
+
+def _add(found: dict[str, _T], name: str, value: _T) -> str:
+    """Put ``value`` under ``name``, or under one that says that it is a copy; return that."""
+    while found.setdefault(name, value) is not value:
+        name += _COPY
+    return name
+
+
+def _original(name: str) -> str:
+    while name.endswith(_COPY):
+        name = name.removesuffix(_COPY)
+    return name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -84,8 +107,11 @@ class ModelState:
         """By other names of tied tensors, the first."""
         self.rest: dict[str, object] = {}
         """All that is no tensor: the extra state of modules."""
+        self.parameters: set[str] = set()
+        """The names of tensors that are trained."""
+        self._copies: list[tuple[str, Tensor]] = []
         self._found: list[tuple[nn.Module, dict[str, Any]]] = []
-        self._places: dict[str, _Entry] = {}
+        self._places: dict[str, list[_Entry]] = {}
         known = dict(ties or {})
         first: dict[int, str] = {}
         for module in modules:
@@ -96,11 +122,14 @@ class ModelState:
             for own, value in found.items():
                 name = plain(own)
                 if not isinstance(value, Tensor):
-                    self.rest[name] = value
-                    self._places[name] = _Entry(state=found, name=own)
+                    self.rest.setdefault(name, value)
+                    self._places.setdefault(name, []).append(_Entry(state=found, name=own))
                     continue
                 one = first.setdefault(id(value), known.get(name, name))
-                self.tensors.setdefault(one, value)
+                if self.tensors.setdefault(one, value) is not value and name not in known:
+                    self._copies.append((one, value))
+                if isinstance(value, nn.Parameter):
+                    self.parameters.add(one)
                 if name != one:
                     self.ties[name] = one
 
@@ -110,16 +139,52 @@ class ModelState:
 
     def set_rest(self, name: str, value: object) -> None:
         """Have ``value`` loaded as the extra state ``name``."""
-        place = self._places[name]
-        place.state[place.name] = value
+        for place in self._places[name]:
+            place.state[place.name] = value
         self.rest[name] = value
+
+    def check_copies(self) -> None:
+        """Raise ValueError where modules have other values under one name: one would be lost."""
+        other = [
+            name for name, copy in self._copies if not _is_copy(name, self.tensors[name], copy)
+        ]
+        for name, places in self._places.items():
+            states = [place.state[place.name] for place in places]
+            other += [name for state in states[1:] if not _are_alike(states[0], state)]
+        if other:
+            raise ValueError(
+                f"several of the modules have a {other[0]!r} with values of its own, and a "
+                "checkpoint has one of each name: give a module that holds them under names of "
+                'their own, as model=torch.nn.ModuleDict({"first": first, "second": second})'
+            )
 
     @torch.no_grad()
     def load(self) -> None:
         """Give the modules what is in here now: values were filled in place."""
+        for name, copy in self._copies:
+            local_of(copy.detach()).copy_(local_of(self.tensors[name].detach()))
         for module, found in self._found:
             with giving_parts(module):
                 module.load_state_dict(found)
+
+
+def _is_copy(name: str, tensor: Tensor, other: Tensor) -> bool:
+    """Check that this rank holds the same bits of both."""
+    one, two = held(tensor, name), held(other, name)
+    if (one.shape, one.boxes, one.local.dtype) != (two.shape, two.boxes, two.local.dtype):
+        return False
+    bits = [each.local.contiguous().reshape(-1).view(torch.uint8) for each in (one, two)]
+    return torch.equal(*bits)
+
+
+def _are_alike(one: object, other: object) -> bool:
+    """Check that two states are the same, tensors to the bit."""
+    (tensors, structure), (others, structured) = flatten(one, ""), flatten(other, "")
+    pairs = ((name, tensor, others.get(name)) for name, tensor in tensors.items())
+    return structure == structured and all(
+        isinstance(a, Tensor) and isinstance(b, Tensor) and _is_copy(name, a, b)
+        for name, a, b in pairs
+    )
 
 
 # --------------------------------------------------------------------------------- optimizers
@@ -132,7 +197,7 @@ class NamedOptimizer:
     """
 
     groups: list[list[str]]
-    """The names of each group."""
+    """The names of each group, one for all copies of a parameter."""
 
     def __init__(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         self._optimizer = optimizer
@@ -151,18 +216,40 @@ class NamedOptimizer:
                         "is not in the model: build it from the parameters of the wrapped model, "
                         "and give save and load that model"
                     )
-        plain = plain_names(self._model)
         self._plain: dict[str, str] = {}
         if self._is_managed:
+            plain = plain_names(self._model)
             names = names_by_parameter(self._model)
             listed = [[n for p in g["params"] for n in names[p]] for g in optimizer.param_groups]
-            self._plain = {name: plain(name) for group in listed for name in group}
-            self.groups = [[self._plain[name] for name in group] for group in listed]
+            known_as: dict[str, str] = {}
+            for name in (name for group in listed for name in group):
+                # In a list of modules names begin with the number of one.
+                own = plain(name) if len(modules) == 1 else plain(name).partition(".")[2]
+                self._plain[name] = _add(known_as, own, name)
+            self._given = [[self._plain[name] for name in group] for group in listed]
         else:
-            self.groups = [group["params"] for group in self.state()["param_groups"]]
+            self._given = [group["params"] for group in self._state()["param_groups"]]
+        self.groups = _without_copies(self._given)
 
     def state(self) -> dict[str, Any]:
-        """List state and groups by name; all ranks call it together."""
+        """List state and groups by name; all ranks call it together.
+
+        Raises ValueError where copies of a parameter have other states.
+        """
+        found = self._state()
+        for copy in [name for name in found["state"] if name != _original(name)]:
+            values, name = found["state"].pop(copy), _original(copy)
+            if not _are_alike(values, found["state"].setdefault(name, values)):
+                raise ValueError(
+                    f"the optimizer has other state for one {name!r} than for its copy, and a "
+                    "checkpoint has one of each name: give a module that holds them under names "
+                    "of their own"
+                )
+        for group, names in zip(found["param_groups"], self.groups, strict=True):
+            group["params"] = names
+        return found
+
+    def _state(self) -> dict[str, Any]:
         if not self._is_managed:
             return named_state(self._optimizer, self._model, self._named)
         with giving_parts(self._model) as settings:
@@ -178,10 +265,11 @@ class NamedOptimizer:
 
         Raises CheckpointMismatchError where names or groups differ.
         """
+        state = self._with_copies(state)
         if not self._is_managed:
             load_named_state(self._optimizer, self._model, self._named, state, copies=False)
             return
-        problems = differing_groups(self.groups, [g["params"] for g in state["param_groups"]])
+        problems = differing_groups(self._given, [g["params"] for g in state["param_groups"]])
         if problems:
             raise CheckpointMismatchError(
                 "\n  ".join(["the saved optimizer does not fit this one:", *problems])
@@ -189,9 +277,34 @@ class NamedOptimizer:
         own = _renamed(state, {plain: name for name, plain in self._plain.items()})
         optimizer = self._optimizer
         with giving_parts(self._model) as settings:
-            groups, held = optimizer.param_groups, optimizer.state
-            loaded = state_to_load(self._model, groups, own, settings, held=held)
+            groups, before = optimizer.param_groups, optimizer.state
+            loaded = state_to_load(self._model, groups, own, settings, held=before)
         optimizer.load_state_dict(loaded)
+
+    def _with_copies(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Give each copy of a parameter a copy of the state, where there are such."""
+        given: defaultdict[str, list[str]] = defaultdict(list)
+        for name in (name for group in self._given for name in group):
+            given[_original(name)].append(name)
+        if all(names == [original] for original, names in given.items()):
+            return state
+        groups = [
+            {**group, "params": [n for name in group["params"] for n in given.get(name, [name])]}
+            for group in state["param_groups"]
+        ]
+        values: dict[str, dict[str, Any]] = {}
+        for original, own in state["state"].items():
+            first, *others = given.get(original, [original])
+            values[first] = own
+            for name in others:
+                values[name] = {
+                    k: v.clone() if isinstance(v, Tensor) else v for k, v in own.items()
+                }
+        return {"state": values, "param_groups": groups}
+
+
+def _without_copies(groups: Sequence[Sequence[str]]) -> list[list[str]]:
+    return [list(dict.fromkeys(map(_original, group))) for group in groups]
 
 
 def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
