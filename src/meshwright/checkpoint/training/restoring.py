@@ -47,7 +47,7 @@ class SavedState:
         self.structure: dict[str, Any] = structure
         forms = metadata.get("forms")
         self.forms: Mapping[str, JSON] = forms if isinstance(forms, dict) else {}
-        """What ``scheduler`` and ``data`` were saved from: classes, in lists and dicts."""
+        """The classes that ``scheduler`` and ``data`` were saved from, in lists and dicts."""
         self.ranks = int(cast(int, metadata["ranks"]))
 
     def __enter__(self) -> Self:
