@@ -185,7 +185,7 @@ def _compared(name: str, a: torch.Tensor, b: torch.Tensor) -> Difference | None:
     apart = (a[differs].to(wide) - b[differs].to(wide)).abs()
     largest = float(apart.max())
     relative = largest / scale if scale else 0.0
-    if math.isnan(largest) or math.isnan(relative):
+    if not math.isfinite(largest):
         largest = relative = math.inf
     count = int(differs.sum())
     text = f"{count:,} of {a.numel():,} elements, by up to {largest:.3g}, relative {relative:.3g}"
