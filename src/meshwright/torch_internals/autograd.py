@@ -28,6 +28,7 @@ __all__ = [
     "may_be_packed",
     "run_engine",
     "running_backward",
+    "running_transform",
     "saved",
     "saved_tensor_hooks",
     "set_after_hooks",
@@ -60,6 +61,7 @@ function_transforms = required(
     "torch._C._functorch.peek_interpreter_stack", "refuses transforms of functions by name"
 )
 """The innermost transform of `torch.func` that runs; None outside of them."""
+_forward_mode = required("torch.autograd.forward_ad", "refuses forward-mode differentiation")
 _saved_tensor_hooks = required(
     "torch._C._autograd._top_saved_tensors_default_hooks", "refuses hooks of saved tensors"
 )
@@ -72,6 +74,15 @@ after_hooks_of = attrgetter("_post_accumulate_grad_hooks")
 """The hooks of ``register_post_accumulate_grad_hook``: a dict, or None."""
 input_metadata_of = attrgetter("_input_metadata")
 """The shape and dtype of each gradient that a node receives."""
+
+
+def running_transform() -> str:
+    """Name what computes derivatives of which no hook of a graph tells; empty outside of it."""
+    if function_transforms() is not None:
+        return "a transform of torch.func (vmap, grad, ...)"
+    if _forward_mode._current_level >= 0 and torch.is_grad_enabled():
+        return "forward-mode differentiation (torch.autograd.forward_ad) with gradients enabled"
+    return ""
 
 
 def set_backward_hooks(tensor: torch.Tensor, hooks: Any) -> None:  # noqa: ANN401

@@ -44,6 +44,17 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     return tree_map(partial(_mapped, function), value)
 
 
+def cloned(value: Any, *, where: Callable[[torch.Tensor], bool]) -> Any:  # noqa: ANN401
+    """Give ``value`` with copies of the tensors for which ``where`` is true."""
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if where(tensor) else tensor
+
+    if isinstance(value, torch.Tensor):
+        return copied(value)
+    return map_tensors(copied, value) if any(map(where, tensors_in(value))) else value
+
+
 def _mapped(function: Callable[[torch.Tensor], torch.Tensor], leaf: Any) -> Any:  # noqa: ANN401
     if isinstance(leaf, torch.Tensor):
         return function(leaf)
@@ -89,13 +100,18 @@ class Loan:
         """The caller's containers, the module's, and what these held."""
         self._pairs: list[tuple[Any, Any]] = []
         """All that the module was given, beside the caller's."""
+        self._given: dict[int, Any] = {}
+        """The same by the ``id`` of the caller's: what is one object there is one here, as modules
+        that ask ``key is query`` expect."""
 
     def give(self, value: Any) -> Any:  # noqa: ANN401 - whatever a module is given
         """Find what the module is to be given for ``value``: itself, where no tensor changes."""
+        if id(value) in self._given:
+            return self._given[id(value)]
         if isinstance(value, torch.Tensor):
             tensor = self._function(value)
             if tensor is not value:
-                self._pairs.append((tensor, value))
+                self._lend(tensor, value)
             return tensor
         kind = type(value)
         if kind is tuple or kind in _SEQUENCES:
@@ -116,8 +132,12 @@ class Loan:
             own = copy.copy(value)
             _fill(own, given, list(value))
         self.lent.append((value, own, given))
-        self._pairs.append((own, value))
+        self._lend(own, value)
         return own
+
+    def _lend(self, own: Any, theirs: Any) -> None:  # noqa: ANN401 - whatever a module is given
+        self._pairs.append((own, theirs))
+        self._given[id(theirs)] = own
 
     def hand_back(self) -> list[Any]:
         """Do to the caller's lists and dicts what the module has done to its own.

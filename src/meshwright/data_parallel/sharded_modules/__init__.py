@@ -2,14 +2,15 @@
 
 Bottom-up:
 
-    agreement       the settings that ranks must have alike
-    module_tree     the modules of one root, and those that came later
-    iteration       the state that units of one root share in an iteration
-    module_hooks    the hooks that bring units through an iteration
-    traced_units    the same inside of a compiled graph
-    sharded_join    ranks that have run out of batches
-    sharded_module  the members that a sharded module has beside its own
-    sharded         `fully_shard`
+    agreement        the settings that ranks must have alike
+    module_tree      the modules of one root, and those that came later
+    iteration        the state that units of one root share in an iteration
+    unseen_backward  backward passes that no output of a unit tells of
+    module_hooks     the hooks that bring units through an iteration
+    traced_units     the same inside of a compiled graph
+    sharded_join     ranks that have run out of batches
+    sharded_module   the members that a sharded module has beside its own
+    sharded          `fully_shard`
 """
 
 from __future__ import annotations
