@@ -192,9 +192,26 @@ class Keeps(nn.Module):
         return self.layer(x) @ kept
 
 
+class Shares(nn.Module):
+    """Has two parameters in one memory: the same elements, some of them, or none."""
+
+    def __init__(self, first: int, last: int) -> None:
+        super().__init__()
+        memory = torch.ones(6, 6)
+        self.a, self.b = nn.Parameter(memory[:first]), nn.Parameter(memory[last:])
+
+
 def body_kept(kind: str) -> None:
     with pytest.raises(ValueError, match=r"'kept' of a Keeps is a view of parameter 'layer\.weig"):
         SHARDS[kind](Keeps(as_view=True))
+    plain = nn.Linear(6, 6)
+    plain.register_buffer("old", plain.weight.data[1:])
+    with pytest.raises(ValueError, match=r"'old' of a Linear is a view of parameter 'weight'"):
+        SHARDS[kind](plain)
+    for first, last in ((6, 0), (4, 3)):
+        with pytest.raises(ValueError, match=r"'a' and 'b' are two objects in the same memory"):
+            SHARDS[kind](Shares(first, last))
+    SHARDS[kind](Shares(3, 3))
     model = SHARDS[kind](Keeps(as_view=False))
     with pytest.raises(RuntimeError, match=r"'layer\.weight' as it was before its module was sha"):
         model(batches(0)[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +19,7 @@ __all__ = [
     "after_hooks_of",
     "at_end_of_backward",
     "backward_hooks_of",
+    "forward_level",
     "function_class",
     "function_transforms",
     "input_metadata_of",
@@ -60,6 +62,11 @@ function_transforms = required(
     "torch._C._functorch.peek_interpreter_stack", "refuses transforms of functions by name"
 )
 """The innermost transform of `torch.func` that runs; None outside of them."""
+forward_level = partial(
+    attrgetter("_current_level"),
+    required("torch.autograd.forward_ad", "refuses forward-mode differentiation"),
+)
+"""The level of forward-mode differentiation that runs; -1 outside of it."""
 _saved_tensor_hooks = required(
     "torch._C._autograd._top_saved_tensors_default_hooks", "refuses hooks of saved tensors"
 )

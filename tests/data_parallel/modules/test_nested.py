@@ -84,6 +84,16 @@ def test_what_was_only_read_stays_as_it_is() -> None:
     assert theirs[1] is TWO
 
 
+def test_what_is_given_twice_stays_one() -> None:
+    loan, theirs = Loan(lambda tensor: tensor + 1), [ONE]
+    first, second, inner = loan.give((theirs, theirs, {"a": ONE}))
+    assert first is second
+    assert loan.give(ONE) is first[0] is inner["a"]
+    first.append(second[0])
+    loan.hand_back()
+    assert [id(each) for each in theirs] == [id(ONE), id(ONE)]
+
+
 def test_other_containers_are_made_anew_where_tensors_change() -> None:
     pair = Loan(lambda tensor: tensor + 1).give(Pair(ONE, 2))
     assert torch.equal(pair.first, ONE + 1)

@@ -202,6 +202,36 @@ def body_batch_norm() -> None:
         torch.testing.assert_close(a, b)
 
 
+def body_shared() -> None:
+    """Two replicas have a layer in common, and a module is wrapped twice: large, and as views."""
+    for features, options in ((800, {}), (4, {"gradient_as_bucket_view": True})):
+        torch.manual_seed(0)
+        layers = nn.Linear(features, features).double(), *(nn.Linear(features, 2).double(),) * 2
+        x = torch.randn(4, features, dtype=torch.float64)
+        share = x.chunk(communicator().size)[communicator().rank]
+        heads = [nn.Sequential(layers[0], layers[1]), nn.Sequential(layers[0], layers[2])]
+        whole = copy.deepcopy(heads)
+        replicas = [DistributedDataParallel(head, **options) for head in heads]
+        again = DistributedDataParallel(heads[0], **options)
+        for models, given in ((whole, x), ([*replicas, again][1:], share)):
+            for _ in range(2):
+                for model in models:
+                    model.zero_grad()
+                sum(model(given).square().mean() for model in models).backward()
+        same(nn.ModuleList(whole), nn.ModuleList(heads))
+
+
+def body_function_transforms() -> None:
+    """The gradients that `torch.func.grad` takes are this rank's, and no pass begins."""
+    model = DistributedDataParallel(nn.Linear(3, 2).double())
+    _, share = batch()
+    model(share).sum().backward()
+    held = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    found = torch.func.grad(lambda p: torch.func.functional_call(model, p, share).sum())(held)
+    torch.testing.assert_close(found["module.weight"], share.sum(0).expand(2, 3))
+    model(share).sum().backward()
+
+
 def body_silent() -> None:
     """Nothing is sent in `no_sync`, in evaluation, or for a module without buffers in forward."""
     ours = DistributedDataParallel(nn.Linear(3, 2).double())
@@ -224,6 +254,8 @@ BODIES = [
     body_buffers,
     body_hook_futures,
     body_batch_norm,
+    body_shared,
+    body_function_transforms,
     body_silent,
 ]
 

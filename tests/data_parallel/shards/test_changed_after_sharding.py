@@ -533,6 +533,14 @@ def transformed(run: Run) -> None:
     torch.func.grad(loss)(tensors)
 
 
+@program(all="inside of forward-mode differentiation")
+def in_forward_mode(run: Run) -> None:
+    with torch.autograd.forward_ad.dual_level():
+        with torch.no_grad():
+            run.model(run.whole(1))
+        run.model(run.whole(1))
+
+
 @program(all="written in place while it was whole")
 def written_by_the_forward(run: Run) -> None:
     def halve(module: nn.Module, args: object) -> None:

@@ -144,6 +144,95 @@ class SharedWeight(Case):
         self.b.weight = self.a.weight
 
 
+class Attending(nn.Module):
+    """Computes something else where two inputs are one, and for what hangs on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = layer(), layer()
+
+    def forward(self, x: torch.Tensor, key: torch.Tensor, *kept: list[torch.Tensor]) -> Any:
+        for each in kept:
+            each.append(x)
+        y = self.q(x) * (2 if key is x else 3) + getattr(key, "rate", 5) * self.k(key)
+        return y * sum(map(len, kept)) if kept else y
+
+
+class OneInputTwice(Case):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Attending(), Attending()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        x.rate, kept = 7, []
+        y = self.a(x, x).tanh()
+        return self.b(y, y, kept, kept) + sum(kept)
+
+
+class Own:
+    """An object that nobody knows to look into."""
+
+    def __init__(self, y: torch.Tensor) -> None:
+        self.y = y
+
+
+class Hiding(nn.Linear):
+    """Returns an object of its own, and the gradient of its weight's view comes through it."""
+
+    def forward(self, x: Any) -> Any:
+        x = x if isinstance(x, torch.Tensor) else x.y
+        return Own(super().forward(super().forward(x).tanh()) + self.weight[0])
+
+
+class HiddenOutputs(Case):
+    """Units, one of them frozen, and the root return objects in which no tensor is found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Hiding(5, 5), Hiding(5, 5)
+        self.b.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> Own:
+        return Own(self.b(self.a(x)).y + self.a(x.cos()).y)
+
+    @staticmethod
+    def step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor, number: int) -> None:
+        step_on(model, optimizer, lambda: model(x).y.square().mean())
+
+
+class SparseInput(Case):
+    """A unit is given a sparse tensor with a graph."""
+
+    units = ("a",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = Graph(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        at = torch.arange(5).repeat(2, 1)
+        return self.a(x, torch.sparse_coo_tensor(at, self.b.bias, (5, 5)))
+
+
+class Graph(nn.Linear):
+    def forward(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(weights, super().forward(x).t()).t()
+
+
+class Looking(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * float(self.bias.detach().numpy().sum())
+
+
+class ShownToNumPy(Case):
+    """A unit looks at its weights by NumPy, after which torch lets nobody resize their memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Looking(5, 5), Looking(5, 5)
+
+
 class Recomputed(Case):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = checkpoint(self.a, x, use_reentrant=False).tanh()

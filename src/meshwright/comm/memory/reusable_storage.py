@@ -47,7 +47,8 @@ class _StorageLine(Line):
     def free(self) -> None:
         self.is_free = True
         storage = self.tensor.untyped_storage()
-        if storage.size():
+        # What was shown to NumPy stays: torch lets nobody resize it any more.
+        if storage.size() and storage.resizable():
             storage.resize_(0)
 
     def restore(self) -> None:

@@ -44,6 +44,17 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     return tree_map(partial(_mapped, function), value)
 
 
+def cloned(value: Any, *, where: Callable[[torch.Tensor], bool]) -> Any:  # noqa: ANN401
+    """Give ``value`` with copies of the tensors for which ``where`` is true."""
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if where(tensor) else tensor
+
+    if isinstance(value, torch.Tensor):
+        return copied(value)
+    return map_tensors(copied, value) if any(map(where, tensors_in(value))) else value
+
+
 def _mapped(function: Callable[[torch.Tensor], torch.Tensor], leaf: Any) -> Any:  # noqa: ANN401
     if isinstance(leaf, torch.Tensor):
         return function(leaf)
@@ -89,18 +100,19 @@ class Loan:
         """The caller's containers, the module's, and what these held."""
         self._pairs: list[tuple[Any, Any]] = []
         """All that the module was given, beside the caller's."""
-        self._own: dict[int, Any] = {}
-        """The module's containers by the caller's: what comes twice is one list there, too."""
+        self._given: dict[int, Any] = {}
+        """The same by the ``id`` of the caller's: what is one object there is one here, as modules
+        that ask ``key is query`` expect."""
 
     def give(self, value: Any) -> Any:  # noqa: ANN401 - whatever a module is given
         """Find what the module is to be given for ``value``: itself, where no tensor changes."""
+        if id(value) in self._given:
+            return self._given[id(value)]
         if isinstance(value, torch.Tensor):
             tensor = self._function(value)
             if tensor is not value:
-                self._pairs.append((tensor, value))
+                self._lend(tensor, value)
             return tensor
-        if id(value) in self._own:
-            return self._own[id(value)]
         kind = type(value)
         if kind is tuple or kind in _SEQUENCES:
             held = list(value)
@@ -112,7 +124,7 @@ class Loan:
         if _are_same(given, held):
             if kind is not tuple:
                 self.lent.append((value, value, held))
-                self._own[id(value)] = value
+                self._given[id(value)] = value
             return value
         if kind is tuple:
             return tuple(given)
@@ -121,9 +133,12 @@ class Loan:
             own = copy.copy(value)
             _fill(own, given, list(value))
         self.lent.append((value, own, given))
-        self._pairs.append((own, value))
-        self._own[id(value)] = own
+        self._lend(own, value)
         return own
+
+    def _lend(self, own: Any, theirs: Any) -> None:  # noqa: ANN401 - whatever a module is given
+        self._pairs.append((own, theirs))
+        self._given[id(theirs)] = own
 
     def hand_back(self) -> list[Any]:
         """Do to the caller's lists and dicts what the module has done to its own.
@@ -151,8 +166,8 @@ class Loan:
     def _given_whole(self, value: Any) -> Any:  # noqa: ANN401
         if self._rest is not None:
             return self._rest(value)
-        changes = any(self._function(tensor) is not tensor for tensor in tensors_in(value))
-        return map_tensors(self._function, value) if changes else value
+        changes = any(self.give(tensor) is not tensor for tensor in tensors_in(value))
+        return map_tensors(self.give, value) if changes else value
 
 
 _SEQUENCES = (list, deque)

@@ -9,6 +9,7 @@ Bottom-up:
     low_precision    computation in a narrower dtype
     options          the options of `replicate` and `DistributedDataParallel`
     buckets          several gradients in one buffer, reduced in one call
+    reductions       the reductions of a reducer, and parameters that several reducers have
     reducer          hooks that count gradients in, and the reductions
     traced           a replica under `torch.compile`
     replica          a module that is kept equal, around its reducer

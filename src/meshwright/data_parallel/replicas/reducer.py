@@ -38,14 +38,14 @@ from meshwright.data_parallel.checks.alignment import (
 )
 from meshwright.data_parallel.checks.starting_state import compare_parameters
 from meshwright.data_parallel.distributed_parameters import LocalParameter, ReducedLeaves
-from meshwright.data_parallel.replicas.alone import InPlaceGradient, SparseGradient
-from meshwright.data_parallel.replicas.buckets import Bucket, slot_of
+from meshwright.data_parallel.replicas.buckets import slot_of
 from meshwright.data_parallel.replicas.gradient_bucket import (
     CommunicationHook,
     Deferred,
     RegisteredHook,
 )
 from meshwright.data_parallel.replicas.options import ReductionSettings
+from meshwright.data_parallel.replicas.reductions import Sharing, build_reductions
 from meshwright.data_parallel.replicas.slots import (
     ARRIVED,
     Arrivals,
@@ -61,44 +61,6 @@ from meshwright.torch_internals.autograd import at_end_of_backward
 
 if TYPE_CHECKING:
     from meshwright.data_parallel.replicas.traced import Marking
-
-
-def _build(
-    layouts: Sequence[BucketLayout],
-    parameters: Sequence[torch.nn.Parameter],
-    settings: ReductionSettings,
-    communicator: Communicator,
-    hook: RegisteredHook | None,
-) -> tuple[Reduction, ...]:
-    """Build the reduction of each layout, whose slots count ``parameters``."""
-    built: list[Reduction] = []
-    alone: list[InPlaceGradient] = []
-    zeros = settings.zeros_for_unused
-    for layout in layouts:
-        members = [parameters[slot.index] for slot in layout.slots]
-        if layout.is_sparse:
-            built.append(SparseGradient(layout, members[0], zeros_for_unused=zeros, hook=hook))
-            continue
-        if layout.is_alone:
-            alone.append(InPlaceGradient(layout, members[0], communicator.empty_shared))
-            built.append(alone[-1])
-            continue
-        is_view = settings.is_gradient_view and all(
-            parameter.dtype == layout.dtype for parameter in members
-        )
-        built.append(
-            Bucket(
-                layout,
-                members,
-                communicator.empty_shared(layout.numel, layout.dtype),
-                is_gradient_view=is_view,
-                riders=alone if layout is layouts[-1] else (),
-                zeros_for_unused=zeros,
-                hook=hook,
-                is_last=layout is layouts[-1],
-            )
-        )
-    return tuple(built)
 
 
 class ReductionPhase(StrEnum):
@@ -147,6 +109,7 @@ class GradientReducer:
         """The host is to tell the other ranks of each pass which gradients it has, since one of
         them has lacked some; this pass lacks one; its ranks were told."""
         self.leaves = ReducedLeaves((), {})
+        self._sharing = Sharing(self._share)
         self.take_up(named, settings, local)
 
     def take_up(
@@ -168,6 +131,7 @@ class GradientReducer:
         self._notes = PassNotes(named, settings, self.communicator)
         self.alignment = self._notes.alignment
         self._static = self._notes.static
+        self._sharing.hold(self.leaves.parameters)
         self._unused: frozenset[int] | None = None
         """Parameters that no rank used in the first reduction, when they are to be skipped."""
         self._arrange()
@@ -345,6 +309,11 @@ class GradientReducer:
         if error is not None:
             raise error
 
+    def _share(self) -> None:
+        """Make room for another reducer of the same parameters, which was built on all ranks."""
+        if self.phase is ReductionPhase.IDLE:
+            self._arrange()
+
     def _arrange(self) -> None:
         """Give every parameter that requires grad now its place in a bucket."""
         self._parameters = self.leaves.parameters
@@ -353,9 +322,12 @@ class GradientReducer:
         settings = self.settings
         may_be_alone = not settings.is_gradient_view and self.registered_hook is None
         names = [name for name, _ in self.named]
+        is_shared = self._sharing.is_shared
         slots = [
-            slot_of(index, names, self._parameters[index], settings, may_be_alone=may_be_alone)
-            for index, wanted in enumerate(self._trainable)
+            slot_of(index, names, each, settings, may_be_alone=may_be_alone and not is_shared(each))
+            for index, (each, wanted) in enumerate(
+                zip(self._parameters, self._trainable, strict=True)
+            )
             if wanted and index not in skipped
         ]
         layouts = plan_buckets(
@@ -366,7 +338,9 @@ class GradientReducer:
             extra_notes=self._notes.numel if slots else 0,
         )
         hook = self.registered_hook
-        self.buckets = _build(layouts, self._parameters, settings, self.communicator, hook)
+        self.buckets = build_reductions(
+            layouts, self._parameters, settings, self.communicator, hook, is_shared=is_shared
+        )
         self._by_end: Sequence[Reduction] = self.buckets
         """The buckets in the order in which they end: a hook gets sparse ones only then."""
         if hook is not None:

@@ -32,7 +32,11 @@ from meshwright.data_parallel.replicas.reducer import GradientReducer
 from meshwright.data_parallel.replicas.traced import Marking, Route
 from meshwright.errors import CollectiveMismatchError
 from meshwright.gradients import mark_mean
-from meshwright.torch_internals.autograd import at_end_of_backward, running_backward
+from meshwright.torch_internals.autograd import (
+    at_end_of_backward,
+    function_transforms,
+    running_backward,
+)
 from meshwright.torch_internals.modules import lent_now
 
 ALIKE = (
@@ -268,7 +272,8 @@ class Replica:
 
     @apart
     def _backward_begins(self, _: torch.Tensor) -> None:
-        if not torch.compiler.is_compiling():
+        # Not in `torch.func.grad`, which takes gradients for itself: this rank's.
+        if not torch.compiler.is_compiling() and function_transforms() is None:
             if self._was_lent:
                 self._take_up()
             self.reducer.begin_backward()

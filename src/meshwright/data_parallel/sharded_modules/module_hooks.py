@@ -29,14 +29,22 @@ from torch.profiler import record_function
 from meshwright.comm.graphs.untraced import apart, untraced
 from meshwright.data_parallel.checks.order import OrderOptions
 from meshwright.data_parallel.checks.starting_state import StartingBuffer
-from meshwright.data_parallel.modules.nested import Loan, map_tensors, tensors_in, tensors_kept_by
+from meshwright.data_parallel.modules.nested import (
+    Loan,
+    cloned,
+    map_tensors,
+    tensors_in,
+    tensors_kept_by,
+)
+from meshwright.data_parallel.sharded_modules import unseen
 from meshwright.data_parallel.sharded_modules.agreement import check_meta, compare_values
 from meshwright.data_parallel.sharded_modules.iteration import Iteration
 from meshwright.data_parallel.sharded_modules.module_tree import ModuleTree, PlacesIn
-from meshwright.data_parallel.shards.replaced_parameters import rank_in
+from meshwright.data_parallel.shards.replaced_parameters import converted
 from meshwright.data_parallel.shards.unit import Phase, Unit
 from meshwright.torch_internals.autograd import (
     backward_hooks_of,
+    forward_level,
     function_transforms,
     is_profiled,
     running_backward,
@@ -121,8 +129,7 @@ class Driver:
         """The object by which a schedule drives this unit, once it has been asked for."""
         self.is_driven = False
         """True while a schedule, or a method around, gathers and frees, so that hooks need not."""
-        self._is_shown = False
-        """True within a range of the profiler."""
+        self._is_shown = False  # within a range of the profiler
         self._parts = frozenset(map(id, parts))
         self._to_run: set[int] = set()
         self._below: dict[nn.Module, list[nn.Module]] = {}
@@ -132,6 +139,8 @@ class Driver:
         """Forwards whose backward has not ended in the pass of now."""
         self._in_graphs = 0
         """Forwards in graphs of now, which may run again where they are kept."""
+        self._is_inner = False  # no gradient of an input was watched in its last forward
+        self._unseen: unseen.Hooks | None = None  # outputs tell of its backward
         self.has_run = False
         """True while its forward has run and its backward has not ended yet."""
         self._changes = 0
@@ -314,13 +323,9 @@ class Driver:
         return False
 
     def refuse_transforms(self, module: nn.Module) -> None:
-        """Raise RuntimeError inside of a transform of `torch.func`."""
-        if function_transforms() is not None:
-            raise RuntimeError(
-                f"{self.name or type(module).__name__} is sharded and was called inside of a "
-                "transform of torch.func (vmap, grad, ...), which hides when its backward comes. "
-                "Call it outside, or use replicate"
-            )
+        """Raise RuntimeError inside of a transform of `torch.func`, and of forward mode."""
+        if function_transforms() is not None or (forward_level() >= 0 and torch.is_grad_enabled()):
+            raise unseen.refusal(self.name or type(module).__name__)
 
     @apart
     def after_forward(self, module: nn.Module, args: object, output: Any) -> Any:  # noqa: ANN401
@@ -339,19 +344,21 @@ class Driver:
         if is_traced or self.is_driven:
             return output
         if self.unit is not None:
-            output = self._without_parameters(output, self.unit)
+            output = cloned(output, where=self.unit.lends)  # their memory will be gone
         iteration = self.iteration or self.start(module)
         if running_backward() != -1:
             return output
         is_training = torch.is_grad_enabled()
         if is_training:
-            self._watch_outputs(output)
+            is_seen = self._watch_outputs(output)
             for kept in tensors_kept_by(self._below.get(module) or self._own_modules(module)):
                 is_watched = self._output_gradient in (backward_hooks_of(kept) or {}).values()
                 if not is_watched and (loan is None or not loan.has_given(kept)):
                     escaped.append(kept)
             if escaped:  # a loss of the unit's own, say: its gradient may come before the output's
-                self._watch_outputs(escaped)
+                is_seen = self._watch_outputs(escaped) or is_seen
+            if not is_seen and self._unseen is None:
+                self._unseen = unseen.expect(self.unit, iteration, output, is_inner=self._is_inner)
         if self._parts:
             self._to_run.discard(id(module))
             if self._to_run:
@@ -364,6 +371,7 @@ class Driver:
             unit.reshard()
         elif (
             unit is not None
+            and self._unseen is None
             and not (unit.settings.keep_full_after_forward and unit.shows_all)
             and unit.reshard_for_backward()
         ):
@@ -400,19 +408,6 @@ class Driver:
         if other is not None and unit.settings.forward_prefetch:
             other.unshard()
 
-    @staticmethod
-    def _without_parameters(output: Any, unit: Unit) -> Any:  # noqa: ANN401
-        """Copy views of whole parameters in ``output``: their memory will be gone."""
-        if isinstance(output, torch.Tensor):
-            return output.clone() if unit.lends(output) else output
-        if not any(unit.lends(tensor) for tensor in tensors_in(output)):
-            return output
-
-        def kept(value: torch.Tensor) -> torch.Tensor:
-            return value.clone() if unit.lends(value) else value
-
-        return map_tensors(kept, output)
-
     def _own_modules(self, module: nn.Module) -> Sequence[nn.Module]:
         """List the modules of the unit, less those below that are other ones'."""
         if module not in self._below:
@@ -422,10 +417,13 @@ class Driver:
                 own += [each for each in below if each not in own]
         return self._below[module]
 
-    def _watch_outputs(self, output: object) -> None:
+    def _watch_outputs(self, output: object) -> bool:
+        is_seen = False
         for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._output_gradient)
+                is_seen = True
+        return is_seen
 
     def _watch_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -433,26 +431,28 @@ class Driver:
         """Notice when the gradients of all inputs are there: this unit's backward is over then."""
         watched: list[torch.Tensor] = []
         give, loan = partial(self._alias, watched), None
-        if kwargs or not {torch.Tensor}.issuperset(map(type, args)):
+        if kwargs or [*map(type, args)] != [torch.Tensor]:
             loan = Loan(give, self._cast_rest)
             give = loan.give
         args = tuple([give(value) for value in args])
         if kwargs:
             kwargs = {key: give(value) for key, value in kwargs.items()}
         self._loans.append(loan)
+        self._is_inner = bool(watched)
         if len(watched) == 1:
             watched[0].register_hook(self.after_backward)
         elif watched:
             torch.autograd.graph.register_multi_grad_hook(watched, self.after_backward, mode="all")
         return args, kwargs
 
-    def _alias(self, watched: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-        tensor = self._cast_input(tensor)
-        if not tensor.requires_grad:
-            return tensor
-        # A view of its own: the input itself may have uses outside of this module.
-        watched.append(tensor.view_as(tensor))
-        return watched[-1]
+    def _alias(self, watched: list[torch.Tensor], given: torch.Tensor) -> torch.Tensor:
+        tensor = self._cast_input(given)
+        if tensor.requires_grad and tensor.layout is torch.strided:  # sparse ones have no views
+            # A view of its own: the input itself may have uses outside of this module.
+            watched.append(tensor := tensor.view_as(tensor))
+            if given.__dict__:  # a mask, say, that a program has hung on it
+                tensor.__dict__.update({**given.__dict__, **tensor.__dict__})
+        return tensor
 
     def cast_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -462,8 +462,7 @@ class Driver:
         self._loans.append(loan)
         if loan is None:
             return args, kwargs
-        given = {key: loan.give(value) for key, value in kwargs.items()}
-        return tuple([loan.give(value) for value in args]), given
+        return loan.give(args), {key: loan.give(value) for key, value in kwargs.items()}
 
     def _cast_rest(self, value: Any) -> Any:  # noqa: ANN401
         return value if self.cast.inputs is None else Loan(self._cast_input).give(value)
@@ -502,7 +501,7 @@ class Driver:
         if iteration is None:
             return
         if unit is not None and unit.changes != self._changes:
-            raise self._changed(unit)
+            raise converted(self.name, unit.communicators)
         iteration.begin_backward()
         if unit is None or not unit.settings.unshard_in_backward:
             return
@@ -520,13 +519,6 @@ class Driver:
             if driver.unit is not None and driver.unit.settings.unshard_in_backward:
                 driver.unit.unshard()
         unit.wait_unshard()
-
-    def _changed(self, unit: Unit) -> RuntimeError:
-        return RuntimeError(
-            f"rank {rank_in(unit.communicators)}: parameters of {self.name!r} were converted, "
-            "loaded or given anew between its forward and its backward pass, whose graph needs "
-            "those of before. Run backward first, then change them"
-        )
 
     @apart
     def after_backward(self, gradient: object = None) -> None:
@@ -548,6 +540,8 @@ class Driver:
     def finish_backward(self, iteration: Iteration) -> None:
         """End the whole backward pass: do what no input's gradient has triggered."""
         unit, has_run = self.unit, self.has_run
+        if self._unseen is not None:
+            self._stop_expecting()
         if not iteration.keeps_graph:
             self._in_graphs = 0
         self._uses, self.has_run = self._in_graphs, False
@@ -555,11 +549,17 @@ class Driver:
         if unit is not None and (has_run or unit.has_gradient or unit.phase is not Phase.SHARDED):
             self._end(iteration, unit, is_due=has_run)
 
+    def _stop_expecting(self) -> None:
+        if self._unseen is not None:
+            self._unseen.stop()
+        self._unseen = None
+
     def drop(self) -> None:
         """Give up an iteration that ended in an exception."""
         self._uses, self._in_graphs, self.has_run = 0, 0, False
         self._to_run.clear()
         self._loans.clear()
+        self._stop_expecting()
         if self.unit is not None:
             self.unit.drop()
 

@@ -38,7 +38,7 @@ from meshwright.data_parallel.replicas.traced import compiler_of_marks
 from meshwright.data_parallel.sharded_modules.iteration import Iteration, gets_gradient
 from meshwright.data_parallel.sharded_modules.module_hooks import Driver, driver_of
 from meshwright.data_parallel.sharded_modules.module_tree import STATES
-from meshwright.data_parallel.shards.replaced_parameters import is_given_for_call
+from meshwright.data_parallel.shards.replaced_parameters import converted, is_given_for_call
 from meshwright.data_parallel.shards.unit import Unit
 from meshwright.errors import InternalError
 from meshwright.torch_internals.autograd import function_transforms, running_backward
@@ -129,7 +129,7 @@ class TracedDriver(Driver):
     def check_unchanged(self, unit: Unit) -> None:
         """Raise RuntimeError where parameters have changed since the forward."""
         if unit.changes != self._changes:
-            raise self._changed(unit)
+            raise converted(self.name, unit.communicators)
 
     # What a trace asks for once, and keeps.
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -100,6 +101,15 @@ def written(name: str, communicators: Sequence[Communicator]) -> RuntimeError:
     )
 
 
+def converted(name: str, communicators: Sequence[Communicator]) -> RuntimeError:
+    """Find the refusal of a backward whose graph has the parameters of before."""
+    return RuntimeError(
+        f"rank {rank_in(communicators)}: parameters of {name!r} were converted, loaded or given "
+        "anew between its forward and its backward pass, whose graph needs those of before. Run "
+        "backward first, then change them"
+    )
+
+
 def is_ours_alone(parameter: nn.Parameter) -> bool:
     """Check that nobody but the caller, by one name, holds ``parameter``."""
     # References: the caller's name, the argument here, that of the call.
@@ -112,19 +122,24 @@ def retire_sharded(parameter: nn.Parameter, name: str) -> None:
 
 
 def refuse_views(modules: Iterable[nn.Module], slots: Iterable[Slot]) -> None:
-    """Raise ValueError for an attribute of a module that is a view of a parameter of ``slots``.
+    """Raise ValueError for what lies in the memory of a parameter of ``slots``.
 
-    It would keep the values of now, and get no gradients. What a hook computes anew in each forward
-    from ``<name>_orig`` is let through.
+    That is an attribute or a buffer of a module, or another parameter: it would keep the values of
+    now. What a hook computes anew in each forward from ``<name>_orig`` is let through.
     """
-    names = {
-        slot.original.untyped_storage().data_ptr(): slot.name
-        for slot in slots
-        if type(slot.original) is nn.Parameter and slot.original.numel()
-    }
+    names: dict[int, str] = {}
+    lying: dict[int, list[Slot]] = {}
+    for slot in slots:
+        if type(slot.original) is nn.Parameter and _has_memory(slot.original):
+            memory = slot.original.untyped_storage().data_ptr()
+            names.setdefault(memory, slot.name)
+            lying.setdefault(memory, []).append(slot)
     names.pop(0, None)  # on the meta device
+    for memory, together in lying.items():
+        if memory in names and len(together) > 1:
+            _refuse_overlap(together)
     for module in modules:
-        for attribute, value in vars(module).items():
+        for attribute, value in (*vars(module).items(), *module._buffers.items()):
             if type(value) is not torch.Tensor and not isinstance(value, (list, tuple)):
                 continue
             listed: Sequence[Any] = [value] if isinstance(value, torch.Tensor) else value
@@ -137,6 +152,20 @@ def refuse_views(modules: Iterable[nn.Module], slots: Iterable[Slot]) -> None:
                     f"{name!r}, which is about to be sharded: it would keep the values of now. "
                     "Compute it in the forward, from the parameter"
                 )
+
+
+def _refuse_overlap(slots: Iterable[Slot]) -> None:
+    """Raise ValueError where parameters of one storage share elements of it."""
+    dense = [slot for slot in slots if slot.original.is_contiguous()]
+    starts = {slot: slot.original.storage_offset() for slot in dense}
+    dense.sort(key=starts.__getitem__)
+    for one, other in pairwise(dense):
+        if starts[other] < starts[one] + one.original.numel():
+            raise ValueError(
+                f"parameters {one.name!r} and {other.name!r} are two objects in the same memory, "
+                "as assigned to .data: sharded, a step of one would no longer change the other. "
+                "Hold one parameter in both places: b.weight = a.weight"
+            )
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
