@@ -21,6 +21,7 @@ class Recording(types.ModuleType):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self.info = types.SimpleNamespace(run_id="abc")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -58,7 +59,7 @@ def test_each_package_is_told_the_run_its_numbers_and_its_end(
     assert begin[2] == {
         "project": "meshwright",
         "name": "run-1",
-        "id": "run-1",
+        "id": (run / "wandb.run").read_text(),
         "resume": "allow",
         "dir": str(run),
         "config": CONFIG,
@@ -71,8 +72,24 @@ def test_each_package_is_told_the_run_its_numbers_and_its_end(
         ("end_run", (), {}),
     ]
     begin, log, end = told(monkeypatch, "trackio", "trackio", run)
-    assert begin[2]["name"] == "run-1" and begin[2]["config"] == CONFIG
+    assert begin[2]["name"].startswith("run-1-") and begin[2]["config"] == CONFIG
     assert (log, end) == (("log", ({"loss": 1.5},), {"step": 3}), ("finish", (), {}))
+
+
+def test_a_folder_goes_on_with_its_run_and_another_one_of_its_name_has_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for tracker, key in (("wandb", "id"), ("trackio", "name"), ("mlflow", "run_id")):
+        first, again, other = [
+            told(monkeypatch, tracker, tracker, tmp_path / parent / "run")
+            for parent in ("a", "a", "b")
+        ]
+        if tracker == "mlflow":
+            assert first[0] == other[0] == ("start_run", (), {"run_name": "run"})
+            assert [name for name, *_ in again] == ["start_run", "log_metrics", "end_run"]
+            assert again[0][2] == {"run_id": (tmp_path / "a" / "run" / "mlflow.run").read_text()}
+        else:
+            assert first[0][2][key] == again[0][2][key] != other[0][2][key]
 
 
 class OfMine:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -63,8 +64,8 @@ class WandB:
         """Begin the run, or go on with the one of this folder."""
         self._run = self._module.init(
             project=os.environ.get("WANDB_PROJECT", "meshwright"),
-            name=folder.name,
-            id=folder.name,
+            name=folder.resolve().name,
+            id=_kept(folder / "wandb.run", _new()),
             resume="allow",
             dir=str(folder),
             config=dict(config),
@@ -86,9 +87,14 @@ class MLflow:
         self._module = _load("mlflow", "mlflow")
 
     def start(self, folder: Path, config: Mapping[str, object]) -> None:
-        """Begin a run and note the configuration as its parameters."""
-        self._module.start_run(run_name=folder.name)
+        """Begin a run and note the configuration as its parameters, or go on with this folder's."""
+        begun = folder / "mlflow.run"
+        if begun.exists():
+            self._module.start_run(run_id=begun.read_text(encoding="utf-8"))
+            return
+        run = self._module.start_run(run_name=folder.resolve().name)
         self._module.log_params(flat(config))
+        _write(begun, run.info.run_id)
 
     def log(self, step: int, values: Values) -> None:
         """Send the numbers."""
@@ -107,9 +113,8 @@ class Trackio:
 
     def start(self, folder: Path, config: Mapping[str, object]) -> None:
         """Begin the run, or go on with the one of this folder."""
-        self._module.init(
-            project="meshwright", name=folder.name, config=dict(config), resume="allow"
-        )
+        name = _kept(folder / "trackio.run", f"{folder.resolve().name}-{_new()}")
+        self._module.init(project="meshwright", name=name, config=dict(config), resume="allow")
 
     def log(self, step: int, values: Values) -> None:
         """Send the numbers."""
@@ -162,6 +167,25 @@ def flat(config: Mapping[str, object], before: str = "") -> dict[str, object]:
         else:
             found[before + key] = value
     return found
+
+
+def _kept(place: Path, new: str) -> str:
+    """Find the name of the run that the file ``place`` keeps: ``new`` in a run that begins.
+
+    A folder of the same name elsewhere is another run.
+    """
+    if not place.exists():
+        _write(place, new)
+    return place.read_text(encoding="utf-8")
+
+
+def _write(place: Path, name: str) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text(name, encoding="utf-8")
+
+
+def _new() -> str:
+    return uuid.uuid4().hex[:8]
 
 
 def _load(package: str, module: str) -> Any:  # noqa: ANN401 - whatever it holds
