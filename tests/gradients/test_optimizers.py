@@ -328,6 +328,8 @@ ELEMENTS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Adam": partial(torch.optim.Adam, lr=0.1, weight_decay=0.1, amsgrad=True),
     "AdamW": partial(torch.optim.AdamW, lr=0.1, foreach=True),
     "fused": partial(torch.optim.AdamW, lr=0.1, fused=True),
+    "fused SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
+    "fused Adagrad": partial(torch.optim.Adagrad, lr=0.1, fused=True),
     "NAdam": partial(torch.optim.NAdam, lr=0.1),
     "RAdam": partial(torch.optim.RAdam, lr=0.1),
     "Adagrad": partial(torch.optim.Adagrad, lr=0.1),
@@ -389,6 +391,10 @@ def body_parts() -> None:
                 optimizer.step(lambda: pytest.fail("the closure was called"))
         assert all(map(torch.equal, held, before))
         is_first = layout == "flat"
+        chosen = [{"params": [p for p in held if (p.ndim > 1) is cut]} for cut in (True, False)]
+        empty = pytest.warns(UserWarning, match="group 0 of ASGD has no parameters. .* p.ndim")
+        with empty if is_first else contextlib.nullcontext():
+            torch.optim.ASGD(chosen, lr=0.0).step()
         for name in ("Signs", "Loud"):
             with told(name) if is_first else contextlib.nullcontext():
                 UNKNOWN[name](held).step()
@@ -420,7 +426,7 @@ def body_dtensors(*, in_all: bool) -> None:
         start = net if layout == "tensor" else uneven
         for name, build in builds.items():
             one, model = start(), wrap(start())
-            if name == "Rprop" or (layout == "tensor" and name in ("AdamW", "fused")):
+            if name == "Rprop" or (layout == "tensor" and ("fused" in name or name == "AdamW")):
                 continue  # torch takes DTensors and plain tensors one by one only
             optimizers = (build(one.parameters()), build(list(model.parameters())))
             train(one, model, optimizers, is_cut=layout == "tensor")

@@ -238,11 +238,26 @@ def check_optimizer(optimizer: Optimizer, *, has_closure: bool = True) -> str:
             "fully_shard"
         )
     if not found:
-        return ""
+        return _chosen_by_shape(optimizer)
     return (
         f"{name} is not known to look at single elements alone, and {found}. If its step takes a "
         "norm, a mean or a shape of what it is given, it computes other numbers than one process: "
         f"then {instead}. If not, call meshwright.declare_element_wise({name}) before"
+    )
+
+
+def _chosen_by_shape(optimizer: Optimizer) -> str:
+    """Say that a group has no parameters where it would have had some in one process."""
+    groups = optimizer.param_groups
+    held = [parameter for group in groups for parameter in group["params"]]
+    empty = next((i for i, group in enumerate(groups) if not group["params"]), None)
+    if empty is None or not any(is_marked_spread(each) or is_line(each) for each in held):
+        return ""
+    return (
+        f"group {empty} of {type(optimizer).__name__} has no parameters. Those of "
+        "FullyShardedDataParallel and flat_groups have one dim outside of a forward, and flat ones "
+        "other names, so that p.ndim and names choose others than in one process: choose by the "
+        "names of parameters, with use_orig_params=True, or shard with fully_shard"
     )
 
 

@@ -48,11 +48,20 @@ def body() -> None:
     with pytest.raises(RuntimeError, match="only numbers can be stacked so"):
         torch.stack(mixed)
 
-    # Optimizers whose operators torch has for DTensors, and a gradient scaler.
+    copies = spread([torch.zeros_like(whole) for whole in wholes])
+    torch._foreach_copy_(copies, mixed)
+    same(copies, wholes)
+    whole = [tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for tensor in mixed]
+    with pytest.raises(RuntimeError, match=r"lies as .*Shard.*, and what is to change it as a pl"):
+        torch._foreach_copy_(copies, whole)
+
+    # Optimizers over DTensors, and a gradient scaler.
     for cls, options in [
         (torch.optim.AdamW, {"foreach": True, "amsgrad": True}),
         (torch.optim.AdamW, {"fused": True}),
         (torch.optim.SGD, {"foreach": True, "momentum": 0.9}),
+        (torch.optim.SGD, {"fused": True, "momentum": 0.9}),
+        (torch.optim.Adagrad, {"fused": True}),
         (torch.optim.RMSprop, {"foreach": True}),
         (torch.optim.Adagrad, {"foreach": True}),
     ]:

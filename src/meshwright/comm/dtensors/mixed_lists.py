@@ -5,6 +5,8 @@ torch refuses DTensors beside plain tensors, or on two meshes. Here the list is 
 
     [plain, DTensor on (tensor), plain]    the operator on [plain, plain], then on [DTensor]
     a stack of their norms                 each a plain number of the whole tensor
+    a fused step of SGD or Adagrad, and
+    _foreach_copy_                         on each rank's parts: torch has none for DTensors
 
 A plain tensor counts as what every rank holds whole.
 """
@@ -17,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import DTensor
 
+from meshwright.comm.dtensors.sharded_axes import local_part
 from meshwright.torch_internals.distributed import dtensor_handlers
 from meshwright.torch_internals.tensors import operator_names
 
@@ -65,6 +68,28 @@ class _ListOperator:
             return op(*args, **kwargs)
         finally:
             handlers[op] = self
+
+
+def _on_parts(op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Call ``op``, which changes each element by that element's own, with this rank's parts."""
+    for changed, other in zip(*args[:2], strict=True):
+        lies, beside = (getattr(each, "placements", None) for each in (changed, other))
+        if lies != beside:
+            raise RuntimeError(
+                f"{op}: a tensor of shape {tuple(changed.shape)} lies as {lies or 'a plain one'}, "
+                f"and what is to change it as {beside or 'a plain one'}: redistribute that before"
+            )
+    lists = [each for each in args if isinstance(each, Sequence)]
+    op(*([*map(local_part, each)] for each in lists), *args[len(lists) :], **kwargs)
+
+
+for _operator in (
+    torch.ops.aten._fused_sgd_,
+    torch.ops.aten._fused_adagrad_,
+    torch.ops.aten._foreach_copy_,
+):
+    for _overload in _operator.overloads():
+        dtensor_handlers().setdefault(getattr(_operator, _overload), _on_parts)
 
 
 def _one_by_one(op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
