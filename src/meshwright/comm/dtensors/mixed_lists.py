@@ -83,11 +83,8 @@ def _on_parts(op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     op(*([*map(local_part, each)] for each in lists), *args[len(lists) :], **kwargs)
 
 
-for _operator in (
-    torch.ops.aten._fused_sgd_,
-    torch.ops.aten._fused_adagrad_,
-    torch.ops.aten._foreach_copy_,
-):
+for _kind in ("_fused_sgd_", "_fused_adagrad_", "_foreach_copy_"):
+    _operator = getattr(torch.ops.aten, _kind)
     for _overload in _operator.overloads():
         dtensor_handlers().setdefault(getattr(_operator, _overload), _on_parts)
 
