@@ -54,6 +54,7 @@ __all__ = [
     "version_of",
     "without_dispatch",
     "without_function",
+    "without_rules",
     "writes_to",
 ]
 
@@ -97,6 +98,11 @@ Future = required("torch._C.Future", "takes futures from communication hooks")
 operator_names = required("torch._C._dispatch_get_all_op_names", "finds operators on lists")
 schema_of = attrgetter("_schema")
 """The names and types of an operator's arguments and results."""
+without_rules = tuple(
+    required(f"torch.ops.aten.{name}", "calls what DTensors have no rule for")
+    for name in ("_fused_sgd_", "_fused_adagrad_", "_foreach_copy_")
+)
+"""Operators on lists, each element by its own, that torch has no rule of DTensors for."""
 number_operator = required("torch.ops.aten._local_scalar_dense.default", "reads single numbers")
 to_copy_operator = required("torch.ops.aten._to_copy.default", "converts its views of shards")
 

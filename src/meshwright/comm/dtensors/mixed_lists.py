@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.comm.dtensors.sharded_axes import local_part
 from meshwright.torch_internals.distributed import dtensor_handlers
-from meshwright.torch_internals.tensors import operator_names
+from meshwright.torch_internals.tensors import operator_names, without_rules
 
 _Operator = Callable[..., Any]
 
@@ -83,8 +83,7 @@ def _on_parts(op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     op(*([*map(local_part, each)] for each in lists), *args[len(lists) :], **kwargs)
 
 
-for _kind in ("_fused_sgd_", "_fused_adagrad_", "_foreach_copy_"):
-    _operator = getattr(torch.ops.aten, _kind)
+for _operator in without_rules:
     for _overload in _operator.overloads():
         dtensor_handlers().setdefault(getattr(_operator, _overload), _on_parts)
 
