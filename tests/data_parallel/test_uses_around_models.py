@@ -19,7 +19,7 @@ from meshwright.data_parallel import keep_batch_norm_local
 from meshwright.errors import PlanError
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.plan import Plan
-from meshwright.tensor_parallel import ColwiseParallel, parallelize_module
+from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from meshwright.testing import Ranks
 
 
@@ -368,6 +368,31 @@ def body_steps_of_others(kind: str) -> None:
         model("other", *step).backward()
         other.step()
         model.zero_grad()
+
+
+def body_inputs_named(kind: str) -> None:
+    """Parameters that are named in ``inputs=`` are not in the graph: a step by none is told of."""
+    model: Any = net()
+    if kind == "tensor":
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+    else:
+        model = SHARDS[kind](model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = batches(0) if kind == "tensor" else mine(batches(0))
+    loss_of(model, *given).backward()
+    optimizer.step()  # without a word
+    optimizer.zero_grad()
+    named = [*model.parameters()]  # before the forward: some units stay whole behind it
+    loss_of(model, *given).backward(inputs=named)
+    with pytest.warns(UserWarning, match=r"SGD steps without a gradient, .* backward\(inputs="):
+        optimizer.step()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [*SHARDS, "tensor"])
+def test_a_step_without_any_gradient_is_named(ranks: Ranks, kind: str) -> None:
+    ranks(2, body_inputs_named, kind)
 
 
 @pytest.mark.parametrize("kind", ["replicate", "fully_shard"])

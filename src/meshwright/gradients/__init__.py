@@ -58,6 +58,7 @@ from meshwright.gradients.optimizers import (
     look_at_optimizers,
     mark_mean,
     mark_stage,
+    warn_without_gradients,
 )
 
 __all__ = [
@@ -99,5 +100,6 @@ __all__ = [
     "scale_to_norm",
     "step_if",
     "times",
+    "warn_without_gradients",
     "zero_unless",
 ]

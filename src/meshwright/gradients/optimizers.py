@@ -177,6 +177,29 @@ class _Watch:
         return _with_mean_loss(optimizer, args, kwargs) if isinstance(optimizer, _BY_LOSS) else None
 
 
+def warn_without_gradients(optimizer: Optimizer) -> bool:
+    """Warn where ``optimizer``, after a forward in training, steps without any gradient.
+
+    For parameters that graphs do not know. Returns whether it has warned.
+    """
+    trained = False
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if any(each.grad is not None for each in (parameter, *singles_of(parameter))):
+                return False
+            trained = trained or (parameter.requires_grad and parameter.numel() > 0)
+    if trained:
+        warnings.warn(
+            f"a {type(optimizer).__name__} steps without a gradient, though a forward in training "
+            "has run: no backward has come. backward(inputs=...) gives parameters that are sharded "
+            "or cut none, since the graph has others in their place: call backward() without, and "
+            "requires_grad_(False) of what is not to train",
+            UserWarning,
+            stacklevel=2,
+        )
+    return trained
+
+
 def _with_mean_loss(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

@@ -40,6 +40,7 @@ from meshwright.data_parallel.shards.parameter_group import ParameterGroup
 from meshwright.data_parallel.shards.parameter_hooks import accumulator_of
 from meshwright.data_parallel.shards.unit import Phase, Unit
 from meshwright.data_parallel.shards.unit_streams import UnitStreams
+from meshwright.gradients import warn_without_gradients
 from meshwright.torch_internals.autograd import at_end_of_backward, is_executed, keeps_graph
 
 if TYPE_CHECKING:
@@ -106,8 +107,8 @@ class Iteration:
         """The finding of the last backward pass at which all ranks are to stop."""
         self._versions: list[int] = []
         self._shards: list[torch.Tensor] = []
-        self._has_delivered = False
-        """True when this rank had gradients when its last backward pass ended."""
+        self._has_delivered = self._has_warned = False
+        """True when its last backward left gradients here; when a step by none was told of."""
         self._raised_in = ""
         """The pass that was given up last, until the next one has begun."""
         self._streams = _streams_of(units, self.axes)
@@ -317,8 +318,9 @@ class Iteration:
         return [*(t for t in (*before, *shown) if t is not None), *(slot.full for slot in slots)]
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Compare copies in doubt. Raises RuntimeError where ``optimizer`` would use gradients that
-        wait for a reduction.
+        """Compare copies in doubt, and warn of a step without gradients.
+
+        Raises RuntimeError where ``optimizer`` would use some that wait for a reduction.
         """
         waiting = self.showing
         if self.keeps_sums and not waiting:
@@ -332,6 +334,8 @@ class Iteration:
                         "reduction: the last backward pass was in no_sync. Run the last one of a "
                         "step outside of it"
                     )
+        if self.finished and not self._has_warned:
+            self._has_warned = warn_without_gradients(optimizer)
         # Not inside of join, where ranks that are done take part in what is said there.
         if self._check is not None:
             self._copies.judge()

@@ -33,7 +33,13 @@ from meshwright.comm import Communicator, LateNumbers, settle
 from meshwright.comm.dtensors.dtensor import is_dtensor, known_at_rest, mesh_communicators
 from meshwright.comm.dtensors.sharded_axes import singles_of
 from meshwright.comm.failures.events import Event, EventCheck
-from meshwright.gradients import Held, is_due, look_at_optimizers, require_close
+from meshwright.gradients import (
+    Held,
+    is_due,
+    look_at_optimizers,
+    require_close,
+    warn_without_gradients,
+)
 from meshwright.tensor_parallel.checks.equality import (
     Exchange,
     held_whole,
@@ -58,6 +64,9 @@ class Passes:
         """Digests of what the device has not computed yet; read before the next pass."""
         self._roots: list[tuple[weakref.ref[nn.Module], _Begin]] = []
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._trains = self._has_warned = False
+        """True when a forward in training has run since the last step; a step without gradients was
+        told of."""
         look_at_optimizers()
         hook = partial(_before_step, weakref.ref(self))
         weakref.finalize(self, register_optimizer_step_pre_hook(hook).remove)
@@ -95,6 +104,7 @@ class Passes:
         if self.late.coming:
             self.late.settle()
         issued = self.axis.counts.get("", 0)
+        self._trains = self._trains or torch.is_grad_enabled()
         kind = "" if torch.is_grad_enabled() else " without gradients"
         since = f"{issued - self._issued} collectives after the one before"
         event = Event(f"a forward pass of {root}{kind}, {since}")
@@ -116,11 +126,19 @@ class Passes:
             return
         if optimizer not in self._steps:
             optimizer.register_state_dict_pre_hook(settle)
+        if self._trains and not self._has_warned and self._has_some(optimizer):
+            self._has_warned = warn_without_gradients(optimizer)
+        self._trains = False
         number = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if is_due(number) and (named := list(self._held_whole(optimizer))):
             kind = type(optimizer).__name__
             exchange = self.exchange(f"step {number} of a {kind}")
             verify_gradients(self.axis, named, exchange, self.late)
+
+    @staticmethod
+    def _has_some(optimizer: Optimizer) -> bool:
+        first = next((p for group in optimizer.param_groups for p in group["params"]), None)
+        return first is not None and any(map(is_dtensor, singles_of(first)))
 
     def _held_whole(self, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
         names: dict[int, str] = {}
