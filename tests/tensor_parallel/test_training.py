@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional
 
 from meshwright import comm, parallelize_module
@@ -20,6 +20,8 @@ from meshwright.comm.dtensors.local_leaves import PartialGradient, deliver, loca
 from meshwright.tensor_parallel import (
     ColwiseParallel,
     ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     cross_entropy_of_parts,
@@ -229,19 +231,9 @@ def test_leaves_follow_their_parameters(ranks: Ranks) -> None:
         many.weight.square().sum().full_tensor().backward()
         check_alike(one, many)
 
-        # A penalty on the gradient of the input.
-        layers = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
-        one, many = alike(layers)
-        parallelize_module(many, tensor_mesh(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        x = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-        for model in (one, many):
-            given = x.clone().requires_grad_()
-            (slope,) = torch.autograd.grad(model(given).sin().sum(), given, create_graph=True)
-            slope.square().sum().backward()
-        check_alike(one, many)
-
         # A forward under autocast gives what one process gives.
-        layers.zero_grad()
+        layers = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+        x = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         one, many = alike(layers)
         one, many = one.float(), many.float()
         parallelize_module(many, tensor_mesh(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -256,6 +248,55 @@ def test_leaves_follow_their_parameters(ranks: Ranks) -> None:
             torch.testing.assert_close(part.full_tensor(), whole.grad, rtol=0.05, atol=0.05)
 
     ranks(2, body)
+
+
+def test_a_penalty_on_the_gradient_of_the_input_trains(ranks: Ranks) -> None:
+    """Through local tensors and DTensors, placed as each style may give them."""
+    columns, rows = ColwiseParallel(), RowwiseParallel()
+    cut = {"1": ColwiseParallel(input_layouts=Shard(1)), "3": rows}
+    partial, summand = {"output_layouts": Partial()}, RowwiseParallel(output_layouts=Partial())
+    plans = (
+        {"1": columns, "3": rows},
+        {
+            "1": ColwiseParallel(use_local_output=False),
+            "3": RowwiseParallel(use_local_output=False),
+        },
+        {"": _given(Shard(1)), "0": SequenceParallel(), **cut},
+        {"1": columns, "3": RowwiseParallel(**partial, use_local_output=False)},
+        {"1": columns, "3": summand, "": _left(Shard(1))},
+        {"1": columns, "3": summand, "": _left(Replicate())},
+    )
+
+    def body() -> None:
+        x = torch.randn(2, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        for plan in plans:
+            layers = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+            one, many = alike(layers)
+            parallelize_module(many, tensor_mesh(), plan)
+            found = []
+            for model in (one, many):
+                given = x.clone().requires_grad_()
+                y = model(given)
+                y = y.full_tensor() if isinstance(y, DTensor) else y
+                (slope,) = torch.autograd.grad(y.sin().sum(), given, create_graph=True)
+                (slope.square().sum() + y.square().mean()).backward()
+                found.append(given.grad)
+            torch.testing.assert_close(*found)
+            check_alike(one, many)
+
+    ranks(2, body)
+
+
+def _given(layout: Shard) -> PrepareModuleInput:
+    """Make the style of a model that is given all, and goes on with DTensors of a ``layout``."""
+    return PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=layout)
+
+
+def _left(layout: Shard | Replicate) -> PrepareModuleOutput:
+    """Make the style of a model that sums what its ranks have, and gives it in a ``layout``."""
+    return PrepareModuleOutput(
+        output_layouts=Partial(), desired_output_layouts=layout, use_local_output=False
+    )
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from meshwright.mesh import DeviceMesh
 from meshwright.tensor_parallel.checks.following import check_mark, mark
 from meshwright.tensor_parallel.functions import (
     Labels,
+    copy_to,
     exchange,
     gather_from,
     reduce_from,
@@ -170,8 +171,13 @@ class Site:
         is_backward: bool,
     ) -> torch.Tensor:
         given = Arrival(local, normal(found, local.ndim), tuple(shape))
-        labels = self.labels.turned() if is_backward else self.labels
-        return replace(self, labels=labels).move(given, wanted).local
+        if not is_backward:
+            return self.move(given, wanted).local
+        turned = replace(self, labels=self.labels.turned())
+        if isinstance(wanted, Partial):  # of which each rank has another summand
+            whole = turned.move(given, Replicate()).local
+            return copy_to(whole, self.axis, turned.labels)
+        return turned.move(given, wanted).local
 
     def check_equal(self, shape: Sequence[int], dim: int) -> None:
         """Raise ValueError when a whole of ``shape`` does not fall into equal chunks along ``dim``.

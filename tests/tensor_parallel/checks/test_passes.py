@@ -217,6 +217,28 @@ def test_a_gradient_of_which_each_rank_has_a_share_is_refused(ranks: Ranks, late
     ranks(2, body)
 
 
+def test_copies_that_a_program_updates_apart_by_hand_are_refused(ranks: Ranks) -> None:
+    """Before a pass, where no optimizer of torch steps: by gradients of which ranks have shares."""
+
+    def body() -> None:
+        model, _ = scaled(torch.optim.SGD)
+
+        def update(count: int) -> None:
+            for _ in range(count):
+                model(X).square().sum().backward()
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter -= 0.01 * parameter.grad
+                        parameter.grad = None
+
+        model.after = 5
+        update(5)
+        with raises_by_now(LayoutError, match="weights .* but scale is .*; off by .* on ranks .1."):
+            update(3)
+
+    ranks(2, body)
+
+
 def test_what_differs_by_rounding_alone_is_no_mistake(ranks: Ranks) -> None:
     def body() -> None:
         model, optimizer = scaled(torch.optim.Adam)

@@ -1,7 +1,7 @@
 """DTensors that enter and leave what computes on local tensors, with their gradients.
 
 The gradient of a DTensor is a DTensor; it is placed as the tensor, or Replicate where that is
-Partial. What has to be sent is the caller's to send.
+Partial. What has to be sent is the caller's to send. Each backward can be differentiated again.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -47,11 +47,11 @@ def entered(tensor: torch.Tensor, *, partial: bool = False) -> torch.Tensor:
     before they become a DTensor. Not for leaves, which the tensor that is kept would keep alive.
     """
     if not partial:
-        return _Enter.apply(tensor, False)
+        return _Enter.apply(tensor, None)
     local = vars(tensor).get(_SHARED)
     is_recorded = tensor.requires_grad and torch.is_grad_enabled()
     if local is None or local.requires_grad is not is_recorded:
-        local = _Enter.apply(tensor, True)
+        local = _Enter.apply(tensor, [Partial()])
         vars(tensor)[_SHARED] = local
     return local
 
@@ -66,7 +66,8 @@ def left(
     """Make a DTensor of global ``shape`` on ``mesh``, which has one dim.
 
     ``placements`` are that of ``local`` and that of the DTensor; ``convert`` leads from one to the
-    other, and from the gradient, however that is placed, to the gradient of ``local``.
+    other, and from the gradient, however that is placed, to the gradient of ``local``: whole on
+    each rank where that is a summand, each of which then uses another part of it.
     """
     return _Leave.apply(local, mesh, placements, tuple(shape), convert)
 
@@ -88,17 +89,18 @@ def _gradient_of(placement: Placement) -> Placement:
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, tensor: DTensor, partial: bool) -> torch.Tensor:  # pyrefly: ignore[bad-override]
-        own = [our_placement(found, "input") for found in tensor.placements]
-        back = [Partial()] if partial else [_gradient_of(found) for found in own]
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: FunctionCtx, tensor: DTensor, back: Sequence[Placement] | None
+    ) -> torch.Tensor:
+        if back is None:
+            back = [_gradient_of(our_placement(found, "input")) for found in tensor.placements]
         ctx.kept = tensor.device_mesh, back, tensor.shape  # pyrefly: ignore[missing-attribute]
         return local_tensor_of(tensor).view_as(local_tensor_of(tensor))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyrefly: ignore[bad-override]
         mesh, placements, shape = ctx.kept  # pyrefly: ignore[missing-attribute]
-        return _dtensor(grad, mesh, placements, shape), None
+        return wrapped(grad, mesh, placements, shape), None
 
 
 class _Leave(torch.autograd.Function):
@@ -112,24 +114,23 @@ class _Leave(torch.autograd.Function):
         convert: Convert,
     ) -> DTensor:
         own, wanted = placements
-        ctx.kept = _gradient_of(own), shape, convert  # pyrefly: ignore[missing-attribute]
+        ctx.kept = own, shape, convert  # pyrefly: ignore[missing-attribute]
         if own != wanted:
             local = convert(local, own, wanted, shape, False)
         return _dtensor(local, mesh, [wanted], shape)
 
     @staticmethod
-    @once_differentiable
     def backward(  # pyrefly: ignore[bad-override]
         ctx: FunctionCtx, grad: torch.Tensor
     ) -> tuple[torch.Tensor, None, None, None, None]:
-        wanted, shape, convert = ctx.kept  # pyrefly: ignore[missing-attribute]
+        own, shape, convert = ctx.kept  # pyrefly: ignore[missing-attribute]
         if not isinstance(grad, DTensor):
             return grad, None, None, None, None
         found = our_placement(grad.placements[0], "gradient")
-        local = local_tensor_of(grad)
-        if found != wanted:
-            local = convert(local, found, wanted, shape, True)
-        return local, None, None, None, None
+        if found == _gradient_of(own):
+            # Where each rank has a summand, it goes on with another part of what it is given.
+            return _Enter.apply(grad, [own]), None, None, None, None
+        return convert(entered(grad), found, own, shape, True), None, None, None, None
 
 
 class _Wrap(torch.autograd.Function):
@@ -141,18 +142,17 @@ class _Wrap(torch.autograd.Function):
         placements: tuple[Placement, ...],
         shape: tuple[int, ...],
     ) -> DTensor:
-        wanted = torch_placements([_gradient_of(each) for each in placements])
-        ctx.wanted = wanted  # pyrefly: ignore[missing-attribute]
+        ctx.placements = placements  # pyrefly: ignore[missing-attribute]
         return _dtensor(local, mesh, placements, shape)
 
     @staticmethod
-    @once_differentiable
     def backward(  # pyrefly: ignore[bad-override]
         ctx: FunctionCtx, grad: torch.Tensor
     ) -> tuple[torch.Tensor, None, None, None]:
         if not isinstance(grad, DTensor):
             return grad, None, None, None
-        wanted = ctx.wanted  # pyrefly: ignore[missing-attribute]
+        own = ctx.placements  # pyrefly: ignore[missing-attribute]
+        wanted = torch_placements([_gradient_of(each) for each in own])
         pairs = zip(grad.placements, wanted, strict=True)
         if any(found != want and not found.is_replicate() for found, want in pairs):
             raise ValueError(
@@ -160,7 +160,7 @@ class _Wrap(torch.autograd.Function):
                 "redistribute the tensor before what is made of it"
             )
         # From Replicate to Shard is a slice.
-        return local_tensor_of(grad.redistribute(placements=wanted)), None, None, None
+        return _Enter.apply(grad.redistribute(placements=wanted), own), None, None, None
 
 
 def _dtensor(

@@ -32,6 +32,15 @@ from meshwright.errors import LayoutError
 from meshwright.gradients import Held, checksum, kind_of, require_close
 
 _LABEL = "digest of what ranks hold whole"
+_SHARES = (
+    "each rank computed a share of the gradient, and the module needs a style that sums them "
+    '(SequenceParallel, or "replicated" in [tensor] rules)'
+)
+_WRITTEN = (
+    "Something has written them on some ranks alone: a state dict that is loaded there, or an "
+    "optimizer whose settings or state are others there. Do it on every rank, or load one state on "
+    "all"
+)
 
 
 @torch.no_grad()
@@ -97,23 +106,41 @@ def verify_gradients(
                 [said[:count] for said in everyone],
                 "all that each of them holds whole",
                 error=LayoutError,
-                remedy="A step would train the copies apart. Either each rank computed a share of "
-                "the gradient, and the module needs a style that sums them (SequenceParallel, or "
-                '"replicated" in [tensor] rules), or the ranks took different branches, were '
-                "given different batches, or had other weights: a state dict that one loads alone",
+                remedy=f"A step would train the copies apart. Either {_SHARES}, "
+                "or the ranks took different branches, were given different batches, or had other "
+                "weights: a state dict that one loads alone",
             )
-            require_close(
-                axis,
-                held[count:],
-                [said[count:] for said in everyone],
-                "the weights that each of them holds whole",
-                error=LayoutError,
-                remedy="Something has written them on some ranks alone: a state dict that is "
-                "loaded there, or an optimizer whose settings or state are others there. Do it on "
-                "every rank, or load one state on all",
-            )
+            rows = [said[count:] for said in everyone]
+            _require_close_weights(axis, held[count:], rows, _WRITTEN)
 
     look_at_bits([*gradients, *weights], late, judge, is_late=not axis.is_on_host)
+
+
+def verify_weights(
+    axis: Communicator,
+    named: Sequence[tuple[str, torch.Tensor]],
+    exchange: Exchange,
+    late: LateNumbers,
+) -> None:
+    """Check that parameters that the ranks of ``axis`` hold whole are equal, before a forward.
+
+    As `verify_gradients` of what no optimizer steps, before which that would look.
+    """
+    weights = [(n, held_whole(p, axis, p)) for n, p in named]
+
+    def judge(held: Sequence[Held], digests: Sequence[str]) -> None:
+        everyone = differing(axis, digests, label=_LABEL, exchange=exchange)
+        if everyone:
+            _require_close_weights(axis, held, everyone, f"{_WRITTEN}. Or {_SHARES}")
+
+    look_at_bits(weights, late, judge, is_late=not axis.is_on_host)
+
+
+def _require_close_weights(
+    axis: Communicator, held: Sequence[Held], digests: Sequence[Sequence[str]], remedy: str
+) -> None:
+    meaning = "the weights that each of them holds whole"
+    require_close(axis, held, digests, meaning, error=LayoutError, remedy=remedy)
 
 
 def held_whole(

@@ -13,7 +13,8 @@ the first time, the second, the fourth, the eighth and so on::
 
     first pass       parameters without a style: a forgotten seed would train a model on each rank
     passes           what the root is given: a rank that left out a batch computes on other batches
-    steps            gradients of what each rank holds whole: copies would be trained apart
+    steps            gradients of what each rank holds whole: copies would be trained apart; what
+                     the program updates itself, as no optimizer does, before a pass
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from meshwright.tensor_parallel.checks.equality import (
     look_at_bits,
     verify_gradients,
     verify_plain,
+    verify_weights,
 )
 from meshwright.torch_internals.modules import forward_pre_hooks_of
 from meshwright.torch_internals.trees import tree_flatten
@@ -140,6 +142,16 @@ class Passes:
         first = next((p for group in optimizer.param_groups for p in group["params"]), None)
         return first is not None and any(map(is_dtensor, singles_of(first)))
 
+    def written_by_hand(self, root: nn.Module, begin: _Begin) -> Iterator[tuple[str, nn.Parameter]]:
+        """List what the ranks hold whole of ``root`` and train without an optimizer of torch."""
+        groups = [group for optimizer in self._steps for group in optimizer.param_groups]
+        stepped = {id(p) for group in groups for each in group["params"] for p in singles_of(each)}
+        plain = {name for name, _ in begin.plain_of(root)}
+        for name, parameter in root.named_parameters():
+            is_trained = parameter.requires_grad and id(parameter) not in stepped
+            if is_trained and (name in plain or self._is_over_axis(parameter)):
+                yield name, parameter
+
     def _held_whole(self, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
         names: dict[int, str] = {}
         for held, begin in self._roots:
@@ -200,6 +212,13 @@ class _Begin:
             exchange = passes.exchange(f"the parameters without a style of {self._root}")
             verify_plain(passes.axis, held, exchange)
             self._is_verified = True
+        elif (
+            is_due(self._number)
+            and torch.is_grad_enabled()
+            and (trained := list(passes.written_by_hand(module, self)))
+        ):
+            exchange = passes.exchange(f"the weights before pass {self._number} of {self._root}")
+            verify_weights(passes.axis, trained, exchange, passes.late)
         if is_due(self._number) and not self._is_layer:
             self._compare_inputs((inputs, options))
 
