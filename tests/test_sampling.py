@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import PlanError
-from meshwright.sampling import Permutation, Sampler
+from meshwright.sampling import PackedSampler, Permutation, Sampler
 
 quick = settings(max_examples=60, deadline=None)
 
@@ -108,7 +109,7 @@ def test_resuming_goes_on_exactly_on_any_number_of_ranks(
     for _ in range(before):
         whole.next_indices()
     state = whole.state_dict()
-    assert state == {"position": before * batch_size}
+    assert state == {"position": before * batch_size, "seed": seed, "size": dataset_size}
     resumed = [
         Sampler(dataset_size, batch_size, seed, rank, data_size) for rank in range(data_size)
     ]
@@ -119,12 +120,12 @@ def test_resuming_goes_on_exactly_on_any_number_of_ranks(
         assert parts == whole.next_indices()
     from_position = Sampler(dataset_size, batch_size, seed, position=state["position"])
     assert from_position.epoch == state["position"] // dataset_size
-    from_position.load_state_dict({"position": 0})
+    from_position.load_state_dict({"position": 0})  # as saved before
     assert next(from_position) == next(Sampler(dataset_size, batch_size, seed))
 
 
 def test_the_order_is_part_of_the_format() -> None:
-    """A checkpoint holds the position alone, so the order must not change between versions."""
+    """A checkpoint holds no list of samples, so the order must not change between versions."""
     assert Sampler(1000, 8, seed=0).next_indices() == FIRST_BATCH
 
 
@@ -150,5 +151,23 @@ def test_wrong_arguments() -> None:
         Sampler(5, 0, 0)
     with pytest.raises(ValueError, match="position of at least 0 samples, found -1"):
         Sampler(5, 2, 0, position=-1)
-    with pytest.raises(ValueError, match="the key 'position' alone, found \\['epoch'\\]"):
+    with pytest.raises(ValueError, match=r"keys \['position', 'seed', 'size'\], found \['epoch'\]"):
         Sampler(5, 2, 0).load_state_dict({"epoch": 1})
+
+
+def _packed(size: int, seed: int) -> PackedSampler:
+    return PackedSampler(lambda document: 3, size, 4, 2, seed)
+
+
+@pytest.mark.parametrize("make", [lambda size, seed: Sampler(size, 2, seed), _packed])
+def test_a_place_in_another_order_is_refused(
+    make: Callable[[int, int], Sampler | PackedSampler],
+) -> None:
+    state = make(5, 1).state_dict()
+    make(5, 1).load_state_dict(state)
+    with pytest.raises(ValueError, match="the state is of seed 1, size 5, and seed 2, size 6 is"):
+        make(6, 2).load_state_dict(state)
+    with pytest.raises(ValueError, match="the state is of size 5, and size 6 is given"):
+        make(6, 1).load_state_dict(state)
+    place = {name: state[name] for name in state if name not in ("seed", "size")}
+    make(6, 2).load_state_dict(place)  # as saved before

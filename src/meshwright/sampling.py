@@ -23,6 +23,8 @@ from meshwright.errors import PlanError
 
 _ROUNDS = 6
 _WORD = (1 << 64) - 1
+_ORDER = ("seed", "size")
+"""The numbers of a state that say in which order its place is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ class Sampler:
 
     @property
     def position(self) -> int:
-        """Samples that all ranks together have taken since the beginning: the whole state."""
+        """Samples that all ranks together have taken since the beginning."""
         return self._position
 
     @property
@@ -139,14 +141,24 @@ class Sampler:
         return self.next_indices()
 
     def state_dict(self) -> dict[str, int]:
-        """List the position, equal on all ranks, and valid for any other number of ranks."""
-        return {"position": self._position}
+        """List the position in which order, equal on all ranks and valid for any number of them.
+
+        ``size`` is that of the data set.
+        """
+        return {"position": self._position, "seed": self.seed, "size": self.dataset_size}
 
     def load_state_dict(self, state: Mapping[str, int]) -> Self:
-        """Go on from a position that ``state_dict`` gave."""
-        if set(state) != {"position"}:
-            raise ValueError(f"expected the key 'position' alone, found {sorted(state)}")
-        self._position = _checked_position(state["position"])
+        """Go on from a position that ``state_dict`` gave.
+
+        Raises ``ValueError`` for one in another order. States of before, of a position alone, say
+        nothing of it.
+        """
+        _check_order(state, self.state_dict())
+        return self.move_to(state["position"])
+
+    def move_to(self, position: int) -> Self:
+        """Go on behind ``position`` samples of all ranks together."""
+        self._position = _checked_position(position)
         return self
 
 
@@ -256,14 +268,19 @@ class PackedSampler:
     def state_dict(self) -> dict[str, int]:
         """List the cursor, equal on all ranks, and valid for any other number of ranks and rows.
 
-        ``position`` counts the documents that are behind it, ``offset`` tokens of the next.
+        ``position`` counts the documents that are behind it, ``offset`` tokens of the next, and
+        ``size`` all documents.
         """
-        return {"position": self._position, "offset": self._offset}
+        return {
+            "position": self._position,
+            "offset": self._offset,
+            "seed": self.seed,
+            "size": self.documents,
+        }
 
     def load_state_dict(self, state: Mapping[str, int]) -> Self:
-        """Go on from a cursor that ``state_dict`` gave."""
-        if set(state) != {"position", "offset"}:
-            raise ValueError(f"expected the keys 'offset' and 'position', found {sorted(state)}")
+        """Go on from a cursor that ``state_dict`` gave; raises as `Sampler.load_state_dict`."""
+        _check_order(state, self.state_dict())
         self._position = _checked_position(state["position"])
         self._offset = _checked_position(state["offset"])
         return self
@@ -302,6 +319,18 @@ def _check(dataset_size: int, batch_size: int, data_rank: int, data_size: int) -
         )
     if problems:
         raise PlanError(problems)
+
+
+def _check_order(state: Mapping[str, int], own: Mapping[str, int]) -> None:
+    """Refuse a state that is not of the order of which ``own`` is; some say nothing of theirs."""
+    if set(state) not in (set(own), own.keys() - {*_ORDER}):
+        raise ValueError(f"expected the keys {sorted(own)}, found {sorted(state)}")
+    if other := [name for name in _ORDER if state.get(name, own[name]) != own[name]]:
+        there, here = (", ".join(f"{name} {each[name]}" for name in other) for each in (state, own))
+        raise ValueError(
+            f"the state is of {there}, and {here} is given: their orders have nothing in common; "
+            "give what it was saved with, or begin anew without it"
+        )
 
 
 def _checked_position(position: int) -> int:

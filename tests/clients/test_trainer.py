@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -203,3 +205,43 @@ def test_a_wrapper_is_in_no_name_that_the_trainer_reads_or_writes(
             assert losses == pytest.approx(expected, rel=1e-3)
         written = json.loads((tmp_path / kind / "config.json").read_text())
         assert written["architectures"] == ["GPT2LMHeadModel"]
+
+
+CUSTOM = """
+from transformers import LlamaForCausalLM
+
+class Custom(LlamaForCausalLM):
+    pass
+"""
+
+
+def test_a_sharded_model_is_saved_under_the_name_of_its_class(ranks: Ranks, tmp_path: Path) -> None:
+    """Custom code and adapters are found by it when they are loaded."""
+    (tmp_path / "custom_model.py").write_text(CUSTOM)
+
+    def body() -> None:
+        sys.path.insert(0, str(tmp_path))
+        install(2)
+        import peft
+        from transformers import AutoModelForCausalLM
+
+        custom = importlib.import_module("custom_model").Custom
+        custom.register_for_auto_class("AutoModelForCausalLM")
+        model = mw.fully_shard(custom(llama().config))
+        expected = whole(model)
+        model.save_pretrained(tmp_path / "custom", state_dict=dict(expected))
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "custom", trust_remote_code=True)
+        assert type(again).__name__ == "Custom"
+        assert_same([whole(again)], expected)
+        options = peft.LoraConfig(r=2, target_modules=["q_proj"])  # of a model of no known task
+        adapted = mw.fully_shard(peft.get_peft_model(model, options))
+        adapted.save_pretrained(tmp_path / "adapter", state_dict=whole(adapted))
+        names = [type(found).__name__ for found in (model, adapted)]
+        assert names == ["FSDPCustom", "FSDPPeftModel"]
+
+    ranks(1, body, timeout=300, connected=False)
+    config = json.loads((tmp_path / "custom" / "config.json").read_text())
+    assert config["auto_map"] == {"AutoModelForCausalLM": "custom_model.Custom"}
+    assert config["architectures"] == ["Custom"]
+    adapter = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert adapter["auto_mapping"]["base_model_class"] == "Custom"

@@ -300,6 +300,8 @@ def test_a_checkpoint_of_another_text_is_refused(ranks: Ranks, tmp_path: Path) -
     ((kind, message),) = ranks(1, refusal, tmp_path, "run.steps=2")
     assert kind == CheckpointMismatchError.__name__
     assert "text.training" in message
+    (outcome,) = ranks(1, run_tiny, tmp_path, "run.steps=3", "run.accept_changes=true")
+    assert outcome.step == 3
 
 
 def test_another_model_is_refused_even_where_changes_are_accepted(

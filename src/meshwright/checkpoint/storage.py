@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
+
+from meshwright.errors import CheckpointClaimedError, CheckpointDamagedError
 
 
 class Storage:
@@ -88,3 +92,56 @@ class Storage:
                 text = "a file, where a folder is needed"
                 raise NotADirectoryError(errno.ENOTDIR, text, str(path)) from None
         self.sync_directory(path.parent)
+
+
+# ------------------------------------------------------------------ what fails
+
+
+@contextmanager
+def naming(path: Path) -> Generator[None, None, None]:
+    """Name the file in an error that the system raised for its handle."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def reason(error: Exception) -> str:
+    """Say in one line what went wrong, with the file."""
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror}"
+    text = " ".join(str(error).split())
+    if isinstance(error, ValueError | TypeError | CheckpointClaimedError | CheckpointDamagedError):
+        return text
+    return f"{type(error).__name__}: {text}"
+
+
+def advice(error: Exception) -> str:
+    """Say what to do about an error of a save."""
+    match getattr(error, "errno", None):
+        case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
+            return "free some space or choose another folder"
+        case errno.EACCES | errno.EPERM | errno.EROFS:
+            return "check its permissions or choose another folder"
+        case errno.EMFILE | errno.ENFILE:
+            return "allow more open files (ulimit -n)"
+        case errno.EEXIST | errno.ENOTDIR:
+            return "move it away or choose another folder"
+        case errno.ENOLCK | errno.ENOSYS | errno.EOPNOTSUPP:
+            return (
+                "its file system keeps no locks, by which other jobs are kept out: mount it with "
+                "locks (Lustre: -o flock), or choose another folder"
+            )
+        case errno.ENOENT:
+            return "all ranks need a folder that they share and nobody removes"
+        case None if isinstance(error, CheckpointClaimedError):
+            return "use one folder for each job"
+        case None if isinstance(error, CheckpointDamagedError):  # of a file that is imported
+            return "restore that file from a copy"
+        case None:
+            return "correct the arguments of save"
+        case _:
+            return "check the disk or choose another folder"

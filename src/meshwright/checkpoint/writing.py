@@ -21,8 +21,8 @@ import logging
 import os
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -55,13 +55,12 @@ from meshwright.checkpoint.pieces import (
     with_keys,
 )
 from meshwright.checkpoint.steps import prune, remove_torsos, step_directory, torso_directory
-from meshwright.checkpoint.storage import Storage
+from meshwright.checkpoint.storage import Storage, advice, naming, reason
 from meshwright.checkpoint.tensor_file import FileMap, file_map, file_name
 from meshwright.comm import Communicator, settle
 from meshwright.comm.failures.sameness import first_difference
 from meshwright.errors import (
     CheckpointClaimedError,
-    CheckpointDamagedError,
     CheckpointError,
     CheckpointWriteError,
 )
@@ -184,7 +183,7 @@ def claim(directory: str | os.PathLike[str], *, communicator: Communicator | Non
         except CheckpointClaimedError as error:
             told = {"claimed": True, "text": str(error)}
         except OSError as error:
-            told = {"claimed": False, "text": f"{_reason(error)}; {_advice(error)}"}
+            told = {"claimed": False, "text": f"{reason(error)}; {advice(error)}"}
     rows = group.gather_bytes(json.dumps(told).encode(), label=f"claim {directory}")
     first: dict[str, JSON] = json.loads(rows[0])
     if first:
@@ -258,13 +257,13 @@ def _plan(request: _Request, own: Sequence[Held], rows: Sequence[bytes]) -> _Wri
     Raises ``ValueError`` unless the ranks agree and cover every tensor.
     """
     told = [json.loads(row) for row in rows]
-    for key, advice in (
+    for key, remedy in (
         ("step", "call save on all ranks at the same step"),
         ("metadata", "pass the same on all ranks, with what is per rank under one key for each"),
     ):
         said = [{key: each[key]} for each in told]
         if (found := first_difference(range(len(said)), said)) is not None:
-            raise ValueError(f"{found}; {advice}")
+            raise ValueError(f"{found}; {remedy}")
     rank = request.group.rank
     known, chosen, parted = assign(
         own if number == rank else held_from_rows(each["held"]) for number, each in enumerate(told)
@@ -329,7 +328,7 @@ def write_file(
     """Write and sync a new file, view by view. Returns their checksums."""
     checksums: list[int] = []
     begin = algorithm(OURS)
-    with _naming(path):
+    with naming(path):
         handle = storage.create(path)
         try:
             small = bytearray(header)
@@ -365,7 +364,7 @@ def _commit(
     }
     data = to_bytes(writes.draft, lambda piece: found[piece.file][piece.key])
     write_file(storage, torso / MANIFEST_NAME, data, [])
-    with _naming(torso):
+    with naming(torso):
         storage.sync_directory(torso)
     if os.path.lexists(target):
         raise FileExistsError(errno.EEXIST, "appeared during the save", str(target))
@@ -380,6 +379,8 @@ def _commit(
 
 def _discard(request: _Request) -> None:
     """Remove the torso by the names that it can hold, which takes no file descriptor."""
+    if not os.path.lexists(request.torso):
+        return  # a file system that is read-only says so of what is not there
     names = [file_name(rank) for rank in range(request.group.size)]
     try:
         for name in [*names, MANIFEST_NAME]:
@@ -416,7 +417,7 @@ def _agree(
         except Exception as error:
             failure = error
             is_claimed = isinstance(error, CheckpointClaimedError)
-            told = {"error": _reason(error), "advice": _advice(error), "claimed": is_claimed}
+            told = {"error": reason(error), "advice": advice(error), "claimed": is_claimed}
             payload = _ERROR + json.dumps(told).encode()
     group = request.group
     if failure is not None and group.size == 1 and isinstance(failure, ValueError | TypeError):
@@ -441,62 +442,14 @@ def _summary(request: _Request, phase: str, failed: Mapping[int, Mapping[str, JS
     for rank, row in failed.items():
         ranks[str(row["error"])].append(rank)
     reasons = [
-        reason if request.group.size == 1 else f"rank {', '.join(map(str, who))}: {reason}"
-        for reason, who in ranks.items()
+        text if request.group.size == 1 else f"rank {', '.join(map(str, who))}: {text}"
+        for text, who in ranks.items()
     ]
-    advice = str(next(iter(failed.values()))["advice"])
+    remedy = str(next(iter(failed.values()))["advice"])
     return (
         f"checkpoint {request.target} was not saved ({phase}): {'; '.join(reasons)};"
-        f" earlier checkpoints are untouched; {advice}"
+        f" earlier checkpoints are untouched; {remedy}"
     )
-
-
-@contextmanager
-def _naming(path: Path) -> Generator[None, None, None]:
-    """Name the file in an error that the system raised for its handle."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        where = f"{error.filename}: " if error.filename else ""
-        return f"{where}{error.strerror}"
-    text = " ".join(str(error).split())
-    if isinstance(error, ValueError | TypeError | CheckpointClaimedError | CheckpointDamagedError):
-        return text
-    return f"{type(error).__name__}: {text}"
-
-
-def _advice(error: Exception) -> str:
-    match getattr(error, "errno", None):
-        case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
-            return "free some space or choose another folder"
-        case errno.EACCES | errno.EPERM | errno.EROFS:
-            return "check its permissions or choose another folder"
-        case errno.EMFILE | errno.ENFILE:
-            return "allow more open files (ulimit -n)"
-        case errno.EEXIST | errno.ENOTDIR:
-            return "move it away or choose another folder"
-        case errno.ENOLCK | errno.ENOSYS | errno.EOPNOTSUPP:
-            return (
-                "its file system keeps no locks, by which other jobs are kept out: mount it with "
-                "locks (Lustre: -o flock), or choose another folder"
-            )
-        case errno.ENOENT:
-            return "all ranks need a folder that they share and nobody removes"
-        case None if isinstance(error, CheckpointClaimedError):
-            return "use one folder for each job"
-        case None if isinstance(error, CheckpointDamagedError):  # of a file that is imported
-            return "restore that file from a copy"
-        case None:
-            return "correct the arguments of save"
-        case _:
-            return "check the disk or choose another folder"
 
 
 def _size(count: int) -> str:

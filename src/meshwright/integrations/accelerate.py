@@ -44,7 +44,7 @@ def install() -> None:
     """
     from accelerate import Accelerator
 
-    change(Accelerator, _CHANGES)
+    change((Accelerator, _CHANGES))
     torch_names.install()
 
 
@@ -52,7 +52,7 @@ def uninstall() -> None:
     """Put back what `install` has changed, the names of torch too. Nothing without it."""
     from accelerate import Accelerator
 
-    put_back(Accelerator, _CHANGES)
+    put_back((Accelerator, _CHANGES))
     torch_names.uninstall()
 
 

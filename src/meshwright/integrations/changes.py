@@ -18,31 +18,34 @@ _BEFORE = "_before_meshwright"
 """The attribute of a changed method that holds the one before."""
 
 
-def change(cls: type, changes: Changes) -> None:
-    """Change methods of ``cls``; nothing the second time.
+def change(*all_changes: tuple[type, Changes]) -> None:
+    """Change methods of classes; nothing the second time.
 
     Raises RuntimeError, and changes nothing, where a method takes other arguments.
     """
-    for name, (known, _) in changes.items():
-        method = getattr(cls, name, None)
-        found = None if method is None else tuple(inspect.signature(method).parameters)
-        if found != known:
-            raise RuntimeError(
-                f"{cls.__name__}.{name} takes {found} in this version of "
-                f"{cls.__module__.partition('.')[0]}, and meshwright knows it with {known}: see "
-                "docs/clients.md for the versions that were run"
-            )
-    for name, (_, ask) in changes.items():
-        if not hasattr(getattr(cls, name), _BEFORE):
-            setattr(cls, name, _changed(vars(cls)[name], ask))
+    for cls, changes in all_changes:
+        for name, (known, _) in changes.items():
+            method = getattr(cls, name, None)
+            found = None if method is None else tuple(inspect.signature(method).parameters)
+            if found != known:
+                raise RuntimeError(
+                    f"{cls.__name__}.{name} takes {found} in this version of "
+                    f"{cls.__module__.partition('.')[0]}, and meshwright knows it with {known}: "
+                    "see docs/clients.md for the versions that were run"
+                )
+    for cls, changes in all_changes:
+        for name, (_, ask) in changes.items():
+            if not hasattr(getattr(cls, name), _BEFORE):
+                setattr(cls, name, _changed(vars(cls)[name], ask))
 
 
-def put_back(cls: type, changes: Changes) -> None:
-    """Give ``cls`` back the methods that `change` has changed. Nothing without it."""
-    for name in changes:
-        before = getattr(getattr(cls, name), _BEFORE, None)
-        if before is not None:
-            setattr(cls, name, before)
+def put_back(*all_changes: tuple[type, Changes]) -> None:
+    """Give classes back the methods that `change` has changed. Nothing without it."""
+    for cls, changes in all_changes:
+        for name in changes:
+            before = getattr(getattr(cls, name), _BEFORE, None)
+            if before is not None:
+                setattr(cls, name, before)
 
 
 def _changed(before: Any, ask: Callable[..., Any]) -> Any:  # noqa: ANN401 - methods

@@ -11,8 +11,9 @@ Under data parallelism it needs what Accelerate needs (`meshwright.integrations.
 `install` does, too. For a model that was sharded before, six methods of ``Trainer`` are changed:
 what they would write is the part of rank 0. Its checkpoints have the model, the optimizer and the
 scheduler as a checkpoint of ours, which any number of ranks goes on from, beside the whole weights
-for ``from_pretrained``. Where it looks at the name of the
-model's class, for a smoothed loss and for what it writes, it finds that of the class before.
+for ``from_pretrained``. Where it looks at the name of the model's class, for a smoothed loss and
+for what it writes, it finds that of the class before; so does ``save_pretrained`` of a model and of
+an adapter of PEFT.
 """
 
 from __future__ import annotations
@@ -42,16 +43,12 @@ def install() -> None:
     """
     accelerate.install()  # first: transformers imports names of torch
     _import_names_anew()
-    from transformers import Trainer
-
-    change(Trainer, _CHANGES)
+    change(*_changes())
 
 
 def uninstall() -> None:
     """Put back what `install` has changed, the names of torch too. Nothing without it."""
-    from transformers import Trainer
-
-    put_back(Trainer, _CHANGES)
+    put_back(*_changes())
     accelerate.uninstall()
     _import_names_anew()
 
@@ -60,6 +57,24 @@ def _import_names_anew() -> None:
     """Have the module that shards at load time, where it is there, take torch's names as now."""
     if (loaded := sys.modules.get("transformers.distributed.fsdp")) is not None:
         importlib.reload(loaded)
+
+
+def _changes() -> list[tuple[type, Changes]]:
+    """List what is changed."""
+    from transformers import PreTrainedModel, Trainer
+
+    found: list[tuple[type, Changes]] = [(Trainer, _CHANGES), (PreTrainedModel, _MODEL_CHANGES)]
+    if (peft := sys.modules.get("peft")) is not None:  # which the Trainer imports, if it is there
+        found.append((peft.PeftModel, _PEFT_CHANGES))
+    return found
+
+
+def _save_pretrained(
+    theirs: Callable[..., Any], model: nn.Module, *args: Any, **keywords: Any
+) -> Any:  # noqa: ANN401 - theirs
+    """Save under the name of the class before: ``auto_map`` and the adapter's configuration."""
+    with _under_its_name(model):
+        return theirs(*args, **keywords)
 
 
 def _save(
@@ -71,7 +86,7 @@ def _save(
     """Save the weights for ``from_pretrained``, whole."""
     if _is_sharded(trainer) and state_dict is None:
         state_dict = trainer.accelerator.get_state_dict(trainer.model)
-    with _under_its_name(trainer):
+    with _under_its_name(accelerate.inside(trainer.model)):
         theirs(output_dir, state_dict)
 
 
@@ -84,15 +99,14 @@ def _compute_loss(
     """Compute the loss; a smoothed one compares the next token where the class is a known one."""
     if trainer.label_smoother is None:
         return theirs(*args, **keywords)
-    with _under_its_name(trainer):
+    with _under_its_name(accelerate.inside(trainer.model)):
         return theirs(*args, **keywords)
 
 
 @contextlib.contextmanager
-def _under_its_name(trainer: Any) -> Iterator[None]:  # noqa: ANN401 - a Trainer
+def _under_its_name(model: nn.Module) -> Iterator[None]:
     """Give the classes of sharded modules the name that they had before, within the block."""
-    modules = accelerate.inside(trainer.model).modules()
-    kinds = {type(module) for module in modules if isinstance(module, FSDPModule)}
+    kinds = {type(module) for module in model.modules() if isinstance(module, FSDPModule)}
     names = {kind: kind.__name__ for kind in kinds}
     for kind in kinds:
         setattr(kind, _NAME, kind.__bases__[1].__name__)
@@ -177,5 +191,45 @@ _CHANGES: Changes = MappingProxyType(
             _load_from_checkpoint,
         ),
         "_load_best_model": (("self",), _load_best_model),
+    }
+)
+
+_MODEL_CHANGES: Changes = MappingProxyType(
+    {
+        "save_pretrained": (
+            (
+                "self",
+                "save_directory",
+                "is_main_process",
+                "state_dict",
+                "push_to_hub",
+                "max_shard_size",
+                "variant",
+                "token",
+                "save_peft_format",
+                "save_original_format",
+                "distributed_checkpoint",
+                "kwargs",
+            ),
+            _save_pretrained,
+        )
+    }
+)
+
+_PEFT_CHANGES: Changes = MappingProxyType(
+    {
+        "save_pretrained": (
+            (
+                "self",
+                "save_directory",
+                "safe_serialization",
+                "selected_adapters",
+                "save_embedding_layers",
+                "is_main_process",
+                "path_initial_model_for_weight_conversion",
+                "kwargs",
+            ),
+            _save_pretrained,
+        )
     }
 )

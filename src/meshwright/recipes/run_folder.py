@@ -24,6 +24,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -261,7 +262,10 @@ def restore_run(
     if not accept_changes:
         _check_same_run(extra["run"], run, path)
     try:
-        checkpoint.load(path, model=trainable, data=sampler)
+        checkpoint.load(path, model=trainable, data=None if accept_changes else sampler)
+        if accept_changes:  # such as other data: then it goes on at the same place in another order
+            state = cast("Any", checkpoint.read_manifest(path).metadata["state"])
+            sampler.move_to(state["data"]["position"])
     except (KeyError, RuntimeError, ValueError) as error:
         if isinstance(error, CheckpointError) and not isinstance(error, CheckpointMismatchError):
             raise

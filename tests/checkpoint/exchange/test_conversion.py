@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from meshwright import checkpoint
 from meshwright.checkpoint import Reader, export_weights, import_weights
 from meshwright.checkpoint.exchange.weights import weights_of
+from meshwright.comm import communicator
 from meshwright.errors import (
     CheckpointDamagedError,
     CheckpointError,
@@ -214,6 +216,35 @@ def test_ranks_share_the_work(ranks: Ranks, saved: Path, tmp_path: Path) -> None
         assert expected.keys() - found.keys() <= {"head.weight"}
     files = [file.name for file in (tmp_path / "dcp").iterdir()]
     assert sorted(files) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+
+
+def refused(folder: Path, path: Path) -> list[str]:
+    """What each export says where the last rank may write no large files."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if communicator().rank == communicator().size - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    found = []
+    try:
+        for to, name in TARGETS.items():
+            options: dict[str, Any] = {"shard_bytes": 200} if to == "hf" else {}
+            with pytest.raises(CheckpointWriteError) as caught:
+                export_weights(path, folder / to / name, to=to, **options)
+            found.append(str(caught.value))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_failed_export_is_told_on_all_ranks(
+    ranks: Ranks, saved: Path, tmp_path: Path, size: int
+) -> None:
+    for rank, texts in enumerate(ranks(size, refused, tmp_path, saved)):
+        for (to, name), text in zip(TARGETS.items(), texts, strict=True):
+            said = "" if rank == size - 1 else f"rank {size - 1}: "
+            assert text.startswith(f"{said}{tmp_path / to / name} was not written: ")
+            assert text.endswith("File too large; free some space or choose another folder")
+            assert list((tmp_path / to).iterdir()) == []
 
 
 @pytest.mark.parametrize("to", TARGETS)

@@ -32,6 +32,7 @@ from meshwright.errors import CheckpointError, CheckpointMismatchError
 from meshwright.fsdp import FullyShardedDataParallel, ShardingStrategy
 from meshwright.mesh import init_device_mesh
 from meshwright.plan import PipelinePlan, Plan, TrainPlan
+from meshwright.sampling import Sampler
 from meshwright.tensor_parallel import ColwiseParallel, parallelize_module
 from meshwright.testing import Ranks
 from support.checkpoint.loop_layouts import IDS, LAYOUTS, Net, begin, chain, saved_state
@@ -157,6 +158,15 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed(tmp_path: Path)
     tensors = checkpoint.save_tensors(tmp_path, {"a": torch.ones(1)}, {}, step=9)
     with pytest.raises(CheckpointMismatchError, match="was not saved by checkpoint.save"):
         checkpoint.load(tensors, model=model)
+
+
+def test_other_data_are_refused_before_anything_is_changed(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 1, model=Net(0), data=Sampler(10, 2, seed=1))
+    other = Net(1)
+    before = [parameter.clone() for parameter in other.parameters()]
+    with pytest.raises(ValueError, match="the state is of size 10, and size 11 is given"):
+        checkpoint.load(tmp_path, model=other, data=Sampler(11, 2, seed=1))
+    assert all(map(torch.equal, other.parameters(), before))
 
 
 def test_other_groups_are_refused_before_anything_is_changed(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -22,7 +23,7 @@ from meshwright.checkpoint.exchange.weights import Format, Weights, weights_of
 from meshwright.checkpoint.nested import flatten
 from meshwright.checkpoint.pieces import ReadTensor, dtype_name, torch_dtype
 from meshwright.checkpoint.reading import Reader
-from meshwright.checkpoint.storage import Storage
+from meshwright.checkpoint.storage import Storage, advice, reason
 from meshwright.checkpoint.training.restoring import FORMAT, PREFIX, VERSION
 from meshwright.checkpoint.training.together import Group, everyone, together
 from meshwright.checkpoint.writing import save_tensors
@@ -79,41 +80,57 @@ def _write(weights: Weights, form: Format, target: Path, group: Group) -> None:
     def begin() -> tuple[None, JSON]:
         if group.rank:
             return None, None
-        _require_free(target)
-        storage.make_directories(target.absolute().parent)
-        folder = target.with_name(f".{target.name}.tmp-{secrets.token_hex(4)}")
-        storage.make_directory(folder)
-        try:
-            form.begin(weights, folder)
-        except BaseException:
-            storage.remove_tree(folder)
-            raise
+        with _told_of(target):
+            _require_free(target)
+            storage.make_directories(target.absolute().parent)
+            folder = target.with_name(f".{target.name}.tmp-{secrets.token_hex(4)}")
+            storage.make_directory(folder)
+            try:
+                form.begin(weights, folder)
+            except BaseException:
+                storage.remove_tree(folder)
+                raise
         return None, folder.name
 
     def write() -> tuple[None, JSON]:
-        return None, form.write(weights, folder, group.rank, group.size)
+        with _told_of(target):
+            return None, form.write(weights, folder, group.rank, group.size)
 
     def finish() -> tuple[None, JSON]:
         if group.rank == 0:
-            made = form.finish(weights, folder, answers)
-            storage.sync_directory(folder)
-            _require_free(target)
-            storage.rename(made, target)
-            storage.sync_directory(target.absolute().parent)
+            with _told_of(target):
+                made = form.finish(weights, folder, answers)
+                storage.sync_directory(folder)
+                _require_free(target)
+                storage.rename(made, target)
+                storage.sync_directory(target.absolute().parent)
         return None, None
 
+    folder = target.with_name(str(together(group, "export: begin", begin)[1][0]))
     try:
-        folder = target.with_name(str(together(group, "export: begin", begin)[1][0]))
-        try:
-            answers = together(group, "export: write", write)[1]
-            together(group, "export: finish", finish)
-        finally:
-            if group.rank == 0 and folder.is_dir():
+        answers = together(group, "export: write", write)[1]
+        together(group, "export: finish", finish)
+    finally:
+        if group.rank == 0 and folder.is_dir():
+            with _told_of(target):
                 storage.remove_tree(folder)
-    except OSError as error:
-        if isinstance(error, CheckpointWriteError):
+
+
+@contextmanager
+def _told_of(target: Path) -> Generator[None, None, None]:
+    """Make one kind of error of all with which writing ``target`` fails."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        cause: BaseException | None = error
+        while not (cause is None or isinstance(cause, OSError)):
+            cause = cause.__cause__ or cause.__context__  # of torch.save it says what went wrong
+        if cause is None:
             raise
-        raise CheckpointWriteError(f"{target} was not written: {error}") from error
+        text = f"{target} was not written: {reason(cause)}; {advice(cause)}"
+        raise CheckpointWriteError(text) from error
 
 
 def import_weights(

@@ -40,8 +40,9 @@ class TorchFormat:
                 for name, entry in weights.entries.items()
             }
         state = {**empty, **{name: empty[first] for name, first in weights.ties.items()}}
-        with torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch.save(state, folder / _NAME)
+        skipping = torch.serialization.skip_data(materialize_fake_tensors=True)
+        with skipping, (folder / _NAME).open("xb") as file:  # not by name, which hides what fails
+            torch.save(state, file)
 
     def write(self, weights: Weights, folder: Path, rank: int, size: int) -> JSON:
         """Write this rank's share of the weights in place."""

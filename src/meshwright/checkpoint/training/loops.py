@@ -186,8 +186,9 @@ def load(
     logged, and they stay as they are: seed them.
 
     Raises `CheckpointMismatchError` listing what is missing, unknown, or of another shape or dtype,
-    before anything is changed; `CheckpointDamagedError` naming file and tensor, after which the
-    model is of no use; `CheckpointError` where there is no checkpoint. All ranks raise.
+    before anything is changed; what ``data`` raises for its state, before the model is;
+    `CheckpointDamagedError` naming file and tensor, after which the model is of no use;
+    `CheckpointError` where there is no checkpoint. All ranks raise.
 
     >>> step = checkpoint.load("checkpoints", model=model, optimizer=optimizer).step
     """
@@ -207,16 +208,24 @@ def load(
         structure = saved.structure
         has_random = random and saved.ranks == group.size and "random" in structure
 
+        if data is not None:  # first: it refuses the state of other data
+
+            def load_data() -> tuple[None, JSON]:
+                _load_states(data, saved.read(structure["data"]))
+                return None, None
+
+            together(group, "data", load_data)
+
         def read() -> tuple[dict[str, Any], JSON]:
-            found = {key: saved.read(structure.get(key)) for key in ("extra", *given)}
+            found = {key: saved.read(structure.get(key)) for key in ("extra", "scheduler")}
             if has_random:
                 found["random"] = saved.read(structure["random"][str(group.rank)])
             return {**found, "owner": restoring.read()}, None
 
         found, _ = together(group, "read", read)
     owner.load_state_dict(found["owner"], copies=False)
-    for key, target in given.items():
-        _load_states(target, found[key])
+    if scheduler is not None:
+        _load_states(scheduler, found["scheduler"])
     if has_random:
         restore_generators(found["random"], _device(group))
     elif random and "random" in structure and group.rank == 0:
