@@ -201,6 +201,28 @@ class Shares(nn.Module):
         self.a, self.b = nn.Parameter(memory[:first]), nn.Parameter(memory[last:])
 
 
+class Around(nn.Module):
+    """Has what ``held`` holds in modules that are units of their own, and in itself."""
+
+    def __init__(self, held: nn.Module) -> None:
+        super().__init__()
+        self.units = nn.ModuleList()
+        for name, parameter in list(held.named_parameters()):
+            self.units.append(unit := nn.Module())
+            unit.register_parameter(name.rpartition(".")[2], parameter)
+        self.register_buffer("kept", getattr(held, "kept", None))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def around(kind: str, held: nn.Module) -> nn.Module:
+    """Make a model whose units have, each for itself, what lies together in ``held``."""
+    model = Around(held)
+    model.units = nn.ModuleList(map(SHARDS[kind], model.units))
+    return SHARDS[kind](model)
+
+
 def body_kept(kind: str) -> None:
     with pytest.raises(ValueError, match=r"'kept' of a Keeps is a view of parameter 'layer\.weig"):
         SHARDS[kind](Keeps(as_view=True))
@@ -212,6 +234,10 @@ def body_kept(kind: str) -> None:
         with pytest.raises(ValueError, match=r"'a' and 'b' are two objects in the same memory"):
             SHARDS[kind](Shares(first, last))
     SHARDS[kind](Shares(3, 3))
+    for apart, found in ((Shares(6, 0), "two objects"), (Keeps(as_view=True), "is a view")):
+        with pytest.raises(ValueError, match=found):
+            around(kind, apart)(batches(0)[0])
+    around(kind, Shares(3, 3))(batches(0)[0])
     model = SHARDS[kind](Keeps(as_view=False))
     with pytest.raises(RuntimeError, match=r"'layer\.weight' as it was before its module was sha"):
         model(batches(0)[0])

@@ -1,7 +1,8 @@
 """The modules of one root, watched for parameters that came after it was sharded.
 
 A module that is added or replaced later, as adapters are, brings parameters that no unit holds:
-they would train on each rank alone, in silence.
+they would train on each rank alone, in silence. So would what lies in the memory that a parameter
+of another unit had.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.data_parallel.shards.replaced_parameters import rank_in
+from meshwright.data_parallel.shards.replaced_parameters import rank_in, refuse_views
 from meshwright.data_parallel.shards.unit import Unit
 
 STATES = "_meshwright_states"
@@ -68,7 +69,8 @@ class ModuleTree:
     def _look_through(self) -> None:
         modules = list(_reduced_here(self._root))
         units = {u: None for _, module in modules if (u := self._unit_of(module)) is not None}
-        places = {place for unit in units for slot in unit.slots for place in slot.places}
+        slots = [slot for unit in units for slot in unit.slots]
+        places = {place for slot in slots for place in slot.places}
         flat = {id(unit.exposure.one_flat) for unit in units}
         seen: list[tuple[dict[str, Any], list[int], dict[str, Any], int]] = []
         self._seen.clear()  # who goes on after an error is told again
@@ -84,6 +86,7 @@ class ModuleTree:
                     rank = rank_in(next((unit.communicators for unit in units), ()))
                     raise self._nobody_reduces(f"{path}.{name}", module, parameter, rank)
                 self._frozen.append((parameters, name, parameter))
+        refuse_views(self._root.modules(), slots)
         self._seen = seen
 
     def _nobody_reduces(

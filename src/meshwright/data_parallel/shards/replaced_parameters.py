@@ -27,7 +27,7 @@ from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import is_dtensor
 from meshwright.comm.dtensors.unreadable import retire
 from meshwright.data_parallel.shards.gradient_lines import COUNTS, OURS
-from meshwright.data_parallel.shards.slot import Slot
+from meshwright.data_parallel.shards.slot import Memory, Slot, memory_of_plain
 
 BEFORE = (
     "Change modules before they are sharded (weight_norm, parametrizations, pruning, adapters and "
@@ -122,51 +122,49 @@ def retire_sharded(parameter: nn.Parameter, name: str) -> None:
 
 
 def refuse_views(modules: Iterable[nn.Module], slots: Iterable[Slot]) -> None:
-    """Raise ValueError for what lies in the memory of a parameter of ``slots``.
+    """Raise ValueError for what lies in the memory that a parameter of ``slots`` had.
 
     That is an attribute or a buffer of a module, or another parameter: it would keep the values of
-    now. What a hook computes anew in each forward from ``<name>_orig`` is let through.
+    then. What a hook computes anew in each forward from ``<name>_orig`` is let through.
     """
-    names: dict[int, str] = {}
-    lying: dict[int, list[Slot]] = {}
+    lying: dict[int, list[tuple[str, Memory]]] = {}
+    places: set[tuple[nn.Module, str]] = set()
     for slot in slots:
-        if type(slot.original) is nn.Parameter and _has_memory(slot.original):
-            memory = slot.original.untyped_storage().data_ptr()
-            names.setdefault(memory, slot.name)
-            lying.setdefault(memory, []).append(slot)
-    names.pop(0, None)  # on the meta device
-    for memory, together in lying.items():
-        if memory in names and len(together) > 1:
-            _refuse_overlap(together)
+        places.update(slot.places)
+        if slot.memory is not None:
+            lying.setdefault(id(slot.memory.storage), []).append((slot.name, slot.memory))
     for module in modules:
+        for name, parameter in module._parameters.items():
+            if type(parameter) is nn.Parameter and (module, name) not in places:
+                memory = memory_of_plain(parameter)
+                if memory is not None and id(memory.storage) in lying:
+                    lying[id(memory.storage)].append((name, memory))
         for attribute, value in (*vars(module).items(), *module._buffers.items()):
             if type(value) is not torch.Tensor and not isinstance(value, (list, tuple)):
                 continue
             listed: Sequence[Any] = [value] if isinstance(value, torch.Tensor) else value
-            found = [each for each in listed if type(each) is torch.Tensor and not each.is_meta]
-            shared = [each.untyped_storage().data_ptr() for each in found if _has_memory(each)]
-            name = next((names[at] for at in shared if at in names), None)
-            if name is not None and f"{attribute}_orig" not in module._parameters:
+            memories = [memory_of_plain(each) for each in listed if type(each) is torch.Tensor]
+            shared = (lying.get(id(m.storage)) for m in memories if m is not None)
+            found = next((each for each in shared if each), None)
+            if found is not None and f"{attribute}_orig" not in module._parameters:
                 raise ValueError(
                     f"attribute {attribute!r} of a {type(module).__name__} is a view of parameter "
-                    f"{name!r}, which is about to be sharded: it would keep the values of now. "
+                    f"{found[0][0]!r}, which is sharded: it would keep the values of then. "
                     "Compute it in the forward, from the parameter"
                 )
+    for together in lying.values():
+        if len(together) > 1:
+            _refuse_overlap(together)
 
 
-def _refuse_overlap(slots: Iterable[Slot]) -> None:
+def _refuse_overlap(named: Iterable[tuple[str, Memory]]) -> None:
     """Raise ValueError where parameters of one storage share elements of it."""
-    dense = [slot for slot in slots if slot.original.is_contiguous()]
-    starts = {slot: slot.original.storage_offset() for slot in dense}
-    dense.sort(key=starts.__getitem__)
-    for one, other in pairwise(dense):
-        if starts[other] < starts[one] + one.original.numel():
+    dense = [(name, memory.elements) for name, memory in named if memory.elements is not None]
+    dense.sort(key=lambda each: each[1].start)
+    for (one, elements), (other, others) in pairwise(dense):
+        if others.start < elements.stop:
             raise ValueError(
-                f"parameters {one.name!r} and {other.name!r} are two objects in the same memory, "
+                f"parameters {one!r} and {other!r} are two objects in the same memory, "
                 "as assigned to .data: sharded, a step of one would no longer change the other. "
                 "Hold one parameter in both places: b.weight = a.weight"
             )
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.numel() > 0

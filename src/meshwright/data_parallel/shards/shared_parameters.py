@@ -127,6 +127,7 @@ def _release(driver: Driver, slot: Slot) -> Slot:
         outer=slot.outer,
         computes=slot.computes,
         given=slot.given,
+        memory=slot.memory,
         starts=slot.starts,
         start_at=slot.start_at,
         extension=slot.extension,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,8 +15,39 @@ from meshwright.data_parallel.checks.starting_state import Starts
 from meshwright.data_parallel.distributed_parameters import LocalParameter
 from meshwright.data_parallel.shards.placement import Place
 from meshwright.data_parallel.shards.tensor_extensions import Extension
+from meshwright.torch_internals.tensors import has_storage, storage_id, storage_users
 
 AS_IT_IS = LocalParameter()
+ALONE = 2
+"""Uses, seen from a function, of a storage that one tensor has."""
+
+
+class Memory(NamedTuple):
+    """The memory that a tensor lies in, known also when the tensor has been given other memory."""
+
+    storage: weakref.ref[torch.UntypedStorage]
+    """One object for one storage, which others may still hold."""
+    elements: range | None
+    """Those that are the tensor's; None where they are not side by side."""
+
+
+def memory_of_plain(tensor: torch.Tensor) -> Memory | None:
+    """Find where ``tensor`` lies; None where that is nowhere, as on the meta device."""
+    if tensor.layout is not torch.strided or not tensor.numel() or tensor.is_meta:
+        return None
+    first = tensor.storage_offset()
+    elements = range(first, first + tensor.numel()) if tensor.is_contiguous() else None
+    return Memory(weakref.ref(tensor.untyped_storage()), elements)
+
+
+def _shared_memory(parameter: nn.Parameter) -> Memory | None:
+    """Find where ``parameter`` lies, if any other tensor lies there, or did: few do."""
+    if type(parameter) is not nn.Parameter or not has_storage(parameter):
+        return None
+    # Uses: the parameter's, and that of the storage which is asked for here.
+    storage = parameter.untyped_storage()
+    is_shared = storage_users(storage_id(storage)) > ALONE or weakref.getweakrefcount(storage)
+    return memory_of_plain(parameter) if is_shared else None
 
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
@@ -46,6 +77,8 @@ class Slot:
     """True where modules of other units use it too."""
     given: weakref.ref[nn.Parameter] | None = None
     """The parameter object that the user had, as long as somebody holds it."""
+    memory: Memory | None = None
+    """The memory that this object lay in with others, where it was a plain parameter."""
     extension: Extension | None = None
     """The way of its gather, for a tensor subclass that has one of its own."""
     starts: Starts | None = None
@@ -164,6 +197,7 @@ def collect_slots(
                     places=((module, name),),
                     original=parameter,
                     given=weakref.ref(parameter),
+                    memory=_shared_memory(parameter),
                 )
             else:
                 slot.be_used_too([full_name], [(module, name)])
