@@ -87,6 +87,7 @@ def test_differences_are_those_of_bits_and_of_whole_numbers(tmp_path: Path) -> N
     mask, large = torch.tensor([-torch.inf, 1.0]), torch.tensor([2**60, 7])
     pairs = {"mask": (mask, mask * 2), "large": (large, large + 1), "zero": (mask * 0, -mask * 0)}
     pairs["unsigned"] = (large.to(torch.uint64), (large + 1).to(torch.uint64))
+    pairs["far"] = (torch.tensor([2**62]), torch.tensor([-(2**63)]))
     pairs["endless"] = (torch.zeros(1), torch.full((1,), torch.inf))
     paths = [
         checkpoint.save_tensors(tmp_path, {k: v[n] for k, v in pairs.items()}, {}, step=n)
@@ -94,6 +95,7 @@ def test_differences_are_those_of_bits_and_of_whole_numbers(tmp_path: Path) -> N
     ]
     found = {each.name: each.text for each in differences(*paths)}
     assert found["endless"] == "1 of 1 elements, by up to inf, relative inf"
+    assert found["far"] == "1 of 1 elements, by up to 1.38e+19, relative 1.5"
     assert found["mask"] == "1 of 2 elements, by up to 1, relative 0.5"
     assert found["large"].startswith("2 of 2 elements, by up to 1, relative")
     assert found["unsigned"].startswith("2 of 2 elements, by up to 1, relative")

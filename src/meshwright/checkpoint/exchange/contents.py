@@ -171,6 +171,10 @@ def differences(first: str | os.PathLike[str], second: str | os.PathLike[str]) -
     return sorted(found, key=lambda each: -each.relative)
 
 
+_EXACT = 2.0**62
+"""Differences of integers below it do not leave 64 bits."""
+
+
 def _compared(name: str, a: torch.Tensor, b: torch.Tensor) -> Difference | None:
     bits = [each.reshape(-1, 1).view(torch.uint8) for each in (a, b)]
     differs = (bits[0] != bits[1]).any(dim=1).reshape(a.shape)
@@ -180,9 +184,12 @@ def _compared(name: str, a: torch.Tensor, b: torch.Tensor) -> Difference | None:
     sizes = torch.maximum(a.to(wide).abs(), b.to(wide).abs())
     finite = sizes[sizes.isfinite()]
     scale = float(finite.max()) if finite.numel() else 0.0
-    if not (a.is_complex() or a.is_floating_point() or a.dtype in (torch.bool, torch.uint64)):
-        wide = torch.int64  # of which float64 has not all
     apart = (a[differs].to(wide) - b[differs].to(wide)).abs()
+    is_whole = not (
+        a.is_complex() or a.is_floating_point() or a.dtype in (torch.bool, torch.uint64)
+    )
+    if is_whole and float(apart.max()) < _EXACT:  # float64 has not all of these numbers
+        apart = (a[differs].to(torch.int64) - b[differs].to(torch.int64)).abs()
     largest = float(apart.max())
     relative = largest / scale if scale else 0.0
     if not math.isfinite(largest):
