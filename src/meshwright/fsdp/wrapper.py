@@ -57,7 +57,7 @@ from meshwright.fsdp.unit_wrapper import (
     wrappers_in,
 )
 from meshwright.fsdp.wrap import WrapPolicy
-from meshwright.gradients import global_norm, scale_to_norm
+from meshwright.gradients import global_norm, refuse_stages, scale_to_norm
 from meshwright.mesh import DeviceMesh
 from meshwright.torch_internals.modules import WRAPPED
 
@@ -286,11 +286,13 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm over all ranks is at most ``max_norm``.
 
-        Returns the norm before. Every rank calls it, on the root.
+        Returns the norm before. Every rank calls it, on the root. Raises `LayoutError` for a stage
+        of a pipeline.
         """
         self._only_root(
             "`clip_grad_norm_()` should only be called on the root FSDP instance", RuntimeError
         )
+        refuse_stages(self.parameters())
         max_norm, norm_type = float(max_norm), float(norm_type)
         iteration = self._driver.start(self)
         if iteration.showing:

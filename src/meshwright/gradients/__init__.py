@@ -6,8 +6,8 @@ Bottom-up:
     closeness   equal on all ranks up to rounding, or the first tensor that is not
     loss        a mean, or (sum, count), over microbatches and ranks
     finite      all ranks skip or stop together
-    norm        one norm over all axes, and clipping
     optimizers  optimizers that parts of parameters would mislead
+    norm        one norm over all axes, and clipping
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ from meshwright.gradients.optimizers import (
     look_at_optimizers,
     mark_mean,
     mark_stage,
+    refuse_stages,
     warn_without_gradients,
 )
 
@@ -94,6 +95,7 @@ __all__ = [
     "non_finite_error",
     "non_finite_gradients",
     "read_loss",
+    "refuse_stages",
     "require_close",
     "require_finite_norm",
     "rounding_floor",

@@ -39,6 +39,7 @@ from meshwright.gradients.finite import (
     agree_on_non_finite,
     non_finite_gradients,
 )
+from meshwright.gradients.optimizers import refuse_stages
 from meshwright.torch_internals.tensors import foreach_mul_, foreach_norm
 
 NORM_ROW = 65536
@@ -77,7 +78,8 @@ def clip_grad_norm_(
     Raises RuntimeError, naming the first rank and parameter, when the norm is not finite and
     ``error_if_nonfinite`` is set: of gradients on a device, which are zeroed then, in the next call
     for the same ranks or before a state is given out. ValueError for a negative ``max_norm`` or a
-    ``norm_type`` that is not positive; `LayoutError` for DTensors that cannot be combined.
+    ``norm_type`` that is not positive; `LayoutError` for DTensors that cannot be combined, and for
+    parameters of a pipeline's stages, which `meshwright.pipelining.clip_grad_norm_` clips.
 
     >>> clip_grad_norm_(model, 1.0)
     >>> clip_grad_norm_(model.parameters(), 1.0, norm_type=math.inf)
@@ -89,6 +91,7 @@ def clip_grad_norm_(
     else:
         listed = (parameters,) if isinstance(parameters, torch.Tensor) else parameters
         named = [(f"parameter {number}", each) for number, each in enumerate(listed)]
+    refuse_stages(parameter for _, parameter in named)
     spread = group_by_spread(parameter for _, parameter in named)
     norm = global_norm(spread, norm_type)
     held = [gradient for group in spread for gradient in group.gradients]

@@ -35,6 +35,7 @@ from meshwright.comm.dtensors.sharded_axes import (
     local_part,
     singles_of,
 )
+from meshwright.errors import LayoutError
 
 Class = TypeVar("Class", bound=type)
 
@@ -127,6 +128,17 @@ def declare_element_wise(cls: Class) -> Class:
 def mark_stage(parameters: Iterable[torch.Tensor], pipeline: Communicator) -> None:
     """Tell optimizers of ``parameters`` that ``pipeline`` has others of the model elsewhere."""
     _mark(parameters, _STAGE, (pipeline,))
+
+
+def refuse_stages(parameters: Iterable[torch.Tensor]) -> None:
+    """Raise LayoutError before a norm over ``parameters`` that other ranks have others of."""
+    for pipeline in _marked(parameters, _STAGE):
+        raise LayoutError(
+            "expected the gradients of a whole model, found parameters of this rank's stages: "
+            f"other ranks of axis {pipeline.axis!r} hold the others, and each would clip by "
+            "another norm. Use meshwright.pipelining.clip_grad_norm_(stages, max_norm), which is "
+            "over all of them, or [train] clip_norm"
+        )
 
 
 def mark_mean(parameters: Iterable[torch.Tensor], axes: Sequence[Communicator]) -> None:

@@ -97,6 +97,17 @@ def made(name: str, model: Tied, stages: int, *, is_traced: bool) -> Any:
     return kind(built if is_multi else built[0], microbatches, loss_fn=cross_entropy)
 
 
+def refuse_to_clip(stages: list[PipelineStage]) -> None:
+    """Each rank would clip by the norm of its own stages."""
+    for stage in stages:
+        part = stage.submod
+        with pytest.raises(LayoutError, match=r"'pipeline' hold the others, and each would clip"):
+            mw.clip_grad_norm_(part.parameters(), 0.05)
+        if isinstance(part, mw.FullyShardedDataParallel):
+            with pytest.raises(LayoutError, match=r"Use meshwright.pipelining.clip_grad_norm_"):
+                part.clip_grad_norm_(0.05)
+
+
 def body_equal(name: str, is_traced: bool) -> None:
     """Three steps of an optimizer, each of two accumulated ones and a clip."""
     world = communicator()
@@ -120,6 +131,7 @@ def body_equal(name: str, is_traced: bool) -> None:
             schedule.step(*((tokens,) if 0 in held else ()), **more)
             cross_entropy(alone(tokens), target).backward()
         norm = nn.utils.clip_grad_norm_(alone.parameters(), 0.05)
+        refuse_to_clip(list(held.values()))
         torch.testing.assert_close(clip_grad_norm_(list(held.values()), 0.05), norm)
         for index, stage in held.items():
             layer = alone.layers[index]
@@ -328,6 +340,7 @@ def body_data_parallel(kind: str, name: str) -> None:
             schedule.step(*((tokens.chunk(2)[rank],) if 0 in mine else ()), **more)
             cross_entropy(alone(tokens), target).backward()
         norm = nn.utils.clip_grad_norm_(alone.parameters(), 0.05)
+        refuse_to_clip(built)
         torch.testing.assert_close(clip_grad_norm_(built, 0.05), norm)
         optimizer.step()
         expected.step()
