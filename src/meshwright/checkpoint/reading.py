@@ -123,12 +123,14 @@ class Reader:
 
     def read_all(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read whole tensors, each into a storage of its own."""
-        found: dict[str, Tensor] = {}
-        for name in names:
-            record = self._record(name)
-            found[name] = torch.empty(record.shape, dtype=self._dtype(name, record))
+        found = {name: self.empty(name) for name in names}
         self._fill(found)
         return found
+
+    def empty(self, name: str) -> Tensor:
+        """Make a tensor, not filled, for a whole one."""
+        record = self._record(name)
+        return torch.empty(record.shape, dtype=self._dtype(name, record))
 
     def read_piece(self, name: str, box: Box) -> Tensor:
         """Read one box of a tensor, whatever the boxes it was saved in."""

@@ -198,6 +198,22 @@ def test_mistakes_say_what_to_do(saved: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
+def test_values_that_a_dtype_cannot_hold_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Linear(2, 1)
+    model.register_buffer("mask", torch.tensor([float("-inf"), 0.0]))
+    path = checkpoint.save(tmp_path, 1, model=model)
+    export_weights(path, tmp_path / "fits.pt", to="torch", dtype=torch.float16)
+    assert caplog.messages == []
+    torch.nn.init.constant_(model.weight, 1e30)
+    path = checkpoint.save(tmp_path, 2, model=model)
+    export_weights(path, tmp_path / "over.pt", to="torch", dtype=torch.float16)
+    export_weights(path, tmp_path / "tiny.pt", to="torch", dtype=torch.float8_e4m3fn)
+    for text, dtype in zip(caplog.messages, ("float16", "float8_e4m3fn"), strict=True):
+        assert text.startswith(f"'weight' has 2 values that {dtype} cannot hold")
+
+
 def convert(folder: Path, path: Path) -> list[Path]:
     found = []
     for to in TARGETS:

@@ -5,6 +5,7 @@ No rank holds more than one tensor at a time. What is made has its name when all
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from collections.abc import Generator, Mapping
@@ -38,6 +39,7 @@ FORMATS: Mapping[str, str] = MappingProxyType(
     }
 )
 _SHARD_BYTES = 5 * 10**9
+_log = logging.getLogger(__name__)
 
 
 def export_weights(
@@ -221,7 +223,7 @@ def _require_free(target: Path) -> None:
 
 
 def _cast(weights: Weights, dtype: torch.dtype | None) -> Weights:
-    """Make floating-point weights of ``dtype``, as they are read."""
+    """Make floating-point weights of ``dtype``, as they are read; what it cannot hold is logged."""
     if dtype is None:
         return weights
     cast = {
@@ -230,8 +232,28 @@ def _cast(weights: Weights, dtype: torch.dtype | None) -> Weights:
         else entry
         for name, entry in weights.entries.items()
     }
-    return replace(
-        weights,
-        entries=cast,
-        read=lambda name: weights.read(name).to(torch_dtype(cast[name].dtype)),
-    )
+
+    def read(name: str) -> torch.Tensor:
+        values = weights.read(name)
+        if lost := _lost(values, dtype):
+            _log.warning(
+                "%r has %d values that %s cannot hold, infinite or others there: "
+                "choose bfloat16 or float32 unless they stand for infinity, as in a mask",
+                name,
+                lost,
+                cast[name].dtype,
+            )
+        return values.to(torch_dtype(cast[name].dtype))
+
+    return replace(weights, entries=cast, read=read)
+
+
+def _lost(values: torch.Tensor, dtype: torch.dtype) -> int:
+    """Count the values beyond the range of ``dtype``, infinity aside."""
+    if not values.is_floating_point():
+        return 0
+    limit = torch.finfo(dtype).max
+    if limit >= torch.finfo(values.dtype).max:
+        return 0
+    beyond = values.abs() > limit
+    return int((beyond & values.isfinite()).sum()) if bool(beyond.any()) else 0

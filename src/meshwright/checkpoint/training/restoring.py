@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Self, cast
 
 import torch
@@ -14,7 +15,9 @@ from meshwright.checkpoint.nested import unflatten
 from meshwright.checkpoint.pieces import ShardedPiece, dtype_name, parts, torch_dtype
 from meshwright.checkpoint.reading import Reader
 from meshwright.checkpoint.training.wrapped import ModelState
+from meshwright.comm.dtensors.dtensor import is_dtensor
 from meshwright.comm.dtensors.gather_dtensor import empty_part_like, held, held_boxes
+from meshwright.comm.dtensors.shard_view import ShardView
 from meshwright.errors import CheckpointMismatchError
 
 FORMAT = "meshwright-state"
@@ -68,7 +71,15 @@ class SavedState:
 
     def read(self, structure: JSON, like: Tensor | None = None) -> Any:  # noqa: ANN401 - any state
         """Read nested state: tensors of the shape of ``like`` as it lies, others whole."""
-        return unflatten(structure, _Tensors(self.reader, like))
+        with self.reading() as read:
+            return read(structure, like)
+
+    @contextmanager
+    def reading(self) -> Generator[Callable[[JSON, Tensor | None], Any], None, None]:
+        """Take nested states to `read`, whose tensors are filled together at the end."""
+        waiting: dict[str, Tensor] = {}
+        yield lambda structure, like: unflatten(structure, _Tensors(self.reader, like, waiting))
+        fill(self.reader, waiting)
 
     def weights(self) -> dict[str, str]:
         """List the stored tensor of each name of the model."""
@@ -86,20 +97,28 @@ def _is_tensor(structure: object) -> bool:
 
 
 class _Tensors(Mapping[str, Tensor]):
-    """Tensors of a checkpoint that are read when they are asked for."""
+    """Tensors of a checkpoint, made when they are asked for and ``waiting`` to be filled."""
 
-    def __init__(self, reader: Reader, like: Tensor | None) -> None:
+    def __init__(self, reader: Reader, like: Tensor | None, waiting: dict[str, Tensor]) -> None:
         self._reader = reader
         self._like = like
+        self._waiting = waiting
 
     def __getitem__(self, name: str) -> Tensor:
         record = self._reader.manifest.tensors[name]
         like = self._like
+        if name in self._waiting:
+            fill(self._reader, self._waiting)
+            self._waiting.clear()
         if like is None or not record.shape or record.shape != tuple(like.shape):
-            return self._reader.read(name)
-        found = empty_part_like(like, torch_dtype(record.dtype))
-        fill(self._reader, {name: found})
+            found = self._reader.empty(name)
+        else:
+            found = empty_part_like(like, torch_dtype(record.dtype))
+        self._waiting[name] = found
         return found
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._reader.manifest.tensors
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._reader.manifest.tensors)
@@ -111,13 +130,16 @@ class _Tensors(Mapping[str, Tensor]):
 @torch.no_grad()
 def fill(reader: Reader, tensors: Mapping[str, Tensor]) -> None:
     """Fill what this rank holds of ``tensors`` with the stored tensors of their names."""
-    together: dict[str, ShardedPiece] = {}
+    together: dict[str, Tensor | ShardedPiece] = {}
     for name, tensor in tensors.items():
+        if not (is_dtensor(tensor) or isinstance(tensor, ShardView)):
+            together[name] = tensor
+            continue
         piece = piece_of(name, tensor)
-        places = [memory for box, memory in held_boxes(tensor, name) if box.numel]
-        if len(places) <= 1:
+        if len([box for box in piece.boxes if box.numel]) <= 1:
             together[name] = piece
             continue
+        places = [memory for box, memory in held_boxes(tensor, name) if box.numel]
         reader.read_into(name, piece)  # what lies in several boxes is filled in a copy
         for memory, (_, flat) in zip(places, parts(piece), strict=True):
             memory.copy_(flat.view(memory.shape))
@@ -239,10 +261,11 @@ class Matching:
         weights = self._weights
         held: dict[str, Tensor] = {} if weights is None else weights.names()
         state: dict[str, Any] = {}
-        for source, values in saved["state"].items():
-            for name in names.get(source, ()):
-                like = held.get(name)
-                state[name] = {key: self._saved.read(v, like) for key, v in values.items()}
+        with self._saved.reading() as read:
+            for source, values in saved["state"].items():
+                for name in names.get(source, ()):
+                    like = held.get(name)
+                    state[name] = {key: read(v, like) for key, v in values.items()}
         groups = []
         for group in saved["param_groups"]:
             found = {k: self._saved.read(v) for k, v in group.items() if k != "params"}

@@ -120,7 +120,7 @@ def spread_of(tensor: torch.Tensor) -> tuple[Communicator, ...]:
                 f"a tensor of shape {tuple(tensor.shape)} is a partial sum on axis {names[dim]}: "
                 "reduce it first, for example with .redistribute()"
             )
-        if not placement.is_replicate() and mesh.mesh.shape[dim] > 1:
+        if not placement.is_replicate() and mesh.shape[dim] > 1:
             found.append(communicator(mesh.get_group(dim), axis=names[dim]))
     return tuple(found)
 
