@@ -97,8 +97,7 @@ class Iteration:
         self._numbers = {driver: number for number, driver in enumerate(drivers)}
         self._expected: list[Driver] = []
         self._order: list[Driver] = []
-        self._units = units
-        self._slots = [slot for unit in units for slot in unit.slots]
+        self._units, self._slots = units, [slot for unit in units for slot in unit.slots]
         self._stops = any(driver.stops_on_non_finite for driver in drivers)
         if self._stops:
             for unit in units:

@@ -82,6 +82,8 @@ class CastSettings:
 class Driver:
     """Drives one unit (None for modules without parameters of their own) from module hooks."""
 
+    _following: Unit | None = None  # gathered ahead in the backward
+
     def __init__(
         self,
         unit: Unit | None,
@@ -142,7 +144,6 @@ class Driver:
         """Forwards in graphs of now, which may run again where they are kept."""
         self._is_inner = False  # no gradient of an input was watched in its last forward
         self._unseen: unseen.Hooks | None = None  # outputs tell of its backward
-        self._following: Unit | None = None  # gathered ahead in the backward
         self.has_run = False
         """True while its forward has run and its backward has not ended yet."""
         self._changes = 0
