@@ -237,6 +237,33 @@ def body_classes_left_out() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
+class Recursive(nn.Linear):
+    def forward(self, x: torch.Tensor, me: list[Any], kept: list[torch.Tensor]) -> torch.Tensor:
+        kept.append(super().forward(x))
+        return me[0](x, me, kept) + kept[-1] if len(kept) < 3 else super().forward(x)
+
+
+class Calling(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor, kept: list[torch.Tensor]) -> torch.Tensor:
+        return self.inner(x, [self.inner], kept)
+
+
+def body_calls_itself() -> None:
+    """A unit that calls itself appends to its caller's list each time."""
+    low, high = torch.bfloat16, torch.float64
+    casts = MixedPrecision(param_dtype=low, cast_forward_inputs=True)
+    keeps = MixedPrecision(param_dtype=low, cast_root_forward_inputs=False)
+    inner = FSDP(Recursive(4, 4).double(), mixed_precision=casts)
+    model = FSDP(Calling(inner), mixed_precision=keeps)
+    kept = [torch.zeros(2, 4, dtype=high)]
+    model(torch.ones(2, 4, dtype=high), kept).sum().backward()
+    assert [each.dtype for each in kept] == [high, low, low]
+
+
 def body_buffers_saved() -> None:
     low = torch.bfloat16
     warnings.filterwarnings("ignore", message="FSDP.state_dict_type", category=FutureWarning)
@@ -349,6 +376,7 @@ def body_containers() -> None:
 def body_dtypes() -> None:
     body_containers()
     body_classes_left_out()
+    body_calls_itself()
     body_buffers_saved()
     body_waiting_gradients()
 

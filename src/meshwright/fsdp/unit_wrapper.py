@@ -78,7 +78,6 @@ class UnitWrapper(OfThisProcess, SteppedOver):
     _is_inner: bool
     _is_summoned: bool
     _shows_whole = False
-    _loan: Loan | None = None
     _offloads: bool
     _use_full_prec_in_eval: bool
     _is_checked: bool
@@ -211,27 +210,26 @@ class UnitWrapper(OfThisProcess, SteppedOver):
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         if self._shows_whole and not torch.is_grad_enabled():
             return getattr(self, WRAPPED)(*args, **kwargs)
-        args, kwargs = self._enter(args, kwargs)
+        args, kwargs, loan = self._enter(args, kwargs)
         output = getattr(self, WRAPPED)(*args, **kwargs)
-        return self._leave(args, output)
+        return self._leave(args, output, loan)
 
     @apart
     def _enter(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Loan | None]:
         if torch.compiler.is_compiling():
             return untraced(self._enter, args, kwargs)
         self._driver.refuse_transforms(self)
         self.prepare()
-        args, kwargs = self._prepare_inputs(args, kwargs)
-        return self._driver.before_forward(self, args, kwargs)
+        args, kwargs, loan = self._prepare_inputs(args, kwargs)
+        return *self._driver.before_forward(self, args, kwargs), loan
 
     @apart
-    def _leave(self, args: tuple[Any, ...], output: Any) -> Any:  # noqa: ANN401
+    def _leave(self, args: tuple[Any, ...], output: Any, loan: Loan | None) -> Any:  # noqa: ANN401
         if torch.compiler.is_compiling():
-            return untraced(self._leave, args, output)
+            return untraced(self._leave, args, output, loan)
         output = self._driver.after_forward(self, args, output)
-        loan, self._loan = self._loan, None
         if loan is not None:
             loan.hand_back()
         return output
@@ -281,7 +279,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
 
     def _prepare_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Loan | None]:
         precision, device = self._mode.now, self.compute_device
         casts = precision.cast_forward_inputs
         if self._driver.is_root:
@@ -295,9 +293,9 @@ class UnitWrapper(OfThisProcess, SteppedOver):
             return value.to(dtype) if dtype is not None and value.is_floating_point() else value
 
         if dtype is None and not moves:
-            return args, kwargs
-        self._loan = loan = Loan(prepare)
-        return loan.give(args), {key: loan.give(value) for key, value in kwargs.items()}
+            return args, kwargs, None
+        loan = Loan(prepare)
+        return loan.give(args), {key: loan.give(value) for key, value in kwargs.items()}, loan
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero as any module, also where whole parameters are listed in the others' place."""

@@ -220,7 +220,7 @@ def alike_and_trained_where_it_was_frozen(run: Run) -> None:
     run.train_on()
 
 
-@program(all=GONE, original=BETWEEN)
+@program(all=GONE)
 def plain_between_forward_and_backward(run: Run) -> None:
     loss = run.loss(0)
     bare(run.model.a).weight = nn.Parameter(value())
@@ -539,6 +539,31 @@ def in_forward_mode(run: Run) -> None:
         with torch.no_grad():
             run.model(run.whole(1))
         run.model(run.whole(1))
+
+
+def lost(run: Run) -> torch.Tensor:
+    """Leave a loss of a unit where nobody looks, of weights that its output does not need."""
+    found: list[torch.Tensor] = []
+    inner = bare(run.model.a)
+    hook = inner.register_forward_pre_hook(lambda m, args: found.append(m.bias.sum()))
+    loss = run.loss(1)
+    hook.remove()
+    loss.backward()
+    return found[0]
+
+
+@program(all="'a.bias' a gradient and went through no output of unit 'a'")
+def stepped_behind_a_hidden_loss(run: Run) -> None:
+    loss = lost(run)
+    loss.backward()
+    run.optimizer.step()
+
+
+@program(all="'a.bias' a gradient and went through no output of unit 'a'")
+def gone_on_behind_a_hidden_loss(run: Run) -> None:
+    loss = lost(run)
+    loss.backward()
+    run.loss(2)
 
 
 @program(all="written in place while it was whole")

@@ -125,6 +125,61 @@ class Router(nn.Module):
         return x
 
 
+class HidesLosses(Case):
+    """Units leave losses, beside and behind their outputs, where nobody looks for any."""
+
+    units = ("a", "b", "c")
+
+    def __init__(self) -> None:
+        super().__init__()
+        hidden: list[torch.Tensor] = []
+        self.a, self.b, self.c = Losing(hidden), Losing(hidden), layer()
+        self.hidden = hidden.copy  # a method, through which nobody looks either
+        self.forget = hidden.clear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forget()
+        return self.c(self.b(self.a(x)))
+
+    @staticmethod
+    def step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor, number: int) -> None:
+        inner = getattr(model, "module", model)
+        step_on(model, optimizer, lambda: model(x).square().mean() + sum(inner.hidden()))
+
+
+class Losing(nn.Module):
+    def __init__(self, hidden: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.scale = layer(), nn.Parameter(torch.linspace(-1, 1, 5))
+        self.leave = hidden.append
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x).tanh()
+        self.leave(((x * self.scale).sin() * self.scale).square().mean())
+        self.leave(self.layer(x.detach()).sin().mean())
+        return x
+
+
+class CallsItself(Case):
+    """A unit that calls itself computes with its weights when that has returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = Recursive()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x), self, 2)
+
+
+class Recursive(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(5, 5)
+
+    def forward(self, x: torch.Tensor, around: Any, depth: int) -> torch.Tensor:
+        inner = around.b(super().forward(x).tanh(), around, depth - 1) if depth else x
+        return super().forward(inner).tanh()
+
+
 class SharedModule(Case):
     refused = dict.fromkeys(("flat", "original"), "wrapped in another place, and here it is not")
 

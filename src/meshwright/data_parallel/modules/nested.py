@@ -55,6 +55,13 @@ def cloned(value: Any, *, where: Callable[[torch.Tensor], bool]) -> Any:  # noqa
     return map_tensors(copied, value) if any(map(where, tensors_in(value))) else value
 
 
+def cast(value: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401
+    """Give ``value`` in ``dtype`` where it is a floating-point tensor, as it is otherwise."""
+    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != dtype:
+        return value.to(dtype)
+    return value
+
+
 def _mapped(function: Callable[[torch.Tensor], torch.Tensor], leaf: Any) -> Any:  # noqa: ANN401
     if isinstance(leaf, torch.Tensor):
         return function(leaf)

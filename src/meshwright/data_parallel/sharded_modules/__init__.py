@@ -4,8 +4,8 @@ Bottom-up:
 
     agreement       the settings that ranks must have alike
     module_tree     the modules of one root, and those that came later
-    iteration       the state that units of one root share in an iteration
     unseen          backward passes that no output of a unit tells of
+    iteration       the state that units of one root share in an iteration
     module_hooks    the hooks that bring units through an iteration
     traced_units    the same inside of a compiled graph
     sharded_join    ranks that have run out of batches

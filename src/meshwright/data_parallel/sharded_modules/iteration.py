@@ -28,6 +28,7 @@ from meshwright.data_parallel.checks.order import OrderCheck, OrderedUnit, Order
 from meshwright.data_parallel.checks.order_record import ACCUMULATES, INTERRUPTED, STEPPED, UNKNOWN
 from meshwright.data_parallel.checks.step_watch import Steps, StepWatch
 from meshwright.data_parallel.modules.batch_norm import LocalStatistics
+from meshwright.data_parallel.sharded_modules import unseen
 from meshwright.data_parallel.sharded_modules.agreement import (
     SameCopies,
     UnitStates,
@@ -97,7 +98,7 @@ class Iteration:
         self._numbers = {driver: number for number, driver in enumerate(drivers)}
         self._expected: list[Driver] = []
         self._order: list[Driver] = []
-        self._units = units
+        self._units, self._slots = units, [slot for unit in units for slot in unit.slots]
         self._stops = any(driver.stops_on_non_finite for driver in drivers)
         if self._stops:
             for unit in units:
@@ -157,6 +158,7 @@ class Iteration:
 
     def begin_forward(self, *, training: bool) -> None:
         """Begin the root's forward; an iteration that raised is given up first."""
+        self._check_taken()
         raised_in = self._begin()
         if self._follow is not None:
             self._follow()
@@ -322,6 +324,7 @@ class Iteration:
 
         Raises RuntimeError where ``optimizer`` would use some that wait for a reduction.
         """
+        self._check_taken()
         waiting = self.showing
         if self.keeps_sums and not waiting:
             waiting = [unit for unit in self._units if unit.has_gradient]
@@ -339,6 +342,15 @@ class Iteration:
         # Not inside of join, where ranks that are done take part in what is said there.
         if self._check is not None:
             self._copies.judge()
+
+    def _check_taken(self) -> None:
+        """Raise RuntimeError where a pass that is over has left gradients that nobody has seen."""
+        if self.is_in_backward or not unseen.have_gradients(self._slots):
+            return
+        for unit in self._units:
+            name = unit.take_unseen()
+            if name:
+                raise unseen.lost(name, unit)
 
     def _has_gradients(self) -> bool:
         """Check that an optimizer that steps now would change anything on this rank."""
@@ -441,15 +453,15 @@ class Iteration:
 
     def _end_graph(self) -> None:
         self.is_in_backward = self.makes_graph = False
-        for unit in self._units:
-            for slot in unit.slots:
-                if slot.leaf.grad is not None and slot.leaf.grad.requires_grad:
-                    slot.leaf.grad = None
-                    raise RuntimeError(
-                        f"the gradient of sharded parameter {slot.name!r} has a graph, which a sum "
-                        "over the ranks ends: take gradients of inputs with torch.autograd.grad("
-                        "..., create_graph=True), and call backward without it"
-                    )
+        found = [s for s in self._slots if s.leaf.grad is not None and s.leaf.grad.requires_grad]
+        for slot in found:
+            slot.leaf.grad = None
+        if found:
+            raise RuntimeError(
+                f"the gradient of sharded parameter {found[0].name!r} has a graph, which a sum "
+                "over the ranks ends: take gradients of inputs with torch.autograd.grad("
+                "..., create_graph=True), and call backward without it"
+            )
 
     def stop(self) -> None:
         """Raise on every rank where gradients that have been delivered were to be finite."""

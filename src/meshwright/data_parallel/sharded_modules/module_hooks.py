@@ -31,6 +31,7 @@ from meshwright.data_parallel.checks.order import OrderOptions
 from meshwright.data_parallel.checks.starting_state import StartingBuffer
 from meshwright.data_parallel.modules.nested import (
     Loan,
+    cast,
     cloned,
     map_tensors,
     tensors_in,
@@ -80,6 +81,8 @@ class CastSettings:
 
 class Driver:
     """Drives one unit (None for modules without parameters of their own) from module hooks."""
+
+    _following: Unit | None = None  # gathered ahead in the backward
 
     def __init__(
         self,
@@ -340,7 +343,7 @@ class Driver:
         escaped = loan.hand_back() if loan is not None and loan.lent else []
         dtype = self.cast.outputs
         if dtype is not None:
-            output = map_tensors(partial(_cast, dtype=dtype), output)
+            output = map_tensors(partial(cast, dtype=dtype), output)
         if is_traced or self.is_driven:
             return output
         if self.unit is not None:
@@ -366,7 +369,7 @@ class Driver:
         if is_training:
             self.position = len(iteration.finished)
             iteration.finished.append(self)
-        unit = self.unit
+        unit = None if self._loans else self.unit  # it has called itself, and goes on
         if unit is not None and not is_training:
             unit.reshard()
         elif (
@@ -469,7 +472,7 @@ class Driver:
 
     def _cast_input(self, value: Any) -> Any:  # noqa: ANN401
         dtype = self.cast.inputs
-        return value if dtype is None else _cast(value, dtype)
+        return value if dtype is None else cast(value, dtype)
 
     # -------------------------------------------------------------------------- backward
 
@@ -485,11 +488,6 @@ class Driver:
                 "compiled_autograd; what torch.compile makes of the forward pass stays compiled"
             )
         self.before_backward(gradient)
-
-    @property
-    def is_sharded(self) -> bool:
-        """Check for a unit whose whole parameters are not there, nor on their way."""
-        return self.unit is not None and self.unit.phase is Phase.SHARDED
 
     def before_backward(self, gradient: object = None) -> None:
         """Take in the gradient of an output: whole parameters are needed again."""
@@ -507,6 +505,8 @@ class Driver:
             return
         is_kept = unit.phase is Phase.FULL
         if not is_kept:
+            if unseen.have_gradients(unit.slots):
+                unseen.refuse_early(unit)
             unit.unshard(is_late=True)
         ahead: Sequence[Driver] | None = self.backward_ahead
         if ahead is None:
@@ -514,11 +514,13 @@ class Driver:
             ahead = [other] if other is not None else NOBODY
         for driver in ahead:
             # One output of several may come late, when those before it are done.
-            if is_kept and not (driver.has_run and driver.is_sharded):
+            if is_kept and not driver.has_run:
                 continue
             if driver.unit is not None and driver.unit.settings.unshard_in_backward:
                 driver.unit.unshard()
-        unit.wait_unshard()
+                self._following = self._following or driver.unit
+        if not is_kept:
+            unit.wait_unshard()
 
     @apart
     def after_backward(self, gradient: object = None) -> None:
@@ -535,7 +537,11 @@ class Driver:
             other = iteration.before(self)
             if other is not None and other.unit is not None and other.has_run:
                 other.unit.unshard()
+                self._following = other.unit
         self._end(iteration, unit, is_due=True)
+        following, self._following = self._following, None
+        if following is not None and following.phase is Phase.GATHERING:
+            following.wait_unshard()  # what it has hidden is read before its output tells
 
     def finish_backward(self, iteration: Iteration) -> None:
         """End the whole backward pass: do what no input's gradient has triggered."""
@@ -557,6 +563,7 @@ class Driver:
     def drop(self) -> None:
         """Give up an iteration that ended in an exception."""
         self._uses, self._in_graphs, self.has_run = 0, 0, False
+        self._following = None
         self._to_run.clear()
         self._loans.clear()
         self._stop_expecting()
@@ -591,9 +598,3 @@ class Driver:
                 yield
         finally:
             self._is_shown = False
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401
-    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != dtype:
-        return value.to(dtype)
-    return value

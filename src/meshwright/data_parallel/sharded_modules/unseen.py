@@ -2,21 +2,39 @@
 
 Outputs are looked for in containers, dataclasses and what is registered with torch. In an object of
 any other class, a closure or a generator they are not. Such a unit stays whole until the backward
-has ended, which begins at the latest with the first gradient of a parameter.
+has ended, which begins at the latest with the first gradient of a parameter. Beside outputs that
+are found, others are not expected. A unit is there before its output's gradient comes, so that
+they train; where one was not, or a backward has gone through these alone, that is an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import torch
 
-from meshwright.data_parallel.sharded_modules.iteration import Iteration
+from meshwright.data_parallel.shards.replaced_parameters import rank_in
+from meshwright.data_parallel.shards.slot import Slot
 from meshwright.data_parallel.shards.unit import Unit
 from meshwright.torch_internals.autograd import function_transforms
 from meshwright.torch_internals.trees import tree_leaves
 
+if TYPE_CHECKING:
+    from meshwright.data_parallel.sharded_modules.iteration import Iteration
+
 PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None))
+
+
+_OF_LEAF, _OF_WHOLE = attrgetter("leaf.grad"), attrgetter("full.grad")
+
+
+def have_gradients(slots: Sequence[Slot]) -> bool:
+    """Tell whether autograd has left a gradient on a whole parameter of ``slots``."""
+    found = {*map(type, map(_OF_LEAF, slots)), *map(type, map(_OF_WHOLE, slots))}
+    found.discard(type(None))
+    return bool(found)
 
 
 class Hooks:
@@ -44,6 +62,33 @@ def refusal(name: str) -> RuntimeError:
         f"{name} is sharded and was called inside of {transform}, which hides when its backward "
         "comes. Call it outside, or use replicate"
     )
+
+
+_RETURN = (
+    "A loss that a forward leaves in a closure, a global variable or an object of a class of its "
+    "own is not seen beside its output: return it, or keep it in an attribute of the module or in "
+    "a list there"
+)
+
+
+def lost(name: str, unit: Unit) -> RuntimeError:
+    """Find the error for a gradient of parameter ``name`` that ``unit`` has never been told of."""
+    return RuntimeError(
+        f"rank {rank_in(unit.communicators)}: a backward pass has given sharded parameter {name!r} "
+        f"a gradient and went through no output of unit {unit.name!r}: nothing has reduced it, and "
+        f"it is dropped. {_RETURN}"
+    )
+
+
+def refuse_early(unit: Unit) -> None:
+    """Raise RuntimeError where a pass had gradients of ``unit`` before it was gathered for that."""
+    name = unit.take_unseen()
+    if name:
+        raise RuntimeError(
+            f"rank {rank_in(unit.communicators)}: sharded parameter {name!r} has got a gradient "
+            f"before an output of unit {unit.name!r}, which was not gathered: it was computed "
+            f"from memory that had been freed. {_RETURN}"
+        )
 
 
 def expect(

@@ -191,6 +191,8 @@ class Unit:
     ) -> None:
         self.name = name
         self.groups = tuple(groups)
+        self.slots = [slot for group in self.groups for slot in group.slots]
+        """Its parameters, group by group."""
         axes = (axis for group in self.groups for axis in group.axes.communicators)
         self.communicators: tuple[Communicator, ...] = tuple(dict.fromkeys(axes))
         """The axes that its gradients are summed over."""
@@ -206,6 +208,7 @@ class Unit:
         """False while `torch.func.functional_call` has put other tensors in their place."""
         self._phase = Phase.SHARDED
         self._has_second_sum = False
+        self._waits = False  # with gradients, for a later pass
         self._streams: UnitStreams | None = None
         """None on the host."""
         self._is_there: StreamEvent | None = None
@@ -261,11 +264,6 @@ class Unit:
         self.name = name
         for slot in self.slots:
             slot.rename(modules)
-
-    @property
-    def slots(self) -> list[Slot]:
-        """Its parameters, group by group."""
-        return [slot for group in self.groups for slot in group.slots]
 
     # ------------------------------------------------------------------------ parameters
 
@@ -394,9 +392,20 @@ class Unit:
 
     def keep_gradients(self) -> None:
         """Leave gradients whole on this rank; they are added up in the dtype of the reduction."""
+        self._waits = True
         for group in self.groups:
             if group.types.compute != group.types.reduce:
                 group.accumulate()
+
+    def take_unseen(self) -> str:
+        """Name a parameter whose gradient is from a pass that the unit was not told of; drop it."""
+        if self._waits:
+            return ""
+        left = [s for g in self.groups if g.has_new_gradient for s in g.slots]
+        found = [slot for slot in left if slot.leaf.grad is not None or slot.full.grad is not None]
+        for slot in found:
+            slot.leaf.grad = slot.full.grad = None
+        return found[0].name if found else ""
 
     def forget_gradients(self) -> None:
         """Drop gradients that wait for a reduction; one that is under way goes on."""
@@ -409,7 +418,7 @@ class Unit:
             raise InternalError(f"unit {self.name!r} reduces twice at a time")
         if self.announce is not None:
             self.announce(self, "reduce")
-        self.is_reducing = True
+        self.is_reducing, self._waits = True, False
         name, settings, started = self.name, self.settings, self._sums
         found: list[Moves] = []
         for group in self.trainable_groups:
@@ -494,7 +503,7 @@ class Unit:
             self._streams.stop()
         for group in self.groups:
             group.drop()
-        self.is_reducing = False
+        self.is_reducing = self._waits = False
         if self._phase is Phase.REDUCING:
             self._become(Phase.SHARDED)
         self.reshard()
