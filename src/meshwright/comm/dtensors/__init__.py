@@ -14,6 +14,7 @@ Bottom-up:
     sharded_axes    the axes that the elements of a tensor lie spread over
     mixed_lists     operators on lists of DTensors and plain tensors together
     gather_dtensor  whole tensors from DTensors, and the parts that ranks hold
+    random_values   the random values of DTensors, which each rank draws whole
 """
 
 from __future__ import annotations

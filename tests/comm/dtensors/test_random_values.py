@@ -1,0 +1,80 @@
+"""Random values of DTensors: those of one process with the same seed."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from meshwright import fully_shard
+from meshwright.comm.dtensors.gather_dtensor import side_by_side
+from meshwright.comm.dtensors.random_values import draw_whole
+from meshwright.mesh import init_device_mesh
+from meshwright.testing import Ranks
+
+WAYS = [
+    lambda t: t.normal_(0.5, 2.0),
+    lambda t: t.uniform_(-1.0, 1.0),
+    lambda t: t.bernoulli_(0.3),
+    lambda t: t.exponential_(2.0),
+    lambda t: t.log_normal_(),
+    lambda t: t.random_(0, 9),
+    lambda t: t.normal_(generator=torch.Generator().manual_seed(7)),
+    lambda t: nn.init.trunc_normal_(t, std=0.2),
+    lambda t: nn.init.xavier_uniform_(t),
+    lambda t: nn.init.kaiming_normal_(t),
+    torch.rand_like,
+    lambda t: torch.randn_like(t, dtype=torch.float32),
+    lambda t: torch.randint_like(t, 9),
+]
+
+
+def body() -> None:
+    draw_whole()
+    mesh = init_device_mesh("cpu", (2,))
+    for placement in (Shard(0), Shard(1), Replicate(), side_by_side(0, 2)):
+        for way in WAYS:
+            found = []
+            for tensor in (
+                torch.zeros(4, 3, dtype=torch.float64),
+                distribute_tensor(torch.zeros(4, 3, dtype=torch.float64), mesh, [placement]),
+            ):
+                torch.manual_seed(3)
+                found.append(way(tensor))
+                found.append(torch.rand(2))  # as many numbers were drawn
+            assert isinstance(found[2], DTensor)
+            assert found[2].placements == (placement,)
+            torch.testing.assert_close(found[2].full_tensor(), found[0], rtol=0, atol=0)
+            assert torch.equal(found[1], found[3])
+
+
+def test_each_rank_draws_the_whole_and_keeps_its_part(ranks: Ranks) -> None:
+    ranks(2, body)
+
+
+def body_of_models() -> None:
+    """Weights that are drawn, or disturbed, after sharding, as those of one process."""
+
+    def prepared(model: nn.Module) -> nn.Module:
+        model.to_empty(device="cpu")
+        torch.manual_seed(5)
+        for layer in model.children():
+            layer.reset_parameters()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter))
+        return model
+
+    def made() -> nn.Module:
+        with torch.device("meta"):
+            return nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 2))
+
+    one, many = made(), made()
+    fully_shard(many[0])
+    fully_shard(many)
+    for here, there in zip(prepared(one).parameters(), prepared(many).parameters(), strict=True):
+        torch.testing.assert_close(there.full_tensor(), here, rtol=0, atol=0)
+
+
+def test_a_sharded_model_begins_as_one_process(ranks: Ranks) -> None:
+    ranks(2, body_of_models)
