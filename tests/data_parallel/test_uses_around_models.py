@@ -234,6 +234,8 @@ def body_kept(kind: str) -> None:
         with pytest.raises(ValueError, match=r"'a' and 'b' are two objects in the same memory"):
             SHARDS[kind](Shares(first, last))
     SHARDS[kind](Shares(3, 3))
+    with pytest.raises(RuntimeError, match=r"'weight' has no shape yet, .* on one batch first"):
+        SHARDS[kind](nn.LazyLinear(3))
     for apart, found in ((Shares(6, 0), "two objects"), (Keeps(as_view=True), "is a view")):
         with pytest.raises(ValueError, match=found):
             around(kind, apart)(batches(0)[0])

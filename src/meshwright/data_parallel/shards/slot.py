@@ -190,6 +190,11 @@ def collect_slots(
             if parameter is None or id(parameter) in skipped:
                 continue
             full_name = f"{prefix}.{name}" if prefix else name
+            if isinstance(parameter, nn.parameter.UninitializedParameter):
+                raise RuntimeError(
+                    f"parameter {full_name!r} has no shape yet, and cannot be sharded: run a "
+                    "forward pass of the module on one batch first"
+                )
             slot = slots.get(id(parameter))
             if slot is None:
                 slots[id(parameter)] = Slot(
