@@ -234,6 +234,11 @@ def body_kept(kind: str) -> None:
         with pytest.raises(ValueError, match=r"'a' and 'b' are two objects in the same memory"):
             SHARDS[kind](Shares(first, last))
     SHARDS[kind](Shares(3, 3))
+    beside = nn.Linear(6, 6)
+    memory = torch.ones(8, 6)  # bytes of one storage that are each one's own
+    beside.weight = nn.Parameter(memory[:6])
+    beside.register_buffer("rest", memory[6:])
+    SHARDS[kind](beside)
     with pytest.raises(RuntimeError, match=r"'weight' has no shape yet, .* on one batch first"):
         SHARDS[kind](nn.LazyLinear(3))
     for apart, found in ((Shares(6, 0), "two objects"), (Keeps(as_view=True), "is a view")):
@@ -413,6 +418,10 @@ def body_inputs_named(kind: str) -> None:
     optimizer.zero_grad()
     named = [*model.parameters()]  # before the forward: some units stay whole behind it
     loss_of(model, *given).backward(inputs=named)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step(lambda: 0.0)  # which would compute them
+    loss_of(model, *given)
     with pytest.warns(UserWarning, match=r"SGD steps without a gradient, .* backward\(inputs="):
         optimizer.step()
     optimizer.step()

@@ -292,7 +292,8 @@ def _chosen_by_shape(optimizer: Optimizer) -> str:
         f"group {empty} of {type(optimizer).__name__} has no parameters. Those of "
         "FullyShardedDataParallel and flat_groups have one dim outside of a forward, and flat ones "
         "other names, so that p.ndim and names choose others than in one process: choose by the "
-        "names of parameters, with use_orig_params=True, or shard with fully_shard"
+        "names of parameters, with use_orig_params=True, or shard with fully_shard. A group "
+        "that is empty in one process, too, can be left out"
     )
 
 

@@ -25,8 +25,7 @@ def change(*all_changes: tuple[type, Changes]) -> None:
     """
     for cls, changes in all_changes:
         for name, (known, _) in changes.items():
-            method = getattr(cls, name, None)
-            found = None if method is None else tuple(inspect.signature(method).parameters)
+            found = _arguments_of(cls, name)
             if found != known:
                 raise RuntimeError(
                     f"{cls.__name__}.{name} takes {found} in this version of "
@@ -37,6 +36,16 @@ def change(*all_changes: tuple[type, Changes]) -> None:
         for name, (_, ask) in changes.items():
             if not hasattr(getattr(cls, name), _BEFORE):
                 setattr(cls, name, _changed(vars(cls)[name], ask))
+
+
+def fits(cls: type, changes: Changes) -> bool:
+    """Tell whether the methods of ``cls`` take the arguments that are known."""
+    return all(_arguments_of(cls, name) == known for name, (known, _) in changes.items())
+
+
+def _arguments_of(cls: type, name: str) -> tuple[str, ...] | None:
+    method = getattr(cls, name, None)
+    return None if method is None else tuple(inspect.signature(method).parameters)
 
 
 def put_back(*all_changes: tuple[type, Changes]) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from types import MappingProxyType
@@ -29,9 +30,10 @@ from torch import nn
 
 from meshwright.data_parallel import FSDPModule
 from meshwright.integrations import accelerate
-from meshwright.integrations.changes import Changes, change, put_back
+from meshwright.integrations.changes import Changes, change, fits, put_back
 
 _NAME = "__name__"
+_log = logging.getLogger(__name__)
 
 
 def install() -> None:
@@ -64,8 +66,14 @@ def _changes() -> list[tuple[type, Changes]]:
     from transformers import PreTrainedModel, Trainer
 
     found: list[tuple[type, Changes]] = [(Trainer, _CHANGES), (PreTrainedModel, _MODEL_CHANGES)]
-    if (peft := sys.modules.get("peft")) is not None:  # which the Trainer imports, if it is there
+    peft = sys.modules.get("peft")  # which the Trainer imports, if it is there
+    if peft is not None and fits(peft.PeftModel, _PEFT_CHANGES):
         found.append((peft.PeftModel, _PEFT_CHANGES))
+    elif peft is not None:
+        _log.warning(
+            "this version of peft is not known: adapters of sharded models are saved under the "
+            "name of the sharded class as base_model_class"
+        )
     return found
 
 

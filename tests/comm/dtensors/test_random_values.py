@@ -19,6 +19,8 @@ WAYS = [
     lambda t: t.exponential_(2.0),
     lambda t: t.log_normal_(),
     lambda t: t.random_(0, 9),
+    lambda t: t.t().normal_().t(),
+    lambda t: torch.bernoulli(t.fill_(0.4)),
     lambda t: t.normal_(generator=torch.Generator().manual_seed(7)),
     lambda t: nn.init.trunc_normal_(t, std=0.2),
     lambda t: nn.init.xavier_uniform_(t),

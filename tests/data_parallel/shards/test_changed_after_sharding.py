@@ -195,6 +195,16 @@ def alike_and_gathered_by_hand(run: Run) -> None:
     run.train_on()
 
 
+@program()
+def looked_at_before_the_step(run: Run) -> None:
+    """A forward with a graph that no backward follows: what it leaves whole is stepped over."""
+    for number in range(3):
+        run.optimizer.zero_grad()
+        run.loss(number).backward()
+        run.loss(9)
+        run.optimizer.step()
+
+
 @program(flat=GONE)
 def alike_between_steps(run: Run) -> None:
     run.step(0)

@@ -709,6 +709,24 @@ class Evaluated(Case):
             model(x)
 
 
+class ErrorCaught(Case):
+    """A unit raises and its caller goes on, also in an evaluation between backward and step."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with contextlib.suppress(RuntimeError):
+            self.b(x[:, :3])
+        return super().forward(x)
+
+    @staticmethod
+    def step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor, number: int) -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        with torch.no_grad():
+            model(x)
+        model(x)  # with a graph that no backward follows
+        optimizer.step()
+
+
 class Flipped(Case):
     @staticmethod
     def step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor, number: int) -> None:

@@ -1,7 +1,7 @@
 """Random values of DTensors: those that one process draws with the same seed.
 
-Each rank draws the whole tensor, and keeps its part. torch has every rank draw a part of its own
-on hosts, which with one seed is the same on all of them: a weight whose rows come again.
+On hosts each rank draws the whole tensor, and keeps its part. torch has every rank draw a part of
+its own there, which with one seed is the same on all of them: a weight whose rows come again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.comm.dtensors.gather_dtensor import held_boxes, part_like
+from meshwright.comm.streams import is_host
 from meshwright.torch_internals.distributed import dtensor_handlers
 
 _Operator = Callable[..., torch.Tensor]
@@ -35,18 +36,41 @@ _NEW = ("rand_like", "randn_like", "randint_like")
 def draw_whole() -> None:
     """Draw the values of every DTensor so from now on."""
     aten, handlers = torch.ops.aten, dtensor_handlers()
-    handlers.setdefault(aten.bernoulli_.float, _drawn)
+    handlers.setdefault(aten.bernoulli_.float, _OnHosts(_drawn))
+    handlers.setdefault(aten.bernoulli.default, _OnHosts(_by_chance))
     for names, handler in ((_IN_PLACE, _drawn), (_NEW, _new)):
         for name in names:
             operator = getattr(aten, name)
             for overload in operator.overloads():
                 if "out" not in overload and "Tensor" not in overload:
-                    handlers.setdefault(getattr(operator, overload), handler)
+                    handlers.setdefault(getattr(operator, overload), _OnHosts(handler))
+
+
+class _OnHosts:
+    """A handler for tensors of hosts: of devices torch has one generator that all ranks share."""
+
+    __slots__ = ("handler",)
+
+    def __init__(self, handler: _Operator) -> None:
+        self.handler = handler
+
+    def __call__(self, op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+        if is_host(local_of(args[0]).device):
+            return self.handler(op, args, kwargs)
+        handlers = dtensor_handlers()
+        handlers.pop(op)
+        try:
+            return op(*args, **kwargs)
+        finally:
+            handlers[op] = self
 
 
 def _whole_like(tensor: DTensor) -> torch.Tensor:
     local = local_of(tensor)
-    return torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
+    # With its strides, in the order of which values are drawn.
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=local.dtype, device=local.device
+    )
 
 
 def _drawn(op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> DTensor:
@@ -61,3 +85,8 @@ def _drawn(op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> D
 def _new(op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
     """Draw a DTensor that lies as the first of ``args``."""
     return part_like(op(_whole_like(args[0]), *args[1:], **kwargs), args[0])
+
+
+def _by_chance(op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    """Draw by the chances that are the first of ``args``, of which all ranks need the whole."""
+    return part_like(op(args[0].full_tensor(), **kwargs), args[0])

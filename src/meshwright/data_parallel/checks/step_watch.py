@@ -57,6 +57,8 @@ class StepWatch:
         self._given = given
         self._begun = 0
         self._ended = 0
+        self.has_closure = False
+        """True when the step that is checked computes the loss itself."""
         self.has_seen = False
         """True once one of them has stepped: who else changes weights need not be looked for."""
         self.was_fused = self._is_fused = False
@@ -98,13 +100,14 @@ class StepWatch:
 
     # --------------------------------------------------------------------------- private
 
-    def _begins(self, optimizer: torch.optim.Optimizer) -> None:
+    def _begins(self, optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
+        self.has_closure = has_closure
         if self._holds(optimizer):
             if self._check is not None:
                 self._check(optimizer)
             self._begun += 1
 
-    def _ends(self, optimizer: torch.optim.Optimizer) -> None:
+    def _ends(self, optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
         if self._holds(optimizer):
             self._ended += 1
             self._is_fused = self._is_fused or bool(optimizer.defaults.get("fused"))
@@ -185,7 +188,9 @@ class _Hook:
         """True when its watch is gone."""
         return self._method() is None
 
-    def __call__(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    def __call__(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         call = self._method()
         if call is not None:
-            call(optimizer)
+            call(optimizer, len(args) > 1 or bool(kwargs))

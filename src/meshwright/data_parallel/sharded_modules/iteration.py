@@ -11,7 +11,7 @@ An iteration that an exception has ended is given up when the next one begins.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -328,17 +328,20 @@ class Iteration:
         waiting = self.showing
         if self.keeps_sums and not waiting:
             waiting = [unit for unit in self._units if unit.has_gradient]
-        if waiting:
-            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            for unit in waiting:
-                if any(id(parameter) in held for parameter in unit.exposure.parameters(unit)):
-                    raise RuntimeError(
-                        f"an optimizer steps while gradients of {unit.name!r} wait for their "
-                        "reduction: the last backward pass was in no_sync. Run the last one of a "
-                        "step outside of it"
-                    )
-        if self.finished and not self._has_warned:
-            self._has_warned = warn_without_gradients(optimizer)
+        if waiting and (found := _held(waiting, optimizer)):
+            raise RuntimeError(
+                f"an optimizer steps while gradients of {found[0].name!r} wait for their "
+                "reduction: the last backward pass was in no_sync. Run the last one of a "
+                "step outside of it"
+            )
+        if self.finished:
+            if not self._has_warned and not self._steps.has_closure:
+                self._has_warned = warn_without_gradients(optimizer)
+            # What a forward without a backward has left whole is that of before, in a moment.
+            whole = [unit for unit in self._units if unit.phase is Phase.FULL]
+            for unit in _held(whole, optimizer):
+                unit.has_changed()
+                unit.reshard()
         # Not inside of join, where ranks that are done take part in what is said there.
         if self._check is not None:
             self._copies.judge()
@@ -571,6 +574,12 @@ def _widest(units: Sequence[Unit]) -> Communicator | None:
         return found
     world = comm.communicator()
     return world if world.size == size else found
+
+
+def _held(units: Iterable[Unit], optimizer: torch.optim.Optimizer) -> list[Unit]:
+    """List the units of which ``optimizer`` holds a parameter."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return [u for u in units if any(id(p) in held for p in u.exposure.parameters(u))]
 
 
 def gets_gradient(leaf: torch.Tensor) -> bool:

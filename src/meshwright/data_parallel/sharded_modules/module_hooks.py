@@ -369,19 +369,19 @@ class Driver:
         if is_training:
             self.position = len(iteration.finished)
             iteration.finished.append(self)
-        unit = None if self._loans else self.unit  # it has called itself, and goes on
+        # Not one that has called itself, and goes on, nor what stays whole until the backward.
+        unit = None if self._loans or self._unseen is not None else self.unit
         if unit is not None and not is_training:
             unit.reshard()
         elif (
             unit is not None
-            and self._unseen is None
             and not (unit.settings.keep_full_after_forward and unit.shows_all)
             and unit.reshard_for_backward()
         ):
             iteration.in_blocks.append(unit)
         if self.is_root:
             for driver in iteration.drivers:
-                driver.leave_forward()
+                driver.leave_forward(is_outermost=not self._loans)
             iteration.end_forward()
         return output
 
@@ -394,12 +394,15 @@ class Driver:
         with torch.no_grad():
             return self.after_forward(module, (), output)
 
-    def leave_forward(self) -> None:
-        """End the root's forward: modules of one unit that did not run will not come."""
-        if self._to_run:
+    def leave_forward(self, *, is_outermost: bool) -> None:
+        """End the root's forward: modules of one unit that did not run or raised will not come."""
+        has_raised, unit = is_outermost and bool(self._loans), self.unit
+        if self._to_run or has_raised:
             self._to_run.clear()
-            if self.unit is not None and not self.unit.settings.keep_full_after_forward:
-                self.unit.reshard()
+            if has_raised:
+                self._loans.clear()
+            if unit is not None and (has_raised or not unit.settings.keep_full_after_forward):
+                unit.reshard()
 
     def _gather_ahead(self, unit: Unit, following: Driver | None) -> None:
         if self.forward_ahead is not None:
@@ -546,19 +549,13 @@ class Driver:
     def finish_backward(self, iteration: Iteration) -> None:
         """End the whole backward pass: do what no input's gradient has triggered."""
         unit, has_run = self.unit, self.has_run
-        if self._unseen is not None:
-            self._stop_expecting()
         if not iteration.keeps_graph:
             self._in_graphs = 0
+            self._unseen = self._unseen and self._unseen.stop()
         self._uses, self.has_run = self._in_graphs, False
         self._loans.clear()  # of forwards that were computed anew as far as was needed
         if unit is not None and (has_run or unit.has_gradient or unit.phase is not Phase.SHARDED):
             self._end(iteration, unit, is_due=has_run)
-
-    def _stop_expecting(self) -> None:
-        if self._unseen is not None:
-            self._unseen.stop()
-        self._unseen = None
 
     def drop(self) -> None:
         """Give up an iteration that ended in an exception."""
@@ -566,7 +563,7 @@ class Driver:
         self._following = None
         self._to_run.clear()
         self._loans.clear()
-        self._stop_expecting()
+        self._unseen = self._unseen and self._unseen.stop()
         if self.unit is not None:
             self.unit.drop()
 
@@ -585,7 +582,7 @@ class Driver:
             iteration.start_reduction(unit)
         # Modules have shown what is kept after the forward: a loss may have read it, and a graph
         # that is run again may begin there, before anything gathers it once more.
-        is_read = iteration.keeps_graph and settings.keep_full_after_forward
+        is_read = iteration.keeps_graph and (self._unseen or settings.keep_full_after_forward)
         if not settings.keep_full_after_backward and not is_read:
             unit.reshard()
 

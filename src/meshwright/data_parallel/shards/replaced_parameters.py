@@ -105,8 +105,8 @@ def converted(name: str, communicators: Sequence[Communicator]) -> RuntimeError:
     """Find the refusal of a backward whose graph has the parameters of before."""
     return RuntimeError(
         f"rank {rank_in(communicators)}: parameters of {name!r} were converted, loaded or given "
-        "anew between its forward and its backward pass, whose graph needs those of before. Run "
-        "backward first, then change them"
+        "anew between its forward and its backward pass, or stepped, and its graph needs those of "
+        "before. Run backward first, then change them"
     )
 
 
@@ -144,12 +144,20 @@ def refuse_views(modules: Iterable[nn.Module], slots: Iterable[Slot]) -> None:
                 continue
             listed: Sequence[Any] = [value] if isinstance(value, torch.Tensor) else value
             memories = [memory_of_plain(each) for each in listed if type(each) is torch.Tensor]
-            shared = (lying.get(id(m.storage)) for m in memories if m is not None)
-            found = next((each for each in shared if each), None)
+            found = next(
+                (
+                    name
+                    for memory in memories
+                    if memory is not None
+                    for name, held in lying.get(id(memory.storage), ())
+                    if held.meets(memory)
+                ),
+                None,
+            )
             if found is not None and f"{attribute}_orig" not in module._parameters:
                 raise ValueError(
                     f"attribute {attribute!r} of a {type(module).__name__} is a view of parameter "
-                    f"{found[0][0]!r}, which is sharded: it would keep the values of then. "
+                    f"{found!r}, which is sharded: it would keep the values of then. "
                     "Compute it in the forward, from the parameter"
                 )
     for together in lying.values():
@@ -159,10 +167,10 @@ def refuse_views(modules: Iterable[nn.Module], slots: Iterable[Slot]) -> None:
 
 def _refuse_overlap(named: Iterable[tuple[str, Memory]]) -> None:
     """Raise ValueError where parameters of one storage share elements of it."""
-    dense = [(name, memory.elements) for name, memory in named if memory.elements is not None]
+    dense = [(name, memory.bytes) for name, memory in named if memory.bytes is not None]
     dense.sort(key=lambda each: each[1].start)
-    for (one, elements), (other, others) in pairwise(dense):
-        if others.start < elements.stop:
+    for (one, first), (other, second) in pairwise(dense):
+        if second.start < first.stop:
             raise ValueError(
                 f"parameters {one!r} and {other!r} are two objects in the same memory, "
                 "as assigned to .data: sharded, a step of one would no longer change the other. "

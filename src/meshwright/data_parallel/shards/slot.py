@@ -27,17 +27,23 @@ class Memory(NamedTuple):
 
     storage: weakref.ref[torch.UntypedStorage]
     """One object for one storage, which others may still hold."""
-    elements: range | None
+    bytes: range | None
     """Those that are the tensor's; None where they are not side by side."""
+
+    def meets(self, other: Memory) -> bool:
+        """Tell whether ``other``, in the same storage, may have bytes of it."""
+        if self.bytes is None or other.bytes is None:
+            return True
+        return self.bytes.start < other.bytes.stop and other.bytes.start < self.bytes.stop
 
 
 def memory_of_plain(tensor: torch.Tensor) -> Memory | None:
     """Find where ``tensor`` lies; None where that is nowhere, as on the meta device."""
     if tensor.layout is not torch.strided or not tensor.numel() or tensor.is_meta:
         return None
-    first = tensor.storage_offset()
-    elements = range(first, first + tensor.numel()) if tensor.is_contiguous() else None
-    return Memory(weakref.ref(tensor.untyped_storage()), elements)
+    size, first = tensor.element_size(), tensor.storage_offset()
+    found = range(first * size, (first + tensor.numel()) * size)
+    return Memory(weakref.ref(tensor.untyped_storage()), found if tensor.is_contiguous() else None)
 
 
 def _shared_memory(parameter: nn.Parameter) -> Memory | None:

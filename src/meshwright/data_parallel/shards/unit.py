@@ -351,7 +351,7 @@ class Unit:
         return lost
 
     def has_changed(self) -> None:
-        """Note that parameters were converted, loaded or given anew: older graphs are void."""
+        """Note that parameters were converted, loaded, stepped or given anew: graphs are void."""
         self.changes += 1
 
     def find_trainable(self) -> None:

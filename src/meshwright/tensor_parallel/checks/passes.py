@@ -119,7 +119,7 @@ class Passes:
         """Make an exchange through the store, at the event ``what``."""
         return partial(self._check.exchange, Event(what))
 
-    def step(self, optimizer: Optimizer) -> None:
+    def step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         """Compare gradients before a step of ``optimizer``, where that is due.
 
         Raises `LayoutError`, on all ranks, where those of one parameter differ.
@@ -128,7 +128,8 @@ class Passes:
             return
         if optimizer not in self._steps:
             optimizer.register_state_dict_pre_hook(settle)
-        if self._trains and not self._has_warned and self._has_some(optimizer):
+        is_done = self._trains and not has_closure
+        if is_done and not self._has_warned and self._has_some(optimizer):
             self._has_warned = warn_without_gradients(optimizer)
         self._trains = False
         number = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
@@ -172,11 +173,16 @@ class Passes:
         return any(a.ranks == self.axis.ranks for a in mesh_communicators(rest.mesh, "tensor"))
 
 
-def _before_step(passes: weakref.ref[Passes], optimizer: Optimizer, *_: Any) -> None:
+def _before_step(
+    passes: weakref.ref[Passes],
+    optimizer: Optimizer,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
     """Look at a step of any optimizer; the hook does not keep ``passes`` alive."""
     found = passes()
     if found is not None and not torch.compiler.is_compiling():
-        found.step(optimizer)
+        found.step(optimizer, has_closure=len(args) > 1 or bool(kwargs))
 
 
 class _Begin:
