@@ -34,7 +34,7 @@ _NEW = ("rand_like", "randn_like", "randint_like")
 
 @functools.cache
 def draw_whole() -> None:
-    """Draw the values of every DTensor so from now on."""
+    """Have each rank draw the whole of every DTensor of hosts from now on."""
     aten, handlers = torch.ops.aten, dtensor_handlers()
     handlers.setdefault(aten.bernoulli_.float, _OnHosts(_drawn))
     handlers.setdefault(aten.bernoulli.default, _OnHosts(_by_chance))
@@ -67,7 +67,7 @@ class _OnHosts:
 
 def _whole_like(tensor: DTensor) -> torch.Tensor:
     local = local_of(tensor)
-    # With its strides, in the order of which values are drawn.
+    # With the strides of the DTensor: values are drawn in the order of memory.
     return torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=local.dtype, device=local.device
     )

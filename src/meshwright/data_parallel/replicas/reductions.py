@@ -26,7 +26,7 @@ from meshwright.data_parallel.replicas.slots import BucketLayout, Reduction
 
 
 class Sharing:
-    """Knows which parameters of a reducer other ones have, too; ``changed`` is called for more."""
+    """The parameters of a reducer that others have, too; ``changed`` is called for more of them."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
         self._changed = weakref.WeakMethod(changed)

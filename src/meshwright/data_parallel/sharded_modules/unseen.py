@@ -38,7 +38,7 @@ def have_gradients(slots: Sequence[Slot]) -> bool:
 
 
 class Hooks:
-    """Begins the backward of ``iteration`` at gradients of ``leaves``, until told to stop."""
+    """Hooks on ``leaves``, whose first gradient begins the backward of ``iteration``."""
 
     def __init__(self, leaves: Sequence[torch.Tensor], iteration: Iteration) -> None:
         self._iteration = iteration
