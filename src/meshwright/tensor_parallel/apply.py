@@ -16,7 +16,7 @@ from meshwright.comm.dtensors.dtensor import (
     what_became,
 )
 from meshwright.comm.dtensors.mixed_lists import take_lists_apart
-from meshwright.comm.dtensors.random_values import draw_whole
+from meshwright.comm.dtensors.written_parts import write_through
 from meshwright.mesh import DeviceMesh
 from meshwright.tensor_parallel.checks.equality import verify_replicated
 from meshwright.tensor_parallel.checks.following import follow_first_forward
@@ -80,7 +80,7 @@ def apply_plan(
 ) -> nn.Module:
     """Do as `parallelize_module`, for callers that compare the passes of ranks themselves."""
     take_lists_apart()
-    draw_whole()
+    write_through()
     plan = (
         {"": parallelize_plan} if isinstance(parallelize_plan, ParallelStyle) else parallelize_plan
     )

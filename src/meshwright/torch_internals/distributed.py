@@ -28,7 +28,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 from meshwright.torch_internals.required import required
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from datetime import timedelta
 
 __all__ = [
@@ -62,6 +62,7 @@ __all__ = [
     "mesh_resources",
     "named_group",
     "number_operations",
+    "on_gathered_views",
     "recorded_operations",
     "reduce_scatter_single_of",
     "root_mesh",
@@ -70,6 +71,7 @@ __all__ = [
     "spec_of",
     "timeout_of",
     "watch_functional_operators",
+    "without_handler",
 ]
 
 _C10D = "torch.distributed.distributed_c10d"
@@ -149,6 +151,39 @@ def set_spec(tensor: DTensor, spec: DTensorSpec) -> None:
 def dtensor_handlers() -> dict[Any, Any]:
     """Look up the functions that stand in for operators on DTensors, to be written to as well."""
     return cast("dict[Any, Any]", DTensor._op_dispatcher._custom_op_handlers)
+
+
+def without_handler(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    """Call an operator on DTensors as torch would without the function that stands in for it."""
+    handlers = dtensor_handlers()
+    # Another thread may be in here, too: what it took away it puts back.
+    handler = handlers.pop(op, None)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        if handler is not None:
+            handlers[op] = handler
+
+
+def on_gathered_views(
+    seen: Callable[[Any, DTensor, torch.Tensor, DTensorSpec], None],
+) -> None:
+    """Call ``seen`` after each operator that gave views of what it had gathered before.
+
+    With the operator, the DTensor, this rank's part of the copy, and how the copy lies.
+    """
+    dispatcher = DTensor._op_dispatcher
+    before = dispatcher._dispatch_get_local_results_slow_path
+
+    def results(op: Any, args: tuple[Any, ...], op_info: Any) -> object:  # noqa: ANN401
+        found = before(op, args, op_info)
+        gathered = op_info.output_sharding.redistribute_schema
+        first = op._schema.arguments[0].alias_info
+        if gathered is not None and first is not None and not first.is_write:
+            seen(op, args[0], op_info.local_args[0], gathered.args_schema[0])
+        return found
+
+    vars(dispatcher)["_dispatch_get_local_results_slow_path"] = results
 
 
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:

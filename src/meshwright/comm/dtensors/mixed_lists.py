@@ -20,7 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshwright.comm.dtensors.sharded_axes import local_part
-from meshwright.torch_internals.distributed import dtensor_handlers
+from meshwright.torch_internals.distributed import dtensor_handlers, without_handler
 from meshwright.torch_internals.tensors import operator_names, without_rules
 
 _Operator = Callable[..., Any]
@@ -60,14 +60,7 @@ class _ListOperator:
         meshes = {getattr(tensor, "device_mesh", None) for tensor in args[0]}
         if len(meshes) > 1:
             return self.apart(op, args, kwargs)
-        if self.before is not None:
-            return self.before(op, args, kwargs)
-        handlers = dtensor_handlers()
-        handlers.pop(op, None)
-        try:
-            return op(*args, **kwargs)
-        finally:
-            handlers[op] = self
+        return (self.before or without_handler)(op, args, kwargs)
 
 
 def _on_parts(op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.comm.dtensors.gather_dtensor import held_boxes, part_like
 from meshwright.comm.streams import is_host
-from meshwright.torch_internals.distributed import dtensor_handlers
+from meshwright.torch_internals.distributed import dtensor_handlers, without_handler
 
 _Operator = Callable[..., torch.Tensor]
 
@@ -55,14 +55,8 @@ class _OnHosts:
         self.handler = handler
 
     def __call__(self, op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
-        if is_host(local_of(args[0]).device):
-            return self.handler(op, args, kwargs)
-        handlers = dtensor_handlers()
-        handlers.pop(op)
-        try:
-            return op(*args, **kwargs)
-        finally:
-            handlers[op] = self
+        draw = self.handler if is_host(local_of(args[0]).device) else without_handler
+        return draw(op, args, kwargs)
 
 
 def _whole_like(tensor: DTensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from torch import nn
 
 from meshwright import comm
 from meshwright.comm import settle
-from meshwright.comm.dtensors.random_values import draw_whole
+from meshwright.comm.dtensors.written_parts import write_through
 from meshwright.data_parallel.checks.starting_state import starting_buffers
 from meshwright.data_parallel.modules.nested import tensors_in
 from meshwright.data_parallel.modules.of_this_process import home_of
@@ -163,7 +163,7 @@ class FullyShard:
         modules = [module] if isinstance(module, nn.Module) else list(module)
         _check_modules(modules)
         look_at_optimizers()
-        draw_whole()
+        write_through()
         options = ShardOptions(
             target=target_of(_mesh(mesh), dp_mesh_dims),
             reshard_after_forward=reshard_after_forward,

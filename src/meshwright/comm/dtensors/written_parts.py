@@ -1,0 +1,196 @@
+"""Writes to parts of DTensors, as ``weight[0].zero_()``, which change the DTensor itself.
+
+torch gathers a DTensor before it takes rows along the dim that is cut, and what is written to them
+would be lost with the copy: the padding row of an `nn.Embedding` that is initialised after it was
+sharded. Here each rank takes its part out of the copy again; nothing is sent::
+
+    weight          Shard(0)      rows 0 1 on rank 0, 2 3 on rank 1
+    weight[:3]      Replicate()   a view of a copy of rows 0 1 2 3, on each rank
+    .zero_()                      writes to the copy, of which each rank keeps its two rows
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from meshwright.comm.dtensors.dtensor import AtRest, at_rest, local_of
+from meshwright.comm.dtensors.gather_dtensor import held_boxes, ranges_held, whole
+from meshwright.comm.dtensors.random_values import draw_whole
+from meshwright.comm.dtensors.ranges import Ranges
+from meshwright.torch_internals.autograd import running_backward
+from meshwright.torch_internals.distributed import (
+    DTensorSpec,
+    dtensor_handlers,
+    on_gathered_views,
+    without_handler,
+)
+from meshwright.torch_internals.tensors import operator_names, schema_of, storage_id, version_of
+
+_Operator = Callable[..., Any]
+_COPY = "_meshwright_copy"
+"""The attribute of a copy's memory that says what it is a copy of."""
+
+
+@functools.cache
+def write_through() -> None:
+    """Have writes to parts of DTensors change these from now on.
+
+    Writes cost a look at each tensor from the first part on that had to be gathered.
+    """
+    draw_whole()
+    dtensor_handlers().setdefault(torch.ops.aten.fill_.Tensor, _fill)
+    on_gathered_views(_note)
+
+
+def _fill(op: object, args: tuple[DTensor, torch.Tensor], kwargs: object) -> DTensor:
+    """Fill a DTensor with one number, as ``weight[0] = 1`` asks: torch has no rule for that."""
+    tensor, value = args
+    for _, memory in held_boxes(tensor, "a DTensor that is filled"):
+        memory.fill_(whole(value))
+    return tensor
+
+
+def _note(op: _Operator, tensor: DTensor, gathered: torch.Tensor, lies: DTensorSpec) -> None:
+    """Note on the memory of ``gathered`` what it is a copy of."""
+    memory = gathered.untyped_storage()
+    if storage_id(memory) != storage_id(local_of(tensor).untyped_storage()):
+        _watch_writes()
+        setattr(memory, _COPY, _Copy(str(op), tensor, gathered, lies))
+
+
+class _Copy:
+    """A copy that torch has gathered of a DTensor, to take views of it."""
+
+    __slots__ = ("changes", "is_traced", "lies", "of", "taken_by", "view")
+
+    def __init__(self, taken_by: str, of: DTensor, copy: torch.Tensor, lies: DTensorSpec) -> None:
+        self.taken_by = taken_by
+        self.of = of
+        # Parts of gradients are the engine's, to add to when the whole is gone. A forward that it
+        # computes once more has grad mode on.
+        is_engine = running_backward() != -1 and not torch.is_grad_enabled()
+        self.changes = None if is_engine or of.is_inference() else _changes(of)
+        self.lies = lies
+        self.is_traced = type(copy) is not torch.Tensor
+        # Not the copy, on whose memory this is noted: neither would be given back.
+        self.view = copy.storage_offset(), tuple(copy.shape), tuple(copy.stride())
+
+    def places(self, copy: torch.Tensor) -> list[torch.Tensor | None]:
+        """Find, for each dim, the rows of the copy that this rank holds; None for all.
+
+        Raises RuntimeError where the DTensor was written to since it was copied, and in a compiled
+        function; `LayoutError` where ranks hold summands of it.
+        """
+        if self.is_traced:
+            raise RuntimeError(
+                f"a compiled function writes to a part that {self.taken_by} took of a DTensor of "
+                f"shape {tuple(self.of.shape)}, {self.of.placements}: where ranks hold rows of "
+                "their own, a part is of a copy. Write to it outside of the compiled function"
+            )
+        if self.changes is not None and self.changes < _changes(self.of):
+            raise RuntimeError(
+                f"expected a part that is not older than its DTensor of shape "
+                f"{tuple(self.of.shape)}, {self.of.placements}, found one that {self.taken_by} "
+                "took before the last write to that: where ranks hold rows of their own, a part is "
+                "of a copy. Take it again after each write to the DTensor"
+            )
+        name = f"a DTensor of which {self.taken_by} took a part that is written to"
+        everything = AtRest(
+            local=copy,
+            mesh=self.lies.mesh,
+            placements=tuple(self.lies.placements),
+            shape=tuple(self.lies.shape),
+            stride=tuple(self.lies.stride),
+        )
+        held = ranges_held(at_rest(self.of), name)
+        return [
+            None if rows == of else torch.searchsorted(_rows(of), _rows(rows)).to(copy.device)
+            for rows, of in zip(held, ranges_held(everything, name), strict=True)
+        ]
+
+    def bring_back(
+        self, written: torch.Tensor, places: Sequence[torch.Tensor | None], writes: int
+    ) -> None:
+        """Change the DTensor where its copy was ``written`` to.
+
+        By an operator that counts as so many ``writes``, once it is done.
+        """
+        start, shape, stride = self.view
+        held, memory = local_of(self.of).detach(), written.untyped_storage()
+        copy = held.new_empty(0).set_(memory, start, shape, stride)
+        is_written = torch.zeros(memory.nbytes() // copy.itemsize, dtype=torch.bool)
+        is_written = is_written.to(copy.device)
+        if written.dtype == copy.dtype:
+            at = written.shape, written.stride(), written.storage_offset()
+            is_written.as_strided(*at).fill_(True)
+        else:  # its strides count other elements
+            is_written.fill_(True)
+        is_written = is_written.as_strided(shape, stride, start)
+        for dim, rows in enumerate(places):
+            if rows is not None:
+                copy, is_written = (each.index_select(dim, rows) for each in (copy, is_written))
+        held.copy_(torch.where(is_written, copy, held))
+        if self.changes is not None:
+            self.changes = _changes(self.of) + writes
+
+
+def _copies(tensor: DTensor) -> Iterator[tuple[_Copy, torch.Tensor]]:
+    """Find what ``tensor`` is a part of, each with its part: of a copy of a part of a copy."""
+    part = local_of(tensor)
+    while (copy := getattr(part.untyped_storage(), _COPY, None)) is not None:
+        yield copy, part
+        part = local_of(copy.of)
+
+
+def _changes(tensor: DTensor) -> int:
+    """Count the writes to a DTensor, and to the memory of its part beside it."""
+    return version_of(tensor) + version_of(local_of(tensor))
+
+
+def _rows(ranges: Ranges) -> torch.Tensor:
+    """List the numbers of rows."""
+    rows = [torch.arange(first, first + count) for first, count in ranges]
+    return torch.cat([torch.arange(0), *rows])
+
+
+@functools.cache
+def _watch_writes() -> None:
+    """Look, at each operator that writes to a DTensor, for copies that it writes to."""
+    handlers = dtensor_handlers()
+    for name in operator_names():
+        kind, _, overload = name.removeprefix("aten::").partition(".")
+        if name.startswith("aten::") and (kind.endswith("_") or "out" in overload):
+            operator = getattr(getattr(torch.ops.aten, kind), overload or "default")
+            handlers[operator] = _Write(operator, handlers.get(operator, without_handler))
+
+
+class _Write:
+    """A handler that does what was done before, and brings what was written where it belongs."""
+
+    __slots__ = ("before", "written")
+
+    def __init__(self, operator: _Operator, before: _Operator) -> None:
+        arguments = enumerate(schema_of(operator).arguments)
+        self.before = before
+        self.written = [
+            (number, argument.name)
+            for number, argument in arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+
+    def __call__(self, op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+        found: list[tuple[_Copy, torch.Tensor, list[torch.Tensor | None]]] = []
+        for number, name in self.written:
+            value = args[number] if number < len(args) else kwargs.get(name)
+            for tensor in value if isinstance(value, Sequence) else (value,):
+                if isinstance(tensor, DTensor):
+                    found += [(copy, part, copy.places(part)) for copy, part in _copies(tensor)]
+        result = self.before(op, args, kwargs)
+        for copy, part, places in found:
+            copy.bring_back(part, places, writes=len(found))
+        return result
