@@ -15,6 +15,7 @@ Bottom-up:
     mixed_lists     operators on lists of DTensors and plain tensors together
     gather_dtensor  whole tensors from DTensors, and the parts that ranks hold
     random_values   the random values of DTensors, which each rank draws whole
+    corrected       operators whose numbers torch's rules make others than one process has
     written_parts   writes to parts of DTensors, which change these themselves
 """
 

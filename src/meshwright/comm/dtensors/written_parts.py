@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from meshwright.comm.dtensors.corrected import correct_operators
 from meshwright.comm.dtensors.dtensor import AtRest, at_rest, local_of
-from meshwright.comm.dtensors.gather_dtensor import held_boxes, ranges_held, whole
+from meshwright.comm.dtensors.gather_dtensor import ranges_held
 from meshwright.comm.dtensors.random_values import draw_whole
 from meshwright.comm.dtensors.ranges import Ranges
 from meshwright.torch_internals.autograd import running_backward
@@ -43,16 +44,8 @@ def write_through() -> None:
     Writes cost a look at each tensor from the first part on that had to be gathered.
     """
     draw_whole()
-    dtensor_handlers().setdefault(torch.ops.aten.fill_.Tensor, _fill)
+    correct_operators()
     on_gathered_views(_note)
-
-
-def _fill(op: object, args: tuple[DTensor, torch.Tensor], kwargs: object) -> DTensor:
-    """Fill a DTensor with one number, as ``weight[0] = 1`` asks: torch has no rule for that."""
-    tensor, value = args
-    for _, memory in held_boxes(tensor, "a DTensor that is filled"):
-        memory.fill_(whole(value))
-    return tensor
 
 
 def _note(op: _Operator, tensor: DTensor, gathered: torch.Tensor, lies: DTensorSpec) -> None:

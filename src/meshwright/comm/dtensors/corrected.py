@@ -1,0 +1,173 @@
+"""Operators on DTensors whose numbers are others under torch's rules than in one process.
+
+==========================================  =====================================================
+means of losses                             a mean of the ranks' means, though some have fewer rows,
+                                            or fewer that count; gradients of each rank's own mean
+``any``                                     a sum of booleans, which as a number counts ranks
+``fill_`` of what ranks hold summands of    every summand is the value
+``logsumexp`` with ``keepdim``              lies along the dim before the one that is cut
+``sum`` over no dims, which is over all     none is summed: in backward of ``amax`` and ``amin``
+convolutions of images that are cut         of each rank's part alone
+==========================================  =====================================================
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from meshwright.comm.dtensors.dtensor import is_replicated, local_of
+from meshwright.comm.dtensors.gather_dtensor import held_boxes, whole
+from meshwright.torch_internals.distributed import dtensor_handlers, without_handler
+from meshwright.torch_internals.tensors import schema_of
+
+_Operator = Callable[..., Any]
+_Args = tuple[Any, ...]
+_Kwargs = Mapping[str, Any]
+
+_MEAN, _SUM = 1, 2
+"""How torch's operators say `reduction`."""
+_LOSSES = (
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+    "huber_loss",
+    "mse_loss",
+    "smooth_l1_loss",
+    "soft_margin_loss",
+)
+
+
+@functools.cache
+def correct_operators() -> None:
+    """Compute what one process would from now on."""
+    aten, handlers = torch.ops.aten, dtensor_handlers()
+    for name in _LOSSES:
+        handlers[getattr(aten, name).default] = _loss
+        if hasattr(aten, f"{name}_backward"):
+            handlers[getattr(aten, f"{name}_backward").default] = _loss_backward
+    for name in ("nll_loss", "nll_loss2d"):
+        handlers[getattr(aten, f"{name}_forward").default] = _likelihood
+        handlers[getattr(aten, f"{name}_backward").default] = _likelihood_backward
+    for operator in (aten.any.default, aten.any.dim, aten.any.dims):
+        handlers[operator] = _any
+    handlers[aten.fill_.Scalar] = handlers[aten.fill_.Tensor] = _fill
+    handlers[aten.logsumexp.default] = _logsumexp
+    handlers[aten.amax.default] = handlers[aten.amin.default] = _extreme
+    for operator in (aten.convolution.default, aten.convolution_backward.default):
+        handlers[operator] = _Convolution(handlers.get(operator, without_handler))
+
+
+def _named(op: _Operator, args: _Args, kwargs: _Kwargs) -> dict[str, Any]:
+    """Find the arguments of a call by their names, which it may have left out at the end."""
+    arguments = schema_of(op).arguments
+    found = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    return found | dict(zip((a.name for a in arguments), args, strict=False)) | dict(kwargs)
+
+
+def _is_mean_of_parts(given: Mapping[str, Any]) -> bool:
+    """Check for a mean over what ranks hold parts of."""
+    tensors = [each for each in given.values() if isinstance(each, DTensor)]
+    is_cut = any(not is_replicated(each) for tensor in tensors for each in tensor.placements)
+    return given["reduction"] == _MEAN and is_cut
+
+
+def _loss(op: _Operator, args: _Args, kwargs: _Kwargs) -> object:
+    given = _named(op, args, kwargs)
+    if not _is_mean_of_parts(given):
+        return without_handler(op, args, kwargs)
+    return op(**given | {"reduction": _SUM}) / given["self"].numel()
+
+
+def _loss_backward(op: _Operator, args: _Args, kwargs: _Kwargs) -> object:
+    given = _named(op, args, kwargs)
+    if not _is_mean_of_parts(given):
+        return without_handler(op, args, kwargs)
+    gradient = given["grad_output"] / given["self"].numel()
+    return op(**given | {"grad_output": gradient, "reduction": _SUM})
+
+
+def _likelihood(op: _Operator, args: _Args, kwargs: _Kwargs) -> object:
+    given = _named(op, args, kwargs)
+    if not _is_mean_of_parts(given):
+        return without_handler(op, args, kwargs)
+    total, weight = op(**given | {"reduction": _SUM})
+    weight = _replicated(weight)
+    return total / weight, weight
+
+
+def _likelihood_backward(op: _Operator, args: _Args, kwargs: _Kwargs) -> object:
+    given = _named(op, args, kwargs)
+    if not _is_mean_of_parts(given):
+        return without_handler(op, args, kwargs)
+    gradient = given["grad_output"] / given["total_weight"]
+    return op(**given | {"grad_output": gradient, "reduction": _SUM})
+
+
+def _any(op: _Operator, args: _Args, kwargs: _Kwargs) -> object:
+    found = without_handler(op, args, kwargs)
+    return _replicated(found) if any(each.is_partial() for each in found.placements) else found
+
+
+def _fill(op: _Operator, args: tuple[DTensor, Any], kwargs: _Kwargs) -> DTensor:
+    tensor, value = args
+    # torch has no rule for ``weight[0] = 1``, which fills with a tensor.
+    value = whole(value) if isinstance(value, torch.Tensor) else value
+    is_zero = not isinstance(value, torch.Tensor) and value == 0  # also where it is summands
+    for memory in (
+        [local_of(tensor).detach()]
+        if is_zero
+        else [memory for _, memory in held_boxes(tensor, "a DTensor that is filled")]
+    ):
+        op(memory, value)
+    return tensor
+
+
+def _logsumexp(op: _Operator, args: _Args, kwargs: _Kwargs) -> object:
+    given = _named(op, args, kwargs)
+    if not given["keepdim"]:
+        return without_handler(op, args, kwargs)
+    found = op(given["self"], given["dim"])
+    for dim in sorted(each % given["self"].ndim for each in given["dim"]):
+        found = found.unsqueeze(dim)
+    return found
+
+
+def _extreme(op: _Operator, args: _Args, kwargs: _Kwargs) -> object:
+    if not _named(op, args, kwargs)["dim"]:  # its backward sums so, as next to nobody else does
+        dtensor_handlers()[torch.ops.aten.sum.dim_IntList] = _sum
+    return without_handler(op, args, kwargs)
+
+
+def _sum(op: _Operator, args: _Args, kwargs: _Kwargs) -> object:
+    given = _named(op, args, kwargs)
+    return without_handler(op, (), given | {"dim": given["dim"] or [*range(given["self"].ndim)]})
+
+
+class _Convolution:
+    """A handler that gathers what it is given, unless ranks hold whole images."""
+
+    __slots__ = ("before",)
+
+    def __init__(self, before: _Operator) -> None:
+        self.before = before
+
+    def __call__(self, op: _Operator, args: _Args, kwargs: _Kwargs) -> object:
+        names = [argument.name for argument in schema_of(op).arguments]
+        is_batch = all(
+            is_replicated(each) or (each.is_shard(0) and name in ("input", "grad_output"))
+            for name, value in zip(names, args, strict=False)
+            if isinstance(value, DTensor)
+            for each in value.placements
+        )
+        if is_batch:
+            return self.before(op, args, kwargs)
+        return op(*(_replicated(v) if isinstance(v, DTensor) else v for v in args), **kwargs)
+
+
+def _replicated(tensor: DTensor) -> DTensor:
+    """Give each rank all of ``tensor``."""
+    return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
