@@ -300,7 +300,8 @@ class UnitWrapper(OfThisProcess, SteppedOver):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero as any module, also where whole parameters are listed in the others' place."""
         super().zero_grad(set_to_none)
-        zero_kept(self._units(), set_to_none=set_to_none)
+        root = self._driver.iteration if self._driver.is_root else None
+        zero_kept(self._units() if root is None else root.units, set_to_none=set_to_none)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Call ``fn`` on every module below, each with its whole parameters; changes are kept."""

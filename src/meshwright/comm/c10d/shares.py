@@ -75,6 +75,10 @@ def all_reduce(
     return () if work is None else (work,), None
 
 
+def _line(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dim() == 1 else tensor.view(-1)
+
+
 def all_gather(
     door: Communicator,
     output: torch.Tensor,
@@ -88,7 +92,7 @@ def all_gather(
         works = gloo.all_gather(output, tensor, group, door.ranks)
         if works is not None:
             return works, None
-    line, mine = output.view(-1), tensor.view(-1)
+    line, mine = _line(output), _line(tensor)
     if tensor.dtype not in gloo.MOVED:
         line, mine = gloo.as_bytes(line), gloo.as_bytes(mine)
     work = lookup.all_gather(line, mine, group, async_op=async_op)
@@ -110,7 +114,7 @@ def reduce_scatter(
         if launched is not None:
             return launched
     op = lookup.REDUCTIONS[reduction]
-    work = lookup.reduce_scatter(output.view(-1), tensor.view(-1), group, op=op, async_op=async_op)
+    work = lookup.reduce_scatter(_line(output), _line(tensor), group, op=op, async_op=async_op)
     return () if work is None else (work,), None
 
 

@@ -21,7 +21,7 @@ _CARRIED = "_meshwright_in_backward"
 
 def has_after_hooks(parameter: torch.Tensor) -> bool:
     """Tell whether anything is to run when ``.grad`` of ``parameter`` is there."""
-    return bool(after_hooks_of(parameter)) or is_stepped(parameter)
+    return bool(after_hooks_of(parameter)) or STEPPERS in parameter.__dict__
 
 
 def is_stepped(parameter: torch.Tensor) -> bool:

@@ -260,7 +260,8 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
     Of a part that is a subclass with all-gather extensions the plain tensor with its values.
     """
-    return values_of(local_tensor_of(tensor)) if isinstance(tensor, DTensor) else tensor
+    local = local_tensor_of(tensor) if isinstance(tensor, DTensor) else tensor
+    return local if local is tensor or type(local) is torch.Tensor else values_of(local)
 
 
 def local_box(

@@ -41,21 +41,20 @@ class _StorageLine(Line):
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.tensor = torch.empty(numel, dtype=dtype, device=device)
-        self._nbytes = self.tensor.nbytes
+        self._storage = self.tensor.untyped_storage()
+        self._nbytes = self._storage.nbytes()
         self.is_free = False  # noted, since of no elements the storage does not tell
 
     def free(self) -> None:
         self.is_free = True
-        storage = self.tensor.untyped_storage()
         # What was shown to NumPy stays: torch lets nobody resize it any more.
-        if storage.size() and storage.resizable():
-            storage.resize_(0)
+        if self._storage.nbytes() and self._storage.resizable():
+            self._storage.resize_(0)
 
     def restore(self) -> None:
         self.is_free = False
-        storage = self.tensor.untyped_storage()
-        if storage.size() != self._nbytes:
-            storage.resize_(self._nbytes)
+        if self._storage.nbytes() != self._nbytes:
+            self._storage.resize_(self._nbytes)
 
 
 class _PagedLine(Line):

@@ -17,7 +17,7 @@ changes what all code of the process takes these for.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -139,9 +139,11 @@ class SteppedOver(nn.Module):
     ) -> Generator[tuple[str, nn.Module]]:
         """List as any module; while those functions ask, under the names before wrapping."""
         found = super().named_modules(memo, prefix, remove_duplicate)
-        if not self._is_asked():
-            yield from found
-            return
+        return self._as_before(found, prefix) if self._is_asked() else found
+
+    def _as_before(
+        self, found: Iterable[tuple[str, nn.Module]], prefix: str
+    ) -> Generator[tuple[str, nn.Module]]:
         start = f"{prefix}." if prefix else ""
         place = place_of(self, self._wrapped_as)
         shown = {start + ".".join(place[: count + 1]) for count in range(len(place))}

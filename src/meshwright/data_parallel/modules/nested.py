@@ -6,7 +6,7 @@ import copy
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -184,12 +184,18 @@ _MAPPINGS = (dict, OrderedDict, defaultdict)
 def tensors_kept_by(modules: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
     """List tensors with a graph that ``modules`` hold as attributes, or in lists: losses mostly."""
     for module in modules:
-        for value in module.__dict__.values():
+        values = module.__dict__.values()
+        for value in values if any(map(_is_looked_at, {*map(type, values)})) else ():
             if isinstance(value, torch.Tensor):
                 if value.grad_fn is not None:
                     yield value
             elif type(value) is list:
                 yield from (v for v in value if isinstance(v, torch.Tensor) and v.grad_fn)
+
+
+@lru_cache
+def _is_looked_at(kind: type) -> bool:  # most modules have nothing of such a class
+    return kind is list or issubclass(kind, torch.Tensor)
 
 
 def _are_same(these: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -39,6 +39,7 @@ from meshwright.data_parallel.shards.buffer import DataAxes
 from meshwright.data_parallel.shards.gradient_lines import sum_parts
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup
 from meshwright.data_parallel.shards.parameter_hooks import accumulator_of
+from meshwright.data_parallel.shards.slot import have_gradients
 from meshwright.data_parallel.shards.unit import Phase, Unit
 from meshwright.data_parallel.shards.unit_streams import UnitStreams
 from meshwright.gradients import warn_without_gradients
@@ -98,7 +99,7 @@ class Iteration:
         self._numbers = {driver: number for number, driver in enumerate(drivers)}
         self._expected: list[Driver] = []
         self._order: list[Driver] = []
-        self._units, self._slots = units, [slot for unit in units for slot in unit.slots]
+        self.units, self._slots = units, [slot for unit in units for slot in unit.slots]
         self._stops = any(driver.stops_on_non_finite for driver in drivers)
         if self._stops:
             for unit in units:
@@ -191,7 +192,7 @@ class Iteration:
         self.is_in_forward = True
         if self.statistics is not None and self.statistics.is_due and torch.is_grad_enabled():
             self.statistics.tell()
-        for unit in self._units:
+        for unit in self.units:
             unit.exposure.zero_alike()
             unit.exposure.refresh(unit)
             if unit.phase is Phase.FULL:
@@ -299,8 +300,8 @@ class Iteration:
 
         For optimizers that are not torch's: it takes a while with many DTensors.
         """
-        versions = [unit.exposure.version(unit) for unit in self._units]
-        shards = [group.buffer.shard for unit in self._units for group in unit.groups]
+        versions = [unit.exposure.version(unit) for unit in self.units]
+        shards = [group.buffer.shard for unit in self.units for group in unit.groups]
         before, self._versions = self._versions, versions
         then, self._shards = self._shards, shards
         # What was converted since then counts something else now.
@@ -310,11 +311,11 @@ class Iteration:
 
     def _exposed(self) -> list[torch.Tensor]:
         """List the parameters that optimizers may hold."""
-        return [p for unit in self._units for p in unit.exposure.parameters(unit)]
+        return [p for unit in self.units for p in unit.exposure.parameters(unit)]
 
     def _given(self) -> list[torch.Tensor]:
         """List what no optimizer may hold: what was sharded, is whole, or shows instead."""
-        slots = [slot for unit in self._units for slot in unit.slots]
+        slots = [slot for unit in self.units for slot in unit.slots]
         before = (slot.given() for slot in slots if slot.given is not None)
         shown = (module.__dict__.get(name) for slot in slots for module, name in slot.places)
         return [*(t for t in (*before, *shown) if t is not None), *(slot.full for slot in slots)]
@@ -327,7 +328,7 @@ class Iteration:
         self._check_taken()
         waiting = self.showing
         if self.keeps_sums and not waiting:
-            waiting = [unit for unit in self._units if unit.has_gradient]
+            waiting = [unit for unit in self.units if unit.has_gradient]
         if waiting and (found := _held(waiting, optimizer)):
             raise RuntimeError(
                 f"an optimizer steps while gradients of {found[0].name!r} wait for their "
@@ -338,7 +339,7 @@ class Iteration:
             if not self._has_warned and not self._steps.has_closure:
                 self._has_warned = warn_without_gradients(optimizer)
             # What a forward without a backward has left whole is that of before, in a moment.
-            whole = [unit for unit in self._units if unit.phase is Phase.FULL]
+            whole = [unit for unit in self.units if unit.phase is Phase.FULL]
             for unit in _held(whole, optimizer):
                 unit.has_changed()
                 unit.reshard()
@@ -348,16 +349,16 @@ class Iteration:
 
     def _check_taken(self) -> None:
         """Raise RuntimeError where a pass that is over has left gradients that nobody has seen."""
-        if self.is_in_backward or not unseen.have_gradients(self._slots):
+        if self.is_in_backward or not have_gradients(self._slots):
             return
-        for unit in self._units:
+        for unit in self.units:
             name = unit.take_unseen()
             if name:
                 raise unseen.lost(name, unit)
 
     def _has_gradients(self) -> bool:
         """Check that an optimizer that steps now would change anything on this rank."""
-        return any(unit.exposure.has_gradients(unit) for unit in self._units)
+        return any(unit.exposure.has_gradients(unit) for unit in self.units)
 
     # -------------------------------------------------------------------------- backward
 
@@ -378,7 +379,7 @@ class Iteration:
 
     def _reaches_parameters(self) -> bool:
         """Tell whether the backward pass that runs now gives any parameter a gradient."""
-        slots = (slot for unit in self._units for slot in unit.slots)
+        slots = (slot for unit in self.units for slot in unit.slots)
         return (self.token is not None and gets_gradient(self.token)) or any(
             gets_gradient(slot.leaf) or (slot.full is not slot.leaf and gets_gradient(slot.full))
             for slot in slots
@@ -386,7 +387,7 @@ class Iteration:
         )
 
     def _check_kept(self) -> None:
-        freed = [unit.name for unit in self._units if not unit.settings.keep_full_after_forward]
+        freed = [unit.name for unit in self.units if not unit.settings.keep_full_after_forward]
         if freed:
             raise RuntimeError(
                 "FSDP does not support gradients of gradients where parameters are freed after the "
@@ -443,7 +444,7 @@ class Iteration:
         self._end_streams()
         self.showing = [
             unit
-            for unit in self._units
+            for unit in self.units
             if (self.is_of_inputs or not unit.settings.synchronise)
             and unit.exposure.show_waiting(unit)
         ]

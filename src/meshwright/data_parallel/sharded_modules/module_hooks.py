@@ -42,6 +42,7 @@ from meshwright.data_parallel.sharded_modules.agreement import check_meta, compa
 from meshwright.data_parallel.sharded_modules.iteration import Iteration
 from meshwright.data_parallel.sharded_modules.module_tree import ModuleTree, PlacesIn
 from meshwright.data_parallel.shards.replaced_parameters import converted
+from meshwright.data_parallel.shards.slot import have_gradients
 from meshwright.data_parallel.shards.unit import Phase, Unit
 from meshwright.torch_internals.autograd import (
     backward_hooks_of,
@@ -508,7 +509,7 @@ class Driver:
             return
         is_kept = unit.phase is Phase.FULL
         if not is_kept:
-            if unseen.have_gradients(unit.slots):
+            if have_gradients(unit.slots):
                 unseen.refuse_early(unit)
             unit.unshard(is_late=True)
         ahead: Sequence[Driver] | None = self.backward_ahead

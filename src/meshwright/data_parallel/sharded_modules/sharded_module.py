@@ -78,7 +78,9 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
         ``zero_grad`` does not see those.
         """
         super().zero_grad(set_to_none)
-        units = list(_units(self, recurse=True))
+        driver = _driver(self)
+        root = driver.iteration if driver.is_root else None
+        units = _units(self, recurse=True) if root is None else root.units
         zero_kept(units, set_to_none=set_to_none)
         for unit in units:
             unit.forget_gradients()

@@ -10,13 +10,11 @@ they train; where one was not, or a backward has gone through these alone, that 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
 
 from meshwright.data_parallel.shards.replaced_parameters import rank_in
-from meshwright.data_parallel.shards.slot import Slot
 from meshwright.data_parallel.shards.unit import Unit
 from meshwright.torch_internals.autograd import function_transforms
 from meshwright.torch_internals.trees import tree_leaves
@@ -25,16 +23,6 @@ if TYPE_CHECKING:
     from meshwright.data_parallel.sharded_modules.iteration import Iteration
 
 PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None))
-
-
-_OF_LEAF, _OF_WHOLE = attrgetter("leaf.grad"), attrgetter("full.grad")
-
-
-def have_gradients(slots: Sequence[Slot]) -> bool:
-    """Tell whether autograd has left a gradient on a whole parameter of ``slots``."""
-    found = {*map(type, map(_OF_LEAF, slots)), *map(type, map(_OF_WHOLE, slots))}
-    found.discard(type(None))
-    return bool(found)
 
 
 class Hooks:

@@ -461,7 +461,7 @@ class FlatBuffer:
     def _copies_from(self, line: torch.Tensor, count: int) -> _Copies:
         """Copy from ``line``, which has what was gathered of the first ``count`` tensors, to each.
 
-        Targets and sources are contiguous where they can be.
+        On the host in one copy for all ranks; devices join copies of what is contiguous alone.
         """
         layout, width = self.layout.chunked_layout(), line.numel() // self.layout.parts
         targets: list[torch.Tensor] = []
@@ -469,6 +469,11 @@ class FlatBuffer:
         for index in range(count):
             start, size = layout.offsets[index], layout.sizes[index]
             first = layout.whole_start(index)
+            if not layout.dims[index] and is_host(self.device):
+                place = self.full[first : first + size * layout.parts]
+                targets.append(place.view(layout.parts, size))
+                sources.append(line.view(layout.parts, width)[:, start : start + size])
+                continue
             for part in range(layout.parts):
                 at = part * width + start
                 if not layout.dims[index]:

@@ -291,10 +291,10 @@ class ExposedTensors(Exposure):
         for group in unit.groups:
             for entry in self.entries(group):
                 full, shown = entry.slot.full, self._in_cells.get(entry)
-                if full.requires_grad is not entry.exposed.requires_grad:
-                    full.requires_grad_(entry.exposed.requires_grad)
-                    self._guard(group)
-                if full.requires_grad is not entry.trains:
+                if not (full.requires_grad is entry.trains is entry.exposed.requires_grad):
+                    if full.requires_grad is not entry.exposed.requires_grad:
+                        full.requires_grad_(entry.exposed.requires_grad)
+                        self._guard(group)
                     entry.note_training()
                 for cells, name in entry.cells:
                     if cells.get(name) is shown or _is_ours(entry, cells, name):

@@ -36,7 +36,7 @@ from meshwright.data_parallel.shards.gradient_lines import (
     sum_parts,
     summands_of,
 )
-from meshwright.data_parallel.shards.slot import Slot
+from meshwright.data_parallel.shards.slot import Slot, have_gradients
 from meshwright.data_parallel.shards.tensor_extensions import ExtendedBuffer, whole_parameter
 from meshwright.errors import InternalError
 from meshwright.gradients import Factor, NonFiniteValues, multiply_
@@ -307,13 +307,11 @@ class ParameterGroup:
     @property
     def has_new_gradient(self) -> bool:
         """True when autograd has left gradients on the whole parameters."""
-        return any(slot.leaf.grad is not None for slot in self.slots) or any(
-            slot.full.grad is not None for slot in self.slots if slot.full is not slot.leaf
-        )
+        return have_gradients(self.slots)
 
     def forget_gradients(self) -> None:
         """Drop what autograd and passes without a reduction have left."""
-        for slot in self.slots:
+        for slot in self.slots if self.has_new_gradient else ():
             slot.leaf.grad = slot.full.grad = None
         self.buffer.release_gradients()
         self.partial = None

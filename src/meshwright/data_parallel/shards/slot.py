@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -181,6 +182,15 @@ class Slot:
         for module, name in self.places:
             # Not setattr: the order of the names has to stay, and this is on the hot path.
             module._parameters[name] = parameter  # pyrefly: ignore[unsupported-operation]
+
+
+_OF_LEAF, _OF_WHOLE = attrgetter("leaf.grad"), attrgetter("full.grad")
+
+
+def have_gradients(slots: Collection[Slot]) -> bool:
+    """Tell whether autograd has left a gradient on a whole parameter of ``slots``."""
+    found = {*map(type, map(_OF_LEAF, slots)), *map(type, map(_OF_WHOLE, slots))}
+    return not found <= {type(None)}
 
 
 def collect_slots(

@@ -212,16 +212,18 @@ class FlatExposure(Exposed):
 
     def _hide(self, unit: Unit, before: torch.Tensor | None = None) -> None:
         """Give modules whole parameters as attributes, or what is shown for ``before``."""
+        nothing = self._nothing
         for slot in unit.slots:
             whole = slot.full
             for module, name in slot.places:
-                if module._parameters.get(name) is whole:
-                    del module._parameters[name]
-                found = module.__dict__.get(name)
-                is_ours = found is before or found is self._nothing or found is whole
-                if is_ours or (found is None and name not in module._parameters):
+                listed, attributes = module._parameters, module.__dict__
+                if listed.get(name) is whole:
+                    del listed[name]
+                found = attributes.get(name)
+                is_free = found is None and name not in listed
+                if is_free or found is before or found is nothing or found is whole:
                     # Modules look at them also where they do not compute, to be printed.
-                    module.__dict__[name] = whole if before is None else self._nothing
+                    attributes[name] = whole if before is None else nothing
         self._lists_full = False
         self.owner._parameters[FLAT] = self._flat
 
