@@ -76,6 +76,10 @@ local_tensor_of = attrgetter("_local_tensor")
 """This rank's part of a DTensor, without autograd."""
 version_of = attrgetter("_version")
 """The count of writes in place to the memory of a tensor."""
+set_versions = required(
+    "torch._C._autograd._unsafe_set_version_counter", "keeps graphs from memory that was freed"
+)
+"""Set the counts of writes of tensors, with which graphs remember what they have saved."""
 
 make_subclass = required("torch.Tensor._make_subclass", "makes tensors of a class of its own")
 make_wrapper_subclass = required(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -221,6 +222,34 @@ def body_shared() -> None:
         same(nn.ModuleList(whole), nn.ModuleList(heads))
 
 
+def body_shared_by_turns() -> None:
+    """Heads on one encoder are stepped one after the other; each counts its own passes alone."""
+    for options in ({"static_graph": True}, {"skip_all_reduce_unused_params": True}):
+        torch.manual_seed(0)
+        encoder = nn.Linear(3, 3).double()
+        heads = [nn.Sequential(encoder, nn.Linear(3, 2).double()) for _ in range(2)]
+        whole = copy.deepcopy(heads)
+        x, share = batch()
+        replicas = [DistributedDataParallel(head, **options) for head in heads]
+        for models, given in ((whole, x), (replicas, share)):
+            for _ in range(2):
+                for model in models:
+                    model.zero_grad()
+                    model(given).square().mean().backward()
+        same(nn.ModuleList(whole), nn.ModuleList(heads))
+
+
+def body_shared_over_other_ranks() -> None:
+    """A replica over other ranks is refused where it is built, until the other one is dropped."""
+    layer = nn.Linear(3, 2)
+    own = [dist.new_group([rank]) for rank in range(communicator().size)][communicator().rank]
+    replica = DistributedDataParallel(layer)
+    with pytest.raises(ValueError, match=r"'weight', which is reduced over ranks \[0, 1"):
+        DistributedDataParallel(layer, process_group=own)
+    del replica
+    DistributedDataParallel(layer, process_group=own)
+
+
 def body_function_transforms() -> None:
     """The gradients that `torch.func.grad` takes are this rank's, and no pass begins."""
     model = DistributedDataParallel(nn.Linear(3, 2).double())
@@ -255,6 +284,8 @@ BODIES = [
     body_hook_futures,
     body_batch_norm,
     body_shared,
+    body_shared_by_turns,
+    body_shared_over_other_ranks,
     body_function_transforms,
     body_silent,
 ]

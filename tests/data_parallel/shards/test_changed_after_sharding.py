@@ -576,6 +576,21 @@ def gone_on_behind_a_hidden_loss(run: Run) -> None:
     run.loss(2)
 
 
+@program(
+    all="modified by an inplace operation",
+    kept="'a.weight' a gradient and went through no output of unit 'a'",
+)
+def begun_with_a_hidden_loss(run: Run) -> None:
+    """Nothing has gathered the weights that the loss has kept: torch must not read them."""
+    found: list[torch.Tensor] = []
+    inner = bare(run.model.a)
+    hook = inner.register_forward_pre_hook(lambda m, args: found.append(m.weight.sin().sum()))
+    run.loss(1)
+    hook.remove()
+    found[0].backward()
+    run.optimizer.step()
+
+
 @program(all="written in place while it was whole")
 def written_by_the_forward(run: Run) -> None:
     def halve(module: nn.Module, args: object) -> None:

@@ -128,12 +128,12 @@ class Router(nn.Module):
 class HidesLosses(Case):
     """Units leave losses, beside and behind their outputs, where nobody looks for any."""
 
-    units = ("a", "b", "c")
+    units = ("a", "b", "c.inner", "c")
 
     def __init__(self) -> None:
         super().__init__()
         hidden: list[torch.Tensor] = []
-        self.a, self.b, self.c = Losing(hidden), Losing(hidden), layer()
+        self.a, self.b, self.c = Losing(hidden), Losing(hidden), LosingAround(hidden)
         self.hidden = hidden.copy  # a method, through which nobody looks either
         self.forget = hidden.clear
 
@@ -158,6 +158,17 @@ class Losing(nn.Module):
         self.leave(((x * self.scale).sin() * self.scale).square().mean())
         self.leave(self.layer(x.detach()).sin().mean())
         return x
+
+
+class LosingAround(Losing):
+    """The last unit, whose output is the root's, too, around another one."""
+
+    def __init__(self, hidden: list[torch.Tensor]) -> None:
+        super().__init__(hidden)
+        self.inner = Losing(hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.inner(x))
 
 
 class CallsItself(Case):

@@ -44,11 +44,16 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     return tree_map(partial(_mapped, function), value)
 
 
-def cloned(value: Any, *, where: Callable[[torch.Tensor], bool]) -> Any:  # noqa: ANN401
-    """Give ``value`` with copies of the tensors for which ``where`` is true."""
+def cloned(
+    value: Any,  # noqa: ANN401
+    *,
+    where: Callable[[torch.Tensor], bool],
+    clone: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.clone,
+) -> Any:  # noqa: ANN401
+    """Give ``value`` with copies of the tensors for which ``where`` is true, made by ``clone``."""
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone() if where(tensor) else tensor
+        return clone(tensor) if where(tensor) else tensor
 
     if isinstance(value, torch.Tensor):
         return copied(value)

@@ -109,7 +109,7 @@ class GradientReducer:
         """The host is to tell the other ranks of each pass which gradients it has, since one of
         them has lacked some; this pass lacks one; its ranks were told."""
         self.leaves = ReducedLeaves((), {})
-        self._sharing = Sharing(self._share)
+        self._sharing = Sharing(self)
         self.take_up(named, settings, local)
 
     def take_up(
@@ -131,6 +131,8 @@ class GradientReducer:
         self._notes = PassNotes(named, settings, self.communicator)
         self.alignment = self._notes.alignment
         self._static = self._notes.static
+        self._is_strict = settings.is_static or settings.skips_unused
+        """True when each pass uses what the first has used: passes of others do not count."""
         self._sharing.hold(self.leaves.parameters)
         self._unused: frozenset[int] | None = None
         """Parameters that no rank used in the first reduction, when they are to be skipped."""
@@ -309,7 +311,12 @@ class GradientReducer:
         if error is not None:
             raise error
 
-    def _share(self) -> None:
+    @property
+    def is_in_backward(self) -> bool:
+        """True in a backward pass that it reduces."""
+        return self.phase is ReductionPhase.BACKWARD
+
+    def share(self) -> None:
         """Make room for another reducer of the same parameters, which was built on all ranks."""
         if self.phase is ReductionPhase.IDLE:
             self._arrange()
@@ -371,6 +378,8 @@ class GradientReducer:
                 self.marking.accumulated(index, parameter)
             return
         home = self._homes[index]
+        if self._is_strict and not self.is_in_backward and self._sharing.is_of_other(parameter):
+            return
         if not self.is_synchronising:
             if not self.is_wanted and self.communicator.size > 1:
                 self.alignment.stays_local(index)

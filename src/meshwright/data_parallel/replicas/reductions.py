@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Protocol
 
 import torch
 
@@ -25,11 +26,24 @@ from meshwright.data_parallel.replicas.options import ReductionSettings
 from meshwright.data_parallel.replicas.slots import BucketLayout, Reduction
 
 
-class Sharing:
-    """The parameters of a reducer that others have, too; ``changed`` is called for more of them."""
+class Reducer(Protocol):
+    """The part of a reducer that `Sharing` needs."""
 
-    def __init__(self, changed: Callable[[], None]) -> None:
-        self._changed = weakref.WeakMethod(changed)
+    communicator: Communicator
+
+    @property
+    def is_in_backward(self) -> bool:
+        """True in a backward pass that it reduces."""
+
+    def share(self) -> None:
+        """Make room for another reducer of the same parameters."""
+
+
+class Sharing:
+    """The parameters of a reducer that others have, too; these are told of more of them."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = weakref.ref(reducer)
         self._held: dict[int, torch.Tensor] = {}
         self._shared: set[int] = set()
         PROCESS.sharings[self] = None
@@ -38,23 +52,54 @@ class Sharing:
         """Have ``parameters`` from now on."""
         self._held = {id(parameter): parameter for parameter in parameters}
         self._shared.clear()
-        if any(map(self._in_common, list(PROCESS.sharings))):
-            gc.collect()  # a wrapper that nobody has any more is to be gone on all ranks alike
-        for other in list(PROCESS.sharings):
-            common = self._in_common(other)
+        for other, reducer in others_with(self._held.keys(), self):
+            common = self._held.keys() & other._held.keys()
             self._shared |= common
             if common - other._shared:
                 other._shared |= common
-                changed = other._changed()
-                if changed is not None:
-                    changed()
-
-    def _in_common(self, other: Sharing) -> set[int]:
-        return set() if other is self else self._held.keys() & other._held.keys()
+                reducer.share()
 
     def is_shared(self, parameter: torch.Tensor) -> bool:
         """Tell whether another reducer has ``parameter``."""
         return id(parameter) in self._shared
+
+    def is_of_other(self, parameter: torch.Tensor) -> bool:
+        """Tell whether another reducer has ``parameter`` and is in a backward pass."""
+        found = _holders({id(parameter)}, self) if self.is_shared(parameter) else []
+        return any(reducer.is_in_backward for _, reducer in found)
+
+
+def _holders(ids: Set[int], own: Sharing | None) -> list[tuple[Sharing, Reducer]]:
+    found: list[tuple[Sharing, Reducer]] = []
+    for each in list(PROCESS.sharings):
+        reducer = each._reducer()
+        if each is not own and reducer is not None and not ids.isdisjoint(each._held):
+            found.append((each, reducer))
+    return found
+
+
+def others_with(ids: Set[int], own: Sharing | None) -> list[tuple[Sharing, Reducer]]:
+    """List what has parameters of ``ids`` beside ``own``, on all ranks alike."""
+    if _holders(ids, own):
+        gc.collect()  # a wrapper that nobody has any more is to be gone on all ranks
+    return _holders(ids, own)
+
+
+def refuse_other_ranks(
+    named: Sequence[tuple[str, torch.Tensor]], communicator: Communicator
+) -> None:
+    """Raise ValueError where a reducer over other ranks has one of the parameters ``named``."""
+    names = {id(parameter): name for name, parameter in named}
+    for other, reducer in others_with(names.keys(), None):
+        ranks = sorted(reducer.communicator.ranks)
+        if ranks != sorted(communicator.ranks):
+            name = next(names[each] for each in names if each in other._held)
+            raise ValueError(
+                f"replicate: expected parameters that no replica over other ranks has, found "
+                f"{name!r}, which is reduced over ranks {ranks} and would be over "
+                f"{sorted(communicator.ranks)} here: each would undo the mean of the other. "
+                "Give both the same process group, or drop the other wrapper first"
+            )
 
 
 def build_reductions(

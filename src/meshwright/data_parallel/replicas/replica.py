@@ -29,6 +29,7 @@ from meshwright.data_parallel.modules.module_tensors import ModuleParameters
 from meshwright.data_parallel.modules.nested import Loan, tensors_in
 from meshwright.data_parallel.replicas.options import ReplicateOptions
 from meshwright.data_parallel.replicas.reducer import GradientReducer
+from meshwright.data_parallel.replicas.reductions import refuse_other_ranks
 from meshwright.data_parallel.replicas.traced import Marking, Route
 from meshwright.errors import CollectiveMismatchError
 from meshwright.gradients import mark_mean
@@ -352,6 +353,7 @@ def _check(
         known = known_at_rest(parameter)
         if known is not None:
             check_axes(name, known, communicator)
+    refuse_other_ranks(parameters, communicator)
 
 
 def _sparse_names(

@@ -42,7 +42,6 @@ from meshwright.data_parallel.sharded_modules.agreement import check_meta, compa
 from meshwright.data_parallel.sharded_modules.iteration import Iteration
 from meshwright.data_parallel.sharded_modules.module_tree import ModuleTree, PlacesIn
 from meshwright.data_parallel.shards.replaced_parameters import converted
-from meshwright.data_parallel.shards.slot import have_gradients
 from meshwright.data_parallel.shards.unit import Phase, Unit
 from meshwright.torch_internals.autograd import (
     backward_hooks_of,
@@ -83,7 +82,8 @@ class CastSettings:
 class Driver:
     """Drives one unit (None for modules without parameters of their own) from module hooks."""
 
-    _following: Unit | None = None  # gathered ahead in the backward
+    _before: Driver | None = None  # whose backward comes after the one of now
+    _began = 0  # the forwards that had ended when its last one began
 
     def __init__(
         self,
@@ -304,6 +304,7 @@ class Driver:
             following = iteration.record(self)
             self._to_run.update(self._parts)
         unit = self.unit
+        self._began = self._began if is_recompute else len(iteration.finished)
         if unit is None:
             return self.cast_inputs(args, kwargs)
         unit.unshard(is_late=True)
@@ -354,6 +355,8 @@ class Driver:
             return output
         is_training = torch.is_grad_enabled()
         if is_training:
+            if self.is_root:
+                output = unseen.with_own_node(output, Driver._output_gradient)
             is_seen = self._watch_outputs(output)
             for kept in tensors_kept_by(self._below.get(module) or self._own_modules(module)):
                 is_watched = self._output_gradient in (backward_hooks_of(kept) or {}).values()
@@ -505,26 +508,27 @@ class Driver:
         if unit is not None and unit.changes != self._changes:
             raise converted(self.name, unit.communicators)
         iteration.begin_backward()
-        if unit is None or not unit.settings.unshard_in_backward:
-            return
-        is_kept = unit.phase is Phase.FULL
-        if not is_kept:
-            if have_gradients(unit.slots):
-                unseen.refuse_early(unit)
-            unit.unshard(is_late=True)
-        ahead: Sequence[Driver] | None = self.backward_ahead
-        if ahead is None:
-            other = iteration.before(self) if unit.settings.backward_prefetch == "before" else None
-            ahead = [other] if other is not None else NOBODY
-        for driver in ahead:
-            # One output of several may come late, when those before it are done.
-            if is_kept and not driver.has_run:
-                continue
-            if driver.unit is not None and driver.unit.settings.unshard_in_backward:
-                driver.unit.unshard()
-                self._following = self._following or driver.unit
-        if not is_kept:
-            unit.wait_unshard()
+        self._before = before = iteration.before(self)
+        if unit is not None and unit.settings.unshard_in_backward:
+            is_kept = unit.phase is Phase.FULL
+            if not is_kept:
+                unit.unshard(is_late=True)
+            ahead: Sequence[Driver | None] | None = self.backward_ahead
+            if ahead is None and unit.settings.backward_prefetch == "before":
+                ahead = [before]
+            for driver in ahead or NOBODY:
+                # One output of several may come late, when those before it are done.
+                if driver is None or (is_kept and not driver.has_run):
+                    continue
+                if driver.unit is not None and driver.unit.settings.unshard_in_backward:
+                    driver.unit.unshard()
+            if not is_kept:
+                unit.wait_unshard()
+        if before is not None and before.has_run and before.position >= self._began:
+            # It ran within this forward, and what it has hidden comes before its output tells.
+            inner = before.unit
+            if inner is not None and inner.settings.unshard_in_backward:
+                inner.wait_unshard()
 
     @apart
     def after_backward(self, gradient: object = None) -> None:
@@ -537,15 +541,13 @@ class Driver:
         self._uses -= 1
         if self._uses > 0 or iteration is None or unit is None:
             return
-        if unit.settings.backward_prefetch == "after":
-            other = iteration.before(self)
-            if other is not None and other.unit is not None and other.has_run:
-                other.unit.unshard()
-                self._following = other.unit
+        before, self._before = self._before, None
+        other = None if before is None or not before.has_run else before.unit
+        if other is not None and unit.settings.backward_prefetch == "after":
+            other.unshard()
         self._end(iteration, unit, is_due=True)
-        following, self._following = self._following, None
-        if following is not None and following.phase is Phase.GATHERING:
-            following.wait_unshard()  # what it has hidden is read before its output tells
+        if other is not None and other.settings.unshard_in_backward:
+            other.wait_unshard()
 
     def finish_backward(self, iteration: Iteration) -> None:
         """End the whole backward pass: do what no input's gradient has triggered."""
@@ -561,7 +563,6 @@ class Driver:
     def drop(self) -> None:
         """Give up an iteration that ended in an exception."""
         self._uses, self._in_graphs, self.has_run = 0, 0, False
-        self._following = None
         self._to_run.clear()
         self._loans.clear()
         self._unseen = self._unseen and self._unseen.stop()

@@ -4,25 +4,51 @@ Outputs are looked for in containers, dataclasses and what is registered with to
 any other class, a closure or a generator they are not. Such a unit stays whole until the backward
 has ended, which begins at the latest with the first gradient of a parameter. Beside outputs that
 are found, others are not expected. A unit is there before its output's gradient comes, so that
-they train; where one was not, or a backward has gone through these alone, that is an error.
+they train. Where one was not, torch refuses to read what was saved of its parameters (see
+`Unit`); where a backward has gone through these alone, that is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from meshwright.data_parallel.modules.nested import cloned
 from meshwright.data_parallel.shards.replaced_parameters import rank_in
-from meshwright.data_parallel.shards.unit import Unit
-from meshwright.torch_internals.autograd import function_transforms
+from meshwright.data_parallel.shards.unit import Phase, Unit
+from meshwright.torch_internals.autograd import backward_hooks_of, function_transforms
 from meshwright.torch_internals.trees import tree_leaves
 
 if TYPE_CHECKING:
     from meshwright.data_parallel.sharded_modules.iteration import Iteration
 
 PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None))
+
+
+def with_own_node(output: Any, tell: Callable[..., None]) -> Any:  # noqa: ANN401
+    """Give the root's ``output`` as views, where a unit that was freed has returned the same.
+
+    The gradient of a view comes before all that the unit has computed, and tells the unit, too.
+    ``tell`` is the method of drivers that hooks of outputs call.
+    """
+
+    def is_freed(tensor: torch.Tensor) -> bool:
+        for hook in (backward_hooks_of(tensor) or {}).values():
+            unit = hook.__self__.unit if getattr(hook, "__func__", None) is tell else None
+            if unit is not None and unit.phase is not Phase.FULL:
+                return True
+        return False
+
+    def view(tensor: torch.Tensor) -> torch.Tensor:
+        other = tensor.view_as(tensor)
+        for hook in (backward_hooks_of(tensor) or {}).values():
+            if getattr(hook, "__func__", None) is tell:
+                other.register_hook(hook)
+        return other
+
+    return cloned(output, where=is_freed, clone=view)
 
 
 class Hooks:
@@ -66,17 +92,6 @@ def lost(name: str, unit: Unit) -> RuntimeError:
         f"a gradient and went through no output of unit {unit.name!r}: nothing has reduced it, and "
         f"it is dropped. {_RETURN}"
     )
-
-
-def refuse_early(unit: Unit) -> None:
-    """Raise RuntimeError where a pass had gradients of ``unit`` before it was gathered for that."""
-    name = unit.take_unseen()
-    if name:
-        raise RuntimeError(
-            f"rank {rank_in(unit.communicators)}: sharded parameter {name!r} has got a gradient "
-            f"before an output of unit {unit.name!r}, which was not gathered: it was computed "
-            f"from memory that had been freed. {_RETURN}"
-        )
 
 
 def expect(

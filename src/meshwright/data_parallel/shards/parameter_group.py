@@ -112,6 +112,7 @@ class ParameterGroup:
         self.pin_memory = pin_memory
         """True when shards on the CPU lie in pages that a GPU can copy from beside its work."""
         self._extensions = [each for slot in slots if (each := slot.extension) is not None]
+        self.is_extended = bool(self._extensions)
         self.buffer = self._new_buffer(layout, device, self._empty_shard(layout, home))
         self.buffer.fill(
             [None if s.local is not None else values_of(local_of(s.original)) for s in slots]

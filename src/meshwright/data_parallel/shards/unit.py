@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from meshwright.comm import Communicator, Pending
 from meshwright.comm.streams import Event as StreamEvent
@@ -34,7 +35,7 @@ from meshwright.data_parallel.shards.replaced_parameters import written
 from meshwright.data_parallel.shards.slot import Slot
 from meshwright.data_parallel.shards.unit_streams import UnitStreams
 from meshwright.errors import InternalError
-from meshwright.torch_internals.tensors import has_storage
+from meshwright.torch_internals.tensors import has_storage, set_versions, version_of
 
 
 class Phase(StrEnum):
@@ -48,6 +49,7 @@ class Phase(StrEnum):
 
 _IS_STALE = attrgetter("buffer.is_stale")
 _IS_TRAINABLE = attrgetter("is_trainable")
+_LEAF = attrgetter("leaf")
 
 HERE = contextlib.nullcontext()
 """No stream beside the computation."""
@@ -222,6 +224,8 @@ class Unit:
         """Under way."""
         self.trainable_groups: tuple[ParameterGroup, ...] = ()
         """The groups in which a parameter requires grad, as of when they were last whole."""
+        self._hidden: tuple[Sequence[torch.Tensor], Sequence[int]] = (), ()
+        """Parameters whose memory is gone, with their versions; graphs find others meanwhile."""
         self.find_trainable()
         self.exposure.show_sharded(self)
 
@@ -303,6 +307,9 @@ class Unit:
         _wait_for(self._gathers)
         if self._is_there is not None:
             self._is_there.wait()
+        if self._hidden[0]:
+            set_versions(*self._hidden)
+            self._hidden = (), ()
         before_freeing = None if self._streams is None else self._streams.gathers.follow
         for group in self.groups:
             group.finish_gather(before_freeing)
@@ -353,6 +360,7 @@ class Unit:
     def has_changed(self) -> None:
         """Note that parameters were converted, loaded, stepped or given anew: graphs are void."""
         self.changes += 1
+        self._hidden = (), ()
 
     def find_trainable(self) -> None:
         """Note which groups have a parameter that requires grad now."""
@@ -361,6 +369,15 @@ class Unit:
     def _put_away(self) -> None:
         self.exposure.show_sharded(self)
         lost = self.take_written()
+        if self.settings.unshard_in_backward:
+            # A loss that nobody has seen may come before anything has gathered its unit again:
+            # torch refuses what a graph has saved of these, and does not read what is gone.
+            leaves: list[torch.Tensor] = []
+            for group in self.groups:
+                if group.buffer.is_copy and not group.is_extended:
+                    leaves += map(_LEAF, group.slots)
+            self._hidden = leaves, [*map(version_of, leaves)]
+            increment_version(leaves)
         if self._streams is None:
             for group in self.groups:
                 group.buffer.release()
