@@ -383,6 +383,20 @@ class Pair(NamedTuple):
     second: object
 
 
+class Turned(nn.Module):
+    """A stage that gives views whose memory has other values, or takes them."""
+
+    def __init__(self, *, is_first: bool) -> None:
+        super().__init__()
+        self.layer, self.is_first = nn.Linear(1, 1), is_first
+
+    def forward(self, x: Any) -> Any:
+        if self.is_first:
+            y = torch.complex(self.layer(x), x).conj()
+            return {"both": y, "one": y.imag}  # of one element: without holes
+        return self.layer(x["both"].real * x["both"].imag + x["one"])
+
+
 class Paired(nn.Module):
     """A stage that gives a `Pair` of pairs, or takes one."""
 
@@ -401,11 +415,10 @@ class Paired(nn.Module):
         return self.layer(x.first * factor) + inner.first
 
 
-def body_of_pairs() -> None:
+def body_of_pairs(kind: type[Paired | Turned], x: torch.Tensor) -> None:
     world = communicator()
-    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(1)).double()
     torch.manual_seed(0)
-    both = nn.Sequential(Paired(is_first=True), Paired(is_first=False)).double()
+    both = nn.Sequential(kind(is_first=True), kind(is_first=False)).double()
     mine = copy.deepcopy(both[world.rank])
     nn.functional.mse_loss(both(x), x).backward()
     stage = PipelineStage(mine, world.rank, world.size, CPU)
@@ -417,7 +430,12 @@ def body_of_pairs() -> None:
 
 @pytest.mark.few(1)
 def test_named_tuples_cross_stages(ranks: Ranks) -> None:
-    ranks(2, body_of_pairs)
+    ranks(2, body_of_pairs, Paired, torch.arange(12, dtype=torch.float64).view(4, 3).sin())
+
+
+@pytest.mark.few(1)
+def test_conjugates_cross_stages(ranks: Ranks) -> None:
+    ranks(2, body_of_pairs, Turned, torch.tensor([[0.5], [2.0]], dtype=torch.float64))
 
 
 def test_classes_that_other_processes_do_not_find_do_not_cross_stages() -> None:

@@ -69,7 +69,7 @@ def _example(written: Any) -> Any:  # noqa: ANN401 - JSON
         spec = treespec_loads(written)
         return tree_unflatten([0] * spec.num_leaves, spec)
     text, inner = written
-    leaves = [0 if each is None else _found(*each[:2])._make(_example(each[2])) for each in inner]
+    leaves = [0 if each is None else _found(*each[:2])(*_example(each[2])) for each in inner]
     return tree_unflatten(leaves, treespec_loads(text))
 
 
