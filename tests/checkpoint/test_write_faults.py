@@ -276,3 +276,28 @@ def test_the_exchanges_of_a_save_are_labelled(tmp_path: Path) -> None:
     phases = ("describe", "prepare", "write", "commit")
     expected = [f"checkpoint step 200: {phase}" for phase in phases]
     assert on_ranks(3, body) == [expected] * 3
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError(), ": MemoryError; earlier checkpoints are untouched; free memory"),
+        (
+            RuntimeError("no"),
+            ": RuntimeError: no; earlier checkpoints are untouched; the traceback",
+        ),
+        (TypeError("no"), ": no; earlier checkpoints are untouched; correct the arguments"),
+    ],
+)
+def test_what_to_do_fits_what_has_failed(tmp_path: Path, error: Exception, said: str) -> None:
+    class Failing(Storage):
+        def write(self, handle: int, data: bytes | memoryview) -> None:
+            raise error
+
+    def save_on(group: ThreadRank) -> Path:
+        return save_tensors(
+            tmp_path, small(1), METADATA, step=1, storage=Failing(), communicator=group
+        )
+
+    for message in failures(tmp_path, save_on):
+        assert said in message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from meshwright.pipelining import (
     StageEdges,
     get_schedule_class,
 )
-from meshwright.pipelining.messages.metadata import Values, signature_of
+from meshwright.pipelining.messages.metadata import Signature, Values, signature_of
 from meshwright.pipelining.schedules import SCHEDULE_NAMES
 from meshwright.schedule.builders import stage_ranks
 from meshwright.testing import Ranks
@@ -376,16 +377,81 @@ def test_a_schedule_after_one_that_has_failed(ranks: Ranks) -> None:
 
 
 class Pair(NamedTuple):
-    """Nested values of a class that no other process is sure to have."""
+    """Values under names."""
 
     first: torch.Tensor
-    second: torch.Tensor
+    second: object
 
 
-def test_classes_of_the_user_do_not_cross_stages() -> None:
-    values = Values.of((Pair(torch.ones(2), torch.ones(3)),))
-    with pytest.raises(PipeliningShapeError, match="cannot go to another rank: expected tuples"):
-        signature_of(values, "outputs").to_json()
+class Turned(nn.Module):
+    """A stage that gives views whose memory has other values, or takes them."""
+
+    def __init__(self, *, is_first: bool) -> None:
+        super().__init__()
+        self.layer, self.is_first = nn.Linear(1, 1), is_first
+
+    def forward(self, x: Any) -> Any:
+        if self.is_first:
+            y = torch.complex(self.layer(x), x).conj()
+            return {"both": y, "one": y.imag}  # of one element: without holes
+        return self.layer(x["both"].real * x["both"].imag + x["one"])
+
+
+class Paired(nn.Module):
+    """A stage that gives a `Pair` of pairs, or takes one."""
+
+    def __init__(self, *, is_first: bool) -> None:
+        super().__init__()
+        self.layer, self.is_first = nn.Linear(3, 3), is_first
+
+    def forward(self, x: Any) -> Any:
+        if self.is_first:
+            y = self.layer(x)
+            return Pair(y, {"more": [Pair(y.sin(), None), 2]})
+        assert type(x) is Pair
+        inner, factor = x.second["more"]
+        assert type(inner) is Pair
+        assert inner.second is None
+        return self.layer(x.first * factor) + inner.first
+
+
+def body_of_pairs(kind: type[Paired | Turned], x: torch.Tensor) -> None:
+    world = communicator()
+    torch.manual_seed(0)
+    both = nn.Sequential(kind(is_first=True), kind(is_first=False)).double()
+    mine = copy.deepcopy(both[world.rank])
+    nn.functional.mse_loss(both(x), x).backward()
+    stage = PipelineStage(mine, world.rank, world.size, CPU)
+    schedule = ScheduleGPipe(stage, 2, loss_fn=nn.MSELoss())
+    schedule.step(*((x,) if world.rank == 0 else ()), target=x if world.rank else None)
+    for found, expected in zip(mine.parameters(), both[world.rank].parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+
+
+@pytest.mark.few(1)
+def test_named_tuples_cross_stages(ranks: Ranks) -> None:
+    ranks(2, body_of_pairs, Paired, torch.arange(12, dtype=torch.float64).view(4, 3).sin())
+
+
+@pytest.mark.few(1)
+def test_conjugates_cross_stages(ranks: Ranks) -> None:
+    ranks(2, body_of_pairs, Turned, torch.tensor([[0.5], [2.0]], dtype=torch.float64))
+
+
+def test_classes_that_other_processes_do_not_find_do_not_cross_stages() -> None:
+    class Local(NamedTuple):
+        first: torch.Tensor
+
+    for value in (Local(torch.ones(2)), torch.ones(2, 2).max(dim=1)):
+        values = Values.of(([value],))
+        text = "no class .*Local is found in|cannot go to another rank: expected tuples"
+        with pytest.raises(PipeliningShapeError, match=text):
+            signature_of(values, "outputs").to_json()
+    written = signature_of(Values.of((Pair(torch.ones(2), None),)), "outputs").to_json()
+    assert Signature.from_json(json.loads(json.dumps(written))).to_json() == written
+    missing = json.loads(json.dumps(written).replace('"Pair"', '"Pears"'))
+    with pytest.raises(PipeliningShapeError, match="no class Pears is found in .*test_schedules"):
+        Signature.from_json(missing)
 
 
 def body_alone() -> None:

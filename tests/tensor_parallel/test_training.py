@@ -265,6 +265,8 @@ def test_a_penalty_on_the_gradient_of_the_input_trains(ranks: Ranks) -> None:
         {"1": columns, "3": RowwiseParallel(**partial, use_local_output=False)},
         {"1": columns, "3": summand, "": _left(Shard(1))},
         {"1": columns, "3": summand, "": _left(Replicate())},
+        {"0": _left(Replicate(), of=Replicate()), "1": columns, "3": rows},
+        {"0": _left(Shard(1), of=Replicate()), **cut},
     )
 
     def body() -> None:
@@ -280,11 +282,58 @@ def test_a_penalty_on_the_gradient_of_the_input_trains(ranks: Ranks) -> None:
                 y = y.full_tensor() if isinstance(y, DTensor) else y
                 (slope,) = torch.autograd.grad(y.sin().sum(), given, create_graph=True)
                 (slope.square().sum() + y.square().mean()).backward()
-                found.append(given.grad)
+                found.append((given.grad, _curved(model, x)))
             torch.testing.assert_close(*found)
             check_alike(one, many)
 
     ranks(2, body)
+
+
+def test_dropout_of_parts_is_that_of_one_process(ranks: Ranks) -> None:
+    """As a style's module, and of the DTensors that styles give."""
+    columns, rows = ColwiseParallel(use_local_output=False), RowwiseParallel(use_local_output=False)
+    scattered = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+    plans = (
+        {"0": columns, "2": rows},
+        {"0": columns, "2": scattered, "3": SequenceParallel()},
+        {
+            "0": columns,
+            "2": RowwiseParallel(output_layouts=Shard(1)),
+            "3": SequenceParallel(use_local_output=True),
+            "": PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate()),
+        },
+    )
+
+    def body() -> None:
+        x = torch.arange(32, dtype=torch.float64).view(2, 4, 4)
+        for plan in plans:
+            layers = nn.Sequential(
+                nn.Linear(4, 6), nn.Dropout(0.3), nn.Linear(6, 4), nn.Dropout(0.5)
+            )
+            one, many = alike(layers)
+            parallelize_module(many, tensor_mesh(), plan)
+            found = []
+            for model in (one, many):
+                torch.manual_seed(7)
+                y = model(x)
+                y = y.full_tensor() if isinstance(y, DTensor) else y
+                y.square().sum().backward()
+                found.append((y, torch.rand(2)))
+            torch.testing.assert_close(*found)
+            check_alike(one, many)
+
+    ranks(2, body)
+
+
+def _curved(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Compute the second derivative times ``x``: torch differentiates three times for it."""
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        # Summed first: through torch's `full_tensor` of parts third derivatives are lost.
+        y = model(x).sin().sum()
+        return y.full_tensor() if isinstance(y, DTensor) else y
+
+    return torch.autograd.functional.hvp(loss, x, x)[1]
 
 
 def _given(layout: Shard) -> PrepareModuleInput:
@@ -292,10 +341,10 @@ def _given(layout: Shard) -> PrepareModuleInput:
     return PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=layout)
 
 
-def _left(layout: Shard | Replicate) -> PrepareModuleOutput:
-    """Make the style of a model that sums what its ranks have, and gives it in a ``layout``."""
+def _left(layout: Shard | Replicate, of: Partial | Replicate | None = None) -> PrepareModuleOutput:
+    """Make the style of a module that gives what its ranks have as a DTensor in a ``layout``."""
     return PrepareModuleOutput(
-        output_layouts=Partial(), desired_output_layouts=layout, use_local_output=False
+        output_layouts=of or Partial(), desired_output_layouts=layout, use_local_output=False
     )
 
 

@@ -12,6 +12,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from meshwright.errors import CheckpointClaimedError, CheckpointDamagedError
 
 
@@ -116,7 +118,7 @@ def reason(error: Exception) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, ValueError | TypeError | CheckpointClaimedError | CheckpointDamagedError):
         return text
-    return f"{type(error).__name__}: {text}"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def advice(error: Exception) -> str:
@@ -141,7 +143,11 @@ def advice(error: Exception) -> str:
             return "use one folder for each job"
         case None if isinstance(error, CheckpointDamagedError):  # of a file that is imported
             return "restore that file from a copy"
-        case None:
+        case None if isinstance(error, MemoryError | torch.OutOfMemoryError):
+            return "free memory on that rank: drop what it no longer uses, or run fewer a host"
+        case None if isinstance(error, ValueError | TypeError):
             return "correct the arguments of save"
+        case None:
+            return "the traceback of that rank says where it was raised"
         case _:
             return "check the disk or choose another folder"

@@ -65,9 +65,16 @@ def copy_to(x: torch.Tensor, axis: Communicator, labels: Labels) -> torch.Tensor
     return _apply(x, _same, functools.partial(_sum, axis, labels.backward), axis)
 
 
-def reduce_from(x: torch.Tensor, axis: Communicator, labels: Labels) -> torch.Tensor:
-    """Compute the sum of every rank's ``x``, on every rank."""
-    return _apply(x, functools.partial(_sum, axis, labels.forward), _same, axis)
+def reduce_from(
+    x: torch.Tensor, axis: Communicator, labels: Labels, *, complete: bool = False
+) -> torch.Tensor:
+    """Compute the sum of every rank's ``x``, on every rank.
+
+    ``complete`` says that what its gradient is used for sends back whole sums, as DTensors do, and
+    no summands.
+    """
+    there = functools.partial(_sum, axis, labels.forward)
+    return _apply(x, there, _same, axis, _same if complete else None)
 
 
 def gather_from(
@@ -99,11 +106,15 @@ def scatter_to(x: torch.Tensor, axis: Communicator, labels: Labels, *, dim: int)
 
 
 def reduce_scatter_to(
-    x: torch.Tensor, axis: Communicator, labels: Labels, *, dim: int
+    x: torch.Tensor, axis: Communicator, labels: Labels, *, dim: int, complete: bool = False
 ) -> torch.Tensor:
-    """Compute this rank's chunk along ``dim`` of the sum of every rank's ``x``."""
+    """Compute this rank's chunk along ``dim`` of the sum of every rank's ``x``.
+
+    ``complete`` as of `reduce_from`.
+    """
     back = functools.partial(_gather, axis, labels.backward, dim, x.shape[dim])
-    return _apply(x, functools.partial(_sum_part, axis, labels.forward, dim), back, axis)
+    there = functools.partial(_sum_part, axis, labels.forward, dim)
+    return _apply(x, there, back, axis, functools.partial(_slice, axis, dim) if complete else None)
 
 
 def exchange(
@@ -262,25 +273,29 @@ _Operation = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Adjoints(torch.autograd.Function):
-    """A node of one operation forward and another backward; twice backward, the first."""
+    """A node of one operation forward, another backward, and twice backward the last."""
 
     # The compiler reads these signatures, so they cannot be autograd's general ones.
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
-        ctx: FunctionCtx, x: torch.Tensor, there: _Operation, back: _Operation
+        ctx: FunctionCtx, x: torch.Tensor, there: _Operation, back: _Operation, again: _Operation
     ) -> torch.Tensor:
-        ctx.operations = there, back  # pyrefly: ignore[missing-attribute]
+        ctx.operations = back, again  # pyrefly: ignore[missing-attribute]
         return there(x)
 
     @staticmethod
     def backward(  # pyrefly: ignore[bad-override]
         ctx: FunctionCtx, grad: torch.Tensor
-    ) -> tuple[torch.Tensor, None, None]:
-        there, back = ctx.operations  # pyrefly: ignore[missing-attribute]
-        return _Adjoints.apply(grad, back, there), None, None
+    ) -> tuple[torch.Tensor, None, None, None]:
+        back, again = ctx.operations  # pyrefly: ignore[missing-attribute]
+        return _Adjoints.apply(grad, back, again, back), None, None, None
 
 
 def _apply(
-    x: torch.Tensor, there: _Operation, back: _Operation, axis: Communicator
+    x: torch.Tensor,
+    there: _Operation,
+    back: _Operation,
+    axis: Communicator,
+    again: _Operation | None = None,
 ) -> torch.Tensor:
-    return x if axis.is_alone else _Adjoints.apply(x, there, back)
+    return x if axis.is_alone else _Adjoints.apply(x, there, back, again or there)

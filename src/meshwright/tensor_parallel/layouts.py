@@ -123,8 +123,11 @@ class Site:
                 shape[dim] = features
         return Arrival(tensor, placement, tuple(shape))
 
-    def move(self, given: Arrival, wanted: Placement) -> Arrival:
-        """Bring ``given`` to ``wanted``. Raises ValueError where that is a part of a sum."""
+    def move(self, given: Arrival, wanted: Placement, *, complete: bool = False) -> Arrival:
+        """Bring ``given`` to ``wanted``; ``complete`` is what `reduce_from` says.
+
+        Raises ValueError where ``wanted`` is a part of a sum.
+        """
         x, found = given.local, given.placement
         wanted = normal(wanted, x.ndim)
         if wanted == found:
@@ -132,9 +135,9 @@ class Site:
         axis, labels, shape = self.axis, self.labels, given.shape
         match found, wanted:
             case Partial(), Replicate():
-                x = reduce_from(x, axis, labels)
+                x = reduce_from(x, axis, labels, complete=complete)
             case Partial(), Shard(dim=dim):
-                x = reduce_scatter_to(x, axis, labels, dim=dim)
+                x = reduce_scatter_to(x, axis, labels, dim=dim, complete=complete)
             case Replicate(), Shard(dim=dim):
                 x = scatter_to(x, axis, labels, dim=dim)
             case Shard(dim=dim), Replicate():
@@ -175,9 +178,9 @@ class Site:
             return self.move(given, wanted).local
         turned = replace(self, labels=self.labels.turned())
         if isinstance(wanted, Partial):  # of which each rank has another summand
-            whole = turned.move(given, Replicate()).local
+            whole = turned.move(given, Replicate(), complete=True).local
             return copy_to(whole, self.axis, turned.labels)
-        return turned.move(given, wanted).local
+        return turned.move(given, wanted, complete=True).local
 
     def check_equal(self, shape: Sequence[int], dim: int) -> None:
         """Raise ValueError when a whole of ``shape`` does not fall into equal chunks along ``dim``.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch.utils._pytree import (
     TreeSpec,
+    is_namedtuple_instance,
     tree_flatten,
     tree_leaves,
     tree_map,
@@ -15,6 +16,7 @@ from torch.utils._pytree import (
 
 __all__ = [
     "TreeSpec",
+    "is_namedtuple_instance",
     "tree_flatten",
     "tree_leaves",
     "tree_map",

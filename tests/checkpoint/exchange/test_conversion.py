@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -15,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from meshwright import checkpoint
-from meshwright.checkpoint import Reader, export_weights, import_weights
+from meshwright.checkpoint import Reader, Storage, export_weights, import_weights
 from meshwright.checkpoint.exchange.weights import weights_of
 from meshwright.comm import communicator
 from meshwright.errors import (
@@ -285,3 +286,68 @@ def test_files_that_have_the_same_names_are_not_mixed(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     found = checkpoint.import_weights(tmp_path, tmp_path / "made", source_format="hf")
     assert torch.equal(checkpoint.load_tensors(found).tensors["state/model/a"], torch.ones(2))
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_what_an_export_cannot_remove_is_told_in_the_log(
+    saved: Path,
+    tmp_path: Path,
+    to: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The next one names it, too: another job may be writing it."""
+
+    def refuse(self: Storage, path: Path) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+
+    target = tmp_path / "out" / TARGETS[to]
+    torso = target.with_name(f".{target.name}.tmp-0123abcd")
+    torso.mkdir(parents=True)
+    monkeypatch.setattr(Storage, "remove_tree", refuse)
+    export_weights(saved, target, to=to)
+    assert target.exists()
+    assert torso.exists()
+    assert f"{torso} is of an export that was interrupted, or is under way" in caplog.text
+    assert (to == "torch") == ("could not be removed: " in caplog.text)
+    with pytest.raises(CheckpointWriteError, match="exists and is never overwritten"):
+        export_weights(saved, target, to=to)
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_an_export_that_may_lose_its_name_is_told_as_such(
+    saved: Path, tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "out" / TARGETS[to]
+    target.parent.mkdir()
+    sync = Storage.sync_directory
+
+    def fail_last(self: Storage, path: Path) -> None:
+        if path == target.parent:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        sync(self, path)
+
+    monkeypatch.setattr(Storage, "sync_directory", fail_last)
+    with pytest.raises(CheckpointWriteError, match="is complete, but its name may not survive"):
+        export_weights(saved, target, to=to)
+    assert target.exists()
+
+
+def test_names_below_a_module_are_told(tmp_path: Path) -> None:
+    """As torch's DistributedDataParallel saves them."""
+    one, other = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    for prefix in ("module.", "_orig_mod.", ""):
+        named = {f"{prefix}{name}": value for name, value in one.state_dict().items()}
+        torch.save(named, tmp_path / f"{prefix}pt")
+        import_weights(tmp_path / f"{prefix}pt", tmp_path / f"{prefix}in", source_format="torch")
+    path = tmp_path / "module.in" / "step_00000000"
+    with pytest.raises(CheckpointMismatchError, match=r'ModuleDict\(\{"module": model\}\)'):
+        checkpoint.load(path, model=other)
+    checkpoint.load(path, model=torch.nn.ModuleDict({"module": other}))
+    assert_equal(other.state_dict(), one.state_dict())
+    path = tmp_path / "_orig_mod.in" / "step_00000000"
+    with pytest.raises(CheckpointMismatchError, match="anew from the module that was compiled"):
+        checkpoint.load(path, model=other)
+    path = tmp_path / "in" / "step_00000000"
+    with pytest.raises(CheckpointMismatchError, match="give the module 'module' as model="):
+        checkpoint.load(path, model=torch.nn.ModuleDict({"module": other}))

@@ -25,6 +25,11 @@ WAYS = [
     lambda t: nn.init.trunc_normal_(t, std=0.2),
     lambda t: nn.init.xavier_uniform_(t),
     lambda t: nn.init.kaiming_normal_(t),
+    lambda t: nn.functional.dropout(t + 1.0, 0.4),
+    lambda t: torch.native_dropout(t + 1.0, 0.4, True)[0],
+    lambda t: torch.native_dropout(t + 1.0, 1.0, True)[0],
+    lambda t: torch.native_dropout(t + 1.0, 0.4, False)[0],
+    lambda t: nn.functional.rrelu(t - 1.0, training=True),
     torch.rand_like,
     lambda t: torch.randn_like(t, dtype=torch.float32),
     lambda t: torch.randint_like(t, 9),
@@ -48,6 +53,15 @@ def body() -> None:
             assert found[2].placements == (placement,)
             torch.testing.assert_close(found[2].full_tensor(), found[0], rtol=0, atol=0)
             assert torch.equal(found[1], found[3])
+
+    chances, found = torch.arange(12.0).view(4, 3), []
+    for tensor in (chances, distribute_tensor(chances, mesh, [Shard(0)])):
+        torch.manual_seed(3)
+        picked = torch.multinomial(tensor, 2)
+        found.append(
+            (picked.full_tensor() if isinstance(picked, DTensor) else picked, torch.rand(2))
+        )
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_each_rank_draws_the_whole_and_keeps_its_part(ranks: Ranks) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -85,6 +86,7 @@ def _write(weights: Weights, form: Format, target: Path, group: Group) -> None:
         with _told_of(target):
             _require_free(target)
             storage.make_directories(target.absolute().parent)
+            _tell_of_torsos(target)
             folder = target.with_name(f".{target.name}.tmp-{secrets.token_hex(4)}")
             storage.make_directory(folder)
             try:
@@ -105,6 +107,7 @@ def _write(weights: Weights, form: Format, target: Path, group: Group) -> None:
                 storage.sync_directory(folder)
                 _require_free(target)
                 storage.rename(made, target)
+            with _told_of(target, "is complete, but its name may not survive a loss of power"):
                 storage.sync_directory(target.absolute().parent)
         return None, None
 
@@ -114,12 +117,25 @@ def _write(weights: Weights, form: Format, target: Path, group: Group) -> None:
         together(group, "export: finish", finish)
     finally:
         if group.rank == 0 and folder.is_dir():
-            with _told_of(target):
+            try:
                 storage.remove_tree(folder)
+            except OSError as error:  # the other ranks have what they came for, or its failure
+                _log.warning("%s could not be removed: %s; remove it", folder, reason(error))
+
+
+def _tell_of_torsos(target: Path) -> None:
+    """Name in the log what interrupted exports may have left: another job may be writing it."""
+    names = re.compile(rf"\.{re.escape(target.name)}\.tmp-[0-9a-f]{{8}}")
+    for name in sorted(os.listdir(target.absolute().parent)):
+        if names.fullmatch(name):
+            _log.warning(
+                "%s is of an export that was interrupted, or is under way: remove it if none is",
+                target.with_name(name),
+            )
 
 
 @contextmanager
-def _told_of(target: Path) -> Generator[None, None, None]:
+def _told_of(target: Path, what: str = "was not written") -> Generator[None, None, None]:
     """Make one kind of error of all with which writing ``target`` fails."""
     try:
         yield
@@ -131,7 +147,7 @@ def _told_of(target: Path) -> Generator[None, None, None]:
             cause = cause.__cause__ or cause.__context__  # of torch.save it says what went wrong
         if cause is None:
             raise
-        text = f"{target} was not written: {reason(cause)}; {advice(cause)}"
+        text = f"{target} {what}: {reason(cause)}; {advice(cause)}"
         raise CheckpointWriteError(text) from error
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self, cast
 
@@ -19,6 +19,7 @@ from meshwright.comm.dtensors.dtensor import is_dtensor
 from meshwright.comm.dtensors.gather_dtensor import empty_part_like, held, held_boxes
 from meshwright.comm.dtensors.shard_view import ShardView
 from meshwright.errors import CheckpointMismatchError
+from meshwright.torch_internals.modules import COMPILED
 
 FORMAT = "meshwright-state"
 VERSION = 1
@@ -90,6 +91,26 @@ class SavedState:
         """List the structures of the optimizers."""
         found = self.structure.get("optimizer", [])
         return found if isinstance(found, list) else [found]
+
+
+def _about_prefix(here: Iterable[str], there: Iterable[str]) -> str:
+    """Say what to do where names of one side are those of the other below a module; else nothing.
+
+    Weights that were saved from torch's DistributedDataParallel are called ``module.weight``.
+    """
+    own, stored = dict.fromkeys(here), dict.fromkeys(there)
+    for name in (*stored, *own):
+        prefix, _, rest = name.partition(".")
+        if name in stored and name not in own and rest in own:
+            remedy = f'load it with model=torch.nn.ModuleDict({{"{prefix}": model}})'
+            if prefix == COMPILED:
+                remedy = "save it anew from the module that was compiled"
+            return f"\n{name!r} there seems to be {rest!r} here: {remedy}"
+        if name in own and name not in stored and rest in stored:
+            return (
+                f"\n{rest!r} there seems to be {name!r} here: give the module {prefix!r} as model="
+            )
+    return ""
 
 
 def _is_tensor(structure: object) -> bool:
@@ -207,7 +228,11 @@ class Matching:
             for first, tensor in weights.tensors.items()
             for source in self.sources(first) or [f"{PREFIX}/model/{first}"]
         }
-        reader.check_names(expected, within=None)
+        try:
+            reader.check_names(expected, within=None)
+        except CheckpointMismatchError as error:
+            hint = _about_prefix(weights.tensors, self._stored)
+            raise CheckpointMismatchError(f"{error}{hint}") from error
         stored = self._saved.structure.get("model", {})
         missing = [name for name in weights.rest if name not in stored]
         if missing:

@@ -2,6 +2,7 @@
 
 On hosts each rank draws the whole tensor, and keeps its part. torch has every rank draw a part of
 its own there, which with one seed is the same on all of them: a weight whose rows come again.
+Dropout comes here by `bernoulli_`, unless a program calls its one operator.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshwright.comm.dtensors.dtensor import local_of
-from meshwright.comm.dtensors.gather_dtensor import held_boxes, part_like
+from meshwright.comm.dtensors.gather_dtensor import held_boxes, part, part_like
 from meshwright.comm.streams import is_host
+from meshwright.layout import Replicate
 from meshwright.torch_internals.distributed import dtensor_handlers, without_handler
 
 _Operator = Callable[..., torch.Tensor]
@@ -38,6 +40,9 @@ def draw_whole() -> None:
     aten, handlers = torch.ops.aten, dtensor_handlers()
     handlers.setdefault(aten.bernoulli_.float, _OnHosts(_drawn))
     handlers.setdefault(aten.bernoulli.default, _OnHosts(_by_chance))
+    handlers.setdefault(aten.native_dropout.default, _OnHosts(_dropped))
+    handlers.setdefault(aten.rrelu_with_noise.default, _OnHosts(_leaking))
+    handlers.setdefault(aten.multinomial.default, _OnHosts(_picked))
     for names, handler in ((_IN_PLACE, _drawn), (_NEW, _new)):
         for name in names:
             operator = getattr(aten, name)
@@ -51,7 +56,7 @@ class _OnHosts:
 
     __slots__ = ("handler",)
 
-    def __init__(self, handler: _Operator) -> None:
+    def __init__(self, handler: Callable[..., object]) -> None:
         self.handler = handler
 
     def __call__(self, op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
@@ -84,3 +89,32 @@ def _new(op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tor
 def _by_chance(op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
     """Draw by the chances that are the first of ``args``, of which all ranks need the whole."""
     return part_like(op(args[0].full_tensor(), **kwargs), args[0])
+
+
+def _dropped(
+    op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Drop by a mask of the whole of the first of ``args``; the mask is returned, too."""
+    tensor, chance, *_ = args
+    mask = part_like(op(torch.zeros_like(_whole_like(tensor)), *args[1:], **kwargs)[1], tensor)
+    is_training = args[2] is not False
+    scale = (0.0 if chance == 1 else 1 / (1 - chance)) if is_training else 1.0
+    return tensor * mask * scale, mask
+
+
+def _leaking(op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    """Scale what is negative in the first of ``args``; the second becomes the factors."""
+    tensor, factors, *rest = args
+    whole = _whole_like(tensor)
+    found = op(tensor.full_tensor(), whole, *rest, **kwargs)
+    for box, memory in held_boxes(factors, "the factors"):
+        memory.copy_(whole[box.slices()])
+    return part_like(found, tensor)
+
+
+def _picked(op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    """Pick by all chances of the first of ``args``; each rank has all that was picked."""
+    tensor: DTensor = args[0]
+    found = op(tensor.full_tensor(), *args[1:], **kwargs)
+    mesh = tensor.device_mesh
+    return part(found, mesh, [Replicate()] * mesh.ndim, found.stride())

@@ -2,6 +2,7 @@
 
 Bottom-up:
 
+    nesting           how a value is nested, as JSON
     metadata          shapes, strides and dtypes of values, and those that are no tensors
     batch             the arguments of a step, and the ids of the values made of them
     inbox             values that a stage has received

@@ -18,14 +18,13 @@ import torch
 from torch import nn
 
 from meshwright.errors import PipeliningShapeError
+from meshwright.pipelining.messages.nesting import read_spec, write_spec
 from meshwright.torch_internals.trees import (
     TreeSpec,
     tree_flatten,
     tree_leaves,
     tree_map_only,
     tree_unflatten,
-    treespec_dumps,
-    treespec_loads,
 )
 
 
@@ -146,28 +145,16 @@ class Signature:
         object.__setattr__(self, "has_constants", len(tensors) < len(self.leaves))
 
     def to_json(self) -> list[Any]:
-        """Write this as JSON carries it.
-
-        Raises `PipeliningShapeError` for values that are nested in a class of their own.
-        """
-        text, cause = "", None
-        try:
-            text = "" if self.spec is None else treespec_dumps(self.spec)
-        except (NotImplementedError, TypeError) as error:
-            cause = error
-        if self.spec is not None and (not text or treespec_loads(text) != self.spec):
-            raise PipeliningShapeError(
-                f"values nested as {self.spec} cannot go to another rank: expected tuples, lists "
-                "and dicts with keys that JSON has, or classes registered with "
-                "torch.utils._pytree under a serialized name"
-            ) from cause
-        return [[_to_json(leaf) for leaf in self.leaves], text]
+        """Write this as JSON carries it. Raises as `write_spec` does."""
+        nesting = None if self.spec is None else write_spec(self.spec)
+        return [[_to_json(leaf) for leaf in self.leaves], nesting]
 
     @classmethod
     def from_json(cls, written: list[Any]) -> Signature:
         """Find the signature that `to_json` wrote."""
-        leaves, text = written
-        return cls(tuple(map(_from_json, leaves)), treespec_loads(text) if text else None)
+        leaves, nesting = written
+        spec = None if nesting is None else read_spec(nesting)
+        return cls(tuple(map(_from_json, leaves)), spec)
 
     def describes(self, values: Values) -> bool:
         """Check that ``values`` are as described, whatever the values of constants."""
@@ -326,6 +313,11 @@ def detached(value: object) -> object:
     return tree_map_only(torch.Tensor, torch.Tensor.detach, value)
 
 
+def as_it_travels(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` without holes, and no view that conjugates what its memory has."""
+    return tensor.resolve_conj().contiguous()
+
+
 def trained(module: nn.Module) -> tuple[bool, ...]:
     """List the parameters that are trained now: outputs that require gradients depend on that."""
     return tuple([parameter.requires_grad for parameter in module.parameters()])
@@ -340,7 +332,8 @@ def refusal(leaf: object, where: str) -> str:
     kind = type(leaf)
     return (
         f"{where} is of type {kind.__module__}.{kind.__qualname__}; expected a tensor, None, bool, "
-        "int, float, str or dtype: only those go from stage to stage"
+        "int, float, str or dtype, in tuples, lists, dicts or NamedTuples: only those go from "
+        "stage to stage; return what it holds in one of them"
     )
 
 

@@ -17,7 +17,17 @@ from torch import nn
 from meshwright.comm.dtensors.dtensor import is_dtensor
 from meshwright.comm.dtensors.local_leaves import PartialGradient, forget_unsummed, sum_partial
 from meshwright.layout import Shard
+from meshwright.randomness import Dropout
 from meshwright.tensor_parallel.layouts import Arrival, Site, normal, untraced
+
+_DROPPING = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +75,11 @@ class SequencePart(nn.Module):
             )
         super().register_parameter(name, param)
 
+    @property
+    def _drops(self) -> bool:
+        """True where the mask is to be that of one process; ours knows what it is a part of."""
+        return self.training and isinstance(self, _DROPPING) and not isinstance(self, Dropout)
+
     def _on_part(
         self, dim: int, inputs: tuple[object, ...], options: dict[str, object]
     ) -> torch.Tensor:
@@ -78,8 +93,12 @@ class SequencePart(nn.Module):
             )
         placement = Shard(dim)
         given = site.move(site.arrive(first, placement), placement)
-        with self._on_leaves():
-            output = super().forward(given.local, *inputs[1:], **options)
+        if self._drops:
+            whole = site.leave(given, placement, is_local=False)
+            output = site.arrive(super().forward(whole, *inputs[1:], **options), placement).local
+        else:
+            with self._on_leaves():
+                output = super().forward(given.local, *inputs[1:], **options)
         if not isinstance(output, torch.Tensor):
             raise TypeError(f"{name}: expected one tensor as output, found {type(output).__name__}")
         shape = list(output.shape)
