@@ -27,7 +27,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from meshwright.comm import Communicator
-from meshwright.comm.dtensors.mixed_lists import are_lists_taken_apart
+from meshwright.comm.dtensors.operators.mixed_lists import are_lists_taken_apart
 from meshwright.comm.dtensors.sharded_axes import (
     is_distributed,
     is_line,

@@ -15,8 +15,8 @@ from meshwright.comm.dtensors.dtensor import (
     is_dtensor,
     what_became,
 )
-from meshwright.comm.dtensors.mixed_lists import take_lists_apart
-from meshwright.comm.dtensors.written_parts import write_through
+from meshwright.comm.dtensors.operators.mixed_lists import take_lists_apart
+from meshwright.comm.dtensors.operators.written_parts import write_through
 from meshwright.mesh import DeviceMesh
 from meshwright.tensor_parallel.checks.equality import verify_replicated
 from meshwright.tensor_parallel.checks.following import follow_first_forward

@@ -12,11 +12,8 @@ Bottom-up:
     ranges          rows from several places along a dim, and the boxes that they make
     shard_view      a flat range of the elements of a tensor, for state dicts
     sharded_axes    the axes that the elements of a tensor lie spread over
-    mixed_lists     operators on lists of DTensors and plain tensors together
     gather_dtensor  whole tensors from DTensors, and the parts that ranks hold
-    random_values   the random values of DTensors, which each rank draws whole
-    corrected       operators whose numbers torch's rules make others than one process has
-    written_parts   writes to parts of DTensors, which change these themselves
+    operators       torch's operators on DTensors, so that they compute what one process does
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from torch import nn
 
 from meshwright import comm
 from meshwright.comm import settle
-from meshwright.comm.dtensors.written_parts import write_through
+from meshwright.comm.dtensors.operators.written_parts import write_through
 from meshwright.data_parallel.checks.starting_state import starting_buffers
 from meshwright.data_parallel.modules.nested import tensors_in
 from meshwright.data_parallel.modules.of_this_process import home_of

@@ -313,11 +313,6 @@ def detached(value: object) -> object:
     return tree_map_only(torch.Tensor, torch.Tensor.detach, value)
 
 
-def as_it_travels(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` without holes, and no view that conjugates what its memory has."""
-    return tensor.resolve_conj().contiguous()
-
-
 def trained(module: nn.Module) -> tuple[bool, ...]:
     """List the parameters that are trained now: outputs that require gradients depend on that."""
     return tuple([parameter.requires_grad for parameter in module.parameters()])

@@ -38,7 +38,6 @@ from meshwright.pipelining.messages.metadata import (
     Signature,
     TensorMeta,
     Values,
-    as_it_travels,
     differences,
     digest,
     read,
@@ -197,7 +196,8 @@ class Transfers:
 
     def _send(self, tensors: Sequence[torch.Tensor], leg: Leg) -> None:
         self.has_begun = True
-        payloads = [as_it_travels(tensor) for tensor in tensors if tensor.numel()]
+        # Not as a view that conjugates what its memory has.
+        payloads = [t.resolve_conj().contiguous() for t in tensors if t.numel()]
         if payloads:
             sent = self._carrier.lanes.send(payloads, leg.peer, leg.label)
             self._sent.extend(zip(sent, payloads, strict=True))
@@ -442,7 +442,8 @@ class Transfers:
     def send_tied(self, tensor: torch.Tensor, stage: int, target: int) -> None:
         """Send a tied parameter or its gradient to stage ``target`` of another rank."""
         self.has_begun = True
-        payload, rank = as_it_travels(tensor), self._carrier.stage_ranks[target]
+        payload = tensor.resolve_conj().contiguous()
+        rank = self._carrier.stage_ranks[target]
         sent = self._carrier.lanes.send([payload], rank, f"stage {stage} tied")
         self._sent.append((sent[0], payload))
 

@@ -30,7 +30,7 @@ _Args = tuple[Any, ...]
 _Kwargs = Mapping[str, Any]
 
 _MEAN, _SUM = 1, 2
-"""How torch's operators say `reduction`."""
+"""Two values of ``reduction``, as torch's operators have it."""
 _LOSSES = (
     "binary_cross_entropy",
     "binary_cross_entropy_with_logits",

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from meshwright import fully_shard
 from meshwright.comm.dtensors.gather_dtensor import side_by_side
-from meshwright.comm.dtensors.written_parts import write_through
+from meshwright.comm.dtensors.operators.written_parts import write_through
 from meshwright.errors import LayoutError
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks

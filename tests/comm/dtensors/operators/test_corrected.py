@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
-from meshwright.comm.dtensors.written_parts import write_through
+from meshwright.comm.dtensors.operators.written_parts import write_through
 from meshwright.errors import LayoutError
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks

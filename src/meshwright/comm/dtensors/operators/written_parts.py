@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright.comm.dtensors.corrected import correct_operators
 from meshwright.comm.dtensors.dtensor import AtRest, at_rest, local_of
 from meshwright.comm.dtensors.gather_dtensor import ranges_held
-from meshwright.comm.dtensors.random_values import draw_whole
+from meshwright.comm.dtensors.operators.corrected import correct_operators
+from meshwright.comm.dtensors.operators.random_values import draw_whole
 from meshwright.comm.dtensors.ranges import Ranges
 from meshwright.torch_internals.autograd import running_backward
 from meshwright.torch_internals.distributed import (

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from meshwright import fully_shard
 from meshwright.comm.dtensors.gather_dtensor import side_by_side
-from meshwright.comm.dtensors.random_values import draw_whole
+from meshwright.comm.dtensors.operators.random_values import draw_whole
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks
 

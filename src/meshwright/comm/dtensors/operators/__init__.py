@@ -1,0 +1,13 @@
+"""torch's operators on DTensors, so that they compute what one process does.
+
+Bottom-up:
+
+    mixed_lists     operators on lists of DTensors and plain tensors together
+    random_values   the random values of DTensors, which each rank draws whole
+    corrected       operators whose numbers torch's rules make others than one process has
+    written_parts   writes to parts of DTensors, which change these themselves
+"""
+
+from __future__ import annotations
+
+__all__: list[str] = []
