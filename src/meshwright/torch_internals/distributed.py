@@ -78,6 +78,10 @@ _C10D = "torch.distributed.distributed_c10d"
 default_store = required(f"{_C10D}._get_default_store", "reports failures on the store of a run")
 default_group = required(f"{_C10D}._get_default_group", "finds the group of all ranks")
 _make_group = required(f"{_C10D}._new_process_group_helper", "makes groups by their own ranks")
+_local_results = required(
+    "torch.distributed.tensor.DTensor._op_dispatcher._dispatch_get_local_results_slow_path",
+    "sees what DTensors are gathered for",
+)
 graph_operators = required("torch.ops._c10d_functional", "communicates inside of graphs")
 """c10d's operators that graphs may hold."""
 mesh_resources = _mesh_resources
@@ -172,8 +176,7 @@ def on_gathered_views(
 
     With the operator, the DTensor, this rank's part of the copy, and how the copy lies.
     """
-    dispatcher = DTensor._op_dispatcher
-    before = dispatcher._dispatch_get_local_results_slow_path
+    before = _local_results
 
     def results(op: Any, args: tuple[Any, ...], op_info: Any) -> object:  # noqa: ANN401
         found = before(op, args, op_info)
@@ -183,7 +186,7 @@ def on_gathered_views(
             seen(op, args[0], op_info.local_args[0], gathered.args_schema[0])
         return found
 
-    vars(dispatcher)["_dispatch_get_local_results_slow_path"] = results
+    vars(DTensor._op_dispatcher)["_dispatch_get_local_results_slow_path"] = results
 
 
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:

@@ -34,7 +34,11 @@ def with_own_node(output: Any, tell: Callable[..., None]) -> Any:  # noqa: ANN40
     ``tell`` is the method of drivers that hooks of outputs call.
     """
 
+    views: dict[int, torch.Tensor] = {}
+
     def is_freed(tensor: torch.Tensor) -> bool:
+        if tensor.layout is not torch.strided:  # of which there are no views
+            return False
         for hook in (backward_hooks_of(tensor) or {}).values():
             unit = hook.__self__.unit if getattr(hook, "__func__", None) is tell else None
             if unit is not None and unit.phase is not Phase.FULL:
@@ -42,7 +46,10 @@ def with_own_node(output: Any, tell: Callable[..., None]) -> Any:  # noqa: ANN40
         return False
 
     def view(tensor: torch.Tensor) -> torch.Tensor:
-        other = tensor.view_as(tensor)
+        if id(tensor) in views:  # one object stays one
+            return views[id(tensor)]
+        views[id(tensor)] = other = tensor.view_as(tensor)
+        other.__dict__.update(tensor.__dict__)  # a mask, say, that a program has hung on it
         for hook in (backward_hooks_of(tensor) or {}).values():
             if getattr(hook, "__func__", None) is tell:
                 other.register_hook(hook)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import reduce
 from typing import Any
 
 from meshwright.errors import PipeliningShapeError
@@ -74,10 +73,13 @@ def _example(written: Any) -> Any:  # noqa: ANN401 - JSON
 
 
 def _found(module: str, name: str) -> Any:  # noqa: ANN401 - a class
-    try:
-        return reduce(getattr, name.split("."), sys.modules[module])
-    except (AttributeError, KeyError) as error:
-        raise PipeliningShapeError(
-            f"no class {name} is found in {module} on this rank, of which a stage gives a value: "
-            "define it at the top of a module that all ranks import"
-        ) from error
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    # Of another rank's message nothing else is called.
+    if isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields"):
+        return found
+    raise PipeliningShapeError(
+        f"no NamedTuple {name} is found in {module} on this rank, of which a stage gives a "
+        "value: define it at the top of a module that all ranks import"
+    )

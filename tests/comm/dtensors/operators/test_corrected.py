@@ -86,6 +86,26 @@ def test_convolutions_of_dtensors_compute_what_one_process_does(ranks: Ranks) ->
     ranks(2, body, 4, "convolution")  # torch has no views of rows that are cut unevenly
 
 
+def body_of_half_precision() -> None:
+    """The mean of what has a sum that float16 cannot hold."""
+    write_through()
+    mesh = init_device_mesh("cpu", (2,))
+    values = torch.full((64, 512), 2.0, dtype=torch.float16)
+    one = values.clone().requires_grad_()
+    spread = distribute_tensor(values, mesh, [Shard(0)]).requires_grad_()
+    for tensor in (one, spread):
+        result = F.mse_loss(tensor, torch.zeros_like(tensor))
+        (result * 1024).backward()
+        found = result.full_tensor() if isinstance(result, DTensor) else result
+        assert found.item() == 4
+    assert isinstance(spread.grad, DTensor)
+    torch.testing.assert_close(spread.grad.full_tensor(), one.grad)
+
+
+def test_means_of_losses_are_of_what_half_precision_holds(ranks: Ranks) -> None:
+    ranks(2, body_of_half_precision)
+
+
 def body_of_summands() -> None:
     write_through()
     mesh = init_device_mesh("cpu", (2,))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -131,6 +133,25 @@ def body_of_gradients() -> None:
 
 def test_written_parts_have_the_gradients_of_one_process(ranks: Ranks) -> None:
     ranks(2, body_of_gradients)
+
+
+def body_of_memory() -> None:
+    """A part keeps nothing of the graph of what it was taken of."""
+    write_through()
+    mesh = init_device_mesh("cpu", (2,))
+    whole = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]).requires_grad_() * 2
+    kept, seen = whole[0].detach(), weakref.ref(whole)
+    changed = whole * 2
+    changed[1:3].exp_()
+    also_seen = weakref.ref(changed)
+    del whole, changed
+    gc.collect()
+    assert seen() is None and also_seen() is None
+    assert kept.full_tensor().tolist() == [2, 2, 2]
+
+
+def test_parts_keep_no_graph(ranks: Ranks) -> None:
+    ranks(2, body_of_memory)
 
 
 def body_of_refusals() -> None:

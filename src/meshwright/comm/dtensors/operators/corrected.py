@@ -29,8 +29,8 @@ _Operator = Callable[..., Any]
 _Args = tuple[Any, ...]
 _Kwargs = Mapping[str, Any]
 
-_MEAN, _SUM = 1, 2
-"""Two values of ``reduction``, as torch's operators have it."""
+_NONE, _MEAN, _SUM = range(3)
+"""Values of ``reduction``, as torch's operators have it."""
 _LOSSES = (
     "binary_cross_entropy",
     "binary_cross_entropy_with_logits",
@@ -79,24 +79,27 @@ def _loss(op: _Operator, args: _Args, kwargs: _Kwargs) -> object:
     given = _named(op, args, kwargs)
     if not _is_mean_of_parts(given):
         return without_handler(op, args, kwargs)
-    return op(**given | {"reduction": _SUM}) / given["self"].numel()
+    return op(**given | {"reduction": _NONE}).mean()
 
 
 def _loss_backward(op: _Operator, args: _Args, kwargs: _Kwargs) -> object:
     given = _named(op, args, kwargs)
-    if not _is_mean_of_parts(given):
-        return without_handler(op, args, kwargs)
-    gradient = given["grad_output"] / given["self"].numel()
-    return op(**given | {"grad_output": gradient, "reduction": _SUM})
+    found = without_handler(op, args, kwargs)
+    # Of the mean of each rank's own elements, which a sum of those would not fit in float16.
+    if _is_mean_of_parts(given):
+        found = found * (local_of(found).numel() / found.numel())
+    return found
 
 
 def _likelihood(op: _Operator, args: _Args, kwargs: _Kwargs) -> object:
     given = _named(op, args, kwargs)
     if not _is_mean_of_parts(given):
         return without_handler(op, args, kwargs)
-    total, weight = op(**given | {"reduction": _SUM})
+    rows, _ = op(**given | {"reduction": _NONE})
+    _, weight = op(**given | {"reduction": _SUM})
     weight = _replicated(weight)
-    return total / weight, weight
+    exact = torch.promote_types(rows.dtype, torch.float32)
+    return (rows.to(exact).sum() / weight.to(exact)).to(rows.dtype), weight
 
 
 def _likelihood_backward(op: _Operator, args: _Args, kwargs: _Kwargs) -> object:

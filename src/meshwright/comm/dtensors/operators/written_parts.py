@@ -12,6 +12,7 @@ sharded. Here each rank takes its part out of the copy again; nothing is sent::
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -59,19 +60,25 @@ def _note(op: _Operator, tensor: DTensor, gathered: torch.Tensor, lies: DTensorS
 class _Copy:
     """A copy that torch has gathered of a DTensor, to take views of it."""
 
-    __slots__ = ("changes", "is_traced", "lies", "of", "taken_by", "view")
+    __slots__ = ("_of", "changes", "is_traced", "lies", "rest", "taken_by", "view")
 
     def __init__(self, taken_by: str, of: DTensor, copy: torch.Tensor, lies: DTensorSpec) -> None:
         self.taken_by = taken_by
-        self.of = of
+        # Not the DTensor itself, with the graph that it hangs on.
+        self._of, self.rest = weakref.ref(of), at_rest(of)
         # Parts of gradients are the engine's, to add to when the whole is gone. A forward that it
         # computes once more has grad mode on.
         is_engine = running_backward() != -1 and not torch.is_grad_enabled()
-        self.changes = None if is_engine or of.is_inference() else _changes(of)
+        self.changes = None if is_engine or of.is_inference() else self._count()
         self.lies = lies
         self.is_traced = type(copy) is not torch.Tensor
         # Not the copy, on whose memory this is noted: neither would be given back.
         self.view = copy.storage_offset(), tuple(copy.shape), tuple(copy.stride())
+
+    def _count(self) -> int:
+        """Count the writes to the DTensor, as long as it is, and to its memory beside it."""
+        of = self._of()
+        return version_of(self.rest.local) + (0 if of is None else version_of(of))
 
     def places(self, copy: torch.Tensor) -> list[torch.Tensor | None]:
         """Find, for each dim, the rows of the copy that this rank holds; None for all.
@@ -82,13 +89,13 @@ class _Copy:
         if self.is_traced:
             raise RuntimeError(
                 f"a compiled function writes to a part that {self.taken_by} took of a DTensor of "
-                f"shape {tuple(self.of.shape)}, {self.of.placements}: where ranks hold rows of "
+                f"shape {self.rest.shape}, {self.rest.placements}: where ranks hold rows of "
                 "their own, a part is of a copy. Write to it outside of the compiled function"
             )
-        if self.changes is not None and self.changes < _changes(self.of):
+        if self.changes is not None and self.changes < self._count():
             raise RuntimeError(
                 f"expected a part that is not older than its DTensor of shape "
-                f"{tuple(self.of.shape)}, {self.of.placements}, found one that {self.taken_by} "
+                f"{self.rest.shape}, {self.rest.placements}, found one that {self.taken_by} "
                 "took before the last write to that: where ranks hold rows of their own, a part is "
                 "of a copy. Take it again after each write to the DTensor"
             )
@@ -100,7 +107,7 @@ class _Copy:
             shape=tuple(self.lies.shape),
             stride=tuple(self.lies.stride),
         )
-        held = ranges_held(at_rest(self.of), name)
+        held = ranges_held(self.rest, name)
         return [
             None if rows == of else torch.searchsorted(_rows(of), _rows(rows)).to(copy.device)
             for rows, of in zip(held, ranges_held(everything, name), strict=True)
@@ -114,7 +121,7 @@ class _Copy:
         By an operator that counts as so many ``writes``, once it is done.
         """
         start, shape, stride = self.view
-        held, memory = local_of(self.of).detach(), written.untyped_storage()
+        held, memory = self.rest.local.detach(), written.untyped_storage()
         copy = held.new_empty(0).set_(memory, start, shape, stride)
         is_written = torch.zeros(memory.nbytes() // copy.itemsize, dtype=torch.bool)
         is_written = is_written.to(copy.device)
@@ -129,7 +136,7 @@ class _Copy:
                 copy, is_written = (each.index_select(dim, rows) for each in (copy, is_written))
         held.copy_(torch.where(is_written, copy, held))
         if self.changes is not None:
-            self.changes = _changes(self.of) + writes
+            self.changes = self._count() + writes
 
 
 def _copies(tensor: DTensor) -> Iterator[tuple[_Copy, torch.Tensor]]:
@@ -137,12 +144,7 @@ def _copies(tensor: DTensor) -> Iterator[tuple[_Copy, torch.Tensor]]:
     part = local_of(tensor)
     while (copy := getattr(part.untyped_storage(), _COPY, None)) is not None:
         yield copy, part
-        part = local_of(copy.of)
-
-
-def _changes(tensor: DTensor) -> int:
-    """Count the writes to a DTensor, and to the memory of its part beside it."""
-    return version_of(tensor) + version_of(local_of(tensor))
+        part = copy.rest.local
 
 
 def _rows(ranges: Ranges) -> torch.Tensor:
