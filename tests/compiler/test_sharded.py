@@ -266,7 +266,9 @@ def test_blocks_share_a_graph_however_they_are_compiled(ranks: Ranks) -> None:
 def body_compiled_backward() -> None:
     for is_facade in (False, True):
         loss = Case(is_facade=is_facade).build(None)(words_of(0)).square().mean()
-        refused = pytest.raises(RuntimeError, match="is compiled, which sharded modules do not")
+        # Where parameters are freed the compiler reads what was saved of them before hooks run.
+        text = "is compiled, which sharded modules do not|modified by an inplace operation"
+        refused = pytest.raises(RuntimeError, match=text)
         with refused, compiled_autograd(lambda graph: torch.compile(graph, backend="aot_eager")):
             loss.backward()
 
