@@ -196,8 +196,8 @@ class Transfers:
 
     def _send(self, tensors: Sequence[torch.Tensor], leg: Leg) -> None:
         self.has_begun = True
-        # Not as a view that conjugates what its memory has.
-        payloads = [t.resolve_conj().contiguous() for t in tensors if t.numel()]
+        # Not as a view that conjugates or negates what its memory has.
+        payloads = [t.resolve_conj().resolve_neg().contiguous() for t in tensors if t.numel()]
         if payloads:
             sent = self._carrier.lanes.send(payloads, leg.peer, leg.label)
             self._sent.extend(zip(sent, payloads, strict=True))
@@ -442,7 +442,7 @@ class Transfers:
     def send_tied(self, tensor: torch.Tensor, stage: int, target: int) -> None:
         """Send a tied parameter or its gradient to stage ``target`` of another rank."""
         self.has_begun = True
-        payload = tensor.resolve_conj().contiguous()
+        payload = tensor.resolve_conj().resolve_neg().contiguous()
         rank = self._carrier.stage_ranks[target]
         sent = self._carrier.lanes.send([payload], rank, f"stage {stage} tied")
         self._sent.append((sent[0], payload))
