@@ -160,7 +160,7 @@ def dtensor_handlers() -> dict[Any, Any]:
 def without_handler(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
     """Call an operator on DTensors as torch would without the function that stands in for it."""
     handlers = dtensor_handlers()
-    # Another thread may be in here, too: what it took away it puts back.
+    # Another thread that calls it meanwhile has torch's rule, and may have taken the function away.
     handler = handlers.pop(op, None)
     try:
         return op(*args, **kwargs)

@@ -119,13 +119,9 @@ def _fill(op: _Operator, args: tuple[DTensor, Any], kwargs: _Kwargs) -> DTensor:
     tensor, value = args
     # torch has no rule for ``weight[0] = 1``, which fills with a tensor.
     value = whole(value) if isinstance(value, torch.Tensor) else value
-    is_zero = not isinstance(value, torch.Tensor) and value == 0  # also where it is summands
-    for memory in (
-        [local_of(tensor).detach()]
-        if is_zero
-        else [memory for _, memory in held_boxes(tensor, "a DTensor that is filled")]
-    ):
-        op(memory, value)
+    if isinstance(value, torch.Tensor) or value != 0:  # zeros are summands of zero, too
+        held_boxes(tensor, "a DTensor that is filled")
+    op(local_of(tensor).detach(), value)
     return tensor
 
 
