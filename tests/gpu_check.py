@@ -3,7 +3,7 @@
 It runs under any Python that has a CUDA build of torch, numpy and safetensors. ``--only TEXT`` runs
 the rows whose name holds TEXT; ``--share 2/6`` the second of six shares of them, which may run side
 by side where the GPU has room. It prints a table, the details of what has failed, and last how many
-rows passed, failed and were skipped; its status is 0 where none failed.
+rows passed and failed; its status is 0 where none failed.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--share", default="1/1", type=share, help="run one share of the rows: 2/6")
     options = parser.parse_args(arguments)
     first, shares = options.share
-    reason, gpus = _examined()
+    reason = _examined()
     if reason:
         print(f"gpu-check: {reason}", file=sys.stderr)
         return REFUSED
     # What follows needs the torch that was found good.
     from gpu.running import line_of, perform, summary
-    from gpu.table import rows_for_gpus
+    from gpu.table import all_rows
 
-    rows = [row for row in rows_for_gpus(gpus) if options.only in row.name]
+    rows = [row for row in all_rows() if options.only in row.name]
     results = []
-    for result in perform(rows[first - 1 :: shares], gpus):
+    for result in perform(rows[first - 1 :: shares]):
         results.append(result)
         print(line_of(result), flush=True)
     for result in results:
@@ -64,14 +64,14 @@ def share(text: str) -> tuple[int, int]:
     return first, shares
 
 
-def _examined() -> tuple[str, int]:
-    """The reason to refuse this machine, and its GPUs."""
+def _examined() -> str:
+    """Give the reason to refuse this machine; empty where there is none."""
     if importlib.util.find_spec("torch") is None:
-        return refusal(None, None, 0), 0
+        return refusal(None, None, 0)
     import torch
 
     gpus = torch.cuda.device_count() if torch.version.cuda else 0
-    return refusal(torch.__version__, torch.version.cuda, gpus), gpus
+    return refusal(torch.__version__, torch.version.cuda, gpus)
 
 
 if __name__ == "__main__":

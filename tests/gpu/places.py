@@ -58,7 +58,11 @@ def place_of(kind: str) -> Iterator[Place]:
     if kind == "host":
         yield Place(device=torch.device("cpu"), connect=comm.connect, stops=_nothing_to_wait_for)
         return
-    index = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
+    rank, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if kind == "nccl" and int(os.environ["WORLD_SIZE"]) > count:
+        # NCCL refuses two ranks of one host on one GPU; between hosts it sends over sockets.
+        os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_NET="Socket", NCCL_SOCKET_IFNAME="lo")
+    index = rank % count
     torch.cuda.set_device(index)
     backend = {"nccl": "cpu:gloo,cuda:nccl", "gloo": "cpu:gloo,cuda:gloo"}[kind]
     connect = functools.partial(comm.connect, backend)

@@ -25,7 +25,7 @@ class Result:
     """What came of one row."""
 
     row: Row
-    state: Literal["passed", "failed", "skipped"]
+    state: Literal["passed", "failed"]
     seconds: float = 0.0
     found: str = ""
     details: str = ""
@@ -59,13 +59,9 @@ def found_by(row: Row, ranks: Ranks) -> str:
     raise AssertionError("expected a rank to be lost, found that all have returned")
 
 
-def perform(rows: Iterable[Row], gpus: int) -> Iterator[Result]:
+def perform(rows: Iterable[Row]) -> Iterator[Result]:
     """Run the rows."""
     for row in rows:
-        if row.site.gpus > gpus:
-            found = f"needs {row.site.gpus} GPUs, found {gpus}"
-            yield Result(row=row, state="skipped", found=found)
-            continue
         begun = time.monotonic()
         try:
             found, details = found_by(row, shared_pool().run), ""
@@ -87,4 +83,4 @@ def line_of(result: Result) -> str:
 def summary(results: Iterable[Result]) -> str:
     """The last line."""
     states = [result.state for result in results]
-    return ", ".join(f"{states.count(state)} {state}" for state in ("passed", "failed", "skipped"))
+    return ", ".join(f"{states.count(state)} {state}" for state in ("passed", "failed"))

@@ -16,11 +16,13 @@ FAULTS = ("kill", "raise", "stop")
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """Where a row runs: the kind of place, how many ranks, and how many GPUs that needs."""
+    """Where a row runs: the kind of place, and how many ranks.
+
+    Ranks over NCCL for which there are not enough GPUs share them, as hosts of their own.
+    """
 
     kind: str
     size: int
-    gpus: int = 1
     as_many: bool = False
     """Whether axes of one rank send as larger ones do."""
     is_sanitized: bool = False
@@ -121,15 +123,16 @@ def rows_together(site: Site) -> Iterator[Row]:
         )
 
 
-def rows_for_gpus(count: int) -> list[Row]:
-    """All rows; those for several GPUs are there for ``count`` = 1 too, to be named as skipped."""
+def all_rows() -> list[Row]:
+    """List all rows."""
     alone = Site(kind="nccl", size=1)
-    several = Site(kind="nccl", size=max(2, min(count, 4)), gpus=2)
+    pair, four = Site(kind="nccl", size=2), Site(kind="nccl", size=4)
     return [
         *rows_alone(alone),
         *rows_as_many(Site(kind="nccl", size=1, as_many=True)),
         *rows_sanitized(Site(kind="nccl", size=1, is_sanitized=True)),
         *rows_together(Site(kind="gloo", size=2)),
-        *rows_together(several),
-        *rows_of_streams(several),
+        *rows_together(pair),
+        *rows_of_streams(pair),
+        *rows_together(four),
     ]

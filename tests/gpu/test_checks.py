@@ -19,7 +19,7 @@ from gpu.table import (
     Site,
     rows_alone,
     rows_as_many,
-    rows_for_gpus,
+    all_rows,
     rows_of_streams,
     rows_together,
 )
@@ -155,8 +155,8 @@ class Without:
 sys.meta_path[:] = map(Without, sys.meta_path)
 sys.path[:0] = {path!r}
 import gpu.running
-from gpu.table import rows_for_gpus
-print(len(rows_for_gpus(1)))
+from gpu.table import all_rows
+print(len(all_rows()))
 """
 
 
@@ -196,28 +196,19 @@ def one_row(site: Site) -> Row:
     return Row(name="collectives", site=site, body=collectives)
 
 
-def test_a_row_for_more_gpus_is_skipped_by_name() -> None:
-    needs_two = one_row(Site(kind="nccl", size=2, gpus=2))
-    (result,) = perform([needs_two], gpus=1)
-    assert (result.state, result.found) == ("skipped", "needs 2 GPUs, found 1")
-    assert summary([result]) == "0 passed, 0 failed, 1 skipped"
-
-
 def test_what_fails_is_printed_with_its_first_line_and_counted() -> None:
     bad = replace(one_row(Site(kind="host", size=1)), body=fails)
     good = one_row(Site(kind="host", size=1))
-    failed, passed = perform([bad, good], gpus=1)
+    failed, passed = perform([bad, good])
     assert failed.state == "failed"
     assert failed.found.startswith("1 of 1 ranks failed")
     assert "ValueError: as planned" in failed.details
     assert "6 kinds in 5 dtypes" in line_of(passed)
-    assert summary([failed, passed]) == "1 passed, 1 failed, 0 skipped"
+    assert summary([failed, passed]) == "1 passed, 1 failed"
 
 
-def test_rows_for_several_gpus_use_at_most_four() -> None:
-    sizes = {count: {row.site.size for row in rows_for_gpus(count)} for count in (1, 2, 8)}
-    assert sizes == {1: {1, 2}, 2: {1, 2}, 8: {1, 2, 4}}
-    names = [(row.name, row.site) for row in rows_for_gpus(8)]
+def test_rows_have_names_of_their_own() -> None:
+    names = [(row.name, row.site) for row in all_rows()]
     assert len(set(names)) == len(names)
 
 

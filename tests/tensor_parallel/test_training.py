@@ -329,9 +329,8 @@ def _curved(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Compute the second derivative times ``x``: torch differentiates three times for it."""
 
     def loss(x: torch.Tensor) -> torch.Tensor:
-        # Summed first: through torch's `full_tensor` of parts third derivatives are lost.
-        y = model(x).sin().sum()
-        return y.full_tensor() if isinstance(y, DTensor) else y
+        y = model(x)
+        return (y.full_tensor() if isinstance(y, DTensor) else y).sin().sum()
 
     return torch.autograd.functional.hvp(loss, x, x)[1]
 

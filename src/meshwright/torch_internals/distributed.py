@@ -35,9 +35,12 @@ __all__ = [
     "FORMER_METHODS",
     "AsyncCollectiveTensor",
     "DTensorSpec",
+    "FromTorchTensor",
+    "Redistribute",
     "StridedShard",
     "TensorMeta",
     "TensorShard",
+    "ToTorchTensor",
     "Work",
     "abort_together",
     "add_backend",
@@ -53,6 +56,7 @@ __all__ = [
     "dtensor_handlers",
     "fake_backend",
     "flatten_mesh",
+    "global_tensor_info",
     "graph_operators",
     "groups_to_abort",
     "keep_strided_classes",
@@ -81,6 +85,14 @@ _make_group = required(f"{_C10D}._new_process_group_helper", "makes groups by th
 _local_results = required(
     "torch.distributed.tensor.DTensor._op_dispatcher._dispatch_get_local_results_slow_path",
     "sees what DTensors are gathered for",
+)
+_MOVES = "differentiates moves of DTensors as often as is asked"
+Redistribute = required("torch.distributed.tensor._redistribute.Redistribute", _MOVES)
+ToTorchTensor = required("torch.distributed.tensor._api._ToTorchTensor", _MOVES)
+FromTorchTensor = required("torch.distributed.tensor._api._FromTorchTensor", _MOVES)
+global_tensor_info = required(
+    "torch.distributed.tensor._utils.compute_global_tensor_info",
+    "knows the strides of a DTensor from those of a part",
 )
 graph_operators = required("torch.ops._c10d_functional", "communicates inside of graphs")
 """c10d's operators that graphs may hold."""

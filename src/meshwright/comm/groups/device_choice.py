@@ -91,14 +91,16 @@ def own_entry(asked: str | None, *, chosen: int | None = None) -> dict[str, Any]
 def _visible(*, is_named: bool) -> list[str]:
     """List digests of the GPUs' unique ids, short as every rank reads those of all.
 
-    Empty texts unless ``is_named``: to count them does not begin the driver, which ranks of CPUs
-    that are forked have no use for.
+    NCCL takes ranks whose ``NCCL_HOSTID`` differs for ranks on hosts of their own, between which it
+    moves tensors of one GPU, too. Empty texts unless ``is_named``: to count them does not begin the
+    driver, which ranks of CPUs that are forked have no use for.
     """
     if not is_named:
         return [""] * torch.cuda.device_count()
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    ids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
-    return list(map(_digest, ids))
+    host = os.environ.get("NCCL_HOSTID", "")
+    uuids = (torch.cuda.get_device_properties(index).uuid for index in range(count))
+    return [_digest(f"{uuid} {host}") for uuid in uuids]
 
 
 def _digest(text: str) -> str:

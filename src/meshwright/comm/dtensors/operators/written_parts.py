@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.comm.dtensors.dtensor import AtRest, at_rest, local_of
 from meshwright.comm.dtensors.gather_dtensor import ranges_held
 from meshwright.comm.dtensors.operators.corrected import correct_operators
+from meshwright.comm.dtensors.operators.derivatives import differentiate_moves
 from meshwright.comm.dtensors.operators.random_values import draw_whole
 from meshwright.comm.dtensors.ranges import Ranges
 from meshwright.torch_internals.autograd import running_backward
@@ -46,6 +47,7 @@ def write_through() -> None:
     """
     draw_whole()
     correct_operators()
+    differentiate_moves()
     on_gathered_views(_note)
 
 

@@ -1,0 +1,88 @@
+"""Derivatives of moved DTensors, of any order.
+
+torch computes the gradients of `redistribute`, `full_tensor`, `to_local` and `from_local` by
+functions of which some have no derivative (2.11: none; 2.13: the third, and what `from_local`
+moves): second and third derivatives through them are wrong, without a word.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from meshwright.torch_internals.distributed import (
+    FromTorchTensor,
+    Redistribute,
+    ToTorchTensor,
+    global_tensor_info,
+)
+
+_Gradient = Callable[[Any, Any], torch.Tensor]
+
+
+@functools.cache
+def differentiate_moves() -> None:
+    """Have gradients that are differentiated move by what can be, from now on."""
+    ways: tuple[tuple[Any, _Gradient], ...] = (
+        (Redistribute, _redistributed),
+        (ToTorchTensor, _from_local),
+        (FromTorchTensor, _to_local),
+    )
+    for move, again in ways:
+        move.backward = staticmethod(functools.partial(_backward, move.backward, again))
+
+
+def _backward(once: Callable[..., Any], again: _Gradient, ctx: Any, gradient: Any) -> Any:  # noqa: ANN401
+    """Compute the gradient of a move: as torch does, ``once``, where none of it will be asked."""
+    if gradient is None or not gradient.requires_grad or not torch.is_grad_enabled():
+        return once(ctx, gradient)
+    return (again(ctx, gradient), *[None] * (len(ctx.needs_input_grad) - 1))
+
+
+def _redistributed(ctx: Any, gradient: DTensor) -> torch.Tensor:  # noqa: ANN401
+    """Move the gradient of what was moved from one layout to another back, in torch's dtypes."""
+    lies, dtype = ctx.current_spec, gradient.dtype
+    computed = _first_of(ctx, "bwd_op_dtype", "backward_dtype", "original_dtype")
+    returned = _first_of(ctx, "bwd_out_dtype", "original_dtype")
+    # A whole gradient of summands stays whole.
+    placements = [
+        Replicate() if target.is_partial() and not current.is_partial() else target
+        for current, target in zip(gradient.placements, lies.placements, strict=True)
+    ]
+    moved = gradient if computed == dtype else gradient.to(computed)
+    moved = moved.redistribute(placements=placements)
+    return moved if returned == computed else moved.to(returned)
+
+
+def _first_of(ctx: Any, *names: str) -> torch.dtype:  # noqa: ANN401
+    """Find the first attribute that is there: releases of torch name them otherwise."""
+    found = (getattr(ctx, name, None) for name in names)
+    dtype: torch.dtype = next(value for value in found if value is not None)
+    return dtype
+
+
+def _from_local(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+    """Make a DTensor of the gradient of a local tensor."""
+    lies = ctx.dtensor_spec
+    placements = ctx.grad_placements or _whole(lies.placements)
+    _, stride = global_tensor_info(gradient, lies.mesh, lies.placements)
+    found: torch.Tensor = DTensor.from_local(
+        gradient, lies.mesh, placements, run_check=False, shape=lies.shape, stride=tuple(stride)
+    )
+    return found
+
+
+def _to_local(ctx: Any, gradient: DTensor) -> torch.Tensor:  # noqa: ANN401
+    """Make a local tensor of the gradient of a DTensor."""
+    placements = getattr(ctx, "grad_placements", None) or _whole(ctx.forward_input_placements)
+    local: torch.Tensor = gradient.redistribute(placements=placements).to_local()
+    return local
+
+
+def _whole(placements: Iterable[Placement]) -> list[Placement]:
+    """List the placements of a gradient: whole, of what are summands."""
+    return [Replicate() if placement.is_partial() else placement for placement in placements]
