@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
@@ -22,6 +22,7 @@ __all__ = [
     "forward_level",
     "function_class",
     "function_transforms",
+    "held_nodes_live",
     "input_metadata_of",
     "is_executed",
     "is_profiled",
@@ -126,3 +127,20 @@ def may_be_packed(node: Any, name: str) -> bool:  # noqa: ANN401
 def function_class(node: object) -> Callable[..., Any]:
     """Find the `torch.autograd.Function` that a node of Python runs."""
     return getattr(type(node), "_forward_cls", type(node))
+
+
+@cache
+def held_nodes_live() -> bool:
+    """Check that a node of Python lives while somebody holds it; in torch 2.11 its graph has to."""
+
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+            return x.view_as(x)
+
+    with torch.enable_grad():
+        node: Any = Same.apply(torch.ones((), device="cpu", requires_grad=True)).grad_fn
+    try:
+        return bool(node.next_functions)
+    except RuntimeError:
+        return False

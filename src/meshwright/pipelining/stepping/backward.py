@@ -29,7 +29,7 @@ from meshwright.pipelining.stepping.weight_rules import (
     set_needs,
     weight_gradients,
 )
-from meshwright.torch_internals.autograd import run_engine
+from meshwright.torch_internals.autograd import held_nodes_live, run_engine
 
 _SOON = 1 << 18
 """Bytes of gradients from which they do not wait for others."""
@@ -51,6 +51,8 @@ class Junction:
     """The gradients that arrived at the node in the input half; empty until then."""
     hooks: tuple[Hook, ...] = ()
     """Hooks of users on the node, for both halves of what it sends."""
+    roots: Sequence[GradientEdge] = ()
+    """What keeps the node alive, where to hold it does not."""
 
     def keep(self, _: object, gradients: tuple[torch.Tensor | None, ...]) -> None:
         """Remember what has arrived, as a hook of the node; hooks before it have changed it."""
@@ -149,8 +151,12 @@ def stage_backward_input(
     wanted = None if weights is None else [v for v in weights if v.requires_grad]
     graph = _Graph(wanted, inputs)
     # An input or a parameter that is given on as it is has no `grad_fn`, but a node.
-    nodes = [get_gradient_edge(tensor).node for tensor in tensors]
+    roots = [*map(get_gradient_edge, tensors)]
+    nodes = [root.node for root in roots]
     junctions = graph.junctions(nodes)
+    if not held_nodes_live():
+        for junction in junctions:
+            junction.roots = roots
     on_path: list[tuple[torch.Tensor, torch.Tensor | None]] = []
     for tensor, gradient, node in zip(tensors, gradients, nodes, strict=True):
         if graph.leads_to(node) & graph.INPUT:
