@@ -21,6 +21,8 @@ if not any(entry.value == "meshwright.testing.plugin" for entry in entry_points(
     pytest_plugins = ["meshwright.testing.plugin"]
 
 
+ON_GPUS = os.environ.get("ON_GPUS") == "1"
+"""Whether tests that use `ranks` run on GPUs, and no others."""
 SLOW = 4
 """Of a test with many cases so many run in `make test-all` beside those that are quick."""
 
@@ -35,6 +37,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
             cases[item.nodeid.partition("[")[0]].append(item)
+    if ON_GPUS:
+        items[:] = filter(_has_ranks_anywhere, items)
     for drawn in cases.values():
         drawn.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
         few = drawn[0].get_closest_marker("few")
@@ -44,6 +48,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         for item in drawn[quick + slow :]:
             item.add_marker(pytest.mark.soak)
+
+
+def _has_ranks_anywhere(item: pytest.Item) -> bool:
+    """Check that ``item`` uses ranks, and is not for one backend or for simulated devices."""
+    if "ranks" not in getattr(item, "fixturenames", ()):
+        return False
+    parameters = getattr(item, "callspec", None)
+    named = parameters.params.get("ranks", "host") if parameters is not None else "host"
+    return named in ("host", "gloo")
 
 
 @contextlib.contextmanager
@@ -70,6 +83,10 @@ def places(file: IO[str], wanted: int, there: int) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def ranks(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """Share ``RANK_PLACES`` ranks among the workers of one run of pytest-xdist."""
+    if ON_GPUS:
+        from gpu.bodies import on_gpus  # begins nothing, but needs a GPU
+
+        ranks = on_gpus(ranks)
     there = os.environ.get("RANK_PLACES")
     if there is None or "PYTEST_XDIST_WORKER" not in os.environ:
         yield ranks

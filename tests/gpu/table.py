@@ -56,6 +56,9 @@ def rows_alone(site: Site) -> Iterator[Row]:
     yield Row(name="not finite", site=site, body=values.names_of_what_is_not_finite)
     for name in WAYS:
         yield Row(name=f"values: {name}", site=site, body=values.trains, args=(name,))
+    for name in ("replicate", "fully_shard", "class, flat", "tensor parallel"):
+        body = values.trains_under_a_default_device
+        yield Row(name=f"default device: {name}", site=site, body=body, args=(name,))
     yield from rows_of_products(site)
     for name in SCHEDULE_NAMES:
         yield Row(name=f"pipeline: {name}", site=site, body=values.pipeline, args=(name,))

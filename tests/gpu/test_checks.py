@@ -17,9 +17,9 @@ from gpu.running import Result, found_by, line_of, perform, summary
 from gpu.table import (
     Row,
     Site,
+    all_rows,
     rows_alone,
     rows_as_many,
-    all_rows,
     rows_of_streams,
     rows_together,
 )

@@ -92,6 +92,13 @@ def trains_with_slow_collectives(place: Place, world: Communicator, name: str) -
         return _compared(plain, laid_out, world)
 
 
+def trains_under_a_default_device(place: Place, world: Communicator, name: str) -> str:
+    """The same where the user has said that tensors are made on the device: some are the host's."""
+    plain, laid_out = both(name, place, world)
+    with torch.device(place.device):
+        return _compared(plain, laid_out, world)
+
+
 def _compared(plain: Any, laid_out: Any, world: Communicator) -> str:
     way, worst = laid_out.way, 0.0
     for number in range(STEPS):

@@ -135,7 +135,7 @@ def held_nodes_live() -> bool:
 
     class Same(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:  # pyrefly: ignore[bad-override]
             return x.view_as(x)
 
     with torch.enable_grad():

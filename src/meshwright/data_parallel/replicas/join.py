@@ -17,6 +17,7 @@ from enum import IntEnum
 
 from meshwright.comm import Communicator
 from meshwright.comm.failures.sameness import told
+from meshwright.comm.observing import late
 from meshwright.data_parallel.replicas.replica import Replica
 from meshwright.errors import CollectiveMismatchError
 
@@ -54,6 +55,7 @@ class Attendance:
         Raises RuntimeError when a rank wants all to stop, CollectiveMismatchError when those that
         train are about to do different things.
         """
+        late.settle()  # of a device: it may send, and ranks that are done come to it here alone
         rows = [(float(self._rank), float(own), float(detail))]
         for axis in self.communicators:
             flat = [number for row in rows for number in row]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
+
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -64,8 +68,35 @@ def body() -> None:
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
+@pytest.mark.devices("host", "simulated")
 def test_each_rank_draws_the_whole_and_keeps_its_part(ranks: Ranks) -> None:
     ranks(2, body)
+
+
+def body_of_seeds() -> None:
+    """Ranks that hold the same draw the same, whatever their seeds; parts are drawn apart."""
+    draw_whole()
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,))
+    parts = distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)])
+    torch.manual_seed(rank)
+    parts.normal_()
+    torch.manual_seed(rank)
+    assert torch.equal(parts.to_local(), torch.randn(4, 3)[2 * rank : 2 * rank + 2])
+    whole = distribute_tensor(torch.zeros(4, 3), mesh, [Replicate()])
+    torch.manual_seed(rank)
+    with pytest.warns(UserWarning, match=r"ranks \[0, 1\] .* all have that of rank 0 from here"):
+        whole.normal_()
+    torch.manual_seed(0)
+    assert torch.equal(whole.to_local(), torch.randn(4, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.rand_like(whole).to_local().sum() > 0  # asks nobody again
+
+
+@pytest.mark.devices("host", "simulated")
+def test_copies_draw_the_same(ranks: Ranks) -> None:
+    ranks(2, body_of_seeds)
 
 
 def body_of_models() -> None:
@@ -92,5 +123,6 @@ def body_of_models() -> None:
         torch.testing.assert_close(there.full_tensor(), here, rtol=0, atol=0)
 
 
+@pytest.mark.devices("host", "simulated")
 def test_a_sharded_model_begins_as_one_process(ranks: Ranks) -> None:
     ranks(2, body_of_models)

@@ -53,9 +53,10 @@ def _redistributed(ctx: Any, gradient: DTensor) -> torch.Tensor:  # noqa: ANN401
         Replicate() if target.is_partial() and not current.is_partial() else target
         for current, target in zip(gradient.placements, lies.placements, strict=True)
     ]
-    moved = gradient if computed == dtype else gradient.to(computed)
+    moved: Any = gradient if computed == dtype else gradient.to(computed)
     moved = moved.redistribute(placements=placements)
-    return moved if returned == computed else moved.to(returned)
+    found: torch.Tensor = moved if returned == computed else moved.to(returned)
+    return found
 
 
 def _first_of(ctx: Any, *names: str) -> torch.dtype:  # noqa: ANN401

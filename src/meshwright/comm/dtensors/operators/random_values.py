@@ -1,24 +1,29 @@
 """Random values of DTensors: those that one process draws with the same seed.
 
-On hosts each rank draws the whole tensor, and keeps its part. torch has every rank draw a part of
-its own there, which with one seed is the same on all of them: a weight whose rows come again.
+Each rank draws the whole tensor, and keeps its part. torch has every rank draw a part of its own:
+on hosts, with one seed, the same on all of them, so that the rows of a weight come again; on GPUs
+one that depends on the layout, for which the host waits, and all ranks of the world have to come.
 Dropout comes here by `bernoulli_`, unless a program calls its one operator.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshwright.comm.dtensors.dtensor import local_of
+from meshwright.comm.dtensors.dtensor import local_of, mesh_communicators
 from meshwright.comm.dtensors.gather_dtensor import held_boxes, part, part_like
-from meshwright.comm.streams import is_host
+from meshwright.comm.failures.sameness import differing
 from meshwright.layout import Replicate
-from meshwright.torch_internals.distributed import dtensor_handlers, without_handler
+from meshwright.torch_internals.distributed import dtensor_handlers
+from meshwright.torch_internals.tensors import FakeTensor
 
 _Operator = Callable[..., torch.Tensor]
 
@@ -32,27 +37,29 @@ _IN_PLACE = (
     "geometric_",
 )
 _NEW = ("rand_like", "randn_like", "randint_like")
+_AGREED: WeakKeyDictionary[DeviceMesh, set[tuple[bool, ...]]] = WeakKeyDictionary()
+"""For each mesh along which of its dims ranks have agreed, beside each other."""
 
 
 @functools.cache
 def draw_whole() -> None:
-    """Have each rank draw the whole of every DTensor of hosts from now on."""
+    """Have each rank draw the whole of every DTensor from now on."""
     aten, handlers = torch.ops.aten, dtensor_handlers()
-    handlers.setdefault(aten.bernoulli_.float, _OnHosts(_drawn))
-    handlers.setdefault(aten.bernoulli.default, _OnHosts(_by_chance))
-    handlers.setdefault(aten.native_dropout.default, _OnHosts(_dropped))
-    handlers.setdefault(aten.rrelu_with_noise.default, _OnHosts(_leaking))
-    handlers.setdefault(aten.multinomial.default, _OnHosts(_picked))
+    handlers.setdefault(aten.bernoulli_.float, _Draw(_drawn))
+    handlers.setdefault(aten.bernoulli.default, _Draw(_by_chance))
+    handlers.setdefault(aten.native_dropout.default, _Draw(_dropped))
+    handlers.setdefault(aten.rrelu_with_noise.default, _Draw(_leaking))
+    handlers.setdefault(aten.multinomial.default, _Draw(_picked))
     for names, handler in ((_IN_PLACE, _drawn), (_NEW, _new)):
         for name in names:
             operator = getattr(aten, name)
             for overload in operator.overloads():
                 if "out" not in overload and "Tensor" not in overload:
-                    handlers.setdefault(getattr(operator, overload), _OnHosts(handler))
+                    handlers.setdefault(getattr(operator, overload), _Draw(handler))
 
 
-class _OnHosts:
-    """A handler for tensors of hosts: of devices torch has one generator that all ranks share."""
+class _Draw:
+    """A handler, before which ranks that hold the same of a tensor agree on what is drawn."""
 
     __slots__ = ("handler",)
 
@@ -60,8 +67,41 @@ class _OnHosts:
         self.handler = handler
 
     def __call__(self, op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
-        draw = self.handler if is_host(local_of(args[0]).device) else without_handler
-        return draw(op, args, kwargs)
+        _agree(args[0], kwargs.get("generator"))
+        return self.handler(op, args, kwargs)
+
+
+def _agree(tensor: DTensor, generator: torch.Generator | None) -> None:
+    """Have ranks that hold the same of ``tensor`` draw from one state, at the first draw for them.
+
+    As torch does on GPUs: with a warning, where seeds differ, all take the state of the first.
+    """
+    mesh, local = tensor.device_mesh, local_of(tensor)
+    copies = tuple(not placement.is_shard() for placement in tensor.placements)
+    agreed = _AGREED.setdefault(mesh, set())
+    if copies in agreed or local.is_meta or isinstance(local, FakeTensor):
+        return
+    agreed.add(copies)
+    drawn = _default_generator(local.device) if generator is None else generator
+    for axis, is_copied in zip(mesh_communicators(mesh), copies, strict=True):
+        if axis.is_alone or not is_copied:
+            continue
+        state = drawn.get_state()
+        everyone = differing(axis, bytes(state.tolist()).hex(), label="state of random values")
+        if everyone:
+            drawn.set_state(torch.frombuffer(bytearray.fromhex(everyone[0]), dtype=torch.uint8))
+            warnings.warn(
+                f"ranks {list(axis.ranks)} (axis {axis.axis}) hold the same values of a DTensor "
+                "that is drawn, with random states of their own: all have that of rank "
+                f"{axis.ranks[0]} from here on. Give them one seed by torch.manual_seed, before",
+                stacklevel=4,
+            )
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    module = torch.get_device_module(device)
+    many: Sequence[torch.Generator] = getattr(module, "default_generators", ())
+    return many[device.index] if many else torch.default_generator
 
 
 def _whole_like(tensor: DTensor) -> torch.Tensor:
