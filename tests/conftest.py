@@ -51,8 +51,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _has_ranks_anywhere(item: pytest.Item) -> bool:
-    """Check that ``item`` uses ranks, and is not for one backend or for simulated devices."""
-    if "ranks" not in getattr(item, "fixturenames", ()):
+    """Check that ``item`` uses ranks, and is not for one backend or one kind of device."""
+    devices = item.get_closest_marker("devices")
+    if "ranks" not in getattr(item, "fixturenames", ()) or (devices and len(devices.args) == 1):
         return False
     parameters = getattr(item, "callspec", None)
     named = parameters.params.get("ranks", "host") if parameters is not None else "host"

@@ -33,7 +33,7 @@ T = TypeVar("T")
 HOST = torch.device("cpu")
 LIBRARY = meshwright.__path__[0]
 TORCH = torch.__path__[0]
-SLOWER = 1.5
+SLOWER = 4
 """The factor by which a body may take longer: ranks that share a GPU take turns on it."""
 
 
@@ -99,9 +99,7 @@ def connected_gpu() -> Iterator[None]:
         device = place.device
         # Said by a thread that has not used the GPU yet.
         warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA")
-        torch.testing.assert_close = functools.partial(
-            torch.testing.assert_close, check_device=False
-        )
+        torch.testing.assert_close.__kwdefaults__["check_device"] = False
         with _Functions(device):
             for owner, position in ((DeviceMesh, 1), (torch.autocast, 1), (PipelineStage, 4)):
                 owner.__init__ = _meaning(owner.__init__, device, position)

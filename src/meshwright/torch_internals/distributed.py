@@ -164,16 +164,53 @@ def set_spec(tensor: DTensor, spec: DTensorSpec) -> None:
     tensor._spec = spec
 
 
+class _Handlers(dict[Any, Any]):
+    """torch's table of functions that stand in for operators on DTensors.
+
+    Where functions that `update` has put there are taken away, as at the end of torch's
+    `loss_parallel`, those before them come back. torch's own table, which others may hold, has all
+    that is set here.
+    """
+
+    def __init__(self, table: dict[Any, Any]) -> None:
+        super().__init__(table)
+        self._table = table
+        self._before: dict[Any, list[Any]] = {}
+
+    def __setitem__(self, op: Any, function: Any) -> None:  # noqa: ANN401
+        super().__setitem__(op, function)
+        self._table[op] = function
+
+    def setdefault(self, op: Any, function: Any = None) -> Any:  # noqa: ANN401
+        if op not in self:
+            self[op] = function
+        return self[op]
+
+    def update(self, added: Mapping[Any, Any]) -> None:  # pyrefly: ignore[bad-override]
+        for op in added.keys() & self.keys():
+            self._before.setdefault(op, []).append(self[op])
+        super().update(added)
+
+    def pop(self, op: Any) -> Any:  # noqa: ANN401 # pyrefly: ignore[bad-override]
+        found = super().pop(op)
+        if self._before.get(op):
+            self[op] = self._before[op].pop()
+        return found
+
+
 def dtensor_handlers() -> dict[Any, Any]:
     """Look up the functions that stand in for operators on DTensors, to be written to as well."""
-    return cast("dict[Any, Any]", DTensor._op_dispatcher._custom_op_handlers)
+    dispatcher = DTensor._op_dispatcher
+    if not isinstance(dispatcher._custom_op_handlers, _Handlers):
+        vars(dispatcher)["_custom_op_handlers"] = _Handlers(dispatcher._custom_op_handlers)
+    return cast("dict[Any, Any]", dispatcher._custom_op_handlers)
 
 
 def without_handler(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
     """Call an operator on DTensors as torch would without the function that stands in for it."""
     handlers = dtensor_handlers()
     # Another thread that calls it meanwhile has torch's rule, and may have taken the function away.
-    handler = handlers.pop(op, None)
+    handler = dict.pop(handlers, op, None)
     try:
         return op(*args, **kwargs)
     finally:

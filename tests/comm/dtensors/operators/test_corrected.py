@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
 
 from meshwright.comm.dtensors.operators.written_parts import write_through
@@ -120,3 +121,18 @@ def body_of_summands() -> None:
 
 def test_summands_are_not_filled_with_a_sum(ranks: Ranks) -> None:
     ranks(2, body_of_summands)
+
+
+def body_behind_torch() -> None:
+    """torch's own context puts rules of its own in the place of the corrections of `nll_loss`."""
+    write_through()
+    for _ in range(2):
+        with loss_parallel():
+            pass
+    with loss_parallel(), loss_parallel():
+        pass
+    body(5, "entropy", "weighted entropy")
+
+
+def test_corrections_outlive_the_loss_parallel_of_torch(ranks: Ranks) -> None:
+    ranks(2, body_behind_torch)
