@@ -199,6 +199,19 @@ def test_ranks_of_cpus_do_not_begin_the_driver(monkeypatch: pytest.MonkeyPatch) 
     assert own_entry(None)["devices"] == ["", both[1]]
 
 
+@pytest.mark.parametrize("hosts", ["ab", "aa"])
+def test_ranks_share_a_gpu_where_nccl_takes_them_for_ranks_of_two_hosts(
+    monkeypatch: pytest.MonkeyPatch, hosts: str
+) -> None:
+    Gpus(1).install(monkeypatch)
+    roll = []
+    for number, host in enumerate(hosts):
+        monkeypatch.setenv("LOCAL_RANK", str(number))
+        monkeypatch.setenv("NCCL_HOSTID", host)
+        roll.append({**own_entry(None), "nccl": True})
+    assert (choose(roll).backend == NCCL) == (hosts == "ab")
+
+
 @pytest.mark.parametrize(
     ("backend", "gpus", "bound", "expected"),
     [
