@@ -52,6 +52,11 @@ OPERATORS: dict[str, Callable[[Tensor, Spread], Tensor]] = {
     "kept logsumexp": lambda x, _: x.logsumexp(0, keepdim=True) - x,
     "largest": lambda x, _: x.amax() * 3,
     "least": lambda x, _: x.amin() * 3,
+    "norms of rows": lambda x, _: x.norm(dim=1).sum() * x,
+    "norms of columns, listed": lambda x, _: torch.cat([x.norm(3, dim=0), x.norm(dim=0)]),
+    "norms, listed": lambda x, _: torch.stack([x.norm(), (x * x).norm()]).sum() * x,
+    "norms of a list": lambda x, _: torch.stack(torch._foreach_norm([x, x * x])).sum() * x,
+    "largest norm": lambda x, _: x.norm(float("inf")) * 3,
     "convolution": lambda x, spread: F.conv1d(
         x.unsqueeze(0), spread(KERNEL[: 6 * len(x)].view(3, len(x), 2)), spread(KERNEL[:3])
     ),

@@ -7,6 +7,7 @@ means of losses                             a mean of the ranks' means, though s
 ``fill_`` of what ranks hold summands of    every summand is the value
 ``logsumexp`` with ``keepdim``              lies along the dim before the one that is cut
 ``sum`` over no dims, which is over all     none is summed: in backward of ``amax`` and ``amin``
+norms of parts, of which more is computed   sums, lists and gradients of each rank's own norm
 convolutions of images that are cut         of each rank's part alone
 ==========================================  =====================================================
 """
@@ -14,11 +15,12 @@ convolutions of images that are cut         of each rank's part alone
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from meshwright.comm.dtensors.dtensor import is_replicated, local_of
 from meshwright.comm.dtensors.gather_dtensor import held_boxes, whole
@@ -57,6 +59,7 @@ def correct_operators() -> None:
     handlers[aten.fill_.Scalar] = handlers[aten.fill_.Tensor] = _fill
     handlers[aten.logsumexp.default] = _logsumexp
     handlers[aten.amax.default] = handlers[aten.amin.default] = _extreme
+    handlers[aten.linalg_vector_norm.default] = handlers[aten._foreach_norm.Scalar] = _norm
     for operator in (aten.convolution.default, aten.convolution_backward.default):
         handlers[operator] = _Convolution(handlers.get(operator, without_handler))
 
@@ -136,14 +139,41 @@ def _logsumexp(op: _Operator, args: _Args, kwargs: _Kwargs) -> object:
 
 
 def _extreme(op: _Operator, args: _Args, kwargs: _Kwargs) -> object:
-    if not _named(op, args, kwargs)["dim"]:  # its backward sums so, as next to nobody else does
-        dtensor_handlers()[torch.ops.aten.sum.dim_IntList] = _sum
+    if not _named(op, args, kwargs)["dim"]:
+        _correct_sums()  # its backward sums over no dims, as next to nobody else does
     return without_handler(op, args, kwargs)
+
+
+def _norm(op: _Operator, args: _Args, kwargs: _Kwargs) -> object:
+    found = without_handler(op, args, kwargs)
+    order = _named(op, args, kwargs)["ord"]
+    return [_known(each, order) for each in found] if type(found) is list else _known(found, order)
+
+
+def _known(norm: DTensor, order: float) -> DTensor:
+    """Give each rank all of a ``norm``, unless it is a number whose square may be summed later."""
+    if not any(each.is_partial() for each in norm.placements):
+        return norm
+    if norm.ndim or math.isinf(order):
+        return _replicated(norm)
+    _correct_sums()
+    return norm
+
+
+def _correct_sums() -> None:
+    """Sum by `_sum`, which all sums pay for, from now on."""
+    aten, handlers = torch.ops.aten, dtensor_handlers()
+    handlers[aten.sum.default] = handlers[aten.sum.dim_IntList] = _sum
 
 
 def _sum(op: _Operator, args: _Args, kwargs: _Kwargs) -> object:
     given = _named(op, args, kwargs)
-    return without_handler(op, (), given | {"dim": given["dim"] or [*range(given["self"].ndim)]})
+    tensor = given["self"]
+    if any(each.is_partial() and type(each) is not Partial for each in tensor.placements):
+        given["self"] = _replicated(tensor)
+    if "dim" in given:
+        given["dim"] = given["dim"] or [*range(tensor.ndim)]
+    return without_handler(op, (), given)
 
 
 class _Convolution:
