@@ -457,7 +457,7 @@ class Communicator:
         Returns a function that waits for the others' and joins all, in rank order.
         """
         mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        everyone = torch.empty(self.size * mine.numel(), dtype=torch.uint8)
+        everyone = torch.frombuffer(bytearray(self.size * len(payload)), dtype=torch.uint8)
         pending = self.control.all_gather_list(everyone, mine, label=label)
 
         def read() -> bytes:
