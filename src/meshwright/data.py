@@ -190,7 +190,8 @@ class DataLoader(Generic[Batch]):
             generator=torch.Generator(),  # the caller's is not drawn from
             **self._options,  # pyrefly: ignore[bad-argument-type]
         )
-        return iter(loader)
+        with torch.device("cpu"):  # where its generator is; forked workers keep it, too
+            return iter(loader)
 
     def _order(self, seed: int) -> _Order:
         return _Samples(self._size, self.batch_size, seed, self.data_rank, self.data_size)
@@ -360,7 +361,8 @@ class _RowReader(_Reader):
     def _sample(self, drawn: object) -> object:
         pieces = cast("list[Piece]", drawn)
         tokens = torch.cat([self._piece(piece) for piece in pieces])
-        places = torch.cat([torch.arange(piece.end - piece.begin) for piece in pieces])
+        counts = (piece.end - piece.begin for piece in pieces)
+        places = torch.cat([torch.arange(count, device=tokens.device) for count in counts])
         labels = tokens.where(places > 0, IGNORED)
         return {"input_ids": tokens, "position_ids": places, "labels": labels}
 
@@ -376,7 +378,7 @@ class _RowReader(_Reader):
         if not isinstance(part, Tensor):  # of a list, or of an array of any type
             array = numpy.asarray(part)
             is_whole, kind = array.dtype.kind in "iu", array.dtype
-            part = torch.from_numpy(array.astype(numpy.int64)) if is_whole else torch.empty(())
+            part = torch.from_numpy(array.astype(numpy.int64) if is_whole else numpy.empty(()))
         else:
             kind = part.dtype
             is_whole = not (part.is_floating_point() or part.is_complex() or kind == torch.bool)

@@ -217,8 +217,8 @@ def _tensor_differences(
 
 
 def _number_error(found: float, wanted: float) -> float:
-    wide = torch.float64
-    return _relative(torch.tensor(found, dtype=wide), torch.tensor(wanted, dtype=wide), 0.0)
+    pair = torch.tensor((found, wanted), dtype=torch.float64, device="cpu")
+    return _relative(pair[0], pair[1], 0.0)
 
 
 def _relative(found: torch.Tensor, wanted: torch.Tensor, floor: float) -> float:

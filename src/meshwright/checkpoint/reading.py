@@ -130,12 +130,12 @@ class Reader:
     def empty(self, name: str) -> Tensor:
         """Make a tensor, not filled, for a whole one."""
         record = self._record(name)
-        return torch.empty(record.shape, dtype=self._dtype(name, record))
+        return torch.empty(record.shape, dtype=self._dtype(name, record), device="cpu")
 
     def read_piece(self, name: str, box: Box) -> Tensor:
         """Read one box of a tensor, whatever the boxes it was saved in."""
         record = self._record(name)
-        tensor = torch.empty(box.shape, dtype=self._dtype(name, record))
+        tensor = torch.empty(box.shape, dtype=self._dtype(name, record), device="cpu")
         held = ShardedPiece(global_shape=record.shape, boxes=(box,), tensor=tensor)
         self._fill({name: held})
         return tensor
@@ -214,7 +214,7 @@ class Reader:
         if inner == piece.box and is_plain_host(view):
             yield self._read_of(name, piece, view), ()
         else:
-            found = torch.empty(piece.box.shape, dtype=view.dtype)
+            found = torch.empty(piece.box.shape, dtype=view.dtype, device="cpu")
             then = [(view, found[inner.slices(piece.box)]) for view, inner in common]
             yield self._read_of(name, piece, found), then
 
@@ -260,7 +260,7 @@ class Reader:
         for name, record in self.manifest.tensors.items():
             dtype = self._dtype(name, record)
             for piece in record.pieces:
-                into = torch.empty(piece.box.shape, dtype=dtype)
+                into = torch.empty(piece.box.shape, dtype=dtype, device="cpu")
                 reads.append(self._read_of(name, piece, into))
                 waiting += into.nbytes
                 if waiting >= _CHUNK:

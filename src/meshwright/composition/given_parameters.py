@@ -85,7 +85,7 @@ class GivenParameters:
         if make is None:
             return None
         # Torch makes no optimizer of nothing; the groups are those of the other ranks all the same.
-        nothing = nn.Parameter(torch.empty(0))
+        nothing = nn.Parameter(torch.empty(0, device="cpu"))
         optimizer = make([*optimized_parameters(module, plan)] or [nothing])
         check_optimizer(optimizer, has_closure=False)
         groups: list[dict[str, Any]] = getattr(optimizer, "param_groups", [])

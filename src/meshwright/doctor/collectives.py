@@ -94,7 +94,7 @@ def _answer_of(ranks: int, where: str) -> dict[str, Any] | str:
 
 def medians_on_host(communicator: Communicator) -> dict[str, Any]:
     """Measure small collectives of CPU ranks."""
-    small, large = torch.zeros(1024), torch.zeros(2**18)
+    small, large = torch.zeros(1024, device="cpu"), torch.zeros(2**18, device="cpu")
     return {
         "medians": {
             "all_reduce 4 KB": _median(lambda: communicator.all_reduce(small).wait()),

@@ -183,7 +183,7 @@ class LossWindow:
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._sums = torch.empty(0, dtype=torch.float64)
+        self._sums = torch.empty(0, dtype=torch.float64, device="cpu")
         """Of all ranks, once they have been reduced."""
         self._sizes: list[int] = []
         self._counts = [0.0] * self.WIDTH
@@ -228,7 +228,8 @@ class LossWindow:
 
         ``beside`` are numbers of another thing that are summed together with it, as many on all.
         """
-        sums = moved(torch.tensor(self._counts, dtype=torch.float64), self._communicator.device)
+        counts = torch.tensor(self._counts, dtype=torch.float64, device="cpu")
+        sums = moved(counts, self._communicator.device)
         for place, more in enumerate((self._own, self._terms)):
             if more is not None:
                 sums[place] += more
@@ -252,7 +253,7 @@ class LossWindow:
         if not self._communicator.is_on_host:
             return self.sums()[0] / self.sums()[1]
         total, count = self._global()[:2]
-        return torch.tensor(total / count if count else math.nan, dtype=torch.float64)
+        return torch.tensor(total / count if count else math.nan, dtype=torch.float64, device="cpu")
 
     def sums(self) -> torch.Tensor:
         """Return the sums over the ranks, for which a stream of the device waits at most."""

@@ -199,7 +199,7 @@ def global_norm(spread: Sequence[SpreadGradients], norm_type: float = 2.0) -> to
     over = _axes_of(spread)
     if over is None:
         if len(parts) <= 1:
-            return parts[0] if parts else torch.zeros(())
+            return parts[0] if parts else torch.zeros((), device="cpu")
         return _norm_of_norms([part.to(parts[0].device) for part in parts], norm_type)
     widest = functools.reduce(
         torch.promote_types,
@@ -270,7 +270,7 @@ def _local_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Te
         if filled:
             norms.extend(foreach_norm(filled, norm_type, dtype=wide))
     if not norms:
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
     device = norms[0].device
     return _norm_of_norms([norm.to(device) for norm in norms], norm_type)
 

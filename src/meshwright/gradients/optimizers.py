@@ -221,7 +221,9 @@ def _with_mean_loss(
         return None
 
     def mean() -> torch.Tensor:
-        loss = torch.as_tensor(closure(), dtype=torch.float64).detach()
+        loss = closure()
+        place = loss.device if isinstance(loss, torch.Tensor) else "cpu"
+        loss = torch.as_tensor(loss, dtype=torch.float64, device=place).detach()
         # Known now: replicas are set up in their first forward pass.
         held = (p for group in optimizer.param_groups for p in group["params"])
         held = (single for parameter in held for single in singles_of(parameter))

@@ -70,7 +70,7 @@ class LossReducer(CustomReducer):
 # torch's names.
 _Replicate, _CustomReducer, _LossReducer = Replicated, CustomReducer, LossReducer
 
-sum_reducer = LossReducer(torch.tensor(0.0), torch.add)
+sum_reducer = LossReducer(torch.tensor(0.0, device="cpu"), torch.add)
 """Adds the losses of all microbatches."""
 
 

@@ -88,7 +88,7 @@ def _fill(
     for number in range(first, last if calls and box.numel else first):
         start = number * rows
         whole = Box((start, *(0,) * (len(shape) - 1)), (min(rows, shape[0] - start), *shape[1:]))
-        block = torch.empty(whole.shape, dtype=memory.dtype)
+        block = torch.empty(whole.shape, dtype=memory.dtype, device="cpu")
         generator = torch.Generator().manual_seed(name_seed(*source, number))
         for function, args, kwargs in calls:
             is_random = torch.Tag.nondeterministic_seeded in function.tags

@@ -138,8 +138,8 @@ def initialize(model: nn.Module, seed: int) -> nn.Module:
             writes_residual = name.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
             deviation = 0.02 / math.sqrt(2 * depth) if writes_residual else 0.02
             generator = torch.Generator().manual_seed(name_seed(seed, name))
-            values = torch.empty(parameter.shape).normal_(0.0, deviation, generator=generator)
-            parameter.copy_(values)
+            values = torch.empty(parameter.shape, device="cpu")
+            parameter.copy_(values.normal_(0.0, deviation, generator=generator))
     return model
 
 

@@ -447,7 +447,7 @@ def validation_loss(
     each runs the model as often as any other, since layouts may need all of them for it.
     """
     sample = text.validation_sample(windows)
-    losses = torch.zeros(len(sample), dtype=torch.float64)
+    losses = torch.zeros(len(sample), dtype=torch.float64, device="cpu")
     coordinate = trainable.plan.axes.coordinate(communicator.rank)
     # The first of the ranks that read the same share speaks for all of them.
     speaks = not any(coordinate[axis] for axis in coordinate if axis not in DATA_AXES)
@@ -461,7 +461,7 @@ def validation_loss(
         if speaks and mine:
             logits_BVT = logits_BTV.double().transpose(1, 2)
             means_BT = functional.cross_entropy(logits_BVT, targets, reduction="none")
-            losses[torch.tensor(list(mine))] = means_BT.mean(1).cpu()
+            losses[torch.tensor(list(mine), device="cpu")] = means_BT.mean(1).cpu()
     total = communicator.all_reduce(losses.to(communicator.device), label="validation").wait()
     return losses.mean().item() if total is None else total.mean().item()
 
@@ -489,7 +489,7 @@ class StopRequest:
 
     def begin(self) -> None:
         """Tell the other ranks whether this one was asked to stop, without waiting for them."""
-        flag = torch.tensor([int(self._first is not None)], dtype=torch.int32)
+        flag = torch.tensor([int(self._first is not None)], dtype=torch.int32, device="cpu")
         flag = flag.to(self._communicator.device)
         self._pending = self._communicator.all_reduce(flag, reduction="max", label="stop request")
 

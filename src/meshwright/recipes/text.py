@@ -40,8 +40,8 @@ class Windows:
 
     def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Make inputs and targets, each ``(len(indices), context)`` of int64, for these windows."""
-        starts = torch.tensor(indices, dtype=torch.int64) * self.context
-        window = torch.arange(self.context + 1)
+        starts = torch.tensor(indices, dtype=torch.int64, device="cpu") * self.context
+        window = torch.arange(self.context + 1, device="cpu")
         rows = self.data[starts[:, None] + window].long()
         return rows[:, :-1], rows[:, 1:]
 
@@ -121,7 +121,7 @@ def unigram_loss(training: Tensor, targets: Tensor) -> float:
     What a model reaches that knows how often each byte occurs and nothing else. One is added to
     every count, so that a byte never seen in training has a finite loss.
     """
-    counts = torch.ones(256, dtype=torch.float64)
+    counts = torch.ones(256, dtype=torch.float64, device="cpu")
     for piece in training.split(1 << 24):
         counts += torch.bincount(piece, minlength=256)
     losses = (counts / counts.sum()).log().neg()
@@ -191,7 +191,7 @@ def _map_file(path: Path) -> Tensor:
     try:
         with path.open("rb") as file:
             if not os.fstat(file.fileno()).st_size:
-                return torch.empty(0, dtype=torch.uint8)
+                return torch.empty(0, dtype=torch.uint8, device="cpu")
             # A private copy-on-write map: torch wants writable memory, the file stays untouched.
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except OSError as error:

@@ -24,11 +24,11 @@ LENGTH = 6
 
 
 def _features(batch_size: int, generator: torch.Generator) -> torch.Tensor:
-    return torch.randn(batch_size, FEATURES, generator=generator)
+    return torch.randn(batch_size, FEATURES, generator=generator, device=generator.device)
 
 
 def _classes(batch_size: int, generator: torch.Generator) -> torch.Tensor:
-    return torch.randint(CLASSES, (batch_size,), generator=generator)
+    return torch.randint(CLASSES, (batch_size,), generator=generator, device=generator.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +199,7 @@ def _batch_norm() -> nn.Module:
 
 
 def _words(batch_size: int, generator: torch.Generator) -> torch.Tensor:
-    return torch.randint(WORDS, (batch_size, LENGTH), generator=generator)
+    return torch.randint(WORDS, (batch_size, LENGTH), generator=generator, device=generator.device)
 
 
 def _keyword_inputs(batch_size: int, generator: torch.Generator) -> dict[str, object]:

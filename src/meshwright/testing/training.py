@@ -190,7 +190,7 @@ class _Wrapped:
         self._optimizer = training.optimizer(self._wrapped.parameters())
         self._world = communicator()
         self.data_rank, self.data_size = self._world.rank, self._world.size
-        self._loss = torch.zeros((), dtype=torch.float64)
+        self._loss = torch.zeros((), dtype=torch.float64, device="cpu")
 
     def forward_backward(self, batch: object, target: object = None) -> None:
         loss = apply_loss(self._training.loss, call_module(self._wrapped, batch), target)

@@ -65,6 +65,8 @@ private_torch     gradients/norm.py                      import torch | x = vars
 private_torch     gradients/norm.py                      def f(x: object) -> object: return x._raw_saved_mat1
 private_torch     gradients/norm.py                      def f(x: object) -> object: return x.f_locals['optims']
 private_torch     gradients/norm.py                      from meshwright.torch_internals.distributed import Work
+said_devices      gradients/norm.py             import torch | x = torch.zeros(2, dtype=torch.int64)
+said_devices      gradients/norm.py             from torch import tensor as made | x = made(1)
 torch_free        plan.py                       import torch
 torch_free        schedule/actions.py           from torch import Tensor
 function_imports  plan.py                       def f() -> None: import json
@@ -291,6 +293,7 @@ SOUND: Files = {
             """Replicate."""
             distributed = module.distributed
             connect()
+            torch.zeros(2, device="cpu").new_zeros(1)
             return f"{__version__} {distributed}"
         ''',
     "cli.py": '''

@@ -259,6 +259,16 @@ def _private_parts(source: Source) -> Iterator[str]:
         yield from (part for part in name.split(".") if part.isidentifier() and _is_private(part))
 
 
+def said_devices(tree: Tree) -> Found:
+    """A tensor says where it is made: a default device of the user's is not for the library's."""
+    for source in tree.sources:
+        for name, call in source.calls if source.path not in table.ON_DEFAULT_DEVICE else ():
+            package, _, function = name.partition(".")
+            is_silent = not {word.arg for word in call.keywords} & {"device", None}
+            if package == "torch" and function in table.FACTORIES and is_silent:
+                yield source.path, call.lineno, f"{name} without device=: the host's, or the data's"
+
+
 def own_unions(tree: Tree) -> Found:
     """No isinstance on our own unions: what differs between their classes is a method."""
     bases = {
@@ -572,6 +582,7 @@ RULES: dict[str, Rule] = {
         no_peers,
         no_pickle,
         private_torch,
+        said_devices,
         own_unions,
         torch_free,
         function_imports,

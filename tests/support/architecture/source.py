@@ -119,6 +119,13 @@ class Source:
         return tuple(sorted(found, key=lambda use: (use.line, use.name)))
 
     @cached_property
+    def calls(self) -> tuple[tuple[str, ast.Call], ...]:
+        """Calls of what is imported, each with its dotted name."""
+        calls = (node for node in self.nodes if isinstance(node, ast.Call))
+        named = ((_dotted(node.func, self.aliases), node) for node in calls)
+        return tuple((name, node) for name, node in named if name is not None)
+
+    @cached_property
     def strings(self) -> tuple[Use, ...]:
         """Every string constant that is not a docstring."""
         return tuple(

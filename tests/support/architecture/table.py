@@ -10,6 +10,7 @@ __all__ = [
     "C10D",
     "C10D_ROOMS",
     "CONSOLE_FILES",
+    "FACTORIES",
     "FILE_LINES",
     "FOLDER_MODULES",
     "FOREIGN_WRITES",
@@ -18,6 +19,7 @@ __all__ = [
     "NAMES_PEERS",
     "NOT_FOREIGN",
     "OF_OTHERS",
+    "ON_DEFAULT_DEVICE",
     "OPTIONAL",
     "OPTIONAL_ROOMS",
     "PEERS",
@@ -189,6 +191,16 @@ PICKLE = (
 PICKLE_ROOMS = frozenset({"launching"})
 # Foreign formats, read weights only or with a list of the names that may be in them.
 PICKLE_FILES = frozenset({"checkpoint/exchange/dcp.py", "checkpoint/exchange/torch_file.py"})
+
+# Functions that make tensors of the default device, which is the user's. The models of one file are
+# made like a user's own.
+FACTORIES = frozenset(
+    {"arange", "as_tensor", "asarray", "empty", "empty_permuted", "empty_strided", "eye", "full"}
+    | {"linspace", "logspace", "ones", "rand", "randint", "randn", "randperm", "range"}
+    | {"scalar_tensor", "sparse_compressed_tensor", "sparse_coo_tensor", "sparse_csr_tensor"}
+    | {"tensor", "tril_indices", "triu_indices", "zeros"}
+)
+ON_DEFAULT_DEVICE = frozenset({"testing/models.py"})
 
 # Classes whose subclasses nobody asks for by name.
 UNIONS = frozenset({"ChunkedLayout", "Exposure", "FlatLayout", "Reduction"})

@@ -181,11 +181,11 @@ def read_dcp(folder: Path, key: str) -> Weights:
             if len(own) == 1:
                 return part
             if tensor is None:
-                tensor = torch.empty(entry.shape, dtype=part.dtype)
+                tensor = torch.empty(entry.shape, dtype=part.dtype, device="cpu")
             tensor[box.slices()] = part
-        return (
-            torch.empty(entry.shape, dtype=torch_dtype(entry.dtype)) if tensor is None else tensor
-        )
+        if tensor is None:
+            return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
+        return tensor
 
     entries = {name: entry for name, (entry, _) in chunks.items() if name not in ties}
     return Weights(entries=entries, ties=ties, read=read)

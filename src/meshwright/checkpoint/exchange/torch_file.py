@@ -36,7 +36,7 @@ class TorchFormat:
         """Write all but the weights, for which tensors without memory stand."""
         with FakeTensorMode():
             empty = {
-                name: torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+                name: torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
                 for name, entry in weights.entries.items()
             }
         state = {**empty, **{name: empty[first] for name, first in weights.ties.items()}}

@@ -16,7 +16,7 @@ def generator_state(device: torch.device) -> dict[str, Any]:
     version, words, gauss = random.getstate()
     name, keys, *rest = cast("tuple[Any, ...]", np.random.get_state())
     state = {
-        "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
+        "python": (version, torch.tensor(words, dtype=torch.int64, device="cpu"), gauss),
         "numpy": (
             name,
             torch.from_numpy(keys.astype(np.int64)),

@@ -345,7 +345,7 @@ def mesh_over(parent: Communicator, axes: Axes, names: Sequence[str]) -> DeviceM
     return DeviceMesh.from_group(
         [each.group for each in groups],
         kind,
-        mesh=torch.tensor(numbers).view(sizes),
+        mesh=torch.tensor(numbers, device="cpu").view(sizes),
         mesh_dim_names=tuple(names),
     )
 

@@ -114,8 +114,9 @@ def unseen() -> AbstractContextManager[object]:
 def _show(kind: str, *, functional: bool) -> None:
     group: Any = dist.ProcessGroup(dist.HashStore(), 0, 2)
     kind_of_backend = dist.ProcessGroup.BackendType.CUSTOM
-    add_backend(group, torch.device("cpu"), kind_of_backend, fake_backend(0, 2))
-    one, two = torch.zeros(1), torch.zeros(2)
+    host = torch.device("cpu")
+    add_backend(group, host, kind_of_backend, fake_backend(0, 2))
+    one, two = torch.zeros(1, device=host), torch.zeros(2, device=host)
     if not functional or kind not in _FUNCTIONAL:
         _OF_C10D[kind](group, one, two)
         return

@@ -165,7 +165,7 @@ class SharedTensors:
         """
         segment = self._take(PAGE + numel * dtype.itemsize) if numel else None
         if segment is None:
-            return torch.empty(numel, dtype=dtype)
+            return torch.empty(numel, dtype=dtype, device="cpu")
         start = segment.address + PAGE
         with self._lock:
             bisect.insort(self._starts, start)

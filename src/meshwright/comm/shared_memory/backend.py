@@ -95,4 +95,4 @@ def allocate(group: dist.ProcessGroup | None, numel: int, dtype: torch.dtype) ->
     """
     if isinstance(group, SharedMemoryGroup):
         return group.tensors.allocate(numel, dtype)
-    return torch.empty(numel, dtype=dtype)
+    return torch.empty(numel, dtype=dtype, device="cpu")

@@ -61,7 +61,9 @@ def contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 def writable(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` itself or a contiguous buffer of its shape, to be written."""
-    return tensor if _is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
+    if _is_plain(tensor):
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def copied_back(body: Steps, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Steps:

@@ -134,7 +134,7 @@ def _plain(tensor: torch.Tensor, *, filled: bool) -> torch.Tensor:
         return tensor
     if filled:
         return tensor.resolve_conj().resolve_neg().contiguous()
-    return torch.empty(tensor.shape, dtype=tensor.dtype)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 class Channel:

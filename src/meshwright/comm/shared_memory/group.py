@@ -174,14 +174,18 @@ class SharedMemoryGroup(PythonGroup):
         """
         mine = tensor.detach().coalesce()
         indices, values = mine.indices(), mine.values()
-        counts = torch.empty(self.size(), dtype=torch.int64)
-        self.all_gather_single(counts, torch.tensor([values.shape[0]])).wait()
+        counts = indices.new_empty(self.size())
+        self.all_gather_single(counts, indices.new_tensor([values.shape[0]])).wait()
         places = [indices.new_empty((count, indices.shape[0])) for count in counts.tolist()]
         self.allgather([places], [indices.t().contiguous()]).wait()
         parts = [values.new_empty((count, *values.shape[1:])) for count in counts.tolist()]
         self.allgather([parts], [values]).wait()
         summed = torch.sparse_coo_tensor(
-            torch.cat(places).t(), torch.cat(parts), tensor.shape, check_invariants=False
+            torch.cat(places).t(),
+            torch.cat(parts),
+            tensor.shape,
+            device=values.device,
+            check_invariants=False,
         )
         # Not on a detached tensor: that would have indices and values of its own.
         tensor.copy_(summed.coalesce())

@@ -232,14 +232,15 @@ class PipelinedTrainable(Trainable):
     def _train_on(self, part: tuple[object, object, int], first: int, *, is_last: bool) -> None:
         batch, target, size = part
         if self._draws is not None:
-            numbers, count = torch.arange(first, first + size), self.plan.pipeline.microbatches
+            numbers = torch.arange(first, first + size, device="cpu")
+            count = self.plan.pipeline.microbatches
             cut, _ = split_args_kwargs_into_chunks((numbers,), None, count)
             self._samples = [each for (each,) in cut]
         self._tied.enter()
         self._layout.reduce_next(is_last)
         self._has_target = target is not None
         args, kwargs = _call(batch)
-        goal = torch.empty(size) if target is None else target
+        goal = torch.empty(size, device="cpu") if target is None else target
         running = phase("pipeline", step=self.steps, computes=True)
         with running, self._autocast(), self._hooks.resting():
             self.schedule.step(*args, target=goal, return_outputs=False, **kwargs)

@@ -132,7 +132,7 @@ class TiedValues:
         found: list[torch.Tensor] = []
         for _, held, weight in self._spread:
             if held is None:
-                found += [torch.zeros(()), torch.zeros(())]
+                found += [torch.zeros((), device="cpu")] * 2
                 continue
             along, size = self._measure(local_of(held.detach()))
             found += [weight * along, size]
@@ -156,7 +156,7 @@ class TiedValues:
     def _measure(self, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Measure a tensor along a direction that depends on its shape, and its size."""
         if not local.numel():
-            return torch.zeros(()), torch.zeros(())
+            return local.new_zeros(()), local.new_zeros(())
         if local.is_complex():
             local = torch.view_as_real(local)
         flat = local.reshape(local.shape[0] if local.dim() else 1, -1)

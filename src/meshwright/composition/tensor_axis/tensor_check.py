@@ -246,7 +246,7 @@ def _output_problems(
 def _seed(output: torch.Tensor) -> torch.Tensor:
     """Compute the same gradient of an output for all ranks and both runs, without any symmetry."""
     generator = torch.Generator().manual_seed(output.numel())
-    values = torch.randn(output.shape, generator=generator, dtype=torch.float64)
+    values = torch.randn(output.shape, generator=generator, dtype=torch.float64, device="cpu")
     return values.to(device=output.device, dtype=output.dtype)
 
 

@@ -117,7 +117,9 @@ class PowerSGDState:
             found = []
             for matrix in matrices:
                 shape = (matrix.shape[1], min(*matrix.shape, self.matrix_approximation_rank))
-                random = torch.randn(shape, generator=self._generator, dtype=torch.float32)
+                random = torch.randn(
+                    shape, generator=self._generator, dtype=torch.float32, device="cpu"
+                )
                 found.append(random.to(matrix))
         return [self.orthonormal(q) for q in found]
 

@@ -240,7 +240,7 @@ class SparseGradient(_AloneGradient):
         """True when no rank had a gradient in the last reduction."""
         self._zeros_for_unused = zeros_for_unused
         self._number = int(_Instead.ABSENT)
-        self._numbers = torch.empty(0, dtype=torch.int64)
+        self._numbers = torch.empty(0, dtype=torch.int64, device="cpu")
         self._communicator: Communicator | None = None
         self._hook = hook
 
@@ -268,8 +268,8 @@ class SparseGradient(_AloneGradient):
         """Tell the others how many rows there are; `finish` sends them, or has a hook sum them."""
         if self._hook is not None and self._hook.is_local:
             return
-        own = torch.tensor([int(self._number)])
-        self._numbers = torch.empty(communicator.size, dtype=torch.int64)
+        own = torch.tensor([int(self._number)], device="cpu")
+        self._numbers = torch.empty(communicator.size, dtype=torch.int64, device="cpu")
         self._communicator = communicator
         self._pending = communicator.control.all_gather(
             self._numbers, own, label=f"{self.layout.label}: rows"
@@ -363,6 +363,7 @@ class SparseGradient(_AloneGradient):
             torch.cat([all_indices[rank, :number] for rank, number in rows]).unsqueeze(0),
             torch.cat([all_values[rank, :number] for rank, number in rows]),
             parameter.shape,
+            device=parameter.device,
             check_invariants=True,
         ).coalesce()
 
@@ -394,6 +395,6 @@ def _references(parameter: torch.Tensor) -> int:
 
 def _fewest_references() -> int:
     """Count `_references` of a gradient that nobody else holds."""
-    probe = torch.empty(0, requires_grad=True)
-    probe.grad = torch.empty(0)
+    probe = torch.empty(0, device="cpu", requires_grad=True)
+    probe.grad = torch.empty(0, device="cpu")
     return _references(probe)

@@ -145,7 +145,7 @@ class Iteration:
     def follow_with(self, follow: Callable[[], None]) -> None:
         """Call ``follow`` when a forward begins; graphs may gather from now on."""
         self._follow = follow
-        self.token = torch.zeros((), requires_grad=True)
+        self.token = torch.zeros((), device="cpu", requires_grad=True)
 
     def leave_use_counts_out(self) -> None:
         """Take every parameter for used by some rank, and ask none."""

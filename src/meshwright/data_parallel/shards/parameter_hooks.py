@@ -43,7 +43,7 @@ class _Behind(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: object, *leaves: torch.Tensor) -> torch.Tensor:  # pyrefly: ignore[bad-override]
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
 
 
 def accumulators_of(leaves: Sequence[torch.Tensor]) -> list[torch.autograd.graph.Node]:

@@ -95,7 +95,7 @@ class FlatExposure(Exposed):
         self._gradient_dtype = gradient_dtype
         self._seen = -1
         self._flat: FlatParameter | None = None
-        self._nothing = torch.empty(0)
+        self._nothing = torch.empty(0, device="cpu")
         """The tensor that modules hold while the unit is sharded. Nobody else should change it."""
         self._nothing_trains = False
         self._lists_full = False
@@ -104,7 +104,7 @@ class FlatExposure(Exposed):
         """The names of parameters in modules that hold others, too."""
         self._refusals = Refusals()
         self._waiting = WaitingGradients()
-        self._line = torch.empty(0)
+        self._line = torch.empty(0, device="cpu")
         """Gradients of passes in ``no_sync``."""
         self._joined: list[torch.Tensor] = []
         """Those of each parameter, in that line."""

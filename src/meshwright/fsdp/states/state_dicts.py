@@ -197,7 +197,7 @@ class shown_names:  # noqa: N801 - it is used as a function: `with shown_names(u
         if exposure.owner is not None:
             self._before.append((exposure.owner._parameters, FLAT, exposure.one_flat))
             exposure.owner._parameters.pop(FLAT, None)
-        nothing = nn.Parameter(torch.empty(0), requires_grad=False)
+        nothing = nn.Parameter(torch.empty(0, device="cpu"), requires_grad=False)
         for slot in self._unit.slots:
             for module, name in slot.places:
                 self._before.append((module._parameters, name, module._parameters.get(name)))

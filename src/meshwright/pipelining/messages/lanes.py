@@ -73,7 +73,7 @@ class Lanes:
         peer = target if rank == source else source
         if not self._greeting:
             for begin in (control.recv, control.send):
-                word, label = torch.zeros(1), f"lane {source} to {target}"
+                word, label = torch.zeros(1, device="cpu"), f"lane {source} to {target}"
                 self._greeting.append(begin(word, peer, tag=2 * self._number, label=label))
         for pending in self._greeting:
             pending.wait(watch=watch)

@@ -50,7 +50,7 @@ class Letter:
         count = int.from_bytes(first[:_COUNT], "little")
         text = first[_COUNT : _COUNT + count]
         if len(text) < count:
-            rest = torch.empty(count - len(text), dtype=torch.uint8)
+            rest = torch.empty(count - len(text), dtype=torch.uint8, device="cpu")
             receive(rest)
             text += bytes(rest.numpy())
         self.contents = json.loads(text)
@@ -84,7 +84,7 @@ class Letters:
 
     def expect(self, rank: int, label: str) -> Letter:
         """Post the receive of the next letter from ``rank``."""
-        buffer = torch.empty(ROOM, dtype=torch.uint8)
+        buffer = torch.empty(ROOM, dtype=torch.uint8, device="cpu")
         pending = self._control.recv(buffer, rank, tag=self._tags[0], label=label)
         letter = Letter(rank, label, pending, buffer)
         self._unread.setdefault(rank, deque()).append(letter)

@@ -451,7 +451,7 @@ def _inside_backward(collect: Callable[[], None]) -> None:
 
     What checkpointed parts compute again, they then compute once and not for each saved tensor.
     """
-    start = torch.zeros((), requires_grad=True)
+    start = torch.zeros((), device="cpu", requires_grad=True)
     with torch.enable_grad():
         end = start.clone()
 

@@ -199,7 +199,7 @@ def look_at_bits(
         ]
         judge(held, digests)
 
-    late.look(torch.cat(sums) if sums else torch.empty(0), read, is_late=is_late)
+    late.look(torch.cat(sums) if sums else torch.empty(0, device=device), read, is_late=is_late)
 
 
 def digest_of(tensor: torch.Tensor) -> str:

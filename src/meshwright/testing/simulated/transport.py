@@ -142,16 +142,16 @@ class OrderedQueue:
                 if message.is_send:
                     works.append(gloo.send([message.written()], peer, tag))
                     works.append(gloo.send([message.tensor.detach()], peer, tag + 1))
-                    works.append(gloo.recv([torch.zeros(1)], peer, tag + 2))
+                    works.append(gloo.recv([torch.zeros(1, device="cpu")], peer, tag + 2))
                 else:
-                    header = torch.zeros(HEADER, dtype=torch.uint8)
+                    header = torch.zeros(HEADER, dtype=torch.uint8, device="cpu")
                     came.append((message, tag, header, gloo.recv([header], peer, tag)))
             for message, tag, header, work in came:
                 work.wait()
                 if difference := message.difference(header):
                     self._report(Fault("mixed up", difference))
                 gloo.recv([message.tensor.detach()], message.peer, tag + 1).wait()
-                works.append(gloo.send([torch.zeros(1)], message.peer, tag + 2))
+                works.append(gloo.send([torch.zeros(1, device="cpu")], message.peer, tag + 2))
             for work in works:
                 work.wait()
 

@@ -125,8 +125,8 @@ class _Copy:
         start, shape, stride = self.view
         held, memory = self.rest.local.detach(), written.untyped_storage()
         copy = held.new_empty(0).set_(memory, start, shape, stride)
-        is_written = torch.zeros(memory.nbytes() // copy.itemsize, dtype=torch.bool)
-        is_written = is_written.to(copy.device)
+        count = memory.nbytes() // copy.itemsize
+        is_written = torch.zeros(count, dtype=torch.bool, device=copy.device)
         if written.dtype == copy.dtype:
             at = written.shape, written.stride(), written.storage_offset()
             is_written.as_strided(*at).fill_(True)
@@ -151,8 +151,8 @@ def _copies(tensor: DTensor) -> Iterator[tuple[_Copy, torch.Tensor]]:
 
 def _rows(ranges: Ranges) -> torch.Tensor:
     """List the numbers of rows."""
-    rows = [torch.arange(first, first + count) for first, count in ranges]
-    return torch.cat([torch.arange(0), *rows])
+    rows = [torch.arange(first, first + count, device="cpu") for first, count in ranges]
+    return torch.cat([torch.arange(0, device="cpu"), *rows])
 
 
 @functools.cache
