@@ -31,6 +31,7 @@ __all__ = [
     "foreach_copy_",
     "foreach_mul_",
     "foreach_norm",
+    "foreach_norm_operator",
     "foreach_zero_",
     "function_depth",
     "function_modes",
@@ -62,6 +63,7 @@ foreach_copy_ = required("torch._foreach_copy_", "copies many tensors in one cal
 foreach_add_ = required("torch._foreach_add_", "adds to many tensors in one call")
 foreach_mul_ = required("torch._foreach_mul_", "scales many tensors in one call")
 foreach_zero_ = required("torch._foreach_zero_", "clears many tensors in one call")
+foreach_norm_operator = required("torch.ops.aten._foreach_norm.Scalar", "corrects norms of lists")
 foreach_norm = required("torch._foreach_norm", "takes the norms of many tensors in one call")
 join_in_chunks = required("torch._chunk_cat", "packs gradients rank by rank")
 """Cut each tensor into chunks along a dim, and put the first of all side by side, and so on."""

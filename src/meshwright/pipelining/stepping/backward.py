@@ -15,7 +15,7 @@ accumulated once: hooks on parameters fire once, and in this half only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ class Junction:
     hooks: tuple[Hook, ...] = ()
     """Hooks of users on the node, for both halves of what it sends."""
     roots: Sequence[GradientEdge] = ()
-    """What keeps the node alive, where to hold it does not."""
+    """Edges from outputs that keep the node alive, where to hold it does not."""
 
     def keep(self, _: object, gradients: tuple[torch.Tensor | None, ...]) -> None:
         """Remember what has arrived, as a hook of the node; hooks before it have changed it."""
@@ -155,8 +155,7 @@ def stage_backward_input(
     nodes = [root.node for root in roots]
     junctions = graph.junctions(nodes)
     if not held_nodes_live():
-        for junction in junctions:
-            junction.roots = roots
+        junctions = [replace(junction, roots=roots) for junction in junctions]
     on_path: list[tuple[torch.Tensor, torch.Tensor | None]] = []
     for tensor, gradient, node in zip(tensors, gradients, nodes, strict=True):
         if graph.leads_to(node) & graph.INPUT:

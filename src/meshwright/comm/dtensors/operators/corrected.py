@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from meshwright.comm.dtensors.dtensor import is_replicated, local_of
 from meshwright.comm.dtensors.gather_dtensor import held_boxes, whole
 from meshwright.torch_internals.distributed import dtensor_handlers, without_handler
-from meshwright.torch_internals.tensors import schema_of
+from meshwright.torch_internals.tensors import foreach_norm_operator, schema_of
 
 _Operator = Callable[..., Any]
 _Args = tuple[Any, ...]
@@ -59,7 +59,7 @@ def correct_operators() -> None:
     handlers[aten.fill_.Scalar] = handlers[aten.fill_.Tensor] = _fill
     handlers[aten.logsumexp.default] = _logsumexp
     handlers[aten.amax.default] = handlers[aten.amin.default] = _extreme
-    handlers[aten.linalg_vector_norm.default] = handlers[aten._foreach_norm.Scalar] = _norm
+    handlers[aten.linalg_vector_norm.default] = handlers[foreach_norm_operator] = _norm
     for operator in (aten.convolution.default, aten.convolution_backward.default):
         handlers[operator] = _Convolution(handlers.get(operator, without_handler))
 

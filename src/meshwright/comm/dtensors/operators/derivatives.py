@@ -21,6 +21,7 @@ from meshwright.torch_internals.distributed import (
     global_tensor_info,
 )
 
+_BACKWARD = "backward"
 _Gradient = Callable[[Any, Any], torch.Tensor]
 
 
@@ -33,7 +34,7 @@ def differentiate_moves() -> None:
         (FromTorchTensor, _to_local),
     )
     for move, again in ways:
-        move.backward = staticmethod(functools.partial(_backward, move.backward, again))
+        setattr(move, _BACKWARD, staticmethod(functools.partial(_backward, move.backward, again)))
 
 
 def _backward(once: Callable[..., Any], again: _Gradient, ctx: Any, gradient: Any) -> Any:  # noqa: ANN401

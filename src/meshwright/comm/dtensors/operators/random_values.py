@@ -12,15 +12,14 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshwright.comm.dtensors.dtensor import local_of, mesh_communicators
 from meshwright.comm.dtensors.gather_dtensor import held_boxes, part, part_like
 from meshwright.comm.failures.sameness import differing
+from meshwright.comm.groups.registry import PROCESS
 from meshwright.layout import Replicate
 from meshwright.torch_internals.distributed import dtensor_handlers
 from meshwright.torch_internals.tensors import FakeTensor
@@ -37,8 +36,6 @@ _IN_PLACE = (
     "geometric_",
 )
 _NEW = ("rand_like", "randn_like", "randint_like")
-_AGREED: WeakKeyDictionary[DeviceMesh, set[tuple[bool, ...]]] = WeakKeyDictionary()
-"""For each mesh along which of its dims ranks have agreed, beside each other."""
 
 
 @functools.cache
@@ -78,7 +75,7 @@ def _agree(tensor: DTensor, generator: torch.Generator | None) -> None:
     """
     mesh, local = tensor.device_mesh, local_of(tensor)
     copies = tuple(not placement.is_shard() for placement in tensor.placements)
-    agreed = _AGREED.setdefault(mesh, set())
+    agreed = PROCESS.drawn.setdefault(mesh, set())
     if copies in agreed or local.is_meta or isinstance(local, FakeTensor):
         return
     agreed.add(copies)
