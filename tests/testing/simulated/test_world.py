@@ -140,6 +140,7 @@ def body_beside_a_gpu() -> None:
     gpu = torch.device("cuda")
     with (
         patch.object(here, "is_available", lambda: True),
+        patch.object(torch.cuda, "is_available", lambda: True),  # what torch 2.11 asks
         patch.object(here, "current_accelerator", lambda check_available=False: gpu),
     ):
         with connected_device():

@@ -387,8 +387,9 @@ def _seen_events(device: SimulatedDevice) -> Iterator[None]:
         ):
             stack.enter_context(replaced(torch.cpu, name, ours))
         stack.enter_context(replaced(torch.accelerator, "max_memory_allocated", most))
-        # A mesh of c10d would have its groups made on the GPU that the machine has.
+        # A mesh of c10d would have its groups made, or split, on the GPU that the machine has.
         stack.enter_context(replaced(torch.accelerator, "is_available", none))
+        stack.enter_context(replaced(torch.cuda, "is_available", none))
         for name, host in (("get_rng_state", get_state), ("set_rng_state", set_state)):
             stack.enter_context(patch.object(torch.cpu, name, host, create=True))
         yield
