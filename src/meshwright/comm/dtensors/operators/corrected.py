@@ -59,7 +59,8 @@ def correct_operators() -> None:
     handlers[aten.fill_.Scalar] = handlers[aten.fill_.Tensor] = _fill
     handlers[aten.logsumexp.default] = _logsumexp
     handlers[aten.amax.default] = handlers[aten.amin.default] = _extreme
-    handlers[aten.linalg_vector_norm.default] = handlers[foreach_norm_operator] = _norm
+    for operator in (aten.linalg_vector_norm.default, foreach_norm_operator):
+        handlers[operator] = _Norm(handlers.get(operator, without_handler))
     for operator in (aten.convolution.default, aten.convolution_backward.default):
         handlers[operator] = _Convolution(handlers.get(operator, without_handler))
 
@@ -144,15 +145,25 @@ def _extreme(op: _Operator, args: _Args, kwargs: _Kwargs) -> object:
     return without_handler(op, args, kwargs)
 
 
-def _norm(op: _Operator, args: _Args, kwargs: _Kwargs) -> object:
-    found = without_handler(op, args, kwargs)
-    order = _named(op, args, kwargs)["ord"]
-    return [_known(each, order) for each in found] if type(found) is list else _known(found, order)
+class _Norm:
+    """A handler after which ranks know the norms of what they hold parts of."""
+
+    __slots__ = ("before",)
+
+    def __init__(self, before: _Operator) -> None:
+        self.before = before
+
+    def __call__(self, op: _Operator, args: _Args, kwargs: _Kwargs) -> object:
+        found = self.before(op, args, kwargs)
+        order = _named(op, args, kwargs)["ord"]
+        if isinstance(found, torch.Tensor):
+            return _known(found, order)
+        return [_known(each, order) for each in found]
 
 
-def _known(norm: DTensor, order: float) -> DTensor:
+def _known(norm: torch.Tensor, order: float) -> torch.Tensor:
     """Give each rank all of a ``norm``, unless it is a number whose square may be summed later."""
-    if not any(each.is_partial() for each in norm.placements):
+    if not isinstance(norm, DTensor) or not any(each.is_partial() for each in norm.placements):
         return norm
     if norm.ndim or math.isinf(order):
         return _replicated(norm)
