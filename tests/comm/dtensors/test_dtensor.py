@@ -18,6 +18,7 @@ from meshwright.comm.dtensors.dtensor import (
     at_rest,
     beginning_storage,
     cut_once_more,
+    dtensor_around,
     dtensor_at_rest,
     dtensor_like,
     is_dtensor,
@@ -360,3 +361,19 @@ def test_full_tensors(ranks: Ranks, size: int) -> None:
             short.full_tensor()
 
     ranks(size, body)
+
+
+def body_on_the_host() -> None:
+    """A part that was offloaded, of a mesh whose ranks communicate on devices."""
+    mesh = init_device_mesh("cpu", (2,))
+    values = torch.arange(6.0).view(3, 2)
+    spread = distribute_tensor(values, mesh, torch_placements([Shard(0)]))
+    offloaded = dtensor_around(local_of(spread).detach().cpu(), at_rest(spread))
+    found = gathered(offloaded)
+    assert found.tolist() == values.tolist()
+    assert found.device == torch.device("cpu")
+
+
+@pytest.mark.devices("host", "simulated")
+def test_what_was_offloaded_is_gathered(ranks: Ranks) -> None:
+    ranks(2, body_on_the_host)

@@ -91,9 +91,11 @@ def whole(tensor: torch.Tensor, *, label: str = "whole tensor") -> torch.Tensor:
     places = [_ranges(rest, place, label) for place in itertools.product(*indices)]
     # Parts may differ in size; all travel in the largest.
     room = max(math.prod(map(length_of, ranges)) for ranges in places)
-    everyone = rest.local.new_zeros(room)
-    everyone[: rest.local.numel()] = rest.local.detach().reshape(-1)
     axes = mesh_communicators(rest.mesh)
+    # What was offloaded to the host goes by the device, and comes back.
+    device = axes[0].device if cutting else rest.local.device
+    everyone = torch.zeros(room, dtype=rest.local.dtype, device=device)
+    everyone[: rest.local.numel()] = rest.local.detach().reshape(-1)
     for number in reversed(cutting):
         gathered = everyone.new_empty(axes[number].size * everyone.numel())
         axes[number].all_gather(gathered, everyone, label=label).wait()
