@@ -135,7 +135,9 @@ def test_a_write_on_one_rank_is_named_on_all(ranks: Ranks, name: str) -> None:
 def test_what_one_rank_does_alone_is_named(ranks: Ranks, apart: Callable[[Loop], None]) -> None:
     found = ranks(2, body_apart, "replicate", apart)
     # A write that counts of versions see is asked for in the pass after the next.
-    assert found == [BEFORE + 2 if apart is written else 16] * 2
+    first = BEFORE + 2 if apart is written else 16
+    assert len(set(found)) == 1
+    assert first <= found[0] <= first + 1  # of a device one pass late
 
 
 def body_loaded_at_the_start() -> None:
@@ -143,10 +145,9 @@ def body_loaded_at_the_start() -> None:
     if communicator().rank == 0:
         state = {name: value * 2 for name, value in loop.model.state_dict().items()}
         loop.model.load_state_dict(state)
-    with pytest.raises(
-        CollectiveMismatchError, match=r"copies of the weights.*load|weight changes"
-    ):
-        loop.step()
+    text = r"copies of the weights.*load|weight changes"
+    with raises_by_now(CollectiveMismatchError, match=text):
+        loop.step(1 if communicator().is_on_host else 2)  # of a device it travels a pass later
 
 
 def test_a_state_that_one_rank_loads_before_the_first_pass_is_named(ranks: Ranks) -> None:
@@ -233,8 +234,8 @@ def mistaken(model: nn.Sequential) -> nn.Module:
 def body_by_right() -> None:
     for wrap in (ignoring, local_steps, hooked):
         Loop(wrap).step(9)
-    with pytest.raises(CollectiveMismatchError, match="hook that lets copies part"):
-        Loop(mistaken).step(2)
+    with raises_by_now(CollectiveMismatchError, match="hook that lets copies part"):
+        Loop(mistaken).step(2 if communicator().is_on_host else 3)  # of a device a pass later
 
 
 def body_ascent() -> None:
@@ -312,7 +313,7 @@ def body_fused() -> None:
     loop.step(4)
     if communicator().rank:
         loop.optimizer = kind([nn.Parameter(torch.ones(1))], lr=1.0)
-    with pytest.raises(CollectiveMismatchError, match=r"after 11 .*\[0\]; .* after 10 .*\[1\]"):
+    with raises_by_now(CollectiveMismatchError, match=r"after 11 .*\[0\]; .* after 10 .*\[1\]"):
         loop.step(2)
 
 
