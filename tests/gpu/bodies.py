@@ -1,7 +1,8 @@
 """The bodies of the rank tests on GPUs: ``ON_GPUS=1 pytest tests/...``.
 
 They are written for a CPU. What they make, and say of a device, means the rank's GPU here; the
-library's own host stays the host.
+library's own host stays the host. ``ON_PLACE=gloo`` takes another of `place_of`; ``host`` tries
+this file.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def _at(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 @contextmanager
 def connected_gpu() -> Iterator[None]:
     """Connect this rank over NCCL; within the block the host is its GPU."""
-    with place_of(os.environ.get("GPU_KIND", "nccl")) as place:
+    with place_of(os.environ.get("ON_PLACE", "nccl")) as place:
         place.connect()
         device = place.device
         # Said by a thread that has not used the GPU yet.
@@ -171,11 +172,11 @@ class _Functions(TorchFunctionMode):
 
 
 def _is_of_library() -> bool:
-    """Check that the innermost frame is of `torch.distributed` or the library, but no harness."""
+    """Check that what is made is the library's, torch's optimizers' or `torch.distributed`'s."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(f"{TORCH}/distributed"):
+        if name.startswith((f"{TORCH}/distributed", f"{TORCH}/optim")):
             return True
         if not name.startswith(TORCH):
             return name.startswith(LIBRARY) and not name.startswith(f"{LIBRARY}/testing")
