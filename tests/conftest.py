@@ -22,7 +22,7 @@ if not any(entry.value == "meshwright.testing.plugin" for entry in entry_points(
 
 
 ON_GPUS = os.environ.get("ON_GPUS") == "1"
-"""Whether tests that use `ranks` run on GPUs, and no others."""
+"""True where tests that use `ranks` run on GPUs, and no others."""
 SLOW = 4
 """Of a test with many cases so many run in `make test-all` beside those that are quick."""
 

@@ -93,7 +93,7 @@ def trains_with_slow_collectives(place: Place, world: Communicator, name: str) -
 
 
 def trains_under_a_default_device(place: Place, world: Communicator, name: str) -> str:
-    """The same where the user has said that tensors are made on the device: some are the host's."""
+    """Train under a default device of the user's: some tensors of the library are the host's."""
     plain, laid_out = both(name, place, world)
     with torch.device(place.device):
         return _compared(plain, laid_out, world)

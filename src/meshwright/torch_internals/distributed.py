@@ -168,33 +168,28 @@ class _Handlers(dict[Any, Any]):
     """torch's table of functions that stand in for operators on DTensors.
 
     Where functions that `update` has put there are taken away, as at the end of torch's
-    `loss_parallel`, those before them come back. torch's own table, which others may hold, has all
-    that is set here.
+    `loss_parallel`, those come back that were set one by one. torch's own table, which others may
+    hold, has these, too.
     """
 
     def __init__(self, table: dict[Any, Any]) -> None:
         super().__init__(table)
         self._table = table
-        self._before: dict[Any, list[Any]] = {}
+        self._own = dict(table)
 
     def __setitem__(self, op: Any, function: Any) -> None:  # noqa: ANN401
         super().__setitem__(op, function)
-        self._table[op] = function
+        self._table[op] = self._own[op] = function
 
     def setdefault(self, op: Any, function: Any = None) -> Any:  # noqa: ANN401
         if op not in self:
             self[op] = function
         return self[op]
 
-    def update(self, added: Mapping[Any, Any]) -> None:  # pyrefly: ignore[bad-override]
-        for op in added.keys() & self.keys():
-            self._before.setdefault(op, []).append(self[op])
-        super().update(added)
-
-    def pop(self, op: Any) -> Any:  # noqa: ANN401 # pyrefly: ignore[bad-override]
-        found = super().pop(op)
-        if self._before.get(op):
-            self[op] = self._before[op].pop()
+    def pop(self, op: Any, *default: Any) -> Any:  # noqa: ANN401
+        found = super().pop(op, *default)
+        if op in self._own:
+            super().__setitem__(op, self._own[op])
         return found
 
 
@@ -215,7 +210,7 @@ def without_handler(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         return op(*args, **kwargs)
     finally:
         if handler is not None:
-            handlers[op] = handler
+            dict.__setitem__(handlers, op, handler)
 
 
 def on_gathered_views(

@@ -92,8 +92,9 @@ class ProcessState:
     """Models whose gradients are marked in traced graphs, by the name that their marks carry."""
     roots: MutableMapping[str, TracedRoot] = field(default_factory=weakref.WeakValueDictionary)
     """Roots whose units graphs drive, by the name that their operators carry."""
-    drawn: MutableMapping[Any, set[Any]] = field(default_factory=weakref.WeakKeyDictionary)
-    """For each mesh along which of its dims, beside each other, ranks draw the same values."""
+    drawn: dict[Any, set[Any]] = field(default_factory=dict)
+    """For each mesh the sets of its dims along which ranks were asked for one random state. Meshes
+    are held, so that equal ones are known alike on all ranks."""
     sharings: MutableMapping[Any, None] = field(default_factory=weakref.WeakKeyDictionary)
     """The parameters of each reducer of replicas, in the order of their making."""
     root_numbers: Iterator[int] = field(default_factory=itertools.count)

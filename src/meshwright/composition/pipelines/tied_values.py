@@ -156,7 +156,7 @@ class TiedValues:
     def _measure(self, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Measure a tensor along a direction that depends on its shape, and its size."""
         if not local.numel():
-            return local.new_zeros(()), local.new_zeros(())
+            return (local.new_zeros((), dtype=torch.float64),) * 2
         if local.is_complex():
             local = torch.view_as_real(local)
         flat = local.reshape(local.shape[0] if local.dim() else 1, -1)

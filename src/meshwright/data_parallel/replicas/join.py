@@ -119,7 +119,7 @@ def uneven_inputs(
     def before_reduction() -> float | None:
         try:
             attendance.give(Notice.REDUCE)
-        except RuntimeError:
+        except Exception:
             reducer.reset()
             raise
         return None if divides_by_all else 1.0 / len(attendance.active)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from meshwright.comm.dtensors.operators.derivatives import differentiate_moves
 from meshwright.mesh import DeviceMesh, init_device_mesh
@@ -24,7 +24,16 @@ def to_and_fro(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return rows.redistribute(placements=[Replicate()]).to_local()
 
 
+def by_hand(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """Compute a product of rows by summands that are made of local tensors."""
+    left = placed(x, mesh, Shard(1)).to_local().sin()
+    summand = left @ placed(x.t(), mesh, Shard(0)).to_local()
+    summed = DTensor.from_local(summand, mesh, [Partial()], run_check=False)
+    return summed.redistribute(placements=[Replicate()]).cos().to_local()
+
+
 MOVES = {
+    "from_local of summands": by_hand,
     "full_tensor": lambda x, mesh: placed(x, mesh, Shard(0)).cos().full_tensor(),
     "redistribute": to_and_fro,
     "to_local": lambda x, mesh: placed(x, mesh, Replicate()).cos().to_local(),
@@ -33,6 +42,7 @@ MOVES = {
     ).full_tensor(),
 }
 PLAIN: dict[str, Any] = {
+    "from_local of summands": lambda x: (x.sin() @ x.t()).cos(),
     "full_tensor of summands": lambda x: x @ x.t(),
 }
 

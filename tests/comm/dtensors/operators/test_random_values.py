@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +11,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from meshwright import fully_shard
 from meshwright.comm.dtensors.gather_dtensor import side_by_side
 from meshwright.comm.dtensors.operators.random_values import draw_whole
-from meshwright.mesh import init_device_mesh
+from meshwright.errors import LayoutError
+from meshwright.mesh import DeviceMesh, init_device_mesh
 from meshwright.testing import Ranks
 
 WAYS = [
@@ -74,7 +73,7 @@ def test_each_rank_draws_the_whole_and_keeps_its_part(ranks: Ranks) -> None:
 
 
 def body_of_seeds() -> None:
-    """Ranks that hold the same draw the same, whatever their seeds; parts are drawn apart."""
+    """Ranks that hold the same have to draw the same; parts may be drawn apart."""
     draw_whole()
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2,))
@@ -84,18 +83,21 @@ def body_of_seeds() -> None:
     torch.manual_seed(rank)
     assert torch.equal(parts.to_local(), torch.randn(4, 3)[2 * rank : 2 * rank + 2])
     whole = distribute_tensor(torch.zeros(4, 3), mesh, [Replicate()])
-    torch.manual_seed(rank)
-    with pytest.warns(UserWarning, match=r"ranks \[0, 1\] .* all have that of rank 0 from here"):
-        whole.normal_()
-    torch.manual_seed(0)
-    assert torch.equal(whole.to_local(), torch.randn(4, 3))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert torch.rand_like(whole).to_local().sum() > 0  # asks nobody again
+    generator = torch.Generator()
+    for draw in (
+        lambda: whole.normal_(generator=generator.manual_seed(rank)),
+        lambda: whole.normal_(),
+    ):
+        torch.manual_seed(rank)
+        with pytest.raises(LayoutError, match="random state .* same on ranks .0, 1.* one seed"):
+            draw()
+    whole.uniform_(generator=generator.manual_seed(5))
+    alone = DTensor.from_local(torch.zeros(3), DeviceMesh("cpu", [0]), [Replicate()])
+    alone.normal_()  # rank 1 is not on it
 
 
 @pytest.mark.devices("host", "simulated")
-def test_copies_draw_the_same(ranks: Ranks) -> None:
+def test_copies_that_would_be_drawn_apart_are_refused(ranks: Ranks) -> None:
     ranks(2, body_of_seeds)
 
 

@@ -80,8 +80,15 @@ def _from_local(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # noqa: ANN4
 
 def _to_local(ctx: Any, gradient: DTensor) -> torch.Tensor:  # noqa: ANN401
     """Make a local tensor of the gradient of a DTensor."""
-    placements = getattr(ctx, "grad_placements", None) or _whole(ctx.forward_input_placements)
-    local: torch.Tensor = gradient.redistribute(placements=placements).to_local()
+    given = ctx.forward_input_placements
+    placements = getattr(ctx, "grad_placements", None) or _whole(given)
+    # Of a summand's gradient, which is whole, each rank makes a summand again.
+    again = [
+        own if own.is_partial() else placement
+        for own, placement in zip(given, placements, strict=True)
+    ]
+    moved: Any = gradient.redistribute(placements=placements)
+    local: torch.Tensor = moved.to_local(grad_placements=again)
     return local
 
 

@@ -9,17 +9,18 @@ Dropout comes here by `bernoulli_`, unless a program calls its one operator.
 from __future__ import annotations
 
 import functools
-import warnings
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright.comm.dtensors.dtensor import local_of, mesh_communicators
+from meshwright.comm.dtensors.dtensor import is_replicated, local_of, mesh_communicators
 from meshwright.comm.dtensors.gather_dtensor import held_boxes, part, part_like
-from meshwright.comm.failures.sameness import differing
+from meshwright.comm.failures.sameness import require_equal
 from meshwright.comm.groups.registry import PROCESS
+from meshwright.errors import LayoutError
 from meshwright.layout import Replicate
 from meshwright.torch_internals.distributed import dtensor_handlers
 from meshwright.torch_internals.tensors import FakeTensor
@@ -56,7 +57,7 @@ def draw_whole() -> None:
 
 
 class _Draw:
-    """A handler, before which ranks that hold the same of a tensor agree on what is drawn."""
+    """A handler, before which ranks that hold the same of a tensor are asked for one state."""
 
     __slots__ = ("handler",)
 
@@ -64,35 +65,37 @@ class _Draw:
         self.handler = handler
 
     def __call__(self, op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
-        _agree(args[0], kwargs.get("generator"))
+        given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)]
+        _require_one_state(args[0], given[0] if given else None)
         return self.handler(op, args, kwargs)
 
 
-def _agree(tensor: DTensor, generator: torch.Generator | None) -> None:
-    """Have ranks that hold the same of ``tensor`` draw from one state, at the first draw for them.
+def _require_one_state(tensor: DTensor, generator: torch.Generator | None) -> None:
+    """Raise `LayoutError` where ranks that hold the same of ``tensor`` would draw other values.
 
-    As torch does on GPUs: with a warning, where seeds differ, all take the state of the first.
+    Asked at the first draw into such a tensor, and at each by a ``generator``.
     """
     mesh, local = tensor.device_mesh, local_of(tensor)
-    copies = tuple(not placement.is_shard() for placement in tensor.placements)
-    agreed = PROCESS.drawn.setdefault(mesh, set())
-    if copies in agreed or local.is_meta or isinstance(local, FakeTensor):
+    copies = tuple(is_replicated(each) or each.is_partial() for each in tensor.placements)
+    asked = PROCESS.drawn.setdefault(mesh, set())
+    if generator is None and copies in asked:
         return
-    agreed.add(copies)
+    if local.is_meta or isinstance(local, FakeTensor) or mesh.get_coordinate() is None:
+        return
     drawn = _default_generator(local.device) if generator is None else generator
     for axis, is_copied in zip(mesh_communicators(mesh), copies, strict=True):
-        if axis.is_alone or not is_copied:
-            continue
-        state = drawn.get_state()
-        everyone = differing(axis, bytes(state.tolist()).hex(), label="state of random values")
-        if everyone:
-            drawn.set_state(torch.frombuffer(bytearray.fromhex(everyone[0]), dtype=torch.uint8))
-            warnings.warn(
-                f"ranks {list(axis.ranks)} (axis {axis.axis}) hold the same values of a DTensor "
-                "that is drawn, with random states of their own: all have that of rank "
-                f"{axis.ranks[0]} from here on. Give them one seed by torch.manual_seed, before",
-                stacklevel=4,
+        if is_copied:
+            state = bytes(drawn.get_state().tolist())
+            require_equal(
+                axis,
+                [hashlib.blake2b(state, digest_size=8).hexdigest()],
+                "the random state from which ranks draw what they hold alike of a DTensor",
+                label="state of random values",
+                error=LayoutError,
+                remedy="Give them one seed (torch.manual_seed, or that of the generator) before",
             )
+    if generator is None:
+        asked.add(copies)
 
 
 def _default_generator(device: torch.device) -> torch.Generator:
