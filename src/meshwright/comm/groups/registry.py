@@ -163,8 +163,9 @@ class ProcessState:
         self.checks = checks
 
     def release(self) -> None:
-        """Give back what is held, forget the groups of the run, and compare calls no more."""
+        """Give back what is held, forget what is known of the run, and compare calls no more."""
         self.groups_made.clear()
+        self.drawn.clear()
         if self.checks is not None:
             self.checks.release()
         with self.holding:

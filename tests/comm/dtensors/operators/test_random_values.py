@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from meshwright import fully_shard
 from meshwright.comm.dtensors.gather_dtensor import side_by_side
 from meshwright.comm.dtensors.operators.random_values import draw_whole
+from meshwright.comm.groups.registry import ProcessState
 from meshwright.errors import LayoutError
 from meshwright.mesh import DeviceMesh, init_device_mesh
 from meshwright.testing import Ranks
@@ -99,6 +100,14 @@ def body_of_seeds() -> None:
 @pytest.mark.devices("host", "simulated")
 def test_copies_that_would_be_drawn_apart_are_refused(ranks: Ranks) -> None:
     ranks(2, body_of_seeds)
+
+
+def test_the_ranks_of_a_later_run_are_asked_anew() -> None:
+    """Of those some may be new, and know of nothing that was asked before."""
+    process = ProcessState()
+    process.drawn["a mesh"] = {(True,)}
+    process.release()
+    assert not process.drawn
 
 
 def body_of_models() -> None:
