@@ -355,6 +355,7 @@ def flat_groups(model: nn.Module) -> list[nn.Parameter]:
     found: list[nn.Parameter] = []
     managed: set[int] = set()
     for unit in _units(model):
+        unit.exposure.refresh(unit)  # as it was converted, or loaded, since its last forward
         managed.update(id(parameter) for parameter in unit.exposure.parameters(unit))
         managed.update(id(slot.full) for group in unit.groups for slot in group.slots)
         flats = (unit.exposure.shard_of(group) for group in unit.trainable_groups)

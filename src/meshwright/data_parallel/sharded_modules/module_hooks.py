@@ -582,10 +582,7 @@ class Driver:
             unit.keep_gradients()
         elif unit.trainable_groups and (is_due or unit.has_gradient):
             iteration.start_reduction(unit)
-        # Modules have shown what is kept after the forward: a loss may have read it, and a graph
-        # that is run again may begin there, before anything gathers it once more.
-        is_read = iteration.keeps_graph and (self._unseen or settings.keep_full_after_forward)
-        if not settings.keep_full_after_backward and not is_read:
+        if not settings.keep_full_after_backward:
             unit.reshard()
 
     @contextlib.contextmanager

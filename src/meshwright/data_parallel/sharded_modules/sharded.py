@@ -30,7 +30,7 @@ from meshwright.data_parallel.sharded_modules.module_hooks import (
     driver_of,
 )
 from meshwright.data_parallel.sharded_modules.module_tree import STATES, places_in
-from meshwright.data_parallel.sharded_modules.sharded_module import FSDPModule, rebuild
+from meshwright.data_parallel.sharded_modules.sharded_module import FSDPModule
 from meshwright.data_parallel.sharded_modules.traced_units import TracedDriver
 from meshwright.data_parallel.shards.placement import PlacementChoice, target_of
 from meshwright.data_parallel.shards.policies import (
@@ -288,7 +288,7 @@ def _put_away(driver: Driver, *_: object) -> None:
 
 def _loaded(driver: Driver, module: nn.Module, keys: object) -> None:
     if driver.unit is not None:
-        rebuild(driver.unit)
+        driver.unit.has_changed()
 
 
 def _mesh(mesh: DeviceMesh | None) -> DeviceMesh:

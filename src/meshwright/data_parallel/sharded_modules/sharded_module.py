@@ -44,6 +44,15 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
 
     # ------------------------------------------------------------------------ parameters
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """List parameters as any module does; between a backward and a step those at rest.
+
+        A forward for a log, or an evaluation with gradients, leaves whole parameters, which have
+        no gradients: clipping would find none.
+        """
+        _show_gradients(self)
+        return super().named_parameters(*args, **kwargs)
+
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's parameters now; with ``async_op`` the handle waits for them."""
         unit = _driver(self).unit
@@ -263,15 +272,15 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
             driver.without_effect[name] = value
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:  # noqa: ANN401
-        """Convert as any module; whole parameters are freed first, and shards follow."""
-        units = list(_units(self, recurse=True))
-        for unit in units:
+        """Convert as any module; whole parameters are freed first.
+
+        The shard follows when its unit is used next: other modules of it may be converted later.
+        """
+        for unit in _units(self, recurse=True):
             unit.reshard()
             unit.exposure.let_go(unit)
-        result = super()._apply(fn, recurse)
-        for unit in units:
-            rebuild(unit)
-        return result
+            unit.has_changed()
+        return super()._apply(fn, recurse)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the forward pass, in place; what gathers and frees parameters runs around it.
@@ -297,9 +306,17 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     _prefetched(modules)
 
 
-def rebuild(unit: Unit) -> None:
-    """Make the shard of ``unit`` follow what its modules hold now."""
-    unit.exposure.take_over(unit)
+def _show_gradients(module: nn.Module) -> None:
+    """Reshard what forwards have left whole, if gradients are there and no pass runs."""
+    drivers = [each for each in _drivers(module, recurse=True) if each.unit is not None]
+    iteration = next((each.iteration for each in drivers if each.iteration is not None), None)
+    if iteration is None or iteration.is_in_forward or iteration.is_in_backward:
+        return
+    whole = [each.unit for each in drivers if each.has_run and each.unit.phase is Phase.FULL]
+    held = (p for unit in iteration.units for p in unit.exposure.parameters(unit))
+    if whole and any(parameter.grad is not None for parameter in held):
+        for unit in whole:
+            unit.reshard()
 
 
 def _driver(module: nn.Module) -> Driver:
