@@ -128,7 +128,11 @@ def build_reductions(
             built.append(alone[-1])
             continue
         is_view = settings.is_gradient_view and all(
-            parameter.dtype == layout.dtype and not is_shared(parameter) for parameter in members
+            parameter.dtype
+            == layout.dtype
+            == (getattr(parameter, "grad_dtype", None) or layout.dtype)
+            and not is_shared(parameter)
+            for parameter in members
         )
         built.append(
             Bucket(

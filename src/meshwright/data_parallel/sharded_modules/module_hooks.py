@@ -575,14 +575,18 @@ class Driver:
                 self._end(iteration, unit, is_due=is_due)
             return
         self.has_run = False
-        settings = unit.settings
+        settings, is_of_inputs = unit.settings, not unit.has_gradient
         if not settings.synchronise or not settings.all_reduce:
             iteration.keep_sums()
         if not settings.synchronise or iteration.is_of_inputs:
             unit.keep_gradients()
         elif unit.trainable_groups and (is_due or unit.has_gradient):
             iteration.start_reduction(unit)
-        if not settings.keep_full_after_backward:
+        # Modules have shown what is kept after the forward: a loss may have read it. A graph that
+        # runs again after a pass of inputs alone may begin there, before anything gathers.
+        is_read = self._unseen or settings.keep_full_after_forward
+        is_read = is_read and iteration.keeps_graph and is_of_inputs
+        if not settings.keep_full_after_backward and not is_read:
             unit.reshard()
 
     @contextlib.contextmanager

@@ -19,6 +19,7 @@ from torch import nn
 
 from meshwright import comm
 from meshwright.comm import settle
+from meshwright.comm.dtensors.operators.mixed_lists import take_lists_apart
 from meshwright.comm.dtensors.operators.written_parts import write_through
 from meshwright.data_parallel.checks.starting_state import starting_buffers
 from meshwright.data_parallel.modules.nested import tensors_in
@@ -164,6 +165,7 @@ class FullyShard:
         _check_modules(modules)
         look_at_optimizers()
         write_through()
+        take_lists_apart()
         options = ShardOptions(
             target=target_of(_mesh(mesh), dp_mesh_dims),
             reshard_after_forward=reshard_after_forward,

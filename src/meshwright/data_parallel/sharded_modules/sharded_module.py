@@ -263,6 +263,14 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
 
     # --------------------------------------------------------------------------- private
 
+    def _get_fsdp_state(self) -> NoReturn:
+        """Raise AttributeError: programs read private parts of torch's own state from there."""
+        raise AttributeError(
+            f"{type(self).__name__} has no _get_fsdp_state(), which is private in torch. Call "
+            "set_reshard_after_forward(...) of the module to keep or free whole parameters, and "
+            "unshard() and reshard() to gather and free them now"
+        )
+
     def _set(self, recurse: bool, **changes: Any) -> None:
         for unit in _units(self, recurse=recurse):
             unit.change(**changes)
@@ -308,11 +316,12 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 
 def _show_gradients(module: nn.Module) -> None:
     """Reshard what forwards have left whole, if gradients are there and no pass runs."""
-    drivers = [each for each in _drivers(module, recurse=True) if each.unit is not None]
+    drivers = _drivers(module, recurse=True)
     iteration = next((each.iteration for each in drivers if each.iteration is not None), None)
     if iteration is None or iteration.is_in_forward or iteration.is_in_backward:
         return
-    whole = [each.unit for each in drivers if each.has_run and each.unit.phase is Phase.FULL]
+    left = [each.unit for each in drivers if each.has_run or iteration.keeps_graph]
+    whole = [unit for unit in left if unit is not None and unit.phase is Phase.FULL]
     held = (p for unit in iteration.units for p in unit.exposure.parameters(unit))
     if whole and any(parameter.grad is not None for parameter in held):
         for unit in whole:

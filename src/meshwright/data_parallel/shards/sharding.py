@@ -31,7 +31,12 @@ from meshwright.data_parallel.shards.policies import (
 from meshwright.data_parallel.shards.replaced_parameters import refuse_views
 from meshwright.data_parallel.shards.shared_parameters import settle
 from meshwright.data_parallel.shards.slot import Slot, collect_slots, group_slots
-from meshwright.data_parallel.shards.tensor_extensions import PLAIN, Extension, extension_of
+from meshwright.data_parallel.shards.tensor_extensions import (
+    PLAIN,
+    Extension,
+    check_gradient_dtype,
+    extension_of,
+)
 from meshwright.data_parallel.shards.unit import Unit
 from meshwright.layout import FlatLayout, Replicate
 from meshwright.mesh import DeviceMesh
@@ -166,6 +171,7 @@ def _move_buffers(own: Iterable[tuple[str, nn.Module]], options: ShardOptions) -
 
 def _extension(slot: Slot, place: Place, options: ShardOptions) -> Extension | None:
     """Find how ``slot`` is gathered, if a subclass says so; refuse what would be lost."""
+    check_gradient_dtype(slot.name, slot.original)
     if type(slot.original) in PLAIN:
         return None
     mesh, shard = place.mesh, place.axes.shard

@@ -44,6 +44,7 @@ PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 def check_class(name: str, parameter: torch.Tensor, *, why: str = "") -> None:
     """Raise TypeError for a subclass that sharding would drop; ``why`` refuses extensions too."""
     inner: Any = parameter
+    check_gradient_dtype(name, parameter)
     if is_dtensor(parameter):
         inner = local_tensor_of(inner)
         why = why or "is this rank's part of a DTensor"
@@ -64,6 +65,17 @@ def check_class(name: str, parameter: torch.Tensor, *, why: str = "") -> None:
         f"tensor. {remedy}, leave the parameter out (ignored_params, ignored_states), or use "
         "replicate"
     )
+
+
+def check_gradient_dtype(name: str, parameter: torch.Tensor) -> None:
+    """Raise TypeError for a ``grad_dtype`` (torch 2.10 and later) that a reduction would drop."""
+    if (getattr(parameter, "grad_dtype", None) or parameter.dtype) != parameter.dtype:
+        raise TypeError(
+            f"parameter {name!r} of {parameter.dtype} has grad_dtype={parameter.grad_dtype}: "
+            "reduced gradients have the dtype of their parameter. Hold the parameter in "
+            f"{parameter.grad_dtype} and compute in {parameter.dtype} (mixed precision), or use "
+            "replicate"
+        )
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
