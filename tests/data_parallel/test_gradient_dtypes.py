@@ -1,4 +1,4 @@
-"""Parameters whose gradients have a dtype of their own, ``grad_dtype``: kept, or refused by name."""
+"""Gradients of another dtype than their parameter, and optimizers of mixed lists."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from torch import nn
 from meshwright.data_parallel import DistributedDataParallel, fully_shard, replicate
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.testing import Ranks
-
-has_grad_dtype = hasattr(torch.Tensor, "grad_dtype")
 
 
 def net() -> Any:
@@ -42,7 +40,6 @@ def body() -> None:
                 torch.testing.assert_close(p.grad, q.grad, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.xfail(not has_grad_dtype, reason="grad_dtype came with torch 2.10", strict=True)
 def test_gradients_of_another_dtype_are_kept_or_refused(ranks: Ranks) -> None:
     ranks(2, body)
 

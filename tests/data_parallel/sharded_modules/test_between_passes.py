@@ -1,4 +1,4 @@
-"""What `fully_shard` shows between passes: the parameters of the optimizer, with their gradients."""
+"""Between passes `fully_shard` shows the parameters of the optimizer, with their gradients."""
 
 from __future__ import annotations
 

@@ -128,9 +128,8 @@ def build_reductions(
             built.append(alone[-1])
             continue
         is_view = settings.is_gradient_view and all(
-            parameter.dtype
-            == layout.dtype
-            == (getattr(parameter, "grad_dtype", None) or layout.dtype)
+            parameter.dtype == layout.dtype
+            and (getattr(parameter, "grad_dtype", None) or layout.dtype) == layout.dtype
             and not is_shared(parameter)
             for parameter in members
         )
