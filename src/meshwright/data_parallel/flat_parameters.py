@@ -48,7 +48,7 @@ from meshwright.comm.streams import is_host
 from meshwright.data_parallel.replicas.alone import is_dense
 from meshwright.data_parallel.sharded_modules.module_hooks import driver_of
 from meshwright.data_parallel.shards.unit import Unit
-from meshwright.gradients import look_at_optimizers
+from meshwright.gradients import look_at_optimizers, warn_of_zeros
 from meshwright.torch_internals.tensors import foreach_copy_, set_local_tensor
 
 _PLACE = "_meshwright_flat"
@@ -151,6 +151,7 @@ class FlatParameter(ManyInOne):
         self._check()
         if all(gradient is None for gradient in found):
             return None
+        warn_of_zeros(self, [m.name for m in self.members if m.parameter.grad is None])
         alone = self._alone(found)
         whole = self._gathered(found) if alone is None else alone
         return gradient_part(whole, self.members[0].name) if is_marked_spread(self) else whole

@@ -192,7 +192,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         devices = {parameter.device for _, parameter in named}
         checks.check_devices(devices, device_id)
         self._device = checks.choose_device(
-            devices, device_id, self._groups.shard.device, communicator().rank
+            devices, device_id, self._groups.shard.device, self._groups.shard.rank
         )
         if building.materialise(inside, named, self.compute_device, init):
             below, inside = self._look_below(module, ignored)
