@@ -24,7 +24,8 @@ from meshwright.fsdp import (
     size_based_auto_wrap_policy,
 )
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
-from meshwright.fsdp.wrap import enable_wrap, wrap
+from meshwright.fsdp.wrap import enable_wrap
+from meshwright.fsdp.wrap import wrap as wrapped_here
 from meshwright.testing import Ranks
 
 
@@ -116,7 +117,7 @@ def test_a_group_that_only_counts_needs_no_run() -> None:
             model = FSDP(net(), process_group=seats, auto_wrap_policy=policy)
             assert all(isinstance(part, FSDP) for part in model.module)
         with enable_wrap(wrapper_cls=FSDP, process_group=seats):
-            assert wrap(nn.Linear(3, 3)).world_size == size
+            assert wrapped_here(nn.Linear(3, 3)).world_size == size
     scaler, weight = ShardedGradScaler(process_group=Seats(0, 1)), torch.ones(1, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=1.0)
     scaler.scale(weight * 2).sum().backward()

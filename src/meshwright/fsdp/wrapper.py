@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.comm import communicator, settle
+from meshwright.comm import settle
 from meshwright.data_parallel.checks.starting_state import starting_buffers
 from meshwright.data_parallel.comm_hooks.shard_hooks import register_bucket_hook
 from meshwright.data_parallel.residency import ShardedResidency, sharded_residency

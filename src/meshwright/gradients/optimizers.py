@@ -220,8 +220,8 @@ def warn_of_zeros(flat: torch.Tensor, names: Sequence[str]) -> None:
     vars(flat)[_ZEROS] = True
     rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
     warnings.warn(
-        f"no rank has a gradient of {', '.join(names[:5])}{rest}, in one flat parameter with others "
-        "that have one: its .grad is zero there and not None, so momentum and weight decay move "
+        f"no rank has a gradient of {', '.join(names[:5])}{rest}, in one flat parameter with "
+        "others that have one: its .grad is zero there and not None, so momentum and weight decay move "
         "them, which one process would leave as they are. Freeze them, make them a unit of their "
         "own, or do without flat parameters (use_orig_params=True, [train] flat = false)",
         UserWarning,

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import Work
 # Imported for its effect, too: c10d's operators for graphs exist from then on.
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor import Shard as TensorShard
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor import DTensor, placement_types
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -37,6 +38,7 @@ __all__ = [
     "DTensorSpec",
     "FromTorchTensor",
     "Redistribute",
+    "ShardedTensor",
     "StridedShard",
     "TensorMeta",
     "TensorShard",

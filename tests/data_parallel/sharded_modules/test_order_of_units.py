@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.comm import Recorder, communicator, observe, settle
+from meshwright.comm import Recorder, communicator, observe
 from meshwright.comm.groups import registry
 from meshwright.data_parallel.sharded_modules.sharded import fully_shard
 from meshwright.errors import CollectiveMismatchError, CommunicationError, RankFailedError

@@ -444,9 +444,7 @@ class OrderCheck:
         mine = [ended.order.units, ended.weights, sorted(ended.settings)]
         everyone = self._communicator.gather_values(mine, label="order lists")
         ranks, names = self._communicator.ranks, self._names
-        steps = {
-            r: STEPS[known] for r, (_, known, _) in zip(ranks, everyone, strict=True) if known
-        }
+        steps = {r: STEPS[known] for r, (_, known, _) in zip(ranks, everyone, strict=True) if known}
         if len(set(steps.values())) > 1:
             return _Difference(
                 text=f"Optimizer steps differ across ranks: before forward {ended.number}"
