@@ -311,7 +311,8 @@ class _StandIn(Communicator):
             )
         world = communicator() if dist.is_initialized() else None
         self.device = torch.device("cpu") if world is None else world.device
-        self.axis, self.timeout, self.backend = "world", None, ""
+        self.timeout: float | None = None
+        self.axis, self.backend = "world", ""
         self.is_on_host, self.is_followed = is_host(self.device), False
         self.waits_on_host, self._is_labelled = self.is_on_host, False
         self.clock = Clock(self.device)

@@ -340,10 +340,10 @@ def flat_groups(model: nn.Module) -> list[nn.Parameter]:
     second gradient is kept for it, but for long ones that stand alone.
 
     A parameter without a gradient (in a unit: on any rank) counts as zeros, unless none of a flat
-    one has any. Zero the gradients through the optimizer or the model, and give these to
-    element-wise optimizers only: an update that looks at shapes or norms of single parameters is
-    another one on flat tensors. Call it again, and build the optimizer again, when the model was
-    converted or other parameters train.
+    one has any, and a warning names it: momentum and weight decay move it. Zero the gradients
+    through the optimizer or the model, and give these to element-wise optimizers only: an update
+    that looks at shapes or norms of single parameters is another one on flat tensors. Call it
+    again, and build the optimizer again, when the model was converted or other parameters train.
 
     How many there are may differ with the device and the layout: save an optimizer by the names of
     the parameters, as `meshwright.checkpoint` does.

@@ -221,9 +221,9 @@ def warn_of_zeros(flat: torch.Tensor, names: Sequence[str]) -> None:
     rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
     warnings.warn(
         f"no rank has a gradient of {', '.join(names[:5])}{rest}, in one flat parameter with "
-        "others that have one: its .grad is zero there and not None, so momentum and weight decay move "
-        "them, which one process would leave as they are. Freeze them, make them a unit of their "
-        "own, or do without flat parameters (use_orig_params=True, [train] flat = false)",
+        "others that have one: its .grad is zero there and not None, so momentum and weight decay "
+        "move them, which one process would leave as they are. Freeze them, make them a unit of "
+        "their own, or do without flat parameters (use_orig_params=True, [train] flat = false)",
         UserWarning,
         stacklevel=2,
     )

@@ -60,6 +60,7 @@ __all__ = [
     "flatten_mesh",
     "global_tensor_info",
     "graph_operators",
+    "group_of",
     "groups_to_abort",
     "keep_strided_classes",
     "known_backends",
@@ -107,6 +108,8 @@ all_gather_single_of = attrgetter("_allgather_base")
 """The method of a group that gathers equal shares: output, tensor, options; it returns the work."""
 reduce_scatter_single_of = attrgetter("_reduce_scatter_base")
 """The method that reduces to equal shares: output, tensor, options; it returns the work."""
+group_of = attrgetter("_process_group")
+"""The group of a ShardedTensor's ranks."""
 spec_of = attrgetter("_spec")
 device_types_of = attrgetter("_device_types")
 """The devices that a process group has a backend for."""

@@ -42,6 +42,7 @@ __all__ = [
     "forward_pre_hooks_of",
     "hooks_of_steppers",
     "is_forward_compiled",
+    "is_stepping",
     "lent_now",
     "non_persistent_buffers_of",
     "set_compiled_call",

@@ -93,6 +93,7 @@ PATHS = {
     "equal sizes": (["left"], ["right"]),
     "a tower on one rank": (["left"], ["left", "tower"]),
     "nothing on one rank": (["left", "right"], []),
+    "unequal sizes": (["left"], ["tower"]),
     "the other way round": (["left", "right"], ["right", "left"]),
 }
 

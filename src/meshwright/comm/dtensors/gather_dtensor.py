@@ -34,6 +34,7 @@ from meshwright.torch_internals.distributed import (
     ShardedTensor,
     StridedShard,
     asks_for_size_alone,
+    group_of,
     keep_strided_classes,
 )
 
@@ -81,8 +82,7 @@ def whole(tensor: torch.Tensor, *, label: str = "whole tensor") -> torch.Tensor:
 
     All ranks of its mesh or group call it together: one gather for each axis that shards.
     """
-    if isinstance(tensor, ShardedTensor):
-        return _whole_of_chunks(tensor, label)
+    tensor = without_chunks(tensor, label)
     if not isinstance(tensor, DTensor):
         return tensor
     rest = at_rest(tensor)
@@ -113,9 +113,11 @@ def whole(tensor: torch.Tensor, *, label: str = "whole tensor") -> torch.Tensor:
     return found
 
 
-def _whole_of_chunks(tensor: ShardedTensor, label: str) -> torch.Tensor:
-    """Compute all of a tensor of torch's own kind of shards, as its FSDP1 and loaders make them."""
-    axis = communicator(tensor._process_group)
+def without_chunks(tensor: Any, label: str) -> Any:  # noqa: ANN401 - what is no such tensor stays
+    """Compute all of a ShardedTensor, as torch's FSDP1 and loaders make it; others as they are."""
+    if not isinstance(tensor, ShardedTensor):
+        return tensor
+    axis = communicator(group_of(tensor))
     mine = tensor.local_shards()
     places = [[[*s.metadata.shard_offsets], [*s.metadata.shard_sizes]] for s in mine]
     everyones = axis.gather_values(places, label=label)

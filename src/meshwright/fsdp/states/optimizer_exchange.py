@@ -296,7 +296,7 @@ def rekey(
     return found
 
 
-def state_of_zero_steps(optimizer: torch.optim.Optimizer) -> defaultdict[torch.Tensor, Any]:
+def state_of_zero_steps(optimizer: torch.optim.Optimizer) -> defaultdict[Any, Any]:
     """Find the state that ``optimizer`` begins with: of a step by a twin, on zeros."""
     kind = type(optimizer)
     twin = object.__new__(kind)
@@ -311,7 +311,7 @@ def state_of_zero_steps(optimizer: torch.optim.Optimizer) -> defaultdict[torch.T
     twin.step()
     stand_ins = [p for group in twin.param_groups for p in group["params"]]
     originals = [p for group in optimizer.param_groups for p in group["params"]]
-    found: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+    found: defaultdict[Any, Any] = defaultdict(dict)
     for original, stand_in in zip(originals, stand_ins, strict=True):
         own = twin.state.get(stand_in)
         if own:

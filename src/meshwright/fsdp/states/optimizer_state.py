@@ -21,6 +21,7 @@ from torch import nn
 
 from meshwright.comm import Communicator, communicator, settle
 from meshwright.comm.dtensors.gather_dtensor import whole as gathered
+from meshwright.comm.dtensors.gather_dtensor import without_chunks
 from meshwright.comm.dtensors.shard_view import ShardView
 from meshwright.fsdp.exposures.exposure import flat_layout, own_pieces
 from meshwright.fsdp.exposures.tensor_axes import part_of, whole_of, whole_shape
@@ -49,7 +50,6 @@ from meshwright.fsdp.states.optimizer_exchange import (
 from meshwright.fsdp.states.state_dicts import as_dtensor, copy_of, sharded_value
 from meshwright.fsdp.traversal import clean_name
 from meshwright.fsdp.unit_wrapper import wrappers_in
-from meshwright.torch_internals.distributed import ShardedTensor
 
 State = dict[str, Any]
 """The state of one parameter."""
@@ -396,7 +396,7 @@ def state_to_load(
     for name, parameter in others.items():
         if name in given:
             found[position[parameter]] = {
-                k: copy.deepcopy(gathered(v) if isinstance(v, ShardedTensor) else v)
+                k: copy.deepcopy(without_chunks(v, f"whole state of {name}"))
                 for k, v in given[name].items()
             }
     if "param_groups" not in state:
