@@ -15,10 +15,12 @@ from meshwright.errors import CommunicationError
 from meshwright.fsdp import (
     BackwardPrefetch,
     CPUOffload,
+    CustomPolicy,
     FlatParameter,
     MixedPrecision,
     ModuleWrapPolicy,
     ShardedGradScaler,
+    ShardingStrategy,
     StateDictType,
     always_wrap_policy,
     size_based_auto_wrap_policy,
@@ -208,3 +210,17 @@ def test_what_policies_by_size_leave_out_may_be_set(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ask, "EXCLUDE_WRAP_MODULES", {nn.Linear})
     assert not policy(module=nn.Linear(3, 3), min_num_params=4)
     assert policy(module=nn.ModuleList(), min_num_params=4)
+
+
+def test_a_policy_keeps_its_own_strategy_for_what_mixed_precision_leaves_out() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    own = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+    policy = CustomPolicy(lambda module: own if isinstance(module, nn.BatchNorm1d) else False)
+    low = MixedPrecision(param_dtype=torch.float16)
+    with pytest.warns(UserWarning, match="Both mixed precision and an auto_wrap_policy"):
+        wrapped = FSDP(
+            model, process_group=Seats(0, 2), auto_wrap_policy=policy, mixed_precision=low
+        )
+    norm: Any = wrapped.module[1]
+    assert norm.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
+    assert norm.mixed_precision == MixedPrecision()
