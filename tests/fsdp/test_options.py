@@ -15,13 +15,19 @@ from meshwright.errors import CommunicationError
 from meshwright.fsdp import (
     BackwardPrefetch,
     CPUOffload,
+    CustomPolicy,
     FlatParameter,
     MixedPrecision,
     ModuleWrapPolicy,
+    ShardedGradScaler,
+    ShardingStrategy,
     StateDictType,
+    always_wrap_policy,
     size_based_auto_wrap_policy,
 )
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
+from meshwright.fsdp.wrap import enable_wrap
+from meshwright.fsdp.wrap import wrap as wrapped_here
 from meshwright.testing import Ranks
 
 
@@ -97,6 +103,28 @@ def groups_that_only_count() -> None:
     )
     with pytest.raises(CommunicationError, match="found a Seats with a rank and a size"):
         model(torch.ones(1, 3).double())
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
+def test_a_group_that_only_counts_needs_no_run() -> None:
+    assert not torch.distributed.is_initialized()
+    groups_that_only_count()
+    for rank, size in ((0, 1), (1, 2)):
+        seats = Seats(rank, size)
+        for policy in (
+            always_wrap_policy,
+            ModuleWrapPolicy({nn.Linear}),
+            partial(size_based_auto_wrap_policy, min_num_params=4),
+        ):
+            model = FSDP(net(), process_group=seats, auto_wrap_policy=policy)
+            assert all(isinstance(part, FSDP) for part in model.module)
+        with enable_wrap(wrapper_cls=FSDP, process_group=seats):
+            assert wrapped_here(nn.Linear(3, 3)).world_size == size
+    scaler, weight = ShardedGradScaler(process_group=Seats(0, 1)), torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler.scale(weight * 2).sum().backward()
+    scaler.step(optimizer)
+    assert weight.item() == -1.0
 
 
 def buffers_on_meta() -> None:
@@ -178,7 +206,21 @@ def test_what_policies_by_size_leave_out_may_be_set(monkeypatch: pytest.MonkeyPa
     ask: Any = size_based_auto_wrap_policy
     assert {nn.MultiheadAttention} == ask.FORCE_LEAF_MODULES
     assert {nn.ModuleList, nn.ModuleDict} == ask.EXCLUDE_WRAP_MODULES
-    assert policy(module=nn.Linear(3, 3), min_num_params=9)
+    assert policy(module=nn.Linear(3, 3), min_num_params=4)
     monkeypatch.setattr(ask, "EXCLUDE_WRAP_MODULES", {nn.Linear})
-    assert not policy(module=nn.Linear(3, 3), min_num_params=9)
-    assert policy(module=nn.ModuleList(), min_num_params=9)
+    assert not policy(module=nn.Linear(3, 3), min_num_params=4)
+    assert policy(module=nn.ModuleList(), min_num_params=4)
+
+
+def test_a_policy_keeps_its_own_strategy_for_what_mixed_precision_leaves_out() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    own = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+    policy = CustomPolicy(lambda module: own if isinstance(module, nn.BatchNorm1d) else False)
+    low = MixedPrecision(param_dtype=torch.float16)
+    with pytest.warns(UserWarning, match="Both mixed precision and an auto_wrap_policy"):
+        wrapped = FSDP(
+            model, process_group=Seats(0, 2), auto_wrap_policy=policy, mixed_precision=low
+        )
+    norm: Any = wrapped.module[1]
+    assert norm.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
+    assert norm.mixed_precision == MixedPrecision()

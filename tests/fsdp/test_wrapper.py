@@ -77,6 +77,9 @@ def body_summon(use_orig_params: bool) -> None:
             assert torch.equal(found, value)
         if use_orig_params:
             assert all(a is b for a, b in zip(model.parameters(), listed, strict=True))
+        wholes = [parameter.detach().flatten() for parameter in plain[0].parameters()]
+        shown = [parameter.detach().flatten() for parameter in model.module[0].params]
+        assert torch.equal(torch.cat(shown), torch.cat(wholes))
         with torch.no_grad():
             model.module[0].module.weight.fill_(2.0)
     assert all(a is b for a, b in zip(model.parameters(), listed, strict=True))

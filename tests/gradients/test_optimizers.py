@@ -145,6 +145,10 @@ NORMS: dict[str, Callable[[list[nn.Parameter]], object]] = {
     "of one vector": lambda ps: torch.cat(
         [p.grad.view(-1) for p in ps if p.grad is not None]
     ).norm(),
+    "of clones": lambda ps: sum(p.grad.clone().norm() for p in ps if p.grad is not None),
+    "of detached clones": lambda ps: sum(
+        p.grad.clone().detach().norm() for p in ps if p.grad is not None
+    ),
     "dot": lambda ps: [p.grad.view(-1) @ p.grad.view(-1) for p in ps if p.grad is not None],
 }
 
@@ -183,6 +187,8 @@ def body_norms() -> None:
                 torch.nn.utils.clip_grad_value_(module.parameters(), 0.02)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=step != 1)
+                buffers = [own["momentum_buffer"] for own in optimizer.state.values()]
+                assert GradientPart not in map(type, buffers)
             assert_equal(model, one, name)
 
 
@@ -228,6 +234,8 @@ def test_a_part_computes_as_a_plain_tensor_but_for_norms() -> None:
         lambda g: torch.maximum(g, -g) + torch.max(g, torch.tensor(0.0)),
         lambda g: torch.cat([g.view(2, 3), g.detach().data.view(2, 3)]),
         lambda g: torch._foreach_mul([g, g], 3.0)[1],
+        lambda g: g.clone(),
+        lambda g: torch.clone(g.detach()),
     ):
         found = function(part)
         assert type(found) is GradientPart
@@ -235,7 +243,6 @@ def test_a_part_computes_as_a_plain_tensor_but_for_norms() -> None:
         with pytest.raises(RuntimeError, match="norm of a gradient .* part of 'layer.weight': "):
             found.norm()
     for function in (
-        lambda g: g.clone(),
         torch.zeros_like,
         lambda g: g[1:3],
         lambda g: g.new_ones(3),

@@ -38,7 +38,7 @@ from meshwright.comm.groups import device_choice, rendezvous
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.comm.memory.heap import keep_freed
 from meshwright.comm.observing.late import settle
-from meshwright.comm.streams import is_host
+from meshwright.comm.streams import Clock, is_host
 from meshwright.environment import is_set
 from meshwright.errors import CommunicationError, LayoutError, RankFailedError
 from meshwright.torch_internals.distributed import (
@@ -276,7 +276,8 @@ def communicator(
     name holds, "world" when it has none. ``timeout`` is in seconds; None takes the group's own,
     where that is not c10d's default. Raises TypeError for what is no group, as a mesh.
     """
-    if not dist.is_initialized():
+    is_stand_in = group is not None and not isinstance(group, dist.ProcessGroup)
+    if not is_stand_in and not dist.is_initialized():
         raise CommunicationError(
             "this process has joined no run: call meshwright.comm.connect() first, "
             "or torch.distributed.init_process_group"
@@ -284,8 +285,8 @@ def communicator(
     if group is None:
         group = default_group()
     found = PROCESS.communicators.get(group)
-    if found is None and not isinstance(group, dist.ProcessGroup):
-        found = _StandIn(group, communicator())
+    if is_stand_in:
+        found = _StandIn(group)
     elif found is None:
         device = device_choice.device_of(group, default_group())
         limit = _limit_of(group, device) if timeout is None else timeout
@@ -302,13 +303,19 @@ class _StandIn(Communicator):
     """The place of one rank in an object that says rank and size alone: for layouts of any size."""
 
     # What a communicator is made from would ask c10d for a group.
-    def __init__(self, group: Any, world: Communicator) -> None:  # noqa: ANN401 - rank() and size()
-        vars(self).update(vars(world))
+    def __init__(self, group: Any) -> None:  # noqa: ANN401 - rank() and size()
         if not hasattr(group, "rank"):
             raise TypeError(
                 f"expected a process group, found {type(group).__name__}: of a mesh give the group "
                 "of one axis, mesh.get_group(axis)"
             )
+        world = communicator() if dist.is_initialized() else None
+        self.device = torch.device("cpu") if world is None else world.device
+        self.timeout: float | None = None
+        self.axis, self.backend = "world", ""
+        self.is_on_host, self.is_followed = is_host(self.device), False
+        self.waits_on_host, self._is_labelled = self.is_on_host, False
+        self.clock = Clock(self.device)
         self.rank, self.size = group.rank(), group.size()
         self.is_alone = self.size == 1
         self.ranks, self.name = tuple(range(self.size)), f"{type(group).__name__} {id(group)}"

@@ -48,7 +48,7 @@ from meshwright.comm.streams import is_host
 from meshwright.data_parallel.replicas.alone import is_dense
 from meshwright.data_parallel.sharded_modules.module_hooks import driver_of
 from meshwright.data_parallel.shards.unit import Unit
-from meshwright.gradients import look_at_optimizers
+from meshwright.gradients import look_at_optimizers, warn_of_zeros
 from meshwright.torch_internals.tensors import foreach_copy_, set_local_tensor
 
 _PLACE = "_meshwright_flat"
@@ -151,6 +151,7 @@ class FlatParameter(ManyInOne):
         self._check()
         if all(gradient is None for gradient in found):
             return None
+        warn_of_zeros(self, [m.name for m in self.members if m.parameter.grad is None])
         alone = self._alone(found)
         whole = self._gathered(found) if alone is None else alone
         return gradient_part(whole, self.members[0].name) if is_marked_spread(self) else whole
@@ -339,10 +340,10 @@ def flat_groups(model: nn.Module) -> list[nn.Parameter]:
     second gradient is kept for it, but for long ones that stand alone.
 
     A parameter without a gradient (in a unit: on any rank) counts as zeros, unless none of a flat
-    one has any. Zero the gradients through the optimizer or the model, and give these to
-    element-wise optimizers only: an update that looks at shapes or norms of single parameters is
-    another one on flat tensors. Call it again, and build the optimizer again, when the model was
-    converted or other parameters train.
+    one has any, and a warning names it: momentum and weight decay move it. Zero the gradients
+    through the optimizer or the model, and give these to element-wise optimizers only: an update
+    that looks at shapes or norms of single parameters is another one on flat tensors. Call it
+    again, and build the optimizer again, when the model was converted or other parameters train.
 
     How many there are may differ with the device and the layout: save an optimizer by the names of
     the parameters, as `meshwright.checkpoint` does.

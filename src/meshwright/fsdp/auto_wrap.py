@@ -53,7 +53,7 @@ def choose_targets(
             _compute_in_own_dtype(module)
     for module in _post_order(root, set()):
         if module in plain:
-            ordered[module] = {"mixed_precision": None}
+            ordered[module] = {**targets.get(module, {}), "mixed_precision": None}
         elif module in targets:
             ordered[module] = targets[module]
     ordered.pop(root, None)

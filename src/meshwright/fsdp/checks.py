@@ -169,17 +169,19 @@ def check_frozen_mix(module: nn.Module, name: str, ignored: Ignored, *, is_allow
     if len({parameter.requires_grad for _, parameter in named}) < 2:
         return
     frozen = [n for n, parameter in named if not parameter.requires_grad]
-    text = (
-        f"{name} has both parameters with requires_grad=True and False. We do not recommend "
-        f"wrapping such modules: frozen parameters ({', '.join(frozen[:3])}, {len(frozen)} in all) "
-        "lie in one buffer with the others, and gradients of all are reduced"
+    text = f"{name} has both parameters with requires_grad=True and False. "
+    why = (
+        f"frozen parameters ({', '.join(frozen[:3])}, {len(frozen)} in all) lie in one buffer with "
+        "the others, and gradients of all are reduced"
     )
     if not is_allowed:
         raise ValueError(
-            f"{text}. FSDP does not support wrapping such modules when use_orig_params=False. Wrap "
-            "the frozen modules apart, or set use_orig_params=True"
+            f"{text}FSDP does not support wrapping such modules when use_orig_params=False: {why}. "
+            "Wrap the frozen modules apart, or set use_orig_params=True"
         )
-    warnings.warn(text, UserWarning, stacklevel=5)
+    warnings.warn(
+        f"{text}We do not recommend wrapping such modules: {why}", UserWarning, stacklevel=5
+    )
 
 
 def check_devices(devices: Iterable[torch.device], device_id: torch.device | None) -> None:

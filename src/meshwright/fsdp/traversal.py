@@ -33,7 +33,7 @@ def clean_name(name: str) -> str:
 
 
 class UnitDriver(Driver):
-    """The driver of one wrapper. Ranks that run different orders are told so and go on."""
+    """The driver of one wrapper."""
 
     def __init__(
         self,
@@ -45,8 +45,7 @@ class UnitDriver(Driver):
         leaves_out: Collection[nn.Module] = (),
         buffers: Sequence[StartingBuffer] = (),
     ) -> None:
-        detail = checks_in_detail()
-        order = OrderOptions(action="warn", warn_at_once=detail, exchange_first=detail)
+        order = OrderOptions(in_detail=checks_in_detail())
         super().__init__(unit, order=order, ignored=ignored, buffers=buffers)
         # What a root frees after its forward is gathered at once for its backward.
         self.keeps_as_root = unit is not None and not unit.settings.keep_full_after_forward

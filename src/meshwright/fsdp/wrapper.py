@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.comm import communicator, settle
+from meshwright.comm import settle
 from meshwright.data_parallel.checks.starting_state import starting_buffers
 from meshwright.data_parallel.comm_hooks.shard_hooks import register_bucket_hook
 from meshwright.data_parallel.residency import ShardedResidency, sharded_residency
@@ -77,10 +77,10 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
     ``stop_on_non_finite`` raises `NonFiniteError` on every rank at the end of a backward pass in
     which a gradient was not finite; not with a `ShardedGradScaler`, which skips such passes.
     Gradients are the mean over all ranks. A flat parameter's ``.grad`` holds zeros where some of
-    its parameters were not used; in `no_sync` it is what this rank has added up so far. Hooks of
-    ``register_post_accumulate_grad_hook`` run when the mean is in ``.grad``, of which those of
-    `Tensor.register_hook` would see a piece: these are refused. `torch.autograd.grad` of inputs
-    returns this rank's gradient; for parameters it raises.
+    its parameters were not used, and a warning names those that no rank has used; in `no_sync` it
+    is what this rank has added up so far. Hooks of ``register_post_accumulate_grad_hook`` run when
+    the mean is in ``.grad``, of which those of `Tensor.register_hook` would see a piece: these are
+    refused. `torch.autograd.grad` of inputs returns this rank's gradient; for parameters it raises.
 
     >>> model = FullyShardedDataParallel(net, auto_wrap_policy=ModuleWrapPolicy({Block}))
     >>> optimizer = torch.optim.AdamW(model.parameters())
@@ -192,7 +192,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         devices = {parameter.device for _, parameter in named}
         checks.check_devices(devices, device_id)
         self._device = checks.choose_device(
-            devices, device_id, self._groups.shard.device, communicator().rank
+            devices, device_id, self._groups.shard.device, self._groups.shard.rank
         )
         if building.materialise(inside, named, self.compute_device, init):
             below, inside = self._look_below(module, ignored)

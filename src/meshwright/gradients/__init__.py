@@ -59,6 +59,7 @@ from meshwright.gradients.optimizers import (
     mark_mean,
     mark_stage,
     refuse_stages,
+    warn_of_zeros,
     warn_without_gradients,
 )
 
@@ -102,6 +103,7 @@ __all__ = [
     "scale_to_norm",
     "step_if",
     "times",
+    "warn_of_zeros",
     "warn_without_gradients",
     "zero_unless",
 ]

@@ -88,6 +88,7 @@ _BY_LOSS = (torch.optim.LBFGS,)
 _DECLARED = "_meshwright_looks_at_elements"
 _STAGE = "_meshwright_stage"
 _MEAN = "_meshwright_mean"
+_ZEROS = "_meshwright_zeros"
 
 
 class _Mark:
@@ -210,6 +211,22 @@ def warn_without_gradients(optimizer: Optimizer) -> bool:
             stacklevel=2,
         )
     return trained
+
+
+def warn_of_zeros(flat: torch.Tensor, names: Sequence[str]) -> None:
+    """Warn once of parameters of ``flat`` of which no rank had a gradient, while others had one."""
+    if not names or vars(flat).get(_ZEROS):
+        return
+    vars(flat)[_ZEROS] = True
+    rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    warnings.warn(
+        f"no rank has a gradient of {', '.join(names[:5])}{rest}, in one flat parameter with "
+        "others that have one: its .grad is zero there and not None, so momentum and weight decay "
+        "move them, which one process would leave as they are. Freeze them, make them a unit of "
+        "their own, or do without flat parameters (use_orig_params=True, [train] flat = false)",
+        UserWarning,
+        stacklevel=2,
+    )
 
 
 def _with_mean_loss(

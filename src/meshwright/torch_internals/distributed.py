@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import Work
 # Imported for its effect, too: c10d's operators for graphs exist from then on.
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor import Shard as TensorShard
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor import DTensor, placement_types
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -37,6 +38,7 @@ __all__ = [
     "DTensorSpec",
     "FromTorchTensor",
     "Redistribute",
+    "ShardedTensor",
     "StridedShard",
     "TensorMeta",
     "TensorShard",
@@ -58,6 +60,7 @@ __all__ = [
     "flatten_mesh",
     "global_tensor_info",
     "graph_operators",
+    "group_of",
     "groups_to_abort",
     "keep_strided_classes",
     "known_backends",
@@ -105,6 +108,8 @@ all_gather_single_of = attrgetter("_allgather_base")
 """The method of a group that gathers equal shares: output, tensor, options; it returns the work."""
 reduce_scatter_single_of = attrgetter("_reduce_scatter_base")
 """The method that reduces to equal shares: output, tensor, options; it returns the work."""
+group_of = attrgetter("_process_group")
+"""The group of a ShardedTensor's ranks."""
 spec_of = attrgetter("_spec")
 device_types_of = attrgetter("_device_types")
 """The devices that a process group has a backend for."""

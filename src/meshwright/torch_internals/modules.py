@@ -42,6 +42,7 @@ __all__ = [
     "forward_pre_hooks_of",
     "hooks_of_steppers",
     "is_forward_compiled",
+    "is_stepping",
     "lent_now",
     "non_persistent_buffers_of",
     "set_compiled_call",
@@ -167,6 +168,9 @@ def hooks_of_steppers() -> dict[torch.Tensor, Iterable[RemovableHandle]]:
     return required(f"{_HOME}.param_to_optim_hook_handle_map", use)
 
 
+_OPTIMIZERS = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
+
+
 def lent_now() -> Mapping[str, torch.Tensor] | None:
     """Find what `torch.func.functional_call` lends to the module that runs; None outside of it."""
     frame = sys._getframe()
@@ -175,6 +179,19 @@ def lent_now() -> Mapping[str, torch.Tensor] | None:
         if frame.f_code is _LENDING:
             return variable_of(frame, "parameters_and_buffers", "sees what a functional call lends")
     return None
+
+
+def is_stepping() -> bool:
+    """Tell whether an optimizer of torch steps now, or a compiler traces one."""
+    if torch.compiler.is_compiling():
+        return True
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "wrapper" and code.co_filename == _OPTIMIZERS:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def asked(question: str) -> tuple[Any, ...] | None:

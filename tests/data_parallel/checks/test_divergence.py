@@ -212,8 +212,6 @@ TRAINS = {
     ("replicate", "runs one more"),
     ("replicate", "swaps two"),
     ("replicate", "evaluates"),
-    # As torch's class: a warning, and training goes on with collectives that mix units up.
-    ("facade", "swaps two"),
 }
 
 

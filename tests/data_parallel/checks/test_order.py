@@ -26,8 +26,7 @@ UNITS = [
     OrderedUnit(name="layer3", parameters=("layer3.weight",), payload=(18,)),
     OrderedUnit(name="tower", parameters=("tower.weight",), payload=(50,)),
 ]
-FACADE = OrderOptions(action="warn")
-DETAIL = OrderOptions(action="warn", warn_at_once=True, exchange_first=True)
+DETAIL = OrderOptions(in_detail=True)
 
 
 class Root:
@@ -71,19 +70,11 @@ def test_digests_of_records_differ() -> None:
     assert record.digest(record.digest()) != record.digest()
 
 
-def test_options_are_checked() -> None:
-    with pytest.raises(ValueError, match="every >= 1, found 0"):
-        OrderOptions(every=0)
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("options", [None, FACADE])
-def test_equal_orders_cost_one_small_gather_a_forward(
-    ranks: Ranks, size: int, options: OrderOptions | None
-) -> None:
+def test_equal_orders_cost_one_small_gather_a_forward(ranks: Ranks, size: int) -> None:
     def body() -> None:
-        root = Root(options)
+        root = Root()
         recorder = Recorder()
         with observe(recorder):
             for _ in range(3):
@@ -202,13 +193,10 @@ def test_training_goes_on_after_an_error_in_the_first_forward(ranks: Ranks) -> N
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("options", [None, FACADE])
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_change_made_together_is_silent(
-    ranks: Ranks, size: int, options: OrderOptions | None
-) -> None:
+def test_a_change_made_together_is_silent(ranks: Ranks, size: int) -> None:
     def body() -> None:
-        root = Root(options)
+        root = Root()
         for order in ([0, 1], [0, 1], [0, 2, 1], [0, 2, 1], [0], [3, 2, 1, 0], [1], [2], [3, 3]):
             root.step(order)
             assert root.check.reference == OrderRecord(tuple(order))
@@ -270,60 +258,17 @@ def test_forwards_without_a_backward_and_several_before_one(ranks: Ranks) -> Non
 # ------------------------------------------------------------------------------- warnings
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_an_equal_size_swap_is_found_and_both_units_named(ranks: Ranks, size: int) -> None:
-    def body() -> None:
-        root = Root(FACADE)
-        for _ in range(4):
-            root.step([0, 1, 2])
-        root.forward(both([0, 1, 2], [0, 2, 1]))
-        text = (
-            rf"^Forward order differs across ranks in forward 5 of Model, position 1: layer1 on "
-            rf"ranks \[0.*; layer2 on ranks \[{size - 1}\]. Order: root, layer1, layer2 on ranks "
-            rf"\[0.*; root, layer2, layer1 on ranks \[{size - 1}\]. Collectives are unchecked and "
-            "may give incorrect"
-        )
-        with pytest.warns(UserWarning, match=text):
-            root.finish()
-        recorder = Recorder()
-        with observe(recorder):
-            for _ in range(2):
-                root.step(both([0, 1, 2], [0, 2, 1]))
-        assert ("all_gather", "order") not in recorder.kinds()
-        assert root.check.is_unchecked
-
-    ranks(size, body)
-
-
 @pytest.mark.few(2)
-@pytest.mark.parametrize("options", [FACADE, DETAIL])
 @pytest.mark.parametrize(("one", "other"), [([0, 1, 2], [0, 4, 2]), ([0, 1], [0]), ([0], [0, 1])])
 def test_what_could_not_mix_up_is_an_error_also_where_others_warn(
-    ranks: Ranks, options: OrderOptions, one: list[int], other: list[int]
+    ranks: Ranks, one: list[int], other: list[int]
 ) -> None:
     def body() -> None:
-        root = Root(options)
+        root = Root(DETAIL)
         for _ in range(2):
             root.step(one)
         text = caught(lambda: root.step(both(one, other)))
         assert "Forward order differs across ranks: rank 1 in forward 3 of Model, position" in text
-
-    ranks(2, body)
-
-
-def test_hash_comparisons_every_few_forwards_cover_all_since_the_last(ranks: Ranks) -> None:
-    def body() -> None:
-        root = Root(OrderOptions(action="warn", every=3))
-        recorder = Recorder()
-        with observe(recorder):
-            for _ in range(6):
-                root.step([0, 1])
-        assert recorder.kinds().count(("all_gather", "order")) == 2
-        root.step([0, 1])
-        root.step(both([0, 1], [1, 0]))
-        root.forward([0, 1])
-        with pytest.warns(UserWarning, match="in forward 8 of Model, position 0: root on ranks"):
-            root.finish()
 
     ranks(2, body)
 
@@ -433,14 +378,15 @@ def test_a_unit_that_the_check_was_not_told_of(ranks: Ranks) -> None:
 def test_a_hang_report_shows_who_left_its_order(ranks: Ranks) -> None:
     def body() -> None:
         log = Log()
-        root = Root(FACADE)
+        root = Root(DETAIL)
         root.step([0, 1])
         monitor = registry.PROCESS.monitor
         assert monitor is not None
         monitor.hang_after = 1.0
         if root.world.rank == 1:
             root.check.begin()
-            root.check.record(2)
+            with pytest.warns(UserWarning, match=BEFORE):
+                root.check.record(2)
             time.sleep(3.0)
             root.world.all_gather(torch.empty(16), torch.zeros(8), label="unshard").wait()
         else:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.comm import Recorder, communicator, observe, settle
+from meshwright.comm import Recorder, communicator, observe
 from meshwright.comm.groups import registry
 from meshwright.data_parallel.sharded_modules.sharded import fully_shard
 from meshwright.errors import CollectiveMismatchError, CommunicationError, RankFailedError
@@ -93,6 +93,7 @@ PATHS = {
     "equal sizes": (["left"], ["right"]),
     "a tower on one rank": (["left"], ["left", "tower"]),
     "nothing on one rank": (["left", "right"], []),
+    "unequal sizes": (["left"], ["tower"]),
     "the other way round": (["left", "right"], ["right", "left"]),
 }
 
@@ -204,36 +205,44 @@ def wrapped() -> nn.Module:
     return FullyShardedDataParallel(model)
 
 
-def step_and_look(model: nn.Module) -> None:
-    """Step, and look at what a device says a step late."""
-    step(model)
-    settle()
-
-
-def body_swap() -> None:
+def branch(path: list[str]) -> nn.Module:
     model = wrapped()
-    for _ in range(4):
-        step(model)
-    on_last(model.module, ["right"])
-    text = (
-        r"^Forward order differs across ranks in forward 5, position 1: left on ranks .0.*; right "
-        rf"on ranks .{communicator().size - 1}\]\. .* Collectives are unchecked and may give"
-    )
-    with pytest.warns(UserWarning, match=text):
-        step_and_look(model)
-    for _ in range(2):
-        step(model)
+    model.module.path = path
+    return model
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("size", [2, 4])
-def test_an_equal_size_swap_is_found_outside_detail(ranks: Ranks, size: int) -> None:
-    ranks(size, body_swap)
+def body_class(path: list[str], other: list[str], steps_before: int) -> str:
+    model = branch(path)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(steps_before):
+        step(model, optimizer)
+    held = optimizer.param_groups[0]["params"]
+    before = [parameter.detach().clone() for parameter in held]
+    on_last(model.module, other)
+    text = caught(lambda: step(model, optimizer))
+    for parameter, kept in zip(held, before, strict=True):
+        assert torch.equal(parameter, kept)  # no optimizer has stepped
+    return text
+
+
+@pytest.mark.few(3)
+@pytest.mark.backends("shm", "gloo")
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("case", PATHS)
+def test_the_class_raises_as_fully_shard_does(
+    ranks: Ranks, size: int, steps_before: int, case: str
+) -> None:
+    path, other = PATHS[case]
+    texts = ranks(size, body_class, path, other, steps_before)
+    assert any(text.startswith("Forward order differs") for text in texts)
+    for text in texts:
+        assert "Forward order differs across ranks: rank" in text
+        assert "Run the unit on every rank" in text
 
 
 def body_skip(path: list[str], other: list[str]) -> str:
-    model = wrapped()
-    model.module.path = path
+    model = branch(path)
     for _ in range(2):
         step(model)
     on_last(model.module, other)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -18,7 +19,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import FullyShardedDataParallel as Peer
+from torch.distributed.fsdp import StateDictType as PeerType
 from torch.distributed.fsdp import fully_shard as peer_fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy as PeerPolicy
 
 from meshwright.comm import Recorder, observe
 from meshwright.comm.dtensors.shard_view import ShardView
@@ -41,6 +45,8 @@ def wrapped(use_orig_params: bool, seed: int = 0) -> FSDP:
 
 def quiet() -> None:
     warnings.filterwarnings("ignore", message="FSDP.state_dict_type")
+    warnings.filterwarnings("ignore", message="`_get_pg_default_device`")
+    warnings.filterwarnings("ignore", message="Multiple backends are registered")
     warnings.filterwarnings("ignore", message=".*deprecat", category=FutureWarning)
 
 
@@ -127,6 +133,78 @@ def test_checkpoints_come_from_torch(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, body_from_torch, str(tmp_path))
 
 
+def body_save_all(folder: str) -> None:
+    quiet()
+    model = wrapped(False)
+    optimizer = trained(model)
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        state = {
+            "model": model.state_dict(),
+            "optimizer": FSDP.optim_state_dict(model, optimizer),
+        }
+    dcp.save(state, checkpoint_id=folder)
+
+
+def body_resume_by_loader(folder: str, use_orig_params: bool) -> None:
+    quiet()
+    plain = net()
+    expected = trained(plain).state_dict()["state"]
+    model = wrapped(use_orig_params, seed=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        loaded = load_sharded_optimizer_state_dict(
+            model.state_dict(), "optimizer", dcp.FileSystemReader(folder)
+        )
+        own = FSDP.optim_state_dict_to_load(model, optimizer, loaded["optimizer"])
+    optimizer.load_state_dict(own)
+    found = FSDP.optim_state_dict(model, optimizer)["state"]
+    for index, (name, _) in enumerate(plain.named_parameters()):
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            assert_close(found[name][key], expected[index][key])
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+def test_torchs_loader_of_sharded_optimizers(
+    ranks: Ranks, tmp_path: Path, use_orig_params: bool, size: int
+) -> None:
+    ranks(2, body_save_all, str(tmp_path))
+    ranks(size, body_resume_by_loader, str(tmp_path), use_orig_params)
+
+
+def body_from_peer(use_orig_params: bool) -> None:
+    quiet()
+    policy = PeerPolicy({nn.Linear})
+    cpu = torch.device("cpu")
+    peer: Any = Peer(net(), auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=cpu)
+    theirs = trained(peer)
+    model = wrapped(use_orig_params, seed=1)
+    ours = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with (
+        Peer.state_dict_type(peer, PeerType.SHARDED_STATE_DICT),
+        FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT),
+    ):
+        model.load_state_dict(peer.state_dict())
+        given = Peer.optim_state_dict(peer, theirs)
+        ours.load_state_dict(FSDP.optim_state_dict_to_load(model, ours, given))
+    plain = net()
+    expected = trained(plain).state_dict()["state"]
+    for name, value in plain.state_dict().items():
+        assert_close(model.state_dict()[name], value)
+    found = FSDP.optim_state_dict(model, ours)["state"]
+    for index, (name, _) in enumerate(plain.named_parameters()):
+        for key, value in expected[index].items():
+            assert_close(found[name][key], value)
+
+
+@pytest.mark.backends("gloo")
+@pytest.mark.filterwarnings("ignore:FSDP will not all-gather", "ignore:Please use DTensor")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_sharded_states_of_torchs_class(ranks: Ranks, use_orig_params: bool) -> None:
+    ranks(2, body_from_peer, use_orig_params)
+
+
 def body_functions() -> None:
     quiet()
     plain = net().state_dict()
@@ -198,3 +276,39 @@ def body_legacy() -> None:
 
 def test_older_names(ranks: Ranks) -> None:
     ranks(2, body_legacy)
+
+
+def body_resume_before_a_step(folder: str, use_orig_params: bool) -> None:
+    quiet()
+    plain = net()
+    plain_optimizer = trained(plain)
+    model = wrapped(use_orig_params, seed=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    assert FSDP.optim_state_dict(model, optimizer)["state"] == {}
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        state = {"optimizer": FSDP.optim_state_dict(model, optimizer)}
+        assert set(state["optimizer"]["state"]) == set(dict(plain.named_parameters())) or (
+            use_orig_params
+        )
+        assert not any(optimizer.state.values())
+        dcp.load(state, checkpoint_id=folder)
+        own = FSDP.optim_state_dict_to_load(model, optimizer, state["optimizer"])
+    optimizer.load_state_dict(own)
+    found = FSDP.optim_state_dict(model, optimizer)["state"]
+    expected = plain_optimizer.state_dict()["state"]
+    for index, (name, _) in enumerate(plain.named_parameters()):
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            assert_close(found[name][key], expected[index][key])
+    for parameter, kept in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, kept)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_optimizer_that_has_not_stepped_resumes(
+    ranks: Ranks, tmp_path: Path, use_orig_params: bool, size: int
+) -> None:
+    ranks(2, body_save_all, str(tmp_path))
+    ranks(size, body_resume_before_a_step, str(tmp_path), use_orig_params)

@@ -27,11 +27,14 @@ from meshwright.comm.dtensors.dtensor import (
 )
 from meshwright.comm.dtensors.ranges import Ranges, boxes_in, length_of, narrowed
 from meshwright.comm.dtensors.shard_view import ShardView
+from meshwright.comm.process_groups import communicator
 from meshwright.errors import LayoutError
 from meshwright.layout import Box, chunk
 from meshwright.torch_internals.distributed import (
+    ShardedTensor,
     StridedShard,
     asks_for_size_alone,
+    group_of,
     keep_strided_classes,
 )
 
@@ -75,10 +78,11 @@ def empty_part_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @torch.no_grad()
 def whole(tensor: torch.Tensor, *, label: str = "whole tensor") -> torch.Tensor:
-    """Compute all of ``tensor``, on every rank; any tensor but a DTensor as it is.
+    """Compute all of ``tensor``, on every rank; any but a DTensor or ShardedTensor as it is.
 
-    All ranks of the DTensor's mesh call it together: one gather for each axis that shards.
+    All ranks of its mesh or group call it together: one gather for each axis that shards.
     """
+    tensor = without_chunks(tensor, label)
     if not isinstance(tensor, DTensor):
         return tensor
     rest = at_rest(tensor)
@@ -106,6 +110,29 @@ def whole(tensor: torch.Tensor, *, label: str = "whole tensor") -> torch.Tensor:
         local = part[: math.prod(shape)].view(shape)
         for box, memory in boxes_in(ranges, local):
             found[box.slices()] = memory
+    return found
+
+
+def without_chunks(tensor: Any, label: str) -> Any:  # noqa: ANN401 - what is no such tensor stays
+    """Compute all of a ShardedTensor, as torch's FSDP1 and loaders make it; others as they are."""
+    if not isinstance(tensor, ShardedTensor):
+        return tensor
+    axis = communicator(group_of(tensor))
+    mine = tensor.local_shards()
+    places = [[[*s.metadata.shard_offsets], [*s.metadata.shard_sizes]] for s in mine]
+    everyones = axis.gather_values(places, label=label)
+    room = max(sum(math.prod(sizes) for _, sizes in each) for each in everyones)
+    line = torch.zeros(room, dtype=tensor.dtype, device=axis.device)
+    own = [shard.tensor.detach().reshape(-1) for shard in mine]
+    line[: sum(map(torch.numel, own))] = torch.cat([line[:0], *(each.to(line) for each in own)])
+    gathered = line.new_empty(axis.size * room)
+    axis.all_gather(gathered, line, label=label).wait()
+    found = line.new_zeros(tensor.shape)
+    for each, part in zip(everyones, gathered.view(axis.size, room), strict=True):
+        for offset, sizes in each:
+            box = Box(tuple(offset), tuple(sizes))
+            found[box.slices()] = part[: box.numel].view(box.shape)
+            part = part[box.numel :]
     return found
 
 

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 
+from meshwright.torch_internals.modules import is_stepping
 from meshwright.torch_internals.tensors import make_subclass, without_function
 
 _NAMES = """
@@ -44,7 +45,7 @@ _FRESH = frozenset(
     getattr(home, name)
     for home in (torch, torch.Tensor)
     for name in (
-        *("clone", "empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like"),
+        *("empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like"),
         *("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "as_subclass", "new"),
         *("isfinite", "isinf", "isnan", "isneginf", "isposinf"),
     )
@@ -52,6 +53,9 @@ _FRESH = frozenset(
 )
 """Functions whose result is no gradient any more: optimizers make their state by them, and loops
 look for what is not finite, where a step that one rank leaves out is noticed by all."""
+
+_CLONES = (torch.clone, torch.Tensor.clone)
+"""Functions whose result is state of an optimizer where it steps, and else a part."""
 
 _JOINED = frozenset(
     {torch.cat, torch.concat, torch.concatenate, torch.hstack, torch.stack, torch.vstack}
@@ -61,8 +65,9 @@ _JOINED = frozenset(
 class GradientPart(torch.Tensor):
     """This rank's elements of the gradient of ``name``, on memory that it shares.
 
-    What is computed from it alone, element by element, is one, too. Copies, what is cut out of it,
-    and what is computed from other tensors beside it, as a difference, are plain.
+    What is computed from it alone, element by element, is one, too, and so is a clone. What is cut
+    out of it, deep copies, and what is computed from other tensors beside it, as a difference, are
+    plain; so is what an optimizer clones in its step.
     ``as_subclass(torch.Tensor)`` is a plain tensor on the same memory, for who wants this rank's
     elements alone.
     """
@@ -95,9 +100,9 @@ class GradientPart(torch.Tensor):
             result = func(*args, **(kwargs or {}))
             kind = type(result)
             if (kind is torch.Tensor or kind is tuple or kind is list) and args:
-                return (
-                    result if func in _FRESH or result is args[0] else _marked(func, result, args)
-                )
+                is_plain = func in _FRESH or result is args[0]
+                if not is_plain and not (func in _CLONES and is_stepping()):
+                    return _marked(func, result, args)
             return result
 
     def __repr__(self, *, tensor_contents: object = None) -> str:

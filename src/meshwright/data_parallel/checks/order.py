@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -50,7 +50,6 @@ from meshwright.data_parallel.checks.order_record import (
     OrderedUnit,
     OrderRecord,
     UnitNames,
-    same_weights,
 )
 from meshwright.errors import CollectiveMismatchError
 
@@ -86,20 +85,11 @@ REMEDY = (
 class OrderOptions:
     """The options of the check of a root's order."""
 
-    action: Literal["raise", "warn"] = "raise"
-    """The reaction to ranks that run different orders. ``warn`` lets collectives mix up different
-    units of equal size; weights that differ, and a collective that could only hang, are errors all
-    the same."""
-    warn_at_once: bool = False
-    """With ``warn``: warn as soon as this rank leaves its own order, whatever other ranks do."""
-    exchange_first: bool = False
-    """Exchange each unit of the first forward before it is gathered; a difference is an error."""
-    every: int = 1
-    """Compare hashes after every so many forwards; a comparison covers all since the last."""
-
-    def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ValueError(f"expected every >= 1, found {self.every}")
+    in_detail: bool = False
+    """As torch's class under debug level DETAIL: each unit of the first forward is exchanged before
+    it is gathered, where a difference raises. A rank that leaves its order later warns at once and
+    goes on, which may mix up units of equal size; weights that differ, and a collective that could
+    only hang, raise all the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +98,7 @@ class _Comparison:
 
     started: Callable[[], bytes]
     """Waits for a `_ROW` of each rank."""
-    forwards: tuple[EndedForward, ...]
-    """The forwards it covers."""
+    ended: EndedForward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,8 +153,6 @@ class OrderCheck:
         """Forwards in a row that left the order of the one before."""
         self._votes: list[str] = []
         """Keys on the board that all ranks have passed, to be deleted."""
-        self._waiting: list[EndedForward] = []
-        """Forwards since the last comparison of hashes was issued."""
         self._comparisons: list[_Comparison] = []
         self._key = register("order", communicator, self)
 
@@ -184,8 +171,8 @@ class OrderCheck:
             return
         while len(self._comparisons) >= ON_THEIR_WAY:
             self._compare_next()
-        asks = self.reference is None and (self._is_error or self._options.exchange_first)
-        self._now = Forward(self._now.number + 1, self.reference, asks, weights, settings)
+        number, asks = self._now.number + 1, self.reference is None
+        self._now = Forward(number, self.reference, asks, weights, settings)
         self._is_active = True
 
     def record(self, unit: int) -> None:
@@ -206,7 +193,7 @@ class OrderCheck:
         now.position = position + 1
         if now.asks:
             self._ask(position, unit)
-        if self._options.warn_at_once and not self._has_warned and now.has_left:
+        if self._options.in_detail and not self._has_warned and now.has_left:
             self._warn(position, unit)
 
     def end_forward(self) -> None:
@@ -224,22 +211,18 @@ class OrderCheck:
         if now.asks:
             self._ask(now.position, END)
         self._is_active = False
-        self._has_warned |= now.has_left and self._options.warn_at_once
+        self._has_warned |= now.has_left and self._options.in_detail
         self._together = self._together + 1 if now.has_left else 0
         self.reference = record
         if self._communicator.is_alone or self.is_unchecked:
             return
-        self._waiting.append(
-            EndedForward(now.number, record, now.weights, now.settings, now.has_left)
-        )
-        if now.number % self._options.every == 0:
-            self._issue()
+        self._issue(EndedForward(now.number, record, now.weights, now.settings, now.has_left))
 
     def finish(self) -> None:
         """End the backward: take in the comparisons on their way, of a device those before it.
 
         Raises `CollectiveMismatchError` on every rank when the orders differed and that is an
-        error; warns otherwise.
+        error.
         """
         for _ in range(self._due if self._is_late else len(self._comparisons)):
             self._compare_next()
@@ -274,13 +257,9 @@ class OrderCheck:
 
     # ------------------------------------------------------------------ this rank's own order
 
-    @property
-    def _is_error(self) -> bool:
-        return self._options.action == "raise"
-
     def _leave(self, position: int, unit: int) -> None:
         """Say that this rank is about to leave its order, and ask the others from here on."""
-        if not self._is_error:
+        if self._options.in_detail:
             for axis in self._axes:
                 axis.forgo_labels()
         if self._communicator.is_alone or self.is_unchecked or PROCESS.monitor is None:
@@ -297,7 +276,7 @@ class OrderCheck:
         if self._communicator.is_alone:
             return
         monitor = PROCESS.monitor
-        if self._options.exchange_first and self._now.reference is None:
+        if self._options.in_detail and self._now.reference is None:
             self._exchange(unit)
         elif monitor is not None:
             self._vote(monitor, position, unit)
@@ -332,7 +311,7 @@ class OrderCheck:
     def _vote(self, monitor: FailureMonitor, position: int, unit: int) -> None:
         """Wait until every rank has come to ``position``; raise when one has another unit there.
 
-        With ``warn`` it is an error only where the collectives would break and not just mix up.
+        In detail it is an error only where the collectives would break and not just mix up.
         """
         number = self._now.number
         votes = f"{self._key}/{number}/{position}/{unit}"
@@ -359,7 +338,7 @@ class OrderCheck:
                 units[rank] = record.at(position)
         others = {rank: other for rank, other in units.items() if other != unit}
         mix = all(self._names.may_mix(unit, other) for other in others.values())
-        if others and (self._is_error or not mix):
+        if others and not (self._options.in_detail and mix):
             self._fail(monitor, position, told(others, map(self._names.of, others.values())))
         return len(units) == self._communicator.size - 1
 
@@ -416,34 +395,26 @@ class OrderCheck:
         """Start to gather the integers of each rank, a `_ROW`."""
         return self._communicator.start_equal(struct.pack(_ROW, number, count, settings), "order")
 
-    def _issue(self) -> None:
-        """Start comparing one hash of all forwards since the last comparison."""
-        waiting = tuple(self._waiting)
-        self._waiting.clear()
-        digest = settings = 0
-        weights = 1
-        for number, ended in enumerate(waiting):
-            digest = ended.order.digest(digest)
-            if number < 30:  # what fits into the integer
-                weights = weights * 4 + ended.weights
-            # A sum: optimizers in the backward step in no order.
-            settings += sum(1 + zlib.crc32(text.encode()) for text in ended.settings)
-        started = self._start(digest, weights, settings)
-        self._comparisons.append(_Comparison(started=started, forwards=waiting))
+    def _issue(self, ended: EndedForward) -> None:
+        """Start comparing one hash of the forward."""
+        # A sum: optimizers in the backward step in no order.
+        settings = sum(1 + zlib.crc32(text.encode()) for text in ended.settings)
+        started = self._start(ended.order.digest(), ended.weights, settings)
+        self._comparisons.append(_Comparison(started=started, ended=ended))
 
     def _compare_next(self) -> None:
-        """Take in the oldest comparison; raise or warn when ranks differ."""
+        """Take in the oldest comparison; raise when ranks differ and that is an error."""
         comparison = self._comparisons.pop(0)
         self._due = max(self._due - 1, 0)
         rows = struct.iter_unpack(_ROW, comparison.started())
         digests, weights, settings = zip(*rows, strict=True)
-        if len({*digests}) == 1 and same_weights(weights) and len({*settings} - {0}) < 2:
+        if len({*digests}) == 1 and len({*weights} - {UNKNOWN}) < 2 and len({*settings} - {0}) < 2:
             self._agreed(comparison)
             return
         if self.is_unchecked:
             return
         found = self._difference(comparison)
-        if found.is_of_weights or self._is_error:
+        if found.is_of_weights or not self._options.in_detail:
             self.reference = None
             self._comparisons.clear()
             self._due = 0
@@ -452,18 +423,14 @@ class OrderCheck:
             remedy = "" if found.is_of_weights else f". {REMEDY}"
             raise CollectiveMismatchError(f"{found.text}{after}{remedy}")
         self.is_unchecked = True
-        text = f"{found.text}. Collectives are unchecked and may give incorrect results or hang"
-        if self._options.warn_at_once:
-            # The ranks that left their own order have warned; the others must stay silent.
-            _log.warning("rank %d: %s", self._rank, text)
-        else:
-            warnings.warn(text, UserWarning, stacklevel=2)
+        # The ranks that left their own order have warned; the others must stay silent.
+        _log.warning("rank %d: %s", self._rank, found.text)
 
     def _agreed(self, comparison: _Comparison) -> None:
         monitor = PROCESS.monitor
         if monitor is None:
             return
-        if any(ended.has_left for ended in comparison.forwards):
+        if comparison.ended.has_left:
             monitor.deviate("")
         if self._communicator.rank == 0:
             for votes in self._votes:
@@ -473,49 +440,36 @@ class OrderCheck:
 
     def _difference(self, comparison: _Comparison) -> _Difference:
         """Describe what differs first, with its ranks. Every rank takes part."""
-        mine = [
-            [ended.number, ended.order.units, ended.weights, sorted(ended.settings)]
-            for ended in comparison.forwards
-        ]
+        ended = comparison.ended
+        mine = [ended.order.units, ended.weights, sorted(ended.settings)]
         everyone = self._communicator.gather_values(mine, label="order lists")
         ranks, names = self._communicator.ranks, self._names
-        for step in zip(*everyone, strict=False):
-            number = step[0][0]
-            steps = {
-                r: STEPS[known] for r, (_, _, known, _) in zip(ranks, step, strict=True) if known
-            }
-            if len(set(steps.values())) > 1:
-                return _Difference(
-                    text=f"Optimizer steps differ across ranks: before forward {number}{self._root}"
-                    f" {told(steps, steps.values())}. Run as many passes for each optimizer step "
-                    "on every rank, and skip a step on all ranks or on none"
-                )
-            said = {r: texts for r, (*_, texts) in zip(ranks, step, strict=True) if texts}
-            found = first_difference([*said], [*said.values()])
-            if found is not None:
-                at = int(found.place)
-                steps = {r: each[at] if at < len(each) else "no more" for r, each in said.items()}
-                return _Difference(
-                    text=f"Settings of optimizers differ across ranks: before forward {number}"
-                    f"{self._root} steps were made by {told(steps, steps.values())}. Each rank "
-                    "has changed its parts of the weights by its own: go on from a state of "
-                    "before. Set them alike on every rank, and schedule by what all ranks know, "
-                    "such as a loss that was reduced",
-                    was_used=True,
-                )
-            found = first_difference(ranks, [units for _, units, *_ in step])
-            if found is not None:
-                at = int(found.place)
-                records = [OrderRecord(tuple(units)) for _, units, *_ in step]
-                return _Difference(
-                    text=f"Forward order differs across ranks in forward {number}{self._root}, "
-                    f"position {at}: {told(ranks, [names.of(r.at(at)) for r in records])}. Order: "
-                    f"{told(ranks, [names.drawn(r, at) for r in records])}",
-                    is_of_weights=False,
-                )
-        counts = told(ranks, [f"{len(forwards)} forwards" for forwards in everyone])
+        steps = {r: STEPS[known] for r, (_, known, _) in zip(ranks, everyone, strict=True) if known}
+        if len(set(steps.values())) > 1:
+            return _Difference(
+                text=f"Optimizer steps differ across ranks: before forward {ended.number}"
+                f"{self._root} {told(steps, steps.values())}. Run as many passes for each "
+                "optimizer step on every rank, and skip a step on all ranks or on none"
+            )
+        said = {r: texts for r, (*_, texts) in zip(ranks, everyone, strict=True) if texts}
+        found = first_difference([*said], [*said.values()])
+        if found is not None:
+            at = int(found.place)
+            steps = {r: each[at] if at < len(each) else "no more" for r, each in said.items()}
+            return _Difference(
+                text=f"Settings of optimizers differ across ranks: before forward {ended.number}"
+                f"{self._root} steps were made by {told(steps, steps.values())}. Each rank "
+                "has changed its parts of the weights by its own: resume from a state of "
+                "before. Set them alike on every rank, and schedule by what all ranks know, "
+                "such as a loss that was reduced",
+                was_used=True,
+            )
+        records = [OrderRecord(tuple(units)) for units, *_ in everyone]
+        found = first_difference(ranks, [record.units for record in records])
+        at = 0 if found is None else int(found.place)
         return _Difference(
-            text=f"Forward order differs across ranks{self._root}, since the last comparison: "
-            f"{counts}",
+            text=f"Forward order differs across ranks in forward {ended.number}{self._root}, "
+            f"position {at}: {told(ranks, [names.of(record.at(at)) for record in records])}. "
+            f"Order: {told(ranks, [names.drawn(record, at) for record in records])}",
             is_of_weights=False,
         )

@@ -129,21 +129,6 @@ class Forward:
         return self.reference is not None and self.order is not None
 
 
-def same_weights(codes: Sequence[int]) -> bool:
-    """Check that no forward finds weights changed on one rank and not, or by half, on another.
-
-    A code has two bits for each forward, below a 1: equally many forwards on every rank.
-    """
-    if len(set(codes)) == 1:
-        return True
-    if len({code.bit_length() for code in codes}) > 1:
-        return False
-    return all(
-        len({(code >> at) & 3 for code in codes} - {UNKNOWN}) < 2
-        for at in range(0, max(codes).bit_length() - 1, 2)
-    )
-
-
 class UnitNames:
     """The words of messages for units and orders."""
 

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -284,12 +285,15 @@ def _word(value: object) -> object:
 def check_meta(drivers: Iterable[Driver]) -> None:
     """Raise RuntimeError when parameters are still on the meta device."""
     units = [driver.unit for driver in drivers if driver.unit is not None]
-    groups = [g for unit in units for g in unit.groups if g.buffer.shard.is_meta]
-    names = [slot.name for group in groups for slot in group.slots]
-    if names:
-        rest = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    found = [[s.name for g in u.groups if g.buffer.shard.is_meta for s in g.slots] for u in units]
+    if any(found):
+        starts = accumulate(map(len, found), initial=0)
+        listed = [own[: max(NAMED - at, 0)] for own, at in zip(found, starts, strict=False)]
+        names = ", ".join(str(own) for own in listed if own)  # those of each unit in a list
+        more = sum(map(len, found)) - NAMED
+        rest = f" and {more} more" if more > 0 else ""
         raise RuntimeError(
             "FSDP parameters should be materialized from meta device before training, but the "
-            f"following were still on meta device: {names[:NAMED]}{rest}. Call "
+            f"following were still on meta device: {names}{rest}. Call "
             "module.to_empty(device=...), and initialise the parameters"
         )

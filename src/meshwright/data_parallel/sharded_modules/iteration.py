@@ -115,8 +115,8 @@ class Iteration:
         """The pass that was given up last, until the next one has begun."""
         self._streams = _streams_of(units, self.axes)
         self._steps = StepWatch(self._exposed, self._given, self._before_step, with_settings=True)
-        # Torch's class only warns where ranks freeze different parameters and run other units.
-        strict = options is None or not options.warn_at_once
+        # In detail torch's class only warns where ranks freeze and run others than each other.
+        strict = options is None or not options.in_detail
         self._states = UnitStates(drivers, with_training=strict)
         self._copies = SameCopies(drivers)
         communicator = _widest(units)

@@ -43,7 +43,7 @@ from meshwright.data_parallel.shards.replaced_parameters import (
 from meshwright.data_parallel.shards.slot import Slot
 from meshwright.data_parallel.shards.unit import Exposure, Unit
 from meshwright.errors import InternalError
-from meshwright.gradients import mark_mean
+from meshwright.gradients import mark_mean, warn_of_zeros
 from meshwright.layout import contiguous_strides
 from meshwright.mesh import DeviceMesh
 from meshwright.torch_internals.tensors import (
@@ -368,6 +368,8 @@ class ExposedTensors(Exposure):
         if hooked:
             self.follow_gradients(group)
         if group in self._flat:
+            names = [s.name for s, has in zip(group.slots, used, strict=True) if not has]
+            warn_of_zeros(self._flat[group], names)
             run_hooks_of_flat(self._flat[group], group.slots[0].name, len(group.slots))
 
     def _has_direct(self, group: ParameterGroup) -> bool:

@@ -391,6 +391,9 @@ class ParameterGroup:
             self._factor = 1.0
         if self.marks_use:
             (line,) = lines
+            for index in [n for n, used in enumerate(self.used) if not used and not is_absent]:
+                for part in line.parts()[index]:
+                    part.fill_(-0.0)
             starts = line.tensor.view(axes.parts, -1)[:, :1]
             starts.fill_(-0.0) if is_absent else starts.add_(0.0)  # which makes 0.0 of -0.0
         if settings.reduce_hook is not None:

@@ -30,7 +30,7 @@ from meshwright.data_parallel.shards.slot import Slot
 from meshwright.data_parallel.shards.unit import Exposure, Unit
 from meshwright.errors import InternalError
 from meshwright.fsdp.exposures.waiting_gradients import Refusals, WaitingGradients
-from meshwright.gradients import mark_mean
+from meshwright.gradients import mark_mean, warn_of_zeros
 from meshwright.layout import FlatLayout, Piece
 from meshwright.torch_internals.autograd import backward_hooks_of
 from meshwright.torch_internals.modules import FLAT
@@ -282,6 +282,8 @@ class FlatExposure(Exposed):
         self._joined.clear()
         if not any(used) and group.is_unused(reduced):
             return
+        if not all(used):
+            warn_of_zeros(flat, _unused_in(group, reduced, used))
         change_piece_by_hooks(group, flat, reduced, FLAT)
         if flat.grad is None:
             give_gradient(flat, part_of(reduced, flat, FLAT), self._gradient_dtype)
@@ -367,6 +369,21 @@ def exposed_of(unit: Unit) -> Exposed:
 def flat_layout(group: ParameterGroup) -> FlatLayout:
     """Find the layout of a unit of the facade: it is always packed."""
     return group.buffer.layout.packed_layout()
+
+
+def _unused_in(group: ParameterGroup, mean: torch.Tensor, used: Sequence[bool]) -> list[str]:
+    """Name parameters of which no rank had a gradient, as far as this rank's part tells.
+
+    A sum is -0.0 only where all summands are; the first element of a part tells of all parameters.
+    ``used`` are those of which this rank had one.
+    """
+    found: list[str] = []
+    for index, piece in own_pieces(group).items():
+        own = mean[max(piece.offset, 1) : piece.offset + piece.numel]
+        own = own.real if own.is_complex() else own
+        if not used[index] and own.numel() and bool(((own == 0) & own.signbit()).all()):
+            found.append(group.slots[index].name)
+    return found
 
 
 def own_pieces(group: ParameterGroup) -> dict[int, Piece]:

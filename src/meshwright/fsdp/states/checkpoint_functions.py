@@ -27,11 +27,16 @@ from torch import nn
 
 from meshwright.data_parallel.modules.checkpoint_names import StepOver, without_compiled
 from meshwright.fsdp.exposures.exposure import exposed_of
-from meshwright.fsdp.states.optimizer_exchange import MADE, OWN, managed_parameters
+from meshwright.fsdp.states.optimizer_exchange import (
+    MADE,
+    OWN,
+    managed_parameters,
+    state_of_zero_steps,
+)
 from meshwright.fsdp.states.optimizer_state import spread_state, state_to_load
 from meshwright.fsdp.traversal import clean_name
 from meshwright.fsdp.unit_wrapper import UnitWrapper
-from meshwright.torch_internals.modules import WRAPPED, asked, forget_step_hooks
+from meshwright.torch_internals.modules import WRAPPED, asked
 
 _HOOKS = "_meshwright_checkpoint_hooks"
 
@@ -97,12 +102,12 @@ class _Hooks:
         Before it loads, also that of parameters that have none: it leaves out what has no place.
         """
         if not any(optimizer.state.values()):
-            self._zero = optimizer.state = _state_of_zero_steps(optimizer)
+            self._zero = optimizer.state = state_of_zero_steps(optimizer)
         elif asked("to load optimizers") is not None:
             trained = (p for group in optimizer.param_groups for p in group["params"])
             without = [p for p in trained if p.requires_grad and not optimizer.state.get(p)]
             if without:
-                zero = _state_of_zero_steps(optimizer)
+                zero = state_of_zero_steps(optimizer)
                 optimizer.state.update({p: zero[p] for p in without if p in zero})
 
     def _end(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -213,38 +218,3 @@ def _by_own_names(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
         for group in state["param_groups"]
     ]
     return {"state": {own[n]: held for n, held in state["state"].items()}, "param_groups": groups}
-
-
-# --------------------------------------------------------------------- a state to begin with
-
-
-def _state_of_zero_steps(optimizer: torch.optim.Optimizer) -> defaultdict[torch.Tensor, Any]:
-    """Find the state that ``optimizer`` begins with: of a step by a twin, on zeros."""
-    kind = type(optimizer)
-    twin = object.__new__(kind)
-    # A scheduler's ``step`` on the object is bound to the original.
-    vars(twin).update({key: own for key, own in vars(optimizer).items() if key != "step"})
-    forget_step_hooks(twin)
-    twin.state = defaultdict(dict)
-    twin.param_groups = [
-        {**group, "params": [_zeros(p) for p in group["params"]]}
-        for group in optimizer.param_groups
-    ]
-    twin.step()
-    stand_ins = [p for group in twin.param_groups for p in group["params"]]
-    originals = [p for group in optimizer.param_groups for p in group["params"]]
-    found: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-    for original, stand_in in zip(originals, stand_ins, strict=True):
-        own = twin.state.get(stand_in)
-        if own:
-            if "step" in own:
-                own["step"] = own["step"] * 0
-            found[original] = own
-    return found
-
-
-def _zeros(parameter: nn.Parameter) -> nn.Parameter:
-    stand_in = nn.Parameter(torch.zeros_like(parameter), parameter.requires_grad)
-    if parameter.requires_grad:
-        stand_in.grad = torch.zeros_like(parameter)
-    return stand_in

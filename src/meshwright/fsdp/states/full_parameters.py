@@ -101,7 +101,7 @@ def summon_own(wrapper: UnitWrapper, options: SummonOptions) -> Iterator[None]:
         # What is not sharded is changed as such, by all ranks: nobody keeps another.
         is_whole = unit.groups[0].axes.shard is None and not wrapper._offloads
         writes_back = options.writes_back or (is_whole and not options.rank0_only)
-        with _shown(unit, views, gradients, writes_back=writes_back):
+        with _shown(unit, views, lines[0], gradients, writes_back=writes_back):
             yield
         if writes_back:
             _write_back(unit, lines)
@@ -147,11 +147,15 @@ def _check(wrapper: UnitWrapper, options: SummonOptions) -> None:
 def _shown(
     unit: Unit,
     views: Sequence[torch.Tensor],
+    line: torch.Tensor,
     gradients: Sequence[torch.Tensor | None] | None,
     *,
     writes_back: bool,
 ) -> Iterator[None]:
-    """Have the modules hold parameters with the values of ``views``."""
+    """Have the modules hold parameters with the values of ``views``, which lie in ``line``.
+
+    A flat parameter is that line.
+    """
     exposure = exposed_of(unit)
     owner, flat = exposure.owner, exposure.one_flat
     if owner is None or flat is None:
@@ -159,6 +163,8 @@ def _shown(
             yield
         return
     del owner._parameters[FLAT]
+    shard, (group,) = flat.data, unit.groups
+    flat.data = line[: flat_layout(group).extent]
     for slot, view in zip(unit.slots, views, strict=True):
         slot.show(as_parameter(view, slot, requires_grad=flat.requires_grad))
         for module, name in slot.places:
@@ -171,7 +177,7 @@ def _shown(
                 shown = module._parameters.pop(name, None)
                 if shown is not None and local_of(shown).data_ptr() != view.data_ptr():
                     view.copy_(local_of(shown.detach()))
-        owner._parameters[FLAT] = flat
+        flat.data, owner._parameters[FLAT] = shard, flat
         exposure.show_nothing(unit)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from meshwright.fsdp.exposures.exposure import exposed_of
 from meshwright.fsdp.options import OptimStateKeyType
 from meshwright.fsdp.traversal import clean_name
 from meshwright.fsdp.unit_wrapper import UnitWrapper, wrappers_in
+from meshwright.torch_internals.modules import forget_step_hooks
 
 Held = tuple[int, dict[str, str], dict[str, Any]]
 """A rank's share of one parameter: any state, the dtypes of what is spread, and the rest."""
@@ -292,3 +294,35 @@ def rekey(
         order = sorted(range(len(firsts)), key=firsts.__getitem__)
         found["param_groups"] = [found["param_groups"][n] for n in order]
     return found
+
+
+def state_of_zero_steps(optimizer: torch.optim.Optimizer) -> defaultdict[Any, Any]:
+    """Find the state that ``optimizer`` begins with: of a step by a twin, on zeros."""
+    kind = type(optimizer)
+    twin = object.__new__(kind)
+    # A scheduler's ``step`` on the object is bound to the original.
+    vars(twin).update({key: own for key, own in vars(optimizer).items() if key != "step"})
+    forget_step_hooks(twin)
+    twin.state = defaultdict(dict)
+    twin.param_groups = [
+        {**group, "params": [_zeros(p) for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    twin.step()
+    stand_ins = [p for group in twin.param_groups for p in group["params"]]
+    originals = [p for group in optimizer.param_groups for p in group["params"]]
+    found: defaultdict[Any, Any] = defaultdict(dict)
+    for original, stand_in in zip(originals, stand_ins, strict=True):
+        own = twin.state.get(stand_in)
+        if own:
+            if "step" in own:
+                own["step"] = own["step"] * 0
+            found[original] = own
+    return found
+
+
+def _zeros(parameter: nn.Parameter) -> nn.Parameter:
+    stand_in = nn.Parameter(torch.zeros_like(parameter), parameter.requires_grad)
+    if parameter.requires_grad:
+        stand_in.grad = torch.zeros_like(parameter)
+    return stand_in

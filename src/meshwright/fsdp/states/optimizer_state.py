@@ -21,6 +21,7 @@ from torch import nn
 
 from meshwright.comm import Communicator, communicator, settle
 from meshwright.comm.dtensors.gather_dtensor import whole as gathered
+from meshwright.comm.dtensors.gather_dtensor import without_chunks
 from meshwright.comm.dtensors.shard_view import ShardView
 from meshwright.fsdp.exposures.exposure import flat_layout, own_pieces
 from meshwright.fsdp.exposures.tensor_axes import part_of, whole_of, whole_shape
@@ -31,6 +32,7 @@ from meshwright.fsdp.options import (
 )
 from meshwright.fsdp.states.full_parameters import cut_line, gather_line
 from meshwright.fsdp.states.optimizer_exchange import (
+    MADE,
     OWN,
     Held,
     Managed,
@@ -41,6 +43,7 @@ from meshwright.fsdp.states.optimizer_exchange import (
     managed_parameters,
     names_by_parameter,
     packed,
+    state_of_zero_steps,
     unpacked,
     with_gathered,
 )
@@ -63,7 +66,8 @@ def optimizer_state(
 ) -> dict[str, Any]:
     """State and groups of ``optimizer`` by name; a collective over the shards for FULL.
 
-    LOCAL is as SHARDED: each value is this rank's part. ``group`` says which rank is the first.
+    LOCAL is as SHARDED: each value is this rank's part; there an optimizer that has not stepped
+    has the state of zero steps. ``group`` says which rank is the first.
     """
     settle()
     _check_local(model, settings.state_dict_type)
@@ -71,10 +75,14 @@ def optimizer_state(
     state, groups = _by_parameter(optimizer, given)
     entries = managed_parameters(model)
     is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
+    kind = OWN
+    if given is None and not any(state.values()) and not (is_full or settings.shares):
+        # Checkpoints load into what they are given: without a state that of the file is dropped.
+        kind, state = MADE, dict(state_of_zero_steps(optimizer))
     is_agreed = is_full or any(entry.wrapper._groups.mesh is not None for entry in entries)
     offloads = settings.optim_state_dict_config.offload_to_cpu
     form = _Form(is_full=is_full, offloads=offloads, shares=settings.shares)
-    parts = _take_apart(entries, state, form, is_agreed=is_agreed)
+    parts = _take_apart(entries, state, form, is_agreed=is_agreed, kind=kind)
     found = {entry.names[0]: own for entry, own in parts if own}
     managed = {entry.exposed for entry in entries}
     for parameter, own in state.items():
@@ -387,7 +395,10 @@ def state_to_load(
                 found[position[flat]] = own
     for name, parameter in others.items():
         if name in given:
-            found[position[parameter]] = copy.deepcopy(dict(given[name]))
+            found[position[parameter]] = {
+                k: copy.deepcopy(without_chunks(v, f"whole state of {name}"))
+                for k, v in given[name].items()
+            }
     if "param_groups" not in state:
         return {"state": found}
     loaded = _groups_to_load(groups, state, names, position, is_strict=is_strict)
