@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint_sequential
 
 import meshwright as mw
 from meshwright.composition import check_model
-from meshwright.data_parallel import keep_batch_norm_local
+from meshwright.data_parallel import DistributedDataParallel, keep_batch_norm_local
 from meshwright.errors import PlanError
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.plan import Plan
@@ -86,6 +90,87 @@ def body_penalty_first() -> None:
 
 def test_a_penalty_may_be_computed_before_the_first_forward(ranks: Ranks) -> None:
     ranks(2, body_penalty_first)
+
+
+class Density(nn.Module):
+    """A model that programs train by a method, or whose weights they read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enc = nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.enc(x) * self.scale
+
+    def log_prob(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.enc.weight, self.enc.bias) * self.scale
+
+
+def density() -> Density:
+    torch.manual_seed(0)
+    return Density().double()
+
+
+PASSES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "a method": lambda model, x: model.log_prob(x),
+    "weights that are read": lambda model, x: F.linear(x, model.enc.weight) * model.scale,
+    "compiled": lambda model, x: torch.compile(model.log_prob, backend="eager")(x),
+}
+ALONE = r"found one of rank \d alone for parameter 'scale': the first forward of the module sets"
+
+
+def train_by(way: str, model: Any, inner: Any) -> None:
+    """Train ``inner`` of ``model`` by one of `PASSES`, beside one process."""
+    plain, run = density(), PASSES[way]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for step in range(3):
+        loss_of(partial(run, plain), *batches(step)).backward()
+        loss_of(partial(run, inner), *mine(batches(step))).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def body_no_forward(way: str) -> None:
+    model = mw.replicate(density())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    get_optimizer_state_dict(model, optimizer)  # a step with gradients of zeros is none of ours
+    loss_of(partial(PASSES[way], model), *mine(batches(0))).backward()
+    with pytest.raises(RuntimeError, match=ALONE):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=ALONE):
+        torch.compile(optimizer.step, backend="eager")()
+    optimizer.zero_grad()
+    with model.no_sync():
+        loss_of(partial(PASSES[way], model), *mine(batches(0))).backward()
+    with pytest.raises(RuntimeError, match=ALONE):
+        optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        model(mine(batches(0))[0])
+    train_by(way, model, model)
+
+
+@pytest.mark.parametrize("way", PASSES)
+def test_a_replica_that_has_not_run_raises_before_a_step(ranks: Ranks, way: str) -> None:
+    ranks(2, body_no_forward, way)
+
+
+def body_no_forward_of_a_wrapper(way: str) -> None:
+    model = DistributedDataParallel(density())
+    train_by(way, model, model.module)
+    copied = copy.deepcopy(model)
+    loss_of(partial(PASSES[way], copied.module), *mine(batches(0))).backward()
+    with pytest.raises(RuntimeError, match=ALONE):
+        torch.optim.SGD(copied.parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize("way", PASSES)
+def test_a_wrapper_reduces_without_a_forward_and_its_copy_raises(ranks: Ranks, way: str) -> None:
+    ranks(2, body_no_forward_of_a_wrapper, way)
 
 
 # ------------------------------------------------------ what was collected before sharding

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.comm import Communicator
+from meshwright.comm import Communicator, communicator
 from meshwright.comm.dtensors.after_hooks import step_in_backward, take_over_steps
-from meshwright.comm.dtensors.dtensor import known_at_rest
+from meshwright.comm.dtensors.dtensor import known_at_rest, local_of
 from meshwright.comm.graphs.functional import broadcast_traced
-from meshwright.comm.graphs.untraced import apart, constant
+from meshwright.comm.graphs.untraced import apart, constant, untraced
 from meshwright.data_parallel.checks.forward_writes import ForwardWrites, refuse_lookups
 from meshwright.data_parallel.checks.starting_state import (
     broadcast_tensors,
@@ -22,6 +23,7 @@ from meshwright.data_parallel.checks.starting_state import (
     compare_parameters,
     digests_of,
 )
+from meshwright.data_parallel.checks.step_watch import StepWatch
 from meshwright.data_parallel.distributed_parameters import check_axes, local_parameters
 from meshwright.data_parallel.modules.batch_norm import LocalStatistics
 from meshwright.data_parallel.modules.equal_buffers import EqualBuffers
@@ -289,6 +291,41 @@ class Replica:
         for parameter in self._stepped:
             if parameter.grad is not None:
                 step_in_backward(parameter)
+
+
+def watch_first_steps(
+    module: nn.Module,
+    options: ReplicateOptions,
+    ignored: Callable[[nn.Module], Collection[nn.Module]] = lambda _: (),
+) -> StepWatch:
+    """Raise before a step with gradients of ``module`` that no `Replica` has reduced.
+
+    To be held until the replica is set up. Gradients of zeros pass: with those, and a learning rate
+    of zero, torch makes optimizers build their state.
+    """
+    find = weakref.ref(module)  # the module holds the watch
+
+    def named() -> Sequence[tuple[str, nn.Parameter]]:
+        module = find()
+        if module is None:
+            return ()
+        return ModuleParameters(module, ignored(module), options.ignored_names).named
+
+    def check(optimizer: torch.optim.Optimizer) -> None:
+        axis = communicator(options.process_group, options.axis)
+        stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        for name, parameter in () if axis.is_alone else named():
+            gradient = parameter.grad if id(parameter) in stepped else None
+            if gradient is not None and local_of(gradient).abs().sum() != 0:
+                raise RuntimeError(
+                    f"replicate: expected gradients that are means over axis {axis.axis}, found "
+                    f"one of rank {axis.ranks[axis.rank]} alone for parameter {name!r}: the first "
+                    "forward of the module sets its reductions up, and none has run. Call the "
+                    "module itself before the first backward, once is enough, or wrap it in "
+                    "DistributedDataParallel, which is set up when it is built"
+                )
+
+    return StepWatch(lambda: [each for _, each in named()], check=partial(untraced, check))
 
 
 def _difference(

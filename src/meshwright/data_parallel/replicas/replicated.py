@@ -28,7 +28,7 @@ from meshwright.data_parallel.replicas.gradient_bucket import CommunicationHook,
 from meshwright.data_parallel.replicas.join import uneven_inputs
 from meshwright.data_parallel.replicas.low_precision import compute_in
 from meshwright.data_parallel.replicas.options import ReplicateKeywords, ReplicateOptions, resolved
-from meshwright.data_parallel.replicas.replica import Replica
+from meshwright.data_parallel.replicas.replica import Replica, watch_first_steps
 from meshwright.data_parallel.replicas.traced import Route, TracedForward
 from meshwright.data_parallel.residency import ReplicaResidency
 from meshwright.gradients import look_at_optimizers
@@ -51,6 +51,10 @@ class ReplicateState:
         self._replica: Replica | None = None
         self._hook: tuple[object, CommunicationHook] | None = None
         self._body: TracedForward | None = None
+        self._steps: object = watch_first_steps(
+            module, options, lambda module: _with_managed(module, options.ignored)
+        )
+        """Looks at steps of optimizers until the replica is set up."""
         self._watched: list[RemovableHandle] = []
         """Hooks on the modules below, until one of them or the whole has run."""
         self._is_called = False
@@ -80,6 +84,7 @@ class ReplicateState:
             for handle in self._watched:
                 handle.remove()
             self._watched.clear()
+            self._steps = None
             self._replica.reducer.want(self.is_synchronised)
             if self._hook is not None:
                 self._replica.reducer.register_hook(*self._hook)
