@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint_sequential
 
 import meshwright as mw
@@ -115,6 +116,9 @@ def density() -> Density:
 PASSES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "a method": lambda model, x: model.log_prob(x),
     "weights that are read": lambda model, x: F.linear(x, model.enc.weight) * model.scale,
+    "a part with tensors lent": lambda model, x: (
+        functional_call(model.enc, dict(model.enc.named_parameters()), (x,)) * model.scale
+    ),
     "compiled": lambda model, x: torch.compile(model.log_prob, backend="eager")(x),
 }
 ALONE = r"found one of rank \d alone for parameter 'scale': the first forward of the module sets"

@@ -32,6 +32,7 @@ from meshwright.data_parallel.replicas.replica import Replica, watch_first_steps
 from meshwright.data_parallel.replicas.traced import Route, TracedForward
 from meshwright.data_parallel.residency import ReplicaResidency
 from meshwright.gradients import look_at_optimizers
+from meshwright.torch_internals.modules import lent_now
 
 STATES = "_meshwright_states"
 """The attribute of a module that holds the state of each composable function applied to it."""
@@ -101,7 +102,7 @@ class ReplicateState:
         """Set up: a module below runs before the whole one ever has."""
         if torch.compiler.is_compiling():
             untraced(self._begin_below, part, args)
-        else:
+        elif lent_now() is None:  # a call that lends tensors would hide the module's own
             self._set_up(may_be_frozen=False)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
