@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.func import functional_call
+from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint_sequential
 
 import meshwright as mw
@@ -175,6 +176,76 @@ def body_no_forward_of_a_wrapper(way: str) -> None:
 @pytest.mark.parametrize("way", PASSES)
 def test_a_wrapper_reduces_without_a_forward_and_its_copy_raises(ranks: Ranks, way: str) -> None:
     ranks(2, body_no_forward_of_a_wrapper, way)
+
+
+# ------------------------------------------------------------------ transforms of torch.func
+
+
+class Shifted(nn.Module):
+    """A layer and a buffer, which other ranks than the first begin with otherwise."""
+
+    def __init__(self, shift: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enc = nn.Linear(6, 6)
+        self.shift: torch.Tensor
+        self.register_buffer("shift", torch.full((6,), shift))
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.enc(x)) + self.shift
+
+
+def of_weights(model: nn.Module, x: torch.Tensor) -> Callable[[Any], torch.Tensor]:
+    return lambda weights: functional_call(model, weights, (x,)).square().sum()
+
+
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def loss_with(model: nn.Module, weights: Any, buffers: Any, x: torch.Tensor) -> torch.Tensor:
+    return functional_call(model, (weights, buffers), (x,)).square().sum()
+
+
+TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "grad": lambda m, x: grad(of_weights(m, x))(weights_of(m)),
+    "grad of buffers, too": lambda m, x: grad(partial(loss_with, m), (0, 1))(
+        weights_of(m), {name: buffer.clone() for name, buffer in m.named_buffers()}, x
+    ),
+    "jvp": lambda m, x: jvp(m, (x,), (torch.ones_like(x),)),
+    "jacrev": lambda m, x: jacrev(of_weights(m, x))(weights_of(m)),
+    "hessian": lambda m, x: hessian(lambda x: m(x).square().sum())(x),
+    "gradients of samples": lambda m, x: vmap(
+        lambda each: grad(of_weights(m, each))(weights_of(m))
+    )(x),
+}
+
+
+def body_transforms(kind: Callable[[nn.Module], Any], name: str, *, trains_first: bool) -> None:
+    """What a transform gives is of this rank's batch, with weights and buffers of rank 0."""
+    transform = TRANSFORMS[name]
+    plain, model = Shifted(1.0), kind(Shifted(1.0 + dist.get_rank()))
+    x, y = mine(batches(0))
+    if trains_first:
+        loss_of(model, x, y).backward()
+        model.zero_grad()
+        next(model.buffers()).add_(dist.get_rank())
+    for _ in range(2):
+        found, expected = (tree_leaves(transform(each, x)) for each in (model, plain))
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
+    loss_of(model, x, y).backward()
+    loss_of(plain, *batches(0)).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("trains_first", [False, True], ids=["first", "after a pass"])
+@pytest.mark.parametrize("kind", [mw.replicate, DistributedDataParallel], ids=["function", "class"])
+def test_replicas_may_be_transformed(ranks: Ranks, kind: Any, trains_first: bool) -> None:
+    for name in TRANSFORMS:
+        ranks(2, body_transforms, kind, name, trains_first=trains_first)
 
 
 # ------------------------------------------------------ what was collected before sharding

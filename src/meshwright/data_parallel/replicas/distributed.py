@@ -22,7 +22,7 @@ from meshwright.data_parallel.replicas.options import ReplicateKeywords, resolve
 from meshwright.data_parallel.replicas.reducer import GradientReducer
 from meshwright.data_parallel.replicas.replica import Replica, move_inputs, watch_first_steps
 from meshwright.data_parallel.residency import ReplicaResidency
-from meshwright.torch_internals.autograd import is_profiled
+from meshwright.torch_internals.autograd import is_profiled, outside_of_transforms
 from meshwright.torch_internals.modules import IGNORED_NAMES
 
 _BY_POSITION = (
@@ -136,7 +136,7 @@ class DistributedDataParallel(SteppedOver):
                 )
             options = self.options
             axis = communicator(options.process_group, options.axis)
-            with torch.inference_mode(False):
+            with torch.inference_mode(False), outside_of_transforms():
                 self._replica = Replica(self.module, axis, options)
             self._steps = None
         return self._replica

@@ -38,6 +38,7 @@ from meshwright.gradients import mark_mean
 from meshwright.torch_internals.autograd import (
     at_end_of_backward,
     function_transforms,
+    outside_of_transforms,
     running_backward,
 )
 from meshwright.torch_internals.modules import lent_now
@@ -165,6 +166,9 @@ class Replica:
         """Begin a forward pass, or a pipeline's step: with the tensors that the module holds now,
         and buffers of one rank for all.
         """
+        if function_transforms() is not None:  # what is sent is no part of what is differentiated
+            with outside_of_transforms():
+                return self.begin()
         if self._unsent and lent_now() is None:
             self._send_own_buffers()
         if not torch.is_grad_enabled():

@@ -32,6 +32,7 @@ from meshwright.data_parallel.replicas.replica import Replica, watch_first_steps
 from meshwright.data_parallel.replicas.traced import Route, TracedForward
 from meshwright.data_parallel.residency import ReplicaResidency
 from meshwright.gradients import look_at_optimizers
+from meshwright.torch_internals.autograd import outside_of_transforms
 from meshwright.torch_internals.modules import lent_now
 
 STATES = "_meshwright_states"
@@ -75,7 +76,7 @@ class ReplicateState:
                 raise RuntimeError("the replicated module is gone")
             options = self.options
             options = replace(options, ignored=_with_managed(module, options.ignored))
-            with torch.inference_mode(False):  # an evaluation may come first
+            with torch.inference_mode(False), outside_of_transforms():  # an evaluation may come first
                 self._replica = Replica(
                     module,
                     communicator(options.process_group, options.axis),
