@@ -216,7 +216,9 @@ def compare(pair: tuple[Arm, Arm], size: Size, rounds: int, device: torch.device
     losses = [[arm.step(tokens).item() for _ in range(WARM)] for arm in arms]
     for one, other in zip(*losses, strict=True):
         if not math.isclose(one, other, rel_tol=CLOSE):
-            raise RuntimeError(f"expected equal losses, found ours {losses[0]}, torch's {losses[1]}")
+            raise RuntimeError(
+                f"expected equal losses, found ours {losses[0]}, torch's {losses[1]}"
+            )
     spent: list[list[float]] = [[], []]
     for number in range(rounds):
         for index in (0, 1) if number % 2 else (1, 0):

@@ -286,7 +286,9 @@ class DistributedDataParallel(SteppedOver):
                 "hooks: wrap copy.deepcopy(model.module) again, on every rank"
             )
         replica = self._replica
-        state = {key: own for key, own in self.__dict__.items() if key not in ("_residency", "_steps")}
+        state = {
+            key: own for key, own in self.__dict__.items() if key not in ("_residency", "_steps")
+        }
         has_hook = replica is not None and replica.reducer.registered_hook is not None
         return {**state, "_replica": None, "_lacks_hook": self._lacks_hook or has_hook}
 

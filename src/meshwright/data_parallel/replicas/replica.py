@@ -16,7 +16,11 @@ from meshwright.comm.dtensors.after_hooks import step_in_backward, take_over_ste
 from meshwright.comm.dtensors.dtensor import known_at_rest, local_of
 from meshwright.comm.graphs.functional import broadcast_traced
 from meshwright.comm.graphs.untraced import apart, constant, untraced
-from meshwright.data_parallel.checks.forward_writes import ForwardWrites, refuse_lookups
+from meshwright.data_parallel.checks.forward_writes import (
+    BatchBuffers,
+    ForwardWrites,
+    refuse_lookups,
+)
 from meshwright.data_parallel.checks.starting_state import (
     broadcast_tensors,
     compare_digests,
@@ -74,7 +78,7 @@ class Replica:
         """Called before buffers are broadcast in a forward pass; gives the rank to take them of."""
         self._has_equal_buffers = False
         """True while a forward pass has begun with equal buffers and not ended: the one that
-        follows on an exception takes its place, and other ranks broadcast no second time."""
+        follows on an exception takes its place, and other ranks send nothing a second time."""
         self._options = options
         apart = options.ignored, options.ignored_names
         self.buffers = EqualBuffers(module, communicator, *apart)
@@ -84,6 +88,7 @@ class Replica:
         looked at when the backward begins, after that call."""
         self._statistics = LocalStatistics(module, [communicator])
         self._writes = ForwardWrites(communicator)
+        self._written = BatchBuffers(module, communicator, options.ignored)
         self._is_stepping = False
         """Tell whether the backward pass that runs ends with steps of optimizers."""
         parameters = self._held.named
@@ -183,11 +188,20 @@ class Replica:
                 self._statistics.tell()
             if self._writes.is_due:
                 self._writes.begin(self.reducer.named)
-        if not (self.broadcast_buffers and self.reducer.is_wanted):
+        if not self.reducer.is_wanted:
             return
-        if self.buffers.follow() and not self._has_equal_buffers:
+        sends = self.broadcast_buffers and bool(self.buffers.follow())
+        if self._has_equal_buffers:
+            return
+        trains, written = torch.is_grad_enabled(), self._written
+        looks = written.is_due and self.reducer.on_reduction is None and lent_now() is None
+        if looks and (trains or sends):
+            written.compare()
+        if sends:
             self.buffers.broadcast(0 if self.on_buffers is None else self.on_buffers())
-            self._has_equal_buffers = not self.is_driven
+        if looks and trains:
+            written.note()
+        self._has_equal_buffers = (sends or looks) and not self.is_driven
 
     def _take_up(self) -> None:
         """Reduce parameters that are others than before, as all were at first; collective then.

@@ -76,7 +76,10 @@ class ReplicateState:
                 raise RuntimeError("the replicated module is gone")
             options = self.options
             options = replace(options, ignored=_with_managed(module, options.ignored))
-            with torch.inference_mode(False), outside_of_transforms():  # an evaluation may come first
+            with (
+                torch.inference_mode(False),
+                outside_of_transforms(),
+            ):  # an evaluation may come first
                 self._replica = Replica(
                     module,
                     communicator(options.process_group, options.axis),
