@@ -239,7 +239,7 @@ def quartiles(values: Sequence[float]) -> list[float]:
     return statistics.quantiles(values, n=4, method="inclusive")
 
 
-def measure(rank: int, ranks: int, options: argparse.Namespace, results: Any) -> None:
+def measure(rank: int, ranks: int, options: argparse.Namespace, results: dict[str, Row]) -> None:
     """One rank of all comparisons; rank 0 keeps the rows."""
     os.environ.update(
         RANK=str(rank),

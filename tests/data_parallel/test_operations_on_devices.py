@@ -62,11 +62,13 @@ def operations(
     plain = build()
     torch.manual_seed(0)
     model = lay_out(build())
-    x, found = torch.randn(2, width), []
+    x = torch.randn(2, width)
+    found: Operations = []
     for _ in range(2):
         model.zero_grad()
-        with recorded() as found:
+        with recorded() as step:
             model(x).sum().backward()
+        found = step
     plain(x).sum().backward()
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
         gradient: Any = other.grad

@@ -1,9 +1,9 @@
-"""What depends on which batch a rank has: parameters that a forward writes, buffers that it keeps."""
+"""What depends on which batch a rank has: parameters refused or named, and buffers named."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -96,16 +96,18 @@ class BatchBuffers:
     """
 
     def __init__(
-        self, module: nn.Module, axis: Communicator, ignored: Iterable[nn.Module] = ()
+        self, module: nn.Module, axis: Communicator, names: Container[str] | None = None
     ) -> None:
-        apart = {*with_statistics(module).values(), *(m for top in ignored for m in top.modules())}
+        """``names`` lists the buffers to look at; None: all."""
         self._axis = axis
+        apart = set(with_statistics(module).values())
         self._places = [
             (f"{path}.{key}".lstrip("."), part, key)
             for path, part in ([] if axis.is_alone else module.named_modules())
             if part not in apart
             for key in part._buffers
             if key not in non_persistent_buffers_of(part)
+            and (names is None or f"{path}.{key}".lstrip(".") in names)
         ]
         self._before: dict[str, tuple[torch.Tensor, int]] = {}
         self.is_due = bool(self._places)
@@ -133,8 +135,8 @@ class BatchBuffers:
             warnings.warn(
                 f"the forward pass has written buffer {difference.place!r} by the batch of each of "
                 f"{self._axis.size} ranks alone, and not by those of all ranks, as in one process. "
-                "Reduce what it takes from a batch over the ranks before it is written, or register "
-                "it with persistent=False where it is to be each rank's own",
+                "Reduce what it takes from a batch over the ranks before it is written, or "
+                "register it with persistent=False where it is to be each rank's own",
                 UserWarning,
                 stacklevel=2,
             )

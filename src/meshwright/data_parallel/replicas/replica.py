@@ -88,7 +88,7 @@ class Replica:
         looked at when the backward begins, after that call."""
         self._statistics = LocalStatistics(module, [communicator])
         self._writes = ForwardWrites(communicator)
-        self._written = BatchBuffers(module, communicator, options.ignored)
+        self._written = BatchBuffers(module, communicator, self.buffers.look())
         self._is_stepping = False
         """Tell whether the backward pass that runs ends with steps of optimizers."""
         parameters = self._held.named
@@ -173,7 +173,8 @@ class Replica:
         """
         if function_transforms() is not None:  # what is sent is no part of what is differentiated
             with outside_of_transforms():
-                return self.begin()
+                self.begin()
+            return
         if self._unsent and lent_now() is None:
             self._send_own_buffers()
         if not torch.is_grad_enabled():
