@@ -1,4 +1,4 @@
-"""What depends on which batch a rank has: parameters refused or named, and buffers named."""
+"""Parameters and buffers that depend on which batch a rank has: refused, or named."""
 
 from __future__ import annotations
 
@@ -121,14 +121,16 @@ class BatchBuffers:
         """Compare what the pass since `note` has written, if any was; a collective then."""
         if not self._before:
             return
-        before, self._before, self.is_due = self._before, {}, False
+        before, self.is_due = {**self._before}, False
+        self._before.clear()
         written = {
             name: buffer
             for name, (buffer, version) in self._now().items()
             if name not in before or before[name][0] is not buffer or before[name][1] != version
         }
         digests = digests_of([*written.values()])
-        rows = {n: each and each.item() for n, each in zip(written, digests, strict=True)}
+        numbers = [None if digest is None else digest.item() for digest in digests]
+        rows = dict(zip(written, numbers, strict=True))
         everyone = differing(self._axis, rows, label="compare buffers")
         difference = first_difference(self._axis.ranks, everyone)
         if difference is not None and self._axis.rank == 0:
