@@ -43,7 +43,7 @@ PEERS = ("ddp",)
 class Towers(nn.Module):
     """Two encoders of sequences and their contrastive loss over the batches of all ranks."""
 
-    def __init__(self, group: object, layers: int = 3, dim: int = 128) -> None:
+    def __init__(self, group: object, layers: int = 1, dim: int = 128) -> None:
         super().__init__()
         self.towers = nn.ModuleList([encoder(layers, dim, 4) for _ in range(2)])
         self.heads = nn.ModuleList([nn.Linear(dim, dim, bias=False) for _ in range(2)])
