@@ -134,6 +134,7 @@ gpu-check:
 # Under the same python3: against plain, DDP, FSDP1 and FSDP2 on one device.
 gpu-bench:
 	PYTHONPATH=src python3 benchmarks/devices.py
+	PYTHONPATH=src python3 benchmarks/device_ranks.py
 
 clean:
 	rm -rf docs/_build build dist .pytest_cache .ruff_cache .hypothesis

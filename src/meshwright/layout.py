@@ -239,7 +239,7 @@ class LineLayout(ABC):
         """True where the shards, one after another, are the tensors as they lie."""
         return True
 
-    def together(self, least: int) -> int:
+    def together(self, least: float) -> int:
         """Count the tensors that are gathered in one piece.
 
         Those behind them at the end of the line have ``least`` elements and are cut along dim 0:
@@ -442,7 +442,7 @@ class ChunkedLayout(LineLayout):
         """Return itself."""
         return self
 
-    def together(self, least: int) -> int:
+    def together(self, least: float) -> int:
         """See `LineLayout`."""
         count, sizes = len(self.names), self.sizes
         while count and not self.dims[count - 1] and sizes[count - 1] * self.parts >= least:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint_sequential
 
 import meshwright as mw
 from meshwright.composition import check_model
-from meshwright.data_parallel import keep_batch_norm_local
+from meshwright.data_parallel import DistributedDataParallel, keep_batch_norm_local
 from meshwright.errors import PlanError
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.plan import Plan
@@ -86,6 +92,160 @@ def body_penalty_first() -> None:
 
 def test_a_penalty_may_be_computed_before_the_first_forward(ranks: Ranks) -> None:
     ranks(2, body_penalty_first)
+
+
+class Density(nn.Module):
+    """A model that programs train by a method, or whose weights they read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enc = nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.enc(x) * self.scale
+
+    def log_prob(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.enc.weight, self.enc.bias) * self.scale
+
+
+def density() -> Density:
+    torch.manual_seed(0)
+    return Density().double()
+
+
+PASSES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "a method": lambda model, x: model.log_prob(x),
+    "weights that are read": lambda model, x: F.linear(x, model.enc.weight) * model.scale,
+    "a part with tensors lent": lambda model, x: (
+        functional_call(model.enc, dict(model.enc.named_parameters()), (x,)) * model.scale
+    ),
+    "compiled": lambda model, x: torch.compile(model.log_prob, backend="eager")(x),
+}
+ALONE = r"found one of rank \d alone for parameter 'scale': the first forward of the module sets"
+
+
+def train_by(way: str, model: Any, inner: Any) -> None:
+    """Train ``inner`` of ``model`` by one of `PASSES`, beside one process."""
+    plain, run = density(), PASSES[way]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for step in range(3):
+        loss_of(partial(run, plain), *batches(step)).backward()
+        loss_of(partial(run, inner), *mine(batches(step))).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def body_no_forward(way: str) -> None:
+    model = mw.replicate(density())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    get_optimizer_state_dict(model, optimizer)  # a step with gradients of zeros is none of ours
+    loss_of(partial(PASSES[way], model), *mine(batches(0))).backward()
+    with pytest.raises(RuntimeError, match=ALONE):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=ALONE):
+        torch.compile(optimizer.step, backend="eager")()
+    optimizer.zero_grad()
+    with model.no_sync():
+        loss_of(partial(PASSES[way], model), *mine(batches(0))).backward()
+    with pytest.raises(RuntimeError, match=ALONE):
+        optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        model(mine(batches(0))[0])
+    train_by(way, model, model)
+
+
+@pytest.mark.parametrize("way", PASSES)
+def test_a_replica_that_has_not_run_raises_before_a_step(ranks: Ranks, way: str) -> None:
+    ranks(2, body_no_forward, way)
+
+
+def body_no_forward_of_a_wrapper(way: str) -> None:
+    model = DistributedDataParallel(density())
+    train_by(way, model, model.module)
+    copied = copy.deepcopy(model)
+    loss_of(partial(PASSES[way], copied.module), *mine(batches(0))).backward()
+    with pytest.raises(RuntimeError, match=ALONE):
+        torch.optim.SGD(copied.parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize("way", PASSES)
+def test_a_wrapper_reduces_without_a_forward_and_its_copy_raises(ranks: Ranks, way: str) -> None:
+    ranks(2, body_no_forward_of_a_wrapper, way)
+
+
+# ------------------------------------------------------------------ transforms of torch.func
+
+
+class Shifted(nn.Module):
+    """A layer and a buffer, which other ranks than the first begin with otherwise."""
+
+    def __init__(self, shift: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enc = nn.Linear(6, 6)
+        self.shift: torch.Tensor
+        self.register_buffer("shift", torch.full((6,), shift))
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.enc(x)) + self.shift
+
+
+def of_weights(model: nn.Module, x: torch.Tensor) -> Callable[[Any], torch.Tensor]:
+    return lambda weights: functional_call(model, weights, (x,)).square().sum()
+
+
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def loss_with(model: nn.Module, weights: Any, buffers: Any, x: torch.Tensor) -> torch.Tensor:
+    return functional_call(model, (weights, buffers), (x,)).square().sum()
+
+
+TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "grad": lambda m, x: grad(of_weights(m, x))(weights_of(m)),
+    "grad of buffers, too": lambda m, x: grad(partial(loss_with, m), (0, 1))(
+        weights_of(m), {name: buffer.clone() for name, buffer in m.named_buffers()}, x
+    ),
+    "jvp": lambda m, x: jvp(m, (x,), (torch.ones_like(x),)),
+    "jacrev": lambda m, x: jacrev(of_weights(m, x))(weights_of(m)),
+    "hessian": lambda m, x: hessian(lambda x: m(x).square().sum())(x),
+    "gradients of samples": lambda m, x: vmap(
+        lambda each: grad(of_weights(m, each))(weights_of(m))
+    )(x),
+}
+
+
+def body_transforms(kind: Callable[[nn.Module], Any], name: str, *, trains_first: bool) -> None:
+    """What a transform gives is of this rank's batch, with weights and buffers of rank 0."""
+    transform = TRANSFORMS[name]
+    plain, model = Shifted(1.0), kind(Shifted(1.0 + dist.get_rank()))
+    x, y = mine(batches(0))
+    if trains_first:
+        loss_of(model, x, y).backward()
+        model.zero_grad()
+        next(model.buffers()).add_(dist.get_rank())
+    for _ in range(2):
+        found, expected = (tree_leaves(transform(each, x)) for each in (model, plain))
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
+    loss_of(model, x, y).backward()
+    loss_of(plain, *batches(0)).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("trains_first", [False, True], ids=["first", "after a pass"])
+@pytest.mark.parametrize("kind", [mw.replicate, DistributedDataParallel], ids=["function", "class"])
+def test_replicas_may_be_transformed(ranks: Ranks, kind: Any, trains_first: bool) -> None:
+    for name in TRANSFORMS:
+        ranks(2, body_transforms, kind, name, trains_first=trains_first)
 
 
 # ------------------------------------------------------ what was collected before sharding

@@ -37,3 +37,23 @@ def test_a_miniature_runs_and_says_all_of_each_arm(tmp_path: Path) -> None:
         assert row["step / plain"][1] > 0
         assert row["launches"] == row["host stops"] == 0
         assert row["peak MiB"] > 0
+
+
+@pytest.mark.slow
+def test_ranks_of_one_device_are_compared_with_torch(tmp_path: Path) -> None:
+    target = tmp_path / "figures.json"
+    program = [sys.executable, str(ROOT / "benchmarks/device_ranks.py"), "--ranks", "4"]
+    done = subprocess.run(
+        [*program, "--rounds", "1", "--json", str(target)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(target.read_text())["rows"]
+    assert list(rows) == ["fully_shard, 4 ranks", "replicate, 4 ranks", "hybrid, 4 ranks"]
+    for name, row in rows.items():
+        assert f"| {name} |" in done.stdout
+        assert all(low > 0 for low, _, _ in row.values())

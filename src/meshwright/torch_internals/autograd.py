@@ -29,12 +29,14 @@ __all__ = [
     "keeps_graph",
     "keeps_versions",
     "may_be_packed",
+    "outside_of_transforms",
     "run_engine",
     "running_backward",
     "saved",
     "saved_tensor_hooks",
     "set_after_hooks",
     "set_backward_hooks",
+    "without_transforms",
 ]
 
 running_backward = required(
@@ -63,6 +65,15 @@ function_transforms = required(
     "torch._C._functorch.peek_interpreter_stack", "refuses transforms of functions by name"
 )
 """The innermost transform of `torch.func` that runs; None outside of them."""
+outside_of_transforms = required(
+    "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
+    "communicates in the midst of a transform",
+)
+"""A block in which no transform of `torch.func` runs."""
+_is_transformed = required(
+    "torch._C._functorch.is_functorch_wrapped_tensor", "sends tensors of transforms"
+)
+_unwrapped = required("torch._C._functorch.get_unwrapped", "sends tensors of transforms")
 forward_level = partial(
     attrgetter("_current_level"),
     required("torch.autograd.forward_ad", "refuses forward-mode differentiation"),
@@ -80,6 +91,13 @@ after_hooks_of = attrgetter("_post_accumulate_grad_hooks")
 """The hooks of ``register_post_accumulate_grad_hook``: a dict, or None."""
 input_metadata_of = attrgetter("_input_metadata")
 """The shape and dtype of each gradient that a node receives."""
+
+
+def without_transforms(tensor: torch.Tensor) -> torch.Tensor:
+    """Find the tensor with memory that transforms of `torch.func` compute with as ``tensor``."""
+    while _is_transformed(tensor):
+        tensor = _unwrapped(tensor)
+    return tensor
 
 
 def set_backward_hooks(tensor: torch.Tensor, hooks: Any) -> None:  # noqa: ANN401

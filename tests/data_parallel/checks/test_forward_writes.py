@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 import meshwright as mw
+from meshwright.comm import communicator
 from meshwright.composition import parallelize
+from meshwright.data_parallel import keep_batch_norm_local
 from meshwright.fsdp import FullyShardedDataParallel, ShardingStrategy
 from meshwright.plan import Plan
 from meshwright.testing import Ranks
@@ -81,3 +83,67 @@ def test_a_parameter_that_forward_writes_is_named_once(ranks: Ranks) -> None:
     for (text,) in first.values():
         assert text.startswith("the forward pass has written '0.weight' in place. Replicas stay")
     assert second == {"replicate": [], "DistributedDataParallel": []}
+
+
+class Codes(nn.Module):
+    """A layer with buffers that its forward writes: a codebook, a counter, a cache."""
+
+    def __init__(self, is_reduced: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.is_reduced = is_reduced
+        self.codes: torch.Tensor
+        self.count: torch.Tensor
+        self.register_buffer("codes", torch.zeros(3))
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("last", None, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            mean = x.detach().mean(0)
+            if self.is_reduced:
+                torch.distributed.all_reduce(mean)
+            self.codes.lerp_(mean, 0.1)
+            self.count += 1
+            self.last = x.detach()
+        return self.norm(self.layer(x)) + self.codes
+
+
+def own_buffers(model: nn.Module) -> nn.Module:
+    return mw.replicate(model, broadcast_buffers=False)
+
+
+BUFFERED = {"own buffers": own_buffers, "fully_shard": mw.fully_shard, **WRAPS}
+del BUFFERED["plan"], BUFFERED["NO_SHARD"]
+BUFFERED["class"] = FullyShardedDataParallel
+
+
+def body_buffers(name: str, *, is_reduced: bool) -> list[str]:
+    model = Codes(is_reduced)
+    keep_batch_norm_local(model)
+    model = BUFFERED[name](model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            x = torch.arange(6.0).view(2, 3) + communicator().rank
+            if step == 1:  # an evaluation makes the buffers of replicas equal
+                model.eval()
+                with torch.no_grad():
+                    model(x)
+                model.train()
+            model(x).sum().backward()
+    return [str(each.message) for each in caught if "written buffer" in str(each.message)]
+
+
+@pytest.mark.parametrize("name", BUFFERED)
+def test_buffers_of_each_ranks_own_batch_are_told_of_once(ranks: Ranks, name: str) -> None:
+    first, *others = ranks(2, body_buffers, name, is_reduced=False)
+    (text,) = first
+    assert "codes' by the batch of each of 2 ranks alone" in text
+    assert others == [[]]
+
+
+@pytest.mark.parametrize("name", BUFFERED)
+def test_buffers_that_all_batches_write_alike_are_right(ranks: Ranks, name: str) -> None:
+    assert ranks(2, body_buffers, name, is_reduced=True) == [[], []]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -550,6 +551,7 @@ def rows_of(found: list[dict[str, torch.Tensor]]) -> Iterator[tuple[int, str, to
 
 def body_buffers() -> list[list[tuple[int, str, torch.Tensor]]]:
     found: list[list[tuple[int, str, torch.Tensor]]] = []
+    warnings.filterwarnings("ignore", "the forward pass has written buffer 'mean'")
     for wrap in WRAPS:
         for changes in (False, True):
             module = Averages(changes=changes)

@@ -1,13 +1,18 @@
-"""Parameters whose values or gradients depend on which rows a batch looks up: refused, or named."""
+"""Parameters and buffers that depend on which batch a rank has: refused, or named."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
+import torch
 from torch import nn
 
 from meshwright.comm import Communicator
+from meshwright.comm.failures.sameness import differing, first_difference
+from meshwright.data_parallel.checks.starting_state import digests_of
+from meshwright.data_parallel.modules.batch_norm import with_statistics
+from meshwright.torch_internals.modules import non_persistent_buffers_of
 from meshwright.torch_internals.tensors import version_of
 
 
@@ -82,3 +87,62 @@ class ForwardWrites:
                 UserWarning,
                 stacklevel=2,
             )
+
+
+class BatchBuffers:
+    """Says once which buffers the batch of each rank alone has written in the first pass.
+
+    Those of BatchNorm are told of elsewhere, and what no state dict has may be each rank's own.
+    """
+
+    def __init__(
+        self, module: nn.Module, axis: Communicator, names: Container[str] | None = None
+    ) -> None:
+        """``names`` lists the buffers to look at; None: all."""
+        self._axis = axis
+        apart = set(with_statistics(module).values())
+        self._places = [
+            (f"{path}.{key}".lstrip("."), part, key)
+            for path, part in ([] if axis.is_alone else module.named_modules())
+            if part not in apart
+            for key in part._buffers
+            if key not in non_persistent_buffers_of(part)
+            and (names is None or f"{path}.{key}".lstrip(".") in names)
+        ]
+        self._before: dict[str, tuple[torch.Tensor, int]] = {}
+        self.is_due = bool(self._places)
+        """True until a pass has been compared, by all ranks together."""
+
+    def note(self) -> None:
+        """Note the buffers before the pass, if none was compared."""
+        self._before = self._now() if self.is_due else {}
+
+    def compare(self) -> None:
+        """Compare what the pass since `note` has written, if any was; a collective then."""
+        if not self._before:
+            return
+        before, self.is_due = {**self._before}, False
+        self._before.clear()
+        written = {
+            name: buffer
+            for name, (buffer, version) in self._now().items()
+            if name not in before or before[name][0] is not buffer or before[name][1] != version
+        }
+        digests = digests_of([*written.values()])
+        numbers = [None if digest is None else digest.item() for digest in digests]
+        rows = dict(zip(written, numbers, strict=True))
+        everyone = differing(self._axis, rows, label="compare buffers")
+        difference = first_difference(self._axis.ranks, everyone)
+        if difference is not None and self._axis.rank == 0:
+            warnings.warn(
+                f"the forward pass has written buffer {difference.place!r} by the batch of each of "
+                f"{self._axis.size} ranks alone, and not by those of all ranks, as in one process. "
+                "Reduce what it takes from a batch over the ranks before it is written, or "
+                "register it with persistent=False where it is to be each rank's own",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _now(self) -> dict[str, tuple[torch.Tensor, int]]:
+        held = ((name, part._buffers.get(key)) for name, part, key in self._places)
+        return {name: (each, version_of(each)) for name, each in held if each is not None}

@@ -22,6 +22,7 @@ from meshwright.comm.dtensors.subclasses import values_of
 from meshwright.comm.failures.sameness import differing, first_difference, require_equal
 from meshwright.comm.streams import is_host, moved
 from meshwright.errors import CollectiveMismatchError
+from meshwright.torch_internals.autograd import without_transforms
 from meshwright.torch_internals.modules import non_persistent_buffers_of
 from meshwright.torch_internals.tensors import foreach_copy_
 
@@ -121,7 +122,7 @@ def broadcast_tensors(
     dtypes, so that many small ones cost one broadcast.
     """
     # The largest elements first: each tensor then starts at a multiple of its element size.
-    plain = (values_of(local_of(tensor)) for tensor in tensors)
+    plain = (values_of(local_of(without_transforms(tensor))) for tensor in tensors)
     found = [tensor if tensor.is_contiguous() else _without_copies(tensor) for tensor in plain]
     ordered = sorted(found, key=_ITEM_SIZE, reverse=True)
     slab: list[torch.Tensor] = []

@@ -43,7 +43,8 @@ def running_instance_norms(module: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _with_statistics(module: nn.Module) -> dict[str, nn.Module]:
+def with_statistics(module: nn.Module) -> dict[str, nn.Module]:
+    """List the modules inside ``module`` that keep statistics of batches, by name."""
     return {**batch_norms(module), **running_instance_norms(module)}
 
 
@@ -65,7 +66,7 @@ def keep_batch_norm_local(module: nn.Module) -> None:
     That is what torch does, and other numbers than those of one process. The same holds for the
     running statistics of an InstanceNorm that has some.
     """
-    for part in _with_statistics(module).values():
+    for part in with_statistics(module).values():
         part.__dict__[IS_KNOWN] = True
 
 
@@ -80,7 +81,7 @@ class LocalStatistics:
 
     def follow(self, module: nn.Module) -> None:
         """Take the modules that ``module`` holds now for those that there are."""
-        self._named = _with_statistics(module) if self._is_first else {}
+        self._named = with_statistics(module) if self._is_first else {}
         self.is_due = bool(self._named)
         """True where there is one that has not trained yet."""
 

@@ -20,9 +20,9 @@ from meshwright.data_parallel.replicas.join import uneven_inputs
 from meshwright.data_parallel.replicas.low_precision import compute_in
 from meshwright.data_parallel.replicas.options import ReplicateKeywords, resolved
 from meshwright.data_parallel.replicas.reducer import GradientReducer
-from meshwright.data_parallel.replicas.replica import Replica, move_inputs
+from meshwright.data_parallel.replicas.replica import Replica, move_inputs, watch_first_steps
 from meshwright.data_parallel.residency import ReplicaResidency
-from meshwright.torch_internals.autograd import is_profiled
+from meshwright.torch_internals.autograd import is_profiled, outside_of_transforms
 from meshwright.torch_internals.modules import IGNORED_NAMES
 
 _BY_POSITION = (
@@ -58,6 +58,8 @@ class DistributedDataParallel(SteppedOver):
     _wrapped_as = "module"
     _lacks_hook = False
     """True for a copy of one with a communication hook that has none yet."""
+    _steps: object = None
+    """Looks at steps of optimizers until a copy is set up."""
     _loads_below: str | None = None
     """The prefix of the names that torch's checkpoint functions load here."""
 
@@ -134,8 +136,9 @@ class DistributedDataParallel(SteppedOver):
                 )
             options = self.options
             axis = communicator(options.process_group, options.axis)
-            with torch.inference_mode(False):
+            with torch.inference_mode(False), outside_of_transforms():
                 self._replica = Replica(self.module, axis, options)
+            self._steps = None
         return self._replica
 
     @inlined
@@ -283,13 +286,16 @@ class DistributedDataParallel(SteppedOver):
                 "hooks: wrap copy.deepcopy(model.module) again, on every rank"
             )
         replica = self._replica
-        state = {key: own for key, own in self.__dict__.items() if key != "_residency"}
+        state = {
+            key: own for key, own in self.__dict__.items() if key not in ("_residency", "_steps")
+        }
         has_hook = replica is not None and replica.reducer.registered_hook is not None
         return {**state, "_replica": None, "_lacks_hook": self._lacks_hook or has_hook}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._residency = ReplicaResidency(self._set_up)
+        self._steps = watch_first_steps(self.module, self.options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401 - of any object
         if self.options.process_group is not None or self.options.mesh is not None:

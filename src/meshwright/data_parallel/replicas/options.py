@@ -88,7 +88,8 @@ class ReductionSettings:
     listed_bytes: tuple[int, ...] = ()
     """The buckets' sizes one by one, instead of first and cap."""
     alone_bytes: int = 4 * 2**20
-    """A gradient of this size or more is reduced in its own memory, unless it is a view."""
+    """A gradient of this size or more is reduced in its own memory, unless it is a view; on devices
+    only where a bucket would hold it alone."""
     delayed: frozenset[str] = frozenset()
     """Names of parameters that are reduced after the bucket of ``trigger``."""
     trigger: str | None = None

@@ -343,6 +343,7 @@ class GradientReducer:
             cap_bytes=settings.cap_bytes,
             listed_bytes=settings.listed_bytes,
             extra_notes=self._notes.numel if slots else 0,
+            is_packed=not self.communicator.is_on_host,
         )
         hook = self.registered_hook
         self.buckets = build_reductions(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,18 +11,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.comm import Communicator
+from meshwright.comm import Communicator, communicator
 from meshwright.comm.dtensors.after_hooks import step_in_backward, take_over_steps
-from meshwright.comm.dtensors.dtensor import known_at_rest
+from meshwright.comm.dtensors.dtensor import known_at_rest, local_of
 from meshwright.comm.graphs.functional import broadcast_traced
-from meshwright.comm.graphs.untraced import apart, constant
-from meshwright.data_parallel.checks.forward_writes import ForwardWrites, refuse_lookups
+from meshwright.comm.graphs.untraced import apart, constant, untraced
+from meshwright.data_parallel.checks.forward_writes import (
+    BatchBuffers,
+    ForwardWrites,
+    refuse_lookups,
+)
 from meshwright.data_parallel.checks.starting_state import (
     broadcast_tensors,
     compare_digests,
     compare_parameters,
     digests_of,
 )
+from meshwright.data_parallel.checks.step_watch import StepWatch
 from meshwright.data_parallel.distributed_parameters import check_axes, local_parameters
 from meshwright.data_parallel.modules.batch_norm import LocalStatistics
 from meshwright.data_parallel.modules.equal_buffers import EqualBuffers
@@ -36,6 +42,7 @@ from meshwright.gradients import mark_mean
 from meshwright.torch_internals.autograd import (
     at_end_of_backward,
     function_transforms,
+    outside_of_transforms,
     running_backward,
 )
 from meshwright.torch_internals.modules import lent_now
@@ -71,7 +78,7 @@ class Replica:
         """Called before buffers are broadcast in a forward pass; gives the rank to take them of."""
         self._has_equal_buffers = False
         """True while a forward pass has begun with equal buffers and not ended: the one that
-        follows on an exception takes its place, and other ranks broadcast no second time."""
+        follows on an exception takes its place, and other ranks send nothing a second time."""
         self._options = options
         apart = options.ignored, options.ignored_names
         self.buffers = EqualBuffers(module, communicator, *apart)
@@ -81,6 +88,7 @@ class Replica:
         looked at when the backward begins, after that call."""
         self._statistics = LocalStatistics(module, [communicator])
         self._writes = ForwardWrites(communicator)
+        self._written = BatchBuffers(module, communicator, self.buffers.look())
         self._is_stepping = False
         """Tell whether the backward pass that runs ends with steps of optimizers."""
         parameters = self._held.named
@@ -163,6 +171,10 @@ class Replica:
         """Begin a forward pass, or a pipeline's step: with the tensors that the module holds now,
         and buffers of one rank for all.
         """
+        if function_transforms() is not None:  # what is sent is no part of what is differentiated
+            with outside_of_transforms():
+                self.begin()
+            return
         if self._unsent and lent_now() is None:
             self._send_own_buffers()
         if not torch.is_grad_enabled():
@@ -177,11 +189,20 @@ class Replica:
                 self._statistics.tell()
             if self._writes.is_due:
                 self._writes.begin(self.reducer.named)
-        if not (self.broadcast_buffers and self.reducer.is_wanted):
+        if not self.reducer.is_wanted:
             return
-        if self.buffers.follow() and not self._has_equal_buffers:
+        sends = self.broadcast_buffers and bool(self.buffers.follow())
+        if self._has_equal_buffers:
+            return
+        trains, written = torch.is_grad_enabled(), self._written
+        looks = written.is_due and self.reducer.on_reduction is None and lent_now() is None
+        if looks and (trains or sends):
+            written.compare()
+        if sends:
             self.buffers.broadcast(0 if self.on_buffers is None else self.on_buffers())
-            self._has_equal_buffers = not self.is_driven
+        if looks and trains:
+            written.note()
+        self._has_equal_buffers = (sends or looks) and not self.is_driven
 
     def _take_up(self) -> None:
         """Reduce parameters that are others than before, as all were at first; collective then.
@@ -289,6 +310,41 @@ class Replica:
         for parameter in self._stepped:
             if parameter.grad is not None:
                 step_in_backward(parameter)
+
+
+def watch_first_steps(
+    module: nn.Module,
+    options: ReplicateOptions,
+    ignored: Callable[[nn.Module], Collection[nn.Module]] = lambda _: (),
+) -> StepWatch:
+    """Raise before a step with gradients of ``module`` that no `Replica` has reduced.
+
+    To be held until the replica is set up. Gradients of zeros pass: with those, and a learning rate
+    of zero, torch makes optimizers build their state.
+    """
+    find = weakref.ref(module)  # the module holds the watch
+
+    def named() -> Sequence[tuple[str, nn.Parameter]]:
+        module = find()
+        if module is None:
+            return ()
+        return ModuleParameters(module, ignored(module), options.ignored_names).named
+
+    def check(optimizer: torch.optim.Optimizer) -> None:
+        axis = communicator(options.process_group, options.axis)
+        stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        for name, parameter in () if axis.is_alone else named():
+            gradient = parameter.grad if id(parameter) in stepped else None
+            if gradient is not None and local_of(gradient).abs().sum() != 0:
+                raise RuntimeError(
+                    f"replicate: expected gradients that are means over axis {axis.axis}, found "
+                    f"one of rank {axis.ranks[axis.rank]} alone for parameter {name!r}: the first "
+                    "forward of the module sets its reductions up, and none has run. Call the "
+                    "module itself before the first backward, once is enough, or wrap it in "
+                    "DistributedDataParallel, which is set up when it is built"
+                )
+
+    return StepWatch(lambda: [each for _, each in named()], check=partial(untraced, check))
 
 
 def _difference(

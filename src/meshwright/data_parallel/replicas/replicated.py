@@ -28,10 +28,12 @@ from meshwright.data_parallel.replicas.gradient_bucket import CommunicationHook,
 from meshwright.data_parallel.replicas.join import uneven_inputs
 from meshwright.data_parallel.replicas.low_precision import compute_in
 from meshwright.data_parallel.replicas.options import ReplicateKeywords, ReplicateOptions, resolved
-from meshwright.data_parallel.replicas.replica import Replica
+from meshwright.data_parallel.replicas.replica import Replica, watch_first_steps
 from meshwright.data_parallel.replicas.traced import Route, TracedForward
 from meshwright.data_parallel.residency import ReplicaResidency
 from meshwright.gradients import look_at_optimizers
+from meshwright.torch_internals.autograd import outside_of_transforms
+from meshwright.torch_internals.modules import lent_now
 
 STATES = "_meshwright_states"
 """The attribute of a module that holds the state of each composable function applied to it."""
@@ -51,6 +53,10 @@ class ReplicateState:
         self._replica: Replica | None = None
         self._hook: tuple[object, CommunicationHook] | None = None
         self._body: TracedForward | None = None
+        self._steps: object = watch_first_steps(
+            module, options, lambda module: _with_managed(module, options.ignored)
+        )
+        """Looks at steps of optimizers until the replica is set up."""
         self._watched: list[RemovableHandle] = []
         """Hooks on the modules below, until one of them or the whole has run."""
         self._is_called = False
@@ -70,7 +76,10 @@ class ReplicateState:
                 raise RuntimeError("the replicated module is gone")
             options = self.options
             options = replace(options, ignored=_with_managed(module, options.ignored))
-            with torch.inference_mode(False):  # an evaluation may come first
+            with (
+                torch.inference_mode(False),
+                outside_of_transforms(),
+            ):  # an evaluation may come first
                 self._replica = Replica(
                     module,
                     communicator(options.process_group, options.axis),
@@ -80,6 +89,7 @@ class ReplicateState:
             for handle in self._watched:
                 handle.remove()
             self._watched.clear()
+            self._steps = None
             self._replica.reducer.want(self.is_synchronised)
             if self._hook is not None:
                 self._replica.reducer.register_hook(*self._hook)
@@ -96,7 +106,7 @@ class ReplicateState:
         """Set up: a module below runs before the whole one ever has."""
         if torch.compiler.is_compiling():
             untraced(self._begin_below, part, args)
-        else:
+        elif lent_now() is None:  # a call that lends tensors would hide the module's own
             self._set_up(may_be_frozen=False)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:

@@ -168,8 +168,8 @@ class Marking:
     def _prepare(self) -> Route:
         route, mode = compiler_of_marks().route(self._module())
         ranks = self._communicator
-        if mode == "coalesced" and ranks.waits_on_host and not ranks.is_on_host:
-            mode = "concat"  # Gloo reduces lists of tensors of the host alone
+        if mode == "coalesced" and not ranks.is_on_host:
+            mode = "concat"  # a list is as many operations, and Gloo takes none of devices
         shares = ranks.backend == "meshwright"
         self._mode = "shared" if mode == "coalesced" and shares else mode
         sent = self._sent_in()

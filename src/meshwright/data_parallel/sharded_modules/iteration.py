@@ -24,6 +24,7 @@ from meshwright.comm.failures.events import Event, EventCheck
 from meshwright.comm.graphs.untraced import apart
 from meshwright.comm.groups.registry import go_on
 from meshwright.data_parallel.checks.alignment import NonFinite, UseCounts
+from meshwright.data_parallel.checks.forward_writes import BatchBuffers
 from meshwright.data_parallel.checks.order import OrderCheck, OrderedUnit, OrderOptions
 from meshwright.data_parallel.checks.order_record import ACCUMULATES, INTERRUPTED, STEPPED, UNKNOWN
 from meshwright.data_parallel.checks.step_watch import Steps, StepWatch
@@ -66,6 +67,7 @@ class Iteration:
     """The tensor that graphs that gather write to, see `traced_units`; its gradient is zero."""
     _follow: Callable[[], None] | None = None
     _was_training: bool | None = None
+    _written: BatchBuffers | None = None
 
     def __init__(self, drivers: Sequence[Driver], options: OrderOptions | None) -> None:
         self.drivers = tuple(drivers)
@@ -119,7 +121,7 @@ class Iteration:
         strict = options is None or not options.in_detail
         self._states = UnitStates(drivers, with_training=strict)
         self._copies = SameCopies(drivers)
-        communicator = _widest(units)
+        self._widest = communicator = _widest(units)
         self._check: OrderCheck | None = None
         self._events: EventCheck | None = None
         if communicator is not None and not communicator.is_alone:
@@ -131,6 +133,8 @@ class Iteration:
     def look_at(self, module: nn.Module, tree: ModuleTree) -> None:
         """Watch the modules of the root ``module``, and what BatchNorm there does."""
         self.tree, self.statistics = tree, LocalStatistics(module, self.axes)
+        if self._widest is not None:
+            self._written = BatchBuffers(module, self._widest)
 
     def announce_to(
         self,
@@ -180,6 +184,10 @@ class Iteration:
         weights = self._weights(bool(raised_in)) if is_training else UNKNOWN
         if is_training and self._copies.checks:
             self._copies.begin_pass()
+        if is_training and self._written is not None and self._written.is_due:
+            if not raised_in:
+                self._written.compare()
+            self._written.note()
         settings = self._steps.settings if is_training else ()
         self._check.begin(training=training, weights=weights, settings=settings)
 

@@ -104,7 +104,7 @@ class CustomCollective(Protocol):
 
 
 ALONE = 2**20
-"""Bytes from which a tensor is gathered by itself."""
+"""Bytes from which a tensor is gathered by itself, between ranks on hosts."""
 SHARED = 2**16
 """Bytes from which a shard lies in memory that the ranks of a host share."""
 
@@ -171,7 +171,10 @@ class FlatBuffer:
             self._whole = line_of(layout.padded_size, types.compute, device)
         self.full = self.shard if self._whole is None else self._whole.tensor
         """The whole line; without memory between `gather` and `release`."""
-        self._together = layout.together(-(-ALONE // types.compute.itemsize))
+        # A device takes much longer for several operations than for one of as many bytes.
+        is_packed = axes.shard is not None and not axes.shard.is_on_host
+        least = math.inf if is_packed else -(-ALONE // types.compute.itemsize)
+        self._together = layout.together(least)
         self._comes_staged = not self.is_direct and self._together == len(layout.names)
         """True when all that is gathered comes to memory of its own, and is copied from there."""
         self._after: Callable[[], _Copies] | Literal["staged"] | None = None
