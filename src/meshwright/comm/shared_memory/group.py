@@ -19,8 +19,8 @@ from meshwright.comm.shared_memory.buffers import (
     contiguous,
     copied_back,
     cut,
+    dense,
     name_of,
-    on_cpu,
     writable,
 )
 from meshwright.comm.shared_memory.collectives import Exchange
@@ -400,12 +400,12 @@ class SharedMemoryGroup(PythonGroup):
     def send(self, tensors: Tensors, peer: int, tag: int = 0) -> SharedWork:
         """Send a tensor to a rank of the group."""
         with _in_ranges("send") if is_profiled() else _UNSEEN:
-            return self._note(self._transfers.send(on_cpu(tensors[0]), peer, tag, self._label()))
+            return self._note(self._transfers.send(dense(tensors[0]), peer, tag, self._label()))
 
     def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> SharedWork:
         """Receive a tensor from a rank of the group."""
         with _in_ranges("recv") if is_profiled() else _UNSEEN:
-            return self._note(self._transfers.receive(on_cpu(tensors[0]), peer, tag, self._label()))
+            return self._note(self._transfers.receive(dense(tensors[0]), peer, tag, self._label()))
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> SharedWork:
         """Receive a tensor from whichever rank sends one with this tag."""
