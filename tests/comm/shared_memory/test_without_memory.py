@@ -100,5 +100,5 @@ def test_a_tensor_without_memory_is_named(ranks: Ranks, kind: str, check: bool) 
 
     for found in ranks(2, body, connected=False):
         # Ragged shapes are numbered, by which messages that are checked are told apart before that.
-        words = (KINDS[kind][1], "[2, j")
+        words = (KINDS[kind][1], "[2, j", "float32[j")
         assert not {k: text for k, text in found.items() if not any(w in text for w in words)}
