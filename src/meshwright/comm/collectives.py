@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from meshwright.comm import shared_memory
 from meshwright.comm.c10d import gloo, lookup, shares
-from meshwright.comm.c10d.calls import CONTROL_TAGS
+from meshwright.comm.c10d.calls import CONTROL_TAGS, overwrite
 from meshwright.comm.c10d.lookup import Transfer
 from meshwright.comm.c10d.shares import works_of
 from meshwright.comm.failures.attendance import CONTROL
@@ -530,7 +530,10 @@ class Communicator:
             group = self.group  # raises; where it does not, the property would cost a call more
         issued = Issued(self._next(kind, peer), kind, label, peer)
         self.issued.append(issued)
-        pending = Pending(self, issued, tensor if value is None else value)
+        written = tensor if value is None else value
+        if kind != "send" and not self._is_labelled:  # else the group does so
+            overwrite(kind, (written,))
+        pending = Pending(self, issued, written)
         if PROCESS.observers:
             shape, dtype = shares.amount_of(tensor, more)
             collective = Collective(
