@@ -47,10 +47,8 @@ from meshwright.torch_internals.distributed import (
 class Communicator:
     """Collectives over one process group, which is one axis of the layout.
 
-    Ask `meshwright.comm.communicator` for it; one group has one communicator, so that sequence
-    numbers count all operations of the group. Ranks in arguments are ranks of this group.
-
-    It does not keep its group from going. After that, every operation raises `CommunicationError`.
+    Ask `meshwright.comm.communicator` for it; one group has one, so that sequence numbers count all
+    operations of the group. Ranks in arguments are ranks of this group. It does not keep its group from going. After that, every operation raises `CommunicationError`.
     """
 
     _is_labelled = False
@@ -528,12 +526,11 @@ class Communicator:
         group: Any = self._group()
         if group not in self._living:
             group = self.group  # raises; where it does not, the property would cost a call more
-        issued = Issued(self._next(kind, peer), kind, label, peer)
-        self.issued.append(issued)
-        written = tensor if value is None else value
-        if kind != "send" and not self._is_labelled:  # else the group does so
-            overwrite(kind, (written,))
-        pending = Pending(self, issued, written)
+        self.issued.append(issued := Issued(self._next(kind, peer), kind, label, peer))
+        value = tensor if value is None else value
+        if not self._is_labelled:  # else the group does so
+            overwrite(kind, (value,))
+        pending = Pending(self, issued, value)
         if PROCESS.observers:
             shape, dtype = shares.amount_of(tensor, more)
             collective = Collective(

@@ -73,7 +73,7 @@ def overwrite(kind: str, tensors: Iterable[torch.Tensor]) -> None:
     Autograd knows nothing of the write: gradients would be those of this rank's value alone.
     """
     for tensor in tensors:
-        if tensor.grad_fn is not None and torch.is_grad_enabled():
+        if kind != "send" and tensor.grad_fn is not None and torch.is_grad_enabled():
             line = users_line(sys._getframe(1))
             tensor.register_hook(functools.partial(_refuse_backward, kind, line))
 
