@@ -48,7 +48,8 @@ class Communicator:
     """Collectives over one process group, which is one axis of the layout.
 
     Ask `meshwright.comm.communicator` for it; one group has one, so that sequence numbers count all
-    operations of the group. Ranks in arguments are ranks of this group. It does not keep its group from going. After that, every operation raises `CommunicationError`.
+    operations of the group. Ranks in arguments are ranks of this group. Once it is destroyed,
+    which it does not hinder, every operation raises `CommunicationError`.
     """
 
     _is_labelled = False
@@ -528,8 +529,7 @@ class Communicator:
             group = self.group  # raises; where it does not, the property would cost a call more
         self.issued.append(issued := Issued(self._next(kind, peer), kind, label, peer))
         value = tensor if value is None else value
-        if not self._is_labelled:  # else the group does so
-            overwrite(kind, (value,))
+        overwrite(kind, () if self._is_labelled else (value,))  # or the group does so
         pending = Pending(self, issued, value)
         if PROCESS.observers:
             shape, dtype = shares.amount_of(tensor, more)
