@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from meshwright.comm import shared_memory
 from meshwright.comm.c10d import gloo, lookup, shares
-from meshwright.comm.c10d.calls import CONTROL_TAGS
+from meshwright.comm.c10d.calls import CONTROL_TAGS, overwrite
 from meshwright.comm.c10d.lookup import Transfer
 from meshwright.comm.c10d.shares import works_of
 from meshwright.comm.failures.attendance import CONTROL
@@ -47,10 +47,9 @@ from meshwright.torch_internals.distributed import (
 class Communicator:
     """Collectives over one process group, which is one axis of the layout.
 
-    Ask `meshwright.comm.communicator` for it; one group has one communicator, so that sequence
-    numbers count all operations of the group. Ranks in arguments are ranks of this group.
-
-    It does not keep its group from going. After that, every operation raises `CommunicationError`.
+    Ask `meshwright.comm.communicator` for it; one group has one, so that sequence numbers count all
+    operations of the group. Ranks in arguments are ranks of this group. Once it is destroyed,
+    which it does not hinder, every operation raises `CommunicationError`.
     """
 
     _is_labelled = False
@@ -528,9 +527,10 @@ class Communicator:
         group: Any = self._group()
         if group not in self._living:
             group = self.group  # raises; where it does not, the property would cost a call more
-        issued = Issued(self._next(kind, peer), kind, label, peer)
-        self.issued.append(issued)
-        pending = Pending(self, issued, tensor if value is None else value)
+        self.issued.append(issued := Issued(self._next(kind, peer), kind, label, peer))
+        value = tensor if value is None else value
+        overwrite(kind, () if self._is_labelled else (value,))  # or the group does so
+        pending = Pending(self, issued, value)
         if PROCESS.observers:
             shape, dtype = shares.amount_of(tensor, more)
             collective = Collective(

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from meshwright.comm.failures.whereabouts import users_line
+from meshwright.errors import CommunicationError
 
 CONTROL_TAGS = 1 << 30
 """The first tag of control data, which on CPUs shares its group with payloads."""
@@ -61,3 +65,24 @@ def call_of(kind: str, tensors: Sequence[torch.Tensor], **more: Any) -> Call:
     if first is None:
         return Call(kind=kind, **more)
     return Call(kind=kind, shape=tuple(first.shape), dtype=first.dtype, **more)
+
+
+def overwrite(kind: str, tensors: Iterable[torch.Tensor]) -> None:
+    """Make a backward through ``tensors``, which a call is about to write to, raise.
+
+    Autograd knows nothing of the write: gradients would be those of this rank's value alone.
+    """
+    for tensor in tensors:
+        if kind != "send" and tensor.grad_fn is not None and torch.is_grad_enabled():
+            line = users_line(sys._getframe(1))
+            tensor.register_hook(functools.partial(_refuse_backward, kind, line))
+
+
+def _refuse_backward(kind: str, line: str, gradient: torch.Tensor) -> None:
+    raise CommunicationError(
+        f"a backward runs through a tensor of shape {list(gradient.shape)} that {kind} has "
+        f"overwritten, called at {line}. Autograd does not see that: the gradient would lack what "
+        "other ranks add. To log a loss, reduce loss.detach().clone(), or reduce the loss after "
+        "its backward. To train on the sum, call torch.distributed.nn.functional.all_reduce, or "
+        "do not reduce the loss and scale it by the world size where gradients are averaged"
+    )

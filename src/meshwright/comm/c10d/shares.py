@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from meshwright.comm.c10d import gloo, lookup
+from meshwright.comm.shared_memory.buffers import no_memory
 from meshwright.torch_internals.distributed import backend_of, coalesced
 
 if TYPE_CHECKING:
@@ -43,21 +44,17 @@ def amount_of(tensor: torch.Tensor, more: Sequence[torch.Tensor]) -> tuple[tuple
 
 def refusal(door: Communicator, tensor: torch.Tensor) -> str:
     """Describe the reason for which ``door`` cannot move ``tensor``."""
-    axis, shape = f"axis {door.axis}", tuple(tensor.shape)
+    axis = f"axis {door.axis}"
     if tensor.device != door.device:
         return (
             f"{axis} communicates on {door.device}, found a tensor on {tensor.device}: "
             "move it there first"
         )
-    if hasattr(tensor, "device_mesh"):  # it has no memory of its own that could be sent
-        return (
-            f"{axis}: expected a plain tensor, found a DTensor of shape {shape}: pass its local "
-            "tensor, or redistribute it"
-        )
-    strides = tensor.stride()
+    if hasattr(tensor, "device_mesh"):
+        return f"{axis}: {no_memory(tensor)}"
     return (
-        f"{axis}: expected a contiguous tensor, found shape {shape} with strides {strides}: "
-        "call .contiguous()"
+        f"{axis}: expected a contiguous tensor, found shape {tuple(tensor.shape)} with strides "
+        f"{tensor.stride()}: call .contiguous()"
     )
 
 

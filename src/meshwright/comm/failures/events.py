@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
@@ -82,7 +83,7 @@ class EventCheck:
         self._known: set[tuple[Event | None, ...]] = set()
         self._said: Gathering | None = None
         """The last words of all ranks."""
-        self._key = register("events", communicator, self)
+        self._key = Registration("events", communicator, self)
 
     def is_new(self, event: Event) -> bool:
         """Check that ``event`` has not followed on the two events before it so far."""
@@ -230,7 +231,7 @@ class EventCheck:
 
     def _told(self, answer: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
         """Find the same root's words in the ``answer`` of another rank; None without any."""
-        theirs = None if answer is None else answer["described"].get(self._key)
+        theirs = None if answer is None else answer["described"].get(str(self._key))
         match theirs:
             case {"tail": list(tail), "state": dict(), "issued": list()} if all(
                 isinstance(each, list) and len(each) == 4 for each in tail
@@ -274,19 +275,28 @@ def _has_come(theirs: Mapping[str, Any], number: int) -> bool:
     return any(at >= number for at, *_ in theirs["tail"])
 
 
-def register(kind: str, communicator: Communicator, describer: Describer) -> str:
-    """Have ``describer`` answer roll calls under a name that is the same on all ranks; return it.
+class Registration:
+    """The name by which a describer answers roll calls, the same on all ranks of a communicator.
 
-    The name is "" where nobody asks.
+    It is "" until the run is watched, which may be after the describer was made.
     """
-    monitor = PROCESS.monitor
-    if monitor is None or communicator.is_alone:
-        return ""
-    rank = communicator.ranks[communicator.rank]
-    number = monitor.board.add(f"{kind}/{communicator.name}/{rank}", 1)
-    key = f"{kind}/{communicator.name}/{number}"
-    monitor.ranks.describers[key] = describer
-    return key
+
+    def __init__(self, kind: str, communicator: Communicator, describer: Describer) -> None:
+        self._name = f"{kind}/{communicator.name}/{communicator.number(kind)}"
+        self._rank = communicator.ranks[communicator.rank]
+        self._is_asked = not communicator.is_alone
+        self._describer = weakref.ref(describer)
+        self._key = ""
+        str(self)  # a rank that has come to nothing yet answers, too
+
+    def __str__(self) -> str:
+        monitor, describer = PROCESS.monitor, self._describer()
+        if not self._key and self._is_asked and monitor is not None and describer is not None:
+            # A store that served a run before has the keys of that.
+            run = monitor.board.add(f"{self._name}/{self._rank}", 1)
+            self._key = f"{self._name}/{run}"
+            monitor.ranks.describers[self._key] = describer
+        return self._key
 
 
 class Axis(Protocol):

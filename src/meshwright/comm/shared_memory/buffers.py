@@ -35,20 +35,39 @@ def name_of(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, which must be on the CPU."""
-    if not tensor.is_cpu:
-        raise ValueError(
-            "collectives through shared memory move tensors of the CPU, and this one is on "
-            f"{tensor.device}"
+def no_memory(tensor: torch.Tensor) -> str:
+    """Say that ``tensor`` has no memory that could be sent, and what to pass in its place."""
+    found = f"found a {type(tensor).__name__} of shape {tuple(tensor.shape)}"
+    if hasattr(tensor, "device_mesh"):
+        return (
+            f"expected a plain tensor, {found}: pass its .full_tensor() for the value of one "
+            "process, or .to_local() for this rank's part"
         )
-    return tensor
+    return (
+        f"expected a dense tensor with memory of its own, {found} without any: a nested tensor has "
+        "its .values(), a sparse one .to_dense(), an asynchronous one .wait(); a tensor whose "
+        "storage was freed has to be filled first, as a unit gathers its parameters"
+    )
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor``, which must be dense, on the CPU, and have memory if it has elements."""
+    try:
+        if tensor.is_cpu and (tensor.data_ptr() or not tensor.numel()):
+            return tensor
+    except RuntimeError:  # by a layout that has no one stretch of memory
+        pass
+    if tensor.is_cpu:
+        raise ValueError(f"collectives through shared memory: {no_memory(tensor)}")
+    raise ValueError(
+        "collectives through shared memory move tensors of the CPU, and this one is on "
+        f"{tensor.device}"
+    )
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Check that the elements lie in memory as they are, one after another."""
-    if not tensor.is_cpu:
-        on_cpu(tensor)
+    dense(tensor)
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 

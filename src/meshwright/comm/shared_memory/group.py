@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
+from meshwright.comm.c10d.calls import overwrite
 from meshwright.comm.groups.python_group import CpuTransport, GroupOptions, PythonGroup
 from meshwright.comm.shared_memory.arena import SharedTensors
 from meshwright.comm.shared_memory.buffers import (
     contiguous,
     copied_back,
     cut,
+    dense,
     name_of,
-    on_cpu,
     writable,
 )
 from meshwright.comm.shared_memory.collectives import Exchange
@@ -400,12 +401,13 @@ class SharedMemoryGroup(PythonGroup):
     def send(self, tensors: Tensors, peer: int, tag: int = 0) -> SharedWork:
         """Send a tensor to a rank of the group."""
         with _in_ranges("send") if is_profiled() else _UNSEEN:
-            return self._note(self._transfers.send(on_cpu(tensors[0]), peer, tag, self._label()))
+            return self._note(self._transfers.send(dense(tensors[0]), peer, tag, self._label()))
 
     def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> SharedWork:
         """Receive a tensor from a rank of the group."""
+        overwrite("recv", tensors)
         with _in_ranges("recv") if is_profiled() else _UNSEEN:
-            return self._note(self._transfers.receive(on_cpu(tensors[0]), peer, tag, self._label()))
+            return self._note(self._transfers.receive(dense(tensors[0]), peer, tag, self._label()))
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> SharedWork:
         """Receive a tensor from whichever rank sends one with this tag."""
@@ -460,6 +462,7 @@ class SharedMemoryGroup(PythonGroup):
     def _submit(
         self, call: RecordedCall, body: Steps, outputs: Tensors, opts: Options, *held: torch.Tensor
     ) -> SharedWork:
+        overwrite(call.kind, outputs)
         run_now = not getattr(opts, "asyncOp", True)
         if is_profiled():
             with _in_ranges(call.kind):

@@ -34,7 +34,7 @@ import torch
 
 from meshwright.comm import Communicator
 from meshwright.comm.failures.attendance import Answers
-from meshwright.comm.failures.events import Coming, register, wait_for_all
+from meshwright.comm.failures.events import Coming, Registration, wait_for_all
 from meshwright.comm.failures.failure import FailureMonitor
 from meshwright.comm.failures.sameness import first_difference, sides, told
 from meshwright.comm.groups.registry import PROCESS
@@ -154,7 +154,7 @@ class OrderCheck:
         self._votes: list[str] = []
         """Keys on the board that all ranks have passed, to be deleted."""
         self._comparisons: list[_Comparison] = []
-        self._key = register("order", communicator, self)
+        self._key = Registration("order", communicator, self)
 
     # ------------------------------------------------------------------ what the driver calls
 
@@ -344,7 +344,7 @@ class OrderCheck:
 
     def _record(self, answer: Mapping[str, Any] | None, position: int) -> OrderRecord | None:
         """Find the order of another rank by its ``answer``, where it has come to ``position``."""
-        match None if answer is None else answer["described"].get(self._key):
+        match None if answer is None else answer["described"].get(str(self._key)):
             case {"iteration": int(number), "units": list(units), "has_ended": has_ended, **more}:
                 ahead = number - self._now.number
                 if ahead == 1:
