@@ -12,11 +12,12 @@ Bottom-up:
 from __future__ import annotations
 
 from meshwright.report.chrome_trace import read_chrome_trace, write_chrome_trace
-from meshwright.report.curves import read_metrics
+from meshwright.report.curves import METRICS, read_metrics
 from meshwright.report.lanes import draw_timeline
 from meshwright.report.page import write_page, write_simulation
 
 __all__ = [
+    "METRICS",
     "draw_timeline",
     "read_chrome_trace",
     "read_metrics",

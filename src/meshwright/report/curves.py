@@ -13,6 +13,8 @@ from pathlib import Path
 
 from meshwright.report.svg import round_numbers, short, text
 
+METRICS = "metrics.jsonl"
+"""The file of a run's folder that `read_metrics` reads."""
 Point = tuple[float, float]
 """A step, and the value there."""
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated
 
 import torch
@@ -219,14 +217,3 @@ def _dtype(name: str) -> torch.dtype | None:
     if name and not (isinstance(found, torch.dtype) and found.is_floating_point):
         raise PlanError(f"--dtype: expected float32, bfloat16, float16 or float64, found {name}")
     return found
-
-
-CHECKPOINT_COMMANDS: Mapping[str, type] = MappingProxyType(
-    {
-        "checkpoint verify": VerifyCommand,
-        "checkpoint show": ShowCommand,
-        "checkpoint diff": DiffCommand,
-        "checkpoint export": ExportCommand,
-        "checkpoint import": ImportCommand,
-    }
-)
