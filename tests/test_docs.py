@@ -25,7 +25,8 @@ from torch import nn
 import meshwright
 from meshwright import checkpoint, tensor_parallel
 from meshwright.axes import KNOWN_AXES
-from meshwright.cli import COMMANDS, main
+from meshwright.cli import main
+from meshwright.cli.commands import COMMANDS
 from meshwright.environment import torchrun_variables
 from meshwright.schedule.builders import build
 from meshwright.schedule.lowering import lower

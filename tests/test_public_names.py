@@ -142,6 +142,7 @@ DOCUMENTED = (
 )
 """The packages of which the reference shows every public name."""
 BETWEEN_ROOMS = {
+    "meshwright.cli",
     "meshwright.comm.shared_memory",
     "meshwright.doctor",
     "meshwright.gradients",

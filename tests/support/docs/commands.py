@@ -11,7 +11,7 @@ from pathlib import PurePath
 
 from torch.distributed.run import get_args_parser
 
-from meshwright.cli import COMMANDS, command
+from meshwright.cli.commands import COMMANDS, command
 from meshwright.cli.words import parse, split_overrides
 from meshwright.plan import Plan
 from meshwright.recipes.config import TrainConfig, read_config
