@@ -68,7 +68,13 @@ class SimulateCommand:
         if self.write:
             dump_csv(lowered, self.write)
         if self.page:
-            write_simulation(found.timeline, self.page, title=f"{self.schedule}, simulated")
+            write_simulation(
+                found.timeline,
+                self.page,
+                title=f"{self.schedule}, simulated",
+                idle=found.bubble_fraction,
+                held=found.peaks,
+            )
         return 0
 
     def _schedule(self) -> Schedule:

@@ -243,7 +243,7 @@ def _brief(monitor: FailureMonitor, error: BaseException) -> BaseException:
         return RankFailedError(text, first.rank).with_traceback(_folded(error))
     frames = sum(1 for _ in traceback.walk_tb(error.__traceback__))
     for each in chain_of(error):
-        each.__traceback__ = _folded(each)
+        each.with_traceback(_folded(each))
     folded = frames - sum(1 for _ in traceback.walk_tb(error.__traceback__))
     if folded:
         error.add_note(f"({folded} frames inside of libraries folded; {TRACEBACK}=full shows them)")
