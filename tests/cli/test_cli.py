@@ -205,6 +205,12 @@ def test_help_shows_every_key_and_its_default(capsys: pytest.CaptureFixture[str]
     assert "--nproc N" in shown
     for key in ("--axes.NAME", "--train.clip_norm", "--model.dim", "--run.resume"):
         assert key in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    for choices in (
+        "--train.batch_norm {local, sync} (none)",
+        '--train.dropout {local, global} ("local")',
+    ):
+        assert choices in shown
     for word in ("--help", "help"):
         assert main([word]) == 0
         assert "checkpoint verify" in capsys.readouterr().out

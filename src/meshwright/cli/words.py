@@ -8,6 +8,7 @@ import io
 import math
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -45,16 +46,19 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def parse(kind: type[Command], name: str, words: list[str]) -> Command:
     """Find the command's own arguments; a mistake in them is one line and exit status 2."""
-    told = io.StringIO()
+    told, shown = io.StringIO(), io.TextIOWrapper(io.BytesIO(), encoding=sys.stdout.encoding)
     about = inspect.cleandoc(kind.__doc__ or "")
     option_lines = getattr(kind, "option_lines", None)
     own = split_overrides(words)[1] if option_lines else words
     try:
-        with contextlib.redirect_stderr(told):
+        with contextlib.redirect_stderr(told), contextlib.redirect_stdout(shown):
             return tyro.cli(kind, prog=f"meshwright {name}", args=own, description=about)
     except SystemExit as error:
         if error.code:
             raise PlanError(_unboxed(told.getvalue())) from None
+        shown.seek(0)
+        for line in shown.read().splitlines():  # of which those without a box are not wrapped
+            print(textwrap.fill(line, 80, subsequent_indent=" " * 4) if len(line) > 80 else line)
         if option_lines:
             print("\n".join(option_lines()))
         raise
