@@ -55,13 +55,17 @@ class ShowCommand:
 
     folder: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FOLDER")]
     """The checkpoint: a folder such as checkpoints/step_00000300."""
+    depth: Annotated[int, tyro.conf.arg(metavar="N")] = 2
+    """Levels of the tree that are shown, with sums of those below; 0 means all."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print one JSON object."""
 
     def run(self, words: list[str]) -> int:
         """Print the contents."""
+        if self.depth < 0:
+            raise PlanError(f"--depth: expected a number of at least 0, found {self.depth}")
         found = checkpoint.contents(_checkpoint(self.folder))
-        print(json.dumps(asdict(found)) if self.json else "\n".join(found.lines()))
+        print(json.dumps(asdict(found)) if self.json else "\n".join(found.lines(self.depth)))
         return 0
 
 
