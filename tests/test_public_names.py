@@ -32,6 +32,7 @@ NAMES = {
     "Plan",
     "__version__",
     "clip_grad_norm_",
+    "connect",
     "declare_element_wise",
     "flat_groups",
     "fully_shard",
@@ -89,6 +90,17 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         meshwright.nothing  # noqa: B018
 
 
+def test_modules_are_attributes_and_nothing_else_is_shown() -> None:
+    shown = _run("import meshwright; print(*dir(meshwright))").split()
+    modules = {name.split(".")[1] for name in _modules()[1:]} - {"__main__"}
+    assert {name for name in shown if not name.startswith("__")} == {
+        *(name for name in meshwright.__all__ if name != "__version__"),
+        *modules,
+    }
+    looked_up = "import meshwright as mw; print(mw.checkpoint.save.__name__, mw.fsdp.__name__)"
+    assert _run(looked_up) == "save meshwright.fsdp"
+
+
 def test_the_package_starts_without_torch() -> None:
     assert _run("import sys, meshwright; print('torch' in sys.modules)") == "False"
 
@@ -142,6 +154,7 @@ DOCUMENTED = (
 )
 """The packages of which the reference shows every public name."""
 BETWEEN_ROOMS = {
+    "meshwright.cli",
     "meshwright.comm.shared_memory",
     "meshwright.doctor",
     "meshwright.gradients",

@@ -6,10 +6,13 @@ The public names are loaded when they are first used, so that what needs no torc
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
+from pkgutil import iter_modules
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from meshwright.comm import connect
     from meshwright.composition import parallelize
     from meshwright.data_parallel import (
         DistributedDataParallel,
@@ -73,6 +76,7 @@ __all__ = [
     "ScheduleError",
     "__version__",
     "clip_grad_norm_",
+    "connect",
     "declare_element_wise",
     "flat_groups",
     "fully_shard",
@@ -90,6 +94,7 @@ _HOME = MappingProxyType(
         "FullyShardedDataParallel": "fsdp",
         "Plan": "plan",
         "clip_grad_norm_": "gradients",
+        "connect": "comm",
         "declare_element_wise": "gradients",
         "flat_groups": "data_parallel",
         "fully_shard": "data_parallel",
@@ -104,14 +109,17 @@ _HOME = MappingProxyType(
 
 
 def __getattr__(name: str) -> object:
-    if name in ("compiler", "data"):
+    if name in __all__:
+        value = getattr(import_module(f"{__name__}.{_HOME.get(name, 'errors')}"), name)
+        globals()[name] = value
+        return value
+    # A module of the package; `import_module` binds it, so that this is asked once.
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
         return import_module(f"{__name__}.{name}")
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOME.get(name, 'errors')}"), name)
-    globals()[name] = value
-    return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    own = (name for name in globals() if name.startswith("__"))
+    modules = (found.name for found in iter_modules(__path__) if found.name != "__main__")
+    return sorted({*own, *__all__, *modules})

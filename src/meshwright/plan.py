@@ -104,6 +104,7 @@ class TrainPlan:
     per_rank: tuple[str, ...] = ()
     """Patterns of modules that draw for themselves although dropout is global."""
     seed: Annotated[int, AtLeast(0)] = 0
+    """The seed of weights, dropout masks and the order of samples."""
     flat: bool = False
     """True to give the optimizer, an element-wise one, `flat_groups` of the parameters."""
 

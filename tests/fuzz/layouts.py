@@ -27,7 +27,7 @@ from fuzz.models import build, call, last_of, loss_of, output_of
 from fuzz.optimizers import OPTIMIZERS, optimizer_of
 from meshwright.axes import Axes
 from meshwright.comm import communicator
-from meshwright.data_parallel import FSDPModule, batch_norms, synchronise_batch_norm
+from meshwright.data_parallel import FSDPModule, batch_norms, synchronize_batch_norm
 from meshwright.fsdp import (
     BackwardPrefetch,
     CustomPolicy,
@@ -185,7 +185,7 @@ class ByHand:
         elif "hybrid" in case.layout:
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         if batch_norms(model) and data.size > 1 and "own statistics" not in case.loop:
-            synchronise_batch_norm(model, data)
+            synchronize_batch_norm(model, data)
         self.plain = model
         self.model = self._wrapped(model, mesh)
         self._flat = list(mw.flat_groups(self.model)) if "flat groups" in case.options else None

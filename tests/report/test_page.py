@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
 from meshwright.report import (
     draw_timeline,
     read_chrome_trace,
+    read_run,
     write_chrome_trace,
     write_page,
+    write_runs,
     write_simulation,
 )
 from meshwright.schedule.builders import zbv
 from meshwright.schedule.lowering import lower
 from meshwright.schedule.simulate import Costs, simulate
-from meshwright.timeline import Event, Timeline
-from support.report import layouts
+from meshwright.timeline import LANES, Event, Timeline
+from support.report import layouts, rows
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -63,7 +66,7 @@ def test_a_page_stands_alone_and_compares(tmp_path: Path) -> None:
     file = tmp_path / "report.html"
     write_page(step(), file, title="zbv <2>")
     text = file.read_text(encoding="utf-8")
-    assert not re.search(r"(src|href)=|@import|url\(", text)
+    assert not re.search(r"(src|href)=|@import|url\(|https?://(?!www.w3.org/2000/svg)", text)
     assert text.count("<svg") == 2
     assert "<h1>zbv &lt;2&gt;</h1>" in text
     assert re.search(r"Measured: [0-9.]+ s, [0-9.]+% of it idle", text)
@@ -72,11 +75,58 @@ def test_a_page_stands_alone_and_compares(tmp_path: Path) -> None:
     assert file.read_text(encoding="utf-8").count("<svg") == 1
 
 
-def test_a_simulation_is_drawn_once_and_called_nothing_else(tmp_path: Path) -> None:
-    file = tmp_path / "simulated.html"
-    write_simulation(step(), file, title="zbv, simulated")
+def test_a_simulation_says_its_idle_share_and_what_ranks_hold(tmp_path: Path) -> None:
+    file, found = tmp_path / "simulated.html", simulate(lower(zbv(2, 4)), Costs(transfer=0.25))
+    write_simulation(
+        found.timeline,
+        file,
+        title="zbv, simulated",
+        idle=found.bubble_fraction,
+        held=found.peaks,
+    )
     text = file.read_text(encoding="utf-8")
     assert text.count("<svg") == 1 and "Measured" not in text
+    assert f"Simulated: {found.bubble_fraction:.1%} of the ranks' time idle" in text
+    assert f"<td>rank 1</td><td>{found.compute[1]:g}</td><td>{found.peaks[1]:g}</td>" in text
+
+
+def test_checks_are_no_gathers(tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    write_page(layouts(), file)
+    cells = re.findall(r"<tr><td>rank 0</td>(.*?)</tr>", file.read_text(encoding="utf-8"))[0]
+    lanes = [*LANES, "checks", "exposed"]
+    told = dict(zip(lanes, re.findall(r"<td>([^<]*)</td>", cells), strict=True))
+    assert told["gather"] == "500 ms" and told["reduce"] == "1.5 s" and told["checks"] == "500 ms"
+
+
+def test_a_run_says_how_it_was_laid_out_and_how_it_ended(tmp_path: Path) -> None:
+    folder = tmp_path / "run_a"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(4)))
+    (folder / "config.toml").write_text("[axes]\nshard = 2\ntensor = 3\n")
+    (folder / "run.json").write_text(json.dumps({"hosts": "a, b"}))
+    assert not read_run(folder).is_finished
+    assert read_run(folder).facts["steps"] == "4, the run has not ended"
+    ended = {"ranks": 6, "step": 4, "steps": 9, "loss": 1.25, "validation_loss": 1.5}
+    (folder / "summary.json").write_text(json.dumps({**ended, "parity": "equal"}))
+    run = read_run(folder)
+    assert run.is_finished and run.timeline is None
+    assert dict(run.facts) == {
+        "layout": "shard 2 × tensor 3",
+        "hosts": "a, b",
+        "ranks": "6",
+        "steps": "4 of 9",
+        "training loss": "1.2500",
+        "validation loss": "1.5000",
+        "parity": "equal",
+    }
+    write_runs([run, replace(run, name="b", facts={"ranks": "1"})], tmp_path / "two.html", title="")
+    text = (tmp_path / "two.html").read_text(encoding="utf-8")
+    assert "<tr><th></th><th>run_a</th><th>b</th></tr>" in text
+    assert "<tr><td>ranks</td><td>6</td><td>1</td></tr>" in text
+    assert "shard = 2" in text and 'http-equiv="refresh"' not in text
+    write_runs([run], tmp_path / "live.html", title="", refresh=5)
+    assert '<meta http-equiv="refresh" content="5">' in (tmp_path / "live.html").read_text()
 
 
 def test_every_kind_of_event_has_a_colour_that_the_legend_names(tmp_path: Path) -> None:

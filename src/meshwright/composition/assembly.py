@@ -35,7 +35,7 @@ from meshwright.composition.pipelines.pipeline_assembly import pipelined
 from meshwright.composition.tensor_axis.tensor_check import WholeRun
 from meshwright.composition.tensor_axis.tensor_rules import ModelCut
 from meshwright.composition.trainable import Loss, Trainable, autocast_of
-from meshwright.data_parallel import synchronise_batch_norm
+from meshwright.data_parallel import synchronize_batch_norm
 from meshwright.errors import PlanError
 from meshwright.plan import Plan
 
@@ -93,7 +93,7 @@ def parallelize(
         cut_over_tensor(model, ModelCut.of(model, plan), peers)
         whole.compare(model)
     if plan.train.batch_norm == "sync":
-        synchronise_batch_norm(model, peers.data)
+        synchronize_batch_norm(model, peers.data)
     recompute_modules(model, plan)
     traffic = None if whole is None else whole.traffic(model, autocast_of(plan, everyone.device))
     if plan.axes.size("shard") > 1:

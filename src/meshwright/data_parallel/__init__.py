@@ -20,6 +20,7 @@ from meshwright.data_parallel.modules.batch_norm import (
     batch_norms,
     keep_batch_norm_local,
     synchronise_batch_norm,
+    synchronize_batch_norm,
 )
 from meshwright.data_parallel.replicas.distributed import DistributedDataParallel
 from meshwright.data_parallel.replicas.gradient_bucket import GradBucket
@@ -71,4 +72,5 @@ __all__ = [
     "replicate",
     "share_comm_ctx",
     "synchronise_batch_norm",
+    "synchronize_batch_norm",
 ]

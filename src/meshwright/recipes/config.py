@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, field, is_dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from types import NoneType
+from typing import Annotated, Literal, cast, get_args, get_origin
 
 from meshwright.axes import KNOWN_AXES, RESERVED_AXES
 from meshwright.plan import Plan
@@ -212,21 +213,32 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     return read_file(EXAMPLE if path == "example" else path, TrainConfig, overrides=overrides)
 
 
-def option_lines(kind: type = TrainConfig) -> list[str]:
-    """Make a line for each key of the configuration, table by table: option, default, meaning."""
+def option_lines(kind: type = TrainConfig, width: int = 80) -> list[str]:
+    """List the keys of the configuration in lines of ``width``: option, choices, default, text."""
     usable = [name for name in KNOWN_AXES if name not in RESERVED_AXES]
-    lines = [
-        "Keys of the configuration, with their defaults:",
-        f"  {'--axes.NAME':<31} {'1':<15} Ranks along an axis: {', '.join(usable)}.",
-    ]
+    lines = ["Keys of the configuration, with their defaults:"]
+
+    def tell(option: str, default: str, meaning: str) -> None:
+        rest = " " * 6
+        for words, first in ((f"{option} ({default})", "  "), (meaning, rest)):
+            lines.extend(textwrap.wrap(words, width, initial_indent=first, subsequent_indent=rest))
+
+    tell("--axes.NAME", "1", f"Ranks along an axis: {', '.join(usable)}.")
     for table, record in _tables(kind):
         meanings = _meanings(record)
-        for item, _ in fields_of(record):
-            meaning = meanings.get(item.name, "").replace("``", "")
-            lines.append(
-                f"  {f'--{table}.{item.name}':<31} {_default(item):<15} {meaning}".rstrip()
-            )
+        for item, hint in fields_of(record):
+            choices = ", ".join(map(str, _choices(hint)))
+            option = f"--{table}.{item.name}" + (f" {{{choices}}}" if choices else "")
+            tell(option, _default(item), meanings[item.name].replace("``", ""))
     return lines
+
+
+def _choices(hint: object) -> tuple[object, ...]:
+    """List the values of a ``Literal``, or one that may be None; () where others may be given."""
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+    return _choices(kinds[0]) if len(kinds) == 1 else ()
 
 
 def _tables(kind: type) -> Iterator[tuple[str, type]]:

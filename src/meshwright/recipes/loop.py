@@ -49,7 +49,6 @@ from meshwright.recipes.language_model import (
 from meshwright.recipes.metrics import MetricsFile, StepTrace, show_progress
 from meshwright.recipes.parity import Parity, check_parity
 from meshwright.recipes.run_folder import (
-    METRICS,
     RunFolder,
     choose_folder,
     describe_run,
@@ -60,7 +59,7 @@ from meshwright.recipes.tensors.rows import Header, trace_file
 from meshwright.recipes.tensors.trace import TensorTrace, open_trace
 from meshwright.recipes.text import ByteText, example_of, open_text, unigram_loss
 from meshwright.recipes.usage import flops_a_token, matrix_flops, memory_of, memory_of_ranks
-from meshwright.report import read_chrome_trace, read_metrics, write_page
+from meshwright.report import METRICS, read_chrome_trace, read_metrics, write_page
 from meshwright.sampling import Sampler
 from meshwright.toml_source import dump
 

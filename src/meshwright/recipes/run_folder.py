@@ -38,7 +38,6 @@ from meshwright.sampling import Sampler
 from meshwright.toml_source import plain
 
 CHECKPOINTS = "checkpoints"
-METRICS = "metrics.jsonl"
 _FINGERPRINT_BYTES = 64 * 2**20
 
 # Keys that decide nothing about the numbers, so that they may differ after a resumption.

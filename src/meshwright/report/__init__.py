@@ -6,21 +6,27 @@ Bottom-up:
     svg           texts and round numbers of drawings
     lanes         a `Timeline` drawn as SVG
     curves        the numbers of a run's steps, read and drawn as SVG
+    run           a run's folder, read
     page          an HTML file of all that, with what was simulated beside what was measured
 """
 
 from __future__ import annotations
 
 from meshwright.report.chrome_trace import read_chrome_trace, write_chrome_trace
-from meshwright.report.curves import read_metrics
+from meshwright.report.curves import METRICS, read_metrics
 from meshwright.report.lanes import draw_timeline
-from meshwright.report.page import write_page, write_simulation
+from meshwright.report.page import write_page, write_runs, write_simulation
+from meshwright.report.run import Run, read_run
 
 __all__ = [
+    "METRICS",
+    "Run",
     "draw_timeline",
     "read_chrome_trace",
     "read_metrics",
+    "read_run",
     "write_chrome_trace",
     "write_page",
+    "write_runs",
     "write_simulation",
 ]

@@ -5,21 +5,25 @@ They are read from ``metrics.jsonl``, which has a JSON object for each step, and
 
 from __future__ import annotations
 
+import html
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 
 from meshwright.report.svg import round_numbers, short, text
 
+METRICS = "metrics.jsonl"
+"""The file of a run's folder that `read_metrics` reads."""
 Point = tuple[float, float]
 """A step, and the value there."""
 
-COLOURS = ("#3b76c4", "#d98a26", "#3d9a50", "#c2475b", "#8e6bbf", "#7a5c3e", "#9aa0a6")
+COLORS = ("#3b76c4", "#d98a26", "#3d9a50", "#c2475b", "#8e6bbf", "#7a5c3e", "#9aa0a6")
 
-_WIDE, _HIGH = 560, 210
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 26, 24
+_WIDE, _HIGH = 560, 220
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 26, 44
 _MOST = 500
 """Places along an axis: of more points the lowest and the highest of each place are drawn."""
 
@@ -30,12 +34,24 @@ class Chart:
 
     title: str
     lines: Mapping[str, Sequence[Point]]
-    stack: Mapping[str, Sequence[Point]]
+    stack: Mapping[str, Sequence[Point]] = field(default_factory=dict)
+    from_zero: bool = False
+    """True where the axis begins at zero, as of sizes."""
 
     @property
     def names(self) -> list[tuple[str, str]]:
-        """The colour and the name of everything that is drawn."""
-        return list(zip(COLOURS, (*self.stack, *self.lines), strict=False))
+        """The color and the name of everything that is drawn; the colors repeat after the last."""
+        return list(zip(cycle(COLORS), (*self.stack, *self.lines), strict=False))
+
+    def constant(self) -> str:
+        """One line of text in place of a chart, where nothing in it changes; else ""."""
+        named = {name or "value": line for name, line in (*self.stack.items(), *self.lines.items())}
+        values = {name: {value for _, value in line} for name, line in named.items() if line}
+        is_level = all(len(seen) == 1 and math.isfinite(*seen) for seen in values.values())
+        if not is_level or all(len(named[name]) == 1 for name in values):
+            return ""
+        said = (f"{'' if name == 'value' else f'{name} '}{short(*v)}" for name, v in values.items())
+        return f"{self.title}: {', '.join(said)} in every step"
 
 
 def read_metrics(path: str | Path) -> list[dict[str, object]]:
@@ -57,26 +73,36 @@ def read_metrics(path: str | Path) -> list[dict[str, object]]:
     return records
 
 
-def charts(records: Iterable[Mapping[str, object]]) -> list[Chart]:
-    """Find what ``records`` can be drawn as; charts without a point are left out."""
-    rows = list(records)
+def charts(runs: Mapping[str, Iterable[Mapping[str, object]]]) -> list[Chart]:
+    """Find what the metrics of ``runs`` can be drawn as; charts without a point are left out.
 
-    def points(key: str) -> list[Point]:
-        return [
-            (float(row["step"]), float(row[key]))  # pyrefly: ignore  # checked in the next line
-            for row in rows
-            if isinstance(row.get("step"), int) and isinstance(row.get(key), (int, float))
-        ]
+    Names of runs stand before names of curves where there are several.
+    """
+    several = {(f"{name} " if len(runs) > 1 else ""): [*rows] for name, rows in runs.items()}
 
+    def curves(key: str, name: str = "", scale: float = 1.0) -> dict[str, list[Point]]:
+        found = {(run + name).strip(): _points(rows, key, scale) for run, rows in several.items()}
+        return {name: line for name, line in found.items() if line}
+
+    speeds = {run.strip(): _speeds(rows) for run, rows in several.items()}
+    losses = {**curves("loss", "training"), **curves("validation_loss", "validation")}
     found = [
-        Chart("Loss", {"training": points("loss"), "validation": points("validation_loss")}, {}),
-        Chart("Learning rate", {"": points("learning_rate")}, {}),
-        Chart("Gradient norm", {"": points("grad_norm")}, {}),
-        Chart("Tokens a second", {"": _speeds(rows)}, {}),
-        Chart("Model FLOPs utilisation (MFU)", {"": points("mfu")}, {}),
-        *_memory(rows),
+        Chart("Loss", losses),
+        Chart("Learning rate", curves("learning_rate"), from_zero=True),
+        Chart("Gradient norm", curves("grad_norm")),
+        Chart("Tokens a second", {run: line for run, line in speeds.items() if line}),
+        Chart("Model FLOPs utilization (MFU), %", curves("mfu", scale=100), from_zero=True),
+        *_memory(several),
     ]
     return [chart for chart in found if any([*chart.lines.values(), *chart.stack.values()])]
+
+
+def _points(rows: Iterable[Mapping[str, object]], key: str, scale: float) -> list[Point]:
+    return [
+        (float(row["step"]), scale * float(row[key]))  # pyrefly: ignore  # checked in the next line
+        for row in rows
+        if isinstance(row.get("step"), int) and isinstance(row.get(key), (int, float))
+    ]
 
 
 def _speeds(rows: Iterable[Mapping[str, object]]) -> list[Point]:
@@ -93,36 +119,38 @@ def _speeds(rows: Iterable[Mapping[str, object]]) -> list[Point]:
     return found
 
 
-def _memory(rows: Iterable[Mapping[str, object]]) -> list[Chart]:
+def _memory(runs: Mapping[str, Iterable[Mapping[str, object]]]) -> list[Chart]:
     """Draw memory by category for each set of ranks that hold the same, and their peaks together.
 
-    Of more sets than there are colours those that hold the most.
+    Of more sets than there are colors those that hold the most; of several runs the peaks alone.
     """
     sizes: dict[str, dict[str, list[Point]]] = {}
-    for row in rows:
+    for run, row in ((run, row) for run, rows in runs.items() for row in rows):
         step, told = row.get("step"), row.get("memory")
         if not (isinstance(step, int) and isinstance(told, Mapping)):
             continue
         for ranks, parts in told.items():
             if not isinstance(parts, Mapping):
                 continue  # of a version that wrote rank 0's alone
-            of = sizes.setdefault(f"{'ranks' if {*'-,'} & {*ranks} else 'rank'} {ranks}", {})
+            of = f"{run}{'ranks' if {*'-,'} & {*ranks} else 'rank'} {ranks}"
             for name, size in parts.items():
-                of.setdefault(name, []).append((float(step), float(size)))
+                line = sizes.setdefault(of, {}).setdefault(name, [])
+                line.append((float(step), float(size) / 2**20))
     peaks = {ranks: parts.pop("peak", []) for ranks, parts in sizes.items()}
     held = {ranks: sum(line[-1][1] for line in parts.values()) for ranks, parts in sizes.items()}
-    shown = sorted(sizes, key=held.__getitem__, reverse=True)[: len(COLOURS)]
+    shown = sorted(sizes, key=held.__getitem__, reverse=True)[: len(COLORS)]
     return [
         *(
-            Chart(f"Bytes of tensors on {ranks}, between steps", {}, sizes[ranks])
+            Chart(f"Tensors on {ranks} between steps, MiB", {}, sizes[ranks], from_zero=True)
             for ranks in shown
+            if len(runs) == 1
         ),
-        Chart("Largest memory so far, in bytes", {ranks: peaks[ranks] for ranks in shown}, {}),
+        Chart("Largest memory so far, MiB", {of: peaks[of] for of in shown}, from_zero=True),
     ]
 
 
 def draw_chart(chart: Chart) -> str:
-    """Write an ``<svg>`` element, 560 units wide."""
+    """Write a ``<div>`` with an ``<svg>``, 560 units wide, and the values for the page's script."""
     stacked = _stacked(chart.stack)
     drawn = [
         *(point for _, upper in stacked for point in upper),
@@ -132,29 +160,43 @@ def draw_chart(chart: Chart) -> str:
     if not finite:
         finite = [(step, 0.0) for step, _ in drawn] or [(0.0, 0.0)]
     steps, values = zip(*finite, strict=True)
-    low, high = min(0.0, *values) if chart.stack else min(values), max(values)
+    low, high = min(0.0, *values) if chart.from_zero else min(values), max(values)
     if low == high:  # a level line stands in the middle
         low, high = low - (abs(low) or 1.0), high + (abs(high) or 1.0)
     frame = _Frame(min(steps), max(steps), low, high)
-    parts = [text(_LEFT, 15, chart.title, "start", "rank"), *frame.marks()]
-    colours = iter(COLOURS)
-    for lower, upper in stacked:
-        outline = [*upper, *reversed(lower)]
-        path = " ".join(frame.place(point) for point in outline)
-        parts.append(f'<polygon points="{path}" fill="{next(colours)}" fill-opacity="0.8"/>')
-    for line in chart.lines.values():
-        colour = next(colours)
-        for piece in _pieces(line):
-            if len(piece) == 1:
-                x, y = frame.place(piece[0]).split(",")
-                parts.append(f'<circle cx="{x}" cy="{y}" r="2.5" fill="{colour}"/>')
-            else:
-                path = " ".join(map(frame.place, _thinned(piece, frame)))
-                parts.append(
-                    f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
-                )
-    size = f'viewBox="0 0 {_WIDE} {_HIGH}" xmlns="http://www.w3.org/2000/svg"'
-    return f"<svg {size}>{''.join(parts)}</svg>"
+    curves: list[str] = []
+    told: list[dict[str, object]] = []
+    colors = cycle(COLORS)
+    for (name, part), (lower, upper) in zip(chart.stack.items(), stacked, strict=True):
+        path = " ".join(frame.place(point) for point in [*upper, *reversed(lower)])
+        color = next(colors)
+        curves.append(f'<polygon points="{path}" fill="{color}" fill-opacity="0.8"/>')
+        told.append({"name": name, "points": _thinned(part, frame)})
+    for name, line in chart.lines.items():
+        color, pieces = next(colors), [_thinned(piece, frame) for piece in _pieces(line)]
+        dash = "4 3" if name.endswith("validation") else "none"
+        curves += [_drawn(piece, frame, color, dash) for piece in pieces]
+        points = [point for piece in pieces for point in piece]
+        told.append({"name": name, "color": color, "dash": dash, "points": points})
+    page = {"left": _LEFT, "right": _WIDE - _RIGHT, "top": _TOP, "floor": _HIGH - _BOTTOM}
+    data = {"frame": {**page, "zero": chart.from_zero}, "lines": told, "stacked": bool(stacked)}
+    title = text(_LEFT, 15, chart.title, "start", "rank")
+    cursor = f'<line class="cursor" style="display:none" y1="{_TOP}" y2="{_HIGH - _BOTTOM}"/>'
+    return (
+        f'<div class="chart" data-chart="{html.escape(json.dumps(data))}">'
+        f'<svg viewBox="0 0 {_WIDE} {_HIGH}" xmlns="http://www.w3.org/2000/svg">{title}'
+        f'<g class="marks">{"".join(frame.values())}</g>{"".join(frame.steps())}'
+        f'<g class="curves">{"".join(curves)}</g>{cursor}</svg></div>'
+    )
+
+
+def _drawn(piece: Sequence[Point], frame: _Frame, color: str, dash: str) -> str:
+    if len(piece) == 1:
+        x, y = frame.place(piece[0]).split(",")
+        return f'<circle cx="{x}" cy="{y}" r="2.5" fill="{color}"/>'
+    path = " ".join(map(frame.place, piece))
+    style = f'fill="none" stroke="{color}" stroke-width="1.5" stroke-dasharray="{dash}"'
+    return f'<polyline points="{path}" {style}/>'
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,16 +216,20 @@ class _Frame:
         y = _HIGH - _BOTTOM - up * (_HIGH - _TOP - _BOTTOM)
         return f"{x:.1f},{y:.1f}"
 
-    def marks(self) -> Iterable[str]:
-        """Draw lines at round values, and name round values and steps."""
-        right, floor = _WIDE - _RIGHT, _HIGH - _BOTTOM
+    def values(self) -> Iterable[str]:
+        """Draw lines at round values, and name these."""
         for value in round_numbers(self.low, self.high, 4) or [self.low]:
             y = float(self.place((self.first, value)).split(",")[1])
+            right = _WIDE - _RIGHT
             yield f'<line x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" class="tick"/>'
             yield text(_LEFT - 6, y + 4, short(value), "end", "time")
+
+    def steps(self) -> Iterable[str]:
+        """Name round steps, and the axis."""
         for step in round_numbers(self.first, self.last, 6) or [self.first]:
             x = float(self.place((step, self.low)).split(",")[0])
-            yield text(x, floor + 16, short(step), "middle", "time")
+            yield text(x, _HIGH - _BOTTOM + 16, short(step), "middle", "time")
+        yield text(_WIDE - _RIGHT, _HIGH - 4, "step", "end", "time")
 
 
 def _stacked(stack: Mapping[str, Sequence[Point]]) -> list[tuple[list[Point], list[Point]]]:

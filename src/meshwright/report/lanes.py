@@ -1,4 +1,4 @@
-"""A timeline drawn as SVG: a band for each rank, a row in it for each lane, a colour for each kind.
+"""A timeline drawn as SVG: a band for each rank, a row in it for each lane, a color for each kind.
 
 ::
 
@@ -16,7 +16,7 @@ from types import MappingProxyType
 from meshwright.report.svg import seconds, text, time_marks
 from meshwright.timeline import LANES, Event, Timeline
 
-_COLOURS: Mapping[str, tuple[str, str]] = MappingProxyType(
+_COLORS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "F": ("#3b76c4", "forward"),
         "B": ("#3d9a50", "backward"),
@@ -33,7 +33,7 @@ _COLOURS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "": ("#9aa0a6", "checks, norms, losses"),
     }
 )
-"""By kind of event, its colour and what it is."""
+"""By kind of event, its color and what it is."""
 
 _SPANS: Mapping[str, str] = MappingProxyType(
     {"forward": "F", "backward": "B", "optimizer": "optimizer"}
@@ -48,25 +48,25 @@ _SHADES = (1.0, 0.82, 0.66, 0.9, 0.74)
 
 
 def legend(timelines: Iterable[Timeline]) -> str:
-    """Write as HTML what the colours of all events of ``timelines`` stand for."""
+    """Write as HTML what the colors of all events of ``timelines`` stand for."""
     events = [e for timeline in timelines for e in timeline.events if e.category != "recv"]
-    kinds = {_kind_of(event) for event in events}
-    return keys(colour_and_name for kind, colour_and_name in _COLOURS.items() if kind in kinds)
+    kinds = {kind_of(event) for event in events}
+    return keys(color_and_name for kind, color_and_name in _COLORS.items() if kind in kinds)
 
 
-def keys(colours: Iterable[tuple[str, str]]) -> str:
-    """Write a legend as HTML: each colour with its name."""
+def keys(colors: Iterable[tuple[str, str]]) -> str:
+    """Write a legend as HTML: each color with its name."""
     spans = (
-        f'<span><i style="background:{colour}"></i>{html.escape(what)}</span>'
-        for colour, what in colours
+        f'<span><i style="background:{color}"></i>{html.escape(what)}</span>'
+        for color, what in colors
     )
     return f'<p class="legend">{"".join(spans)}</p>'
 
 
-def _kind_of(event: Event) -> str:
-    """Find the kind of ``event``: a key of the colours."""
+def kind_of(event: Event) -> str:
+    """Find the kind of ``event``: a key of the colors."""
     match = _ACTION.fullmatch(event.name)
-    if match is not None and match[2] in _COLOURS:
+    if match is not None and match[2] in _COLORS:
         return match[2]
     if event.lane == "compute":
         return _SPANS.get(event.name, "compute")
@@ -101,15 +101,15 @@ def draw_timeline(timeline: Timeline, *, span: float | None = None) -> str:
     for x, mark in time_marks(whole, scale):
         at = _LEFT + x
         size = f'x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{top - _GAP / 2 + 4:.1f}"'
-        parts.append(f'<line {size} class="tick"/>')
-        parts.append(text(at, top - _GAP / 2 + 18, mark, "middle", "time"))
-    size = f"0 0 {_LEFT + _WIDTH + _RIGHT} {top + _AXIS:.0f}"
-    return f'<svg viewBox="{size}" xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>'
+        parts.append(f'<line {size} class="tick mark"/>')
+        parts.append(text(at, top - _GAP / 2 + 18, mark, "middle", "time mark"))
+    size = f'viewBox="0 0 {_LEFT + _WIDTH + _RIGHT} {top + _AXIS:.0f}"'
+    zoom = f'class="timeline" data-left="{_LEFT}" data-width="{_WIDTH}"'
+    return f'<svg {size} {zoom} xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>'
 
 
 def _event(event: Event, origin: float, scale: float, top: float, high: float) -> str:
-    kind = _kind_of(event)
-    colour, _ = _COLOURS[kind]
+    color, _ = _COLORS[kind_of(event)]
     left, wide = _LEFT + (event.start - origin) * scale, max(0.4, event.duration * scale)
     title = f"{event.name}: {seconds(event.duration)}, at {seconds(event.start - origin)}"
     if event.bytes:
@@ -117,7 +117,7 @@ def _event(event: Event, origin: float, scale: float, top: float, high: float) -
     match = _ACTION.fullmatch(event.name)
     shade = 1.0 if match is None or high < _HIGH else _SHADES[int(match[1]) % 5]
     box = (
-        f'<rect x="{left:.2f}" y="{top:.1f}" width="{wide:.2f}" height="{high}" fill="{colour}" '
+        f'<rect x="{left:.2f}" y="{top:.1f}" width="{wide:.2f}" height="{high}" fill="{color}" '
         f'fill-opacity="{shade:.2f}" stroke="#fff" stroke-width="{0.5 if wide > 2 else 0}">'
         f"<title>{html.escape(title)}</title></rect>"
     )

@@ -7,28 +7,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from meshwright.report.curves import charts, draw_chart
-from meshwright.report.lanes import draw_timeline, keys, legend
+from meshwright.report.lanes import draw_timeline, keys, kind_of, legend
+from meshwright.report.run import Run
 from meshwright.report.svg import seconds
 from meshwright.schedule.measured import Comparison, compare
 from meshwright.timeline import LANES, Timeline
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #202124; background: #fff; margin: 2rem auto;
-  max-width: 76rem; padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin: 1.6rem 0 .4rem; }
-svg { width: 100%; height: auto; display: block; font-family: system-ui, sans-serif; }
-.rank { font-size: 13px; fill: #202124; } .time { font-size: 11px; fill: #5f6368; }
-.label { font-size: 11px; fill: #fff; pointer-events: none; } .idle { fill: #eceff1; }
-.tick { stroke: #b0b6bb; stroke-width: .5; stroke-dasharray: 2 3; }
-table { border-collapse: collapse; margin: .6rem 0; } td, th { padding: .15rem .9rem .15rem 0;
-  text-align: right; font-variant-numeric: tabular-nums; } th:first-child, td:first-child
-  { text-align: left; } th { font-weight: 600; border-bottom: 1px solid #b0b6bb; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(26rem, 1fr)); gap: 1rem; }
-.legend { margin: .2rem 0; } .charts .legend { padding-left: 11%; }
-.legend span { display: inline-block; margin-right: 1.1rem; }
-.legend i { display: inline-block; width: .8em; height: .8em; margin-right: .35em; }
-p.note { color: #5f6368; max-width: 60rem; }
-"""
+_FILES = Path(__file__).parent
+_CONTROLS = (
+    '<p class="controls"><label><input type="checkbox" id="log"> logarithmic</label>'
+    '<label>smoothing <input type="range" id="smooth" min="0" max="0.99" step="0.01" value="0">'
+    "</label></p>"
+)
+_ZOOM = (
+    "Ctrl or Shift with the wheel zooms a timeline, dragging moves it, a double click shows all."
+)
 
 _MFU = (
     "MFU is the number of floating-point operations that the model needs for the tokens of a "
@@ -51,79 +44,141 @@ def write_page(
     Where the timeline holds a pipeline's steps the last one is drawn, and under it what its
     schedule should have done had each action taken its measured median; others are drawn whole.
     """
-    parts = _curves(metrics)
-    if timeline is not None:
-        comparison = compare(timeline)
-        parts += _whole(timeline) if comparison is None else _compared(comparison)
-    _write(parts, path, title)
+    write_runs([Run(name=title, metrics=[*metrics], timeline=timeline)], path, title=title)
 
 
-def write_simulation(timeline: Timeline, path: str | Path, *, title: str) -> None:
+def write_runs(
+    runs: Sequence[Run], path: str | Path, *, title: str, refresh: float | None = None
+) -> None:
+    """Write a page on ``runs``: what is known of each, their curves together, their timelines.
+
+    With ``refresh`` a browser loads the page again after so many seconds.
+    """
+    parts = [_facts(runs), *_curves({run.name: run.metrics for run in runs})]
+    for run in runs:
+        name = f"{run.name}. " if len(runs) > 1 else ""
+        if run.timeline is not None:
+            found = compare(run.timeline)
+            parts += _whole(run.timeline, name) if found is None else _compared(found, name)
+    parts += [_configuration(run) for run in runs if run.configuration]
+    _write(parts, path, title, refresh)
+
+
+def write_simulation(
+    timeline: Timeline,
+    path: str | Path,
+    *,
+    title: str,
+    idle: float | None = None,
+    held: Sequence[float] = (),
+) -> None:
     """Write a page on a simulated ``timeline``, which is drawn once, to ``path``.
 
-    Its times are in the unit that its costs had.
+    Its times are in the unit that its costs had. ``idle`` is the share of all ranks' time in which
+    nothing is computed, ``held`` the most microbatches whose activations each rank holds.
     """
-    _write([legend([timeline]), draw_timeline(timeline)], path, title)
+    said = "" if idle is None else f"<h2>Simulated: {idle:.1%} of the ranks' time idle</h2>"
+    rows = [
+        [f"rank {rank}", f"{timeline.busy(rank, 'compute'):g}", f"{peak:g}"]
+        for rank, peak in zip(timeline.ranks, held, strict=bool(held))
+    ]
+    table = _rows(["", "computes", "microbatches held at most"], rows) if rows else ""
+    _write([said, legend([timeline]), _timeline(timeline), table], path, title)
 
 
-def _write(parts: Iterable[str], path: str | Path, title: str) -> None:
+def _write(
+    parts: Iterable[str], path: str | Path, title: str, refresh: float | None = None
+) -> None:
     name = html.escape(title)
+    again = "" if refresh is None else f'<meta http-equiv="refresh" content="{refresh:g}">'
+    style, script = (_FILES.joinpath(f"page.{kind}").read_text("utf-8") for kind in ("css", "js"))
     document = (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
-        f"<style>{_STYLE}</style></head><body>\n<h1>{name}</h1>\n" + "\n".join(parts)
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"{again}<title>{name}</title><style>{style}</style></head><body>\n<h1>{name}</h1>\n"
+        + "\n".join(part for part in parts if part)
+        + f'\n<div id="tip"></div>\n<script>{script}</script></body></html>\n'
     )
-    Path(path).write_text(document + "\n</body></html>\n", encoding="utf-8")
+    Path(path).write_text(document, encoding="utf-8")
 
 
-def _curves(metrics: Iterable[Mapping[str, object]]) -> list[str]:
-    found = charts(metrics)
+def _facts(runs: Sequence[Run]) -> str:
+    """Draw a table of what is known of each run, a column for each."""
+    names = dict.fromkeys(name for run in runs for name in run.facts)
+    rows = [[name, *(run.facts.get(name, "") for run in runs)] for name in names]
+    head = ["", *(run.name for run in runs)] if len(runs) > 1 else []
+    return _rows(head, rows, kind="facts") if rows else ""
+
+
+def _configuration(run: Run) -> str:
+    text = html.escape(run.configuration)
+    summary = f"<summary>Configuration of {html.escape(run.name)}</summary>"
+    return f"<details>{summary}<pre>{text}</pre></details>"
+
+
+def _curves(runs: Mapping[str, Iterable[Mapping[str, object]]]) -> list[str]:
+    found = charts(runs)
     if not found:
         return []
+    constant = [said for chart in found if (said := chart.constant())]
     drawn = []
     for chart in found:
-        named = [(colour, name) for colour, name in chart.names if name]
-        drawn.append(f"<div>{draw_chart(chart)}{keys(named) if named else ''}</div>")
-    parts = ["<h2>Over the steps</h2>", f'<div class="charts">{"".join(drawn)}</div>']
-    if any(chart.title.endswith("(MFU)") for chart in found):
+        if not chart.constant():
+            named = [(color, name) for color, name in chart.names if name]
+            drawn.append(f"<div>{draw_chart(chart)}{keys(named) if named else ''}</div>")
+    parts = ["<h2>Over the steps</h2>"]
+    if drawn:
+        parts += [_CONTROLS, f'<div class="charts">{"".join(drawn)}</div>']
+    parts += [f"<p>{html.escape(said)}.</p>" for said in constant]
+    if any("(MFU)" in chart.title for chart in found):
         parts.append(f'<p class="note">{html.escape(_MFU)}</p>')
     return parts
 
 
-def _compared(found: Comparison) -> list[str]:
+def _timeline(timeline: Timeline, span: float | None = None) -> str:
+    return f'<div class="wide">{draw_timeline(timeline, span=span)}</div>'
+
+
+def _compared(found: Comparison, name: str = "") -> list[str]:
     both = (found.measured, found.simulated)
     span = max(_span(timeline) for timeline in both)
     return [
-        f"<h2>Measured: {seconds(_span(found.measured))}, {found.bubble:.1%} of it idle</h2>",
+        f"<h2>{html.escape(name)}Measured: {seconds(_span(found.measured))}, "
+        f"{found.bubble:.1%} of it idle</h2>",
         legend(both),
-        draw_timeline(found.measured, span=span),
-        f"<h2>Simulated: {seconds(_span(found.simulated))}, "
+        _timeline(found.measured, span),
+        f"<h2>{html.escape(name)}Simulated: {seconds(_span(found.simulated))}, "
         f"{found.simulated_bubble:.1%} of it idle</h2>",
-        draw_timeline(found.simulated, span=span),
+        _timeline(found.simulated, span),
         _table(found),
         '<p class="note">Idle is the share of the ranks\' time, from the first action to the last, '
         "in which nothing is computed. The simulation runs the same order of actions, each as long "
         "as the median of its kind and stage. Numbers in the boxes are microbatches; shades tell "
-        "the stages of one rank apart.</p>",
+        f"the stages of one rank apart. {_ZOOM}</p>",
     ]
 
 
-def _whole(timeline: Timeline) -> list[str]:
+def _whole(timeline: Timeline, name: str = "") -> list[str]:
+    checks = Timeline(event for event in timeline.events if kind_of(event) == "")
+    others = Timeline(event for event in timeline.events if kind_of(event) != "")
     rows = [
         [
             f"rank {rank}",
-            *(seconds(timeline.busy(rank, lane)) for lane in LANES),
+            *(seconds(others.busy(rank, lane)) for lane in LANES),
+            seconds(sum(checks.busy(rank, lane) for lane in LANES)),
             seconds(timeline.exposed(rank)),
         ]
         for rank in timeline.ranks
     ]
-    head = ["", *LANES, "exposed"]
+    head = ["", *LANES, "checks", "exposed"]
     return [
-        f"<h2>The last steps: {seconds(timeline.end - timeline.start)}</h2>",
+        f"<h2>{html.escape(name)}The last steps: {seconds(timeline.end - timeline.start)}</h2>",
         legend([timeline]),
-        draw_timeline(timeline),
+        _timeline(timeline),
         _rows(head, rows),
-        '<p class="note">Seconds during which each lane was busy. Exposed is communication beside '
-        "which nothing was computed.</p>",
+        '<p class="note">Time during which each lane was busy; checks are the '
+        "collectives of checks, norms and losses, which no lane counts. Exposed is communication "
+        f"beside which nothing was computed. {_ZOOM}</p>",
     ]
 
 
@@ -139,11 +194,13 @@ def _table(found: Comparison) -> str:
     return _rows(head, rows)
 
 
-def _rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _rows(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
     def line(tag: str, cells: Sequence[str]) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
 
-    return f"<table>{line('th', head)}{''.join(line('td', row) for row in rows)}</table>"
+    first = line("th", head) if head else ""
+    table = f'<table class="{kind}">{first}{"".join(line("td", row) for row in rows)}</table>'
+    return f'<div class="wide">{table}</div>'
 
 
 def _span(timeline: Timeline) -> float:

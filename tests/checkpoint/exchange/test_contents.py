@@ -53,6 +53,10 @@ def test_contents_are_a_tree_with_sizes_and_layout(tmp_path: Path) -> None:
         "values",
         "lr = 0.1",
     ]
+    assert [" ".join(line.split()) for line in found.lines(1)][1:3] == [
+        "a 2 tensors, 36 B",
+        "c int64 (), 8 B, whole",
+    ]
 
 
 def test_differences_are_named_the_largest_first(tmp_path: Path) -> None:
@@ -119,6 +123,8 @@ def test_the_commands_show_compare_and_convert(
     assert status == 0
     assert "saved on 1 ranks" in out
     assert "extra.note = begun" in out
+    assert len(out.splitlines()) < len(told(capsys, "show", path, "--depth", "0")[1].splitlines())
+    assert " values" in out.partition("values\n")[2], "states of generators are folded"
     status, out, _ = told(capsys, "show", path, "--json")
     assert json.loads(out)["tensors"]["state/model/first.bias"]["shape"] == [8]
     for form in checkpoint.FORMATS:

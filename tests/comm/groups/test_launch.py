@@ -149,3 +149,56 @@ def test_torchruns_error_file_names_the_culprit_and_the_cause(
         told.append((failure.timestamp, str(failure.message)))
     assert "ValueError: no" in min(told)[1]
     assert "failed first" not in min(told)[1]
+
+
+FAILS = """
+import sys
+import torch
+import meshwright as mw
+world = mw.connect()
+if world.rank == 0 and sys.argv[1] == "one":
+    raise ValueError("the cause")
+layer = torch.nn.Linear(2, 2)
+with torch.no_grad():
+    layer.weight.fill_(world.rank)
+mw.fully_shard(layer)(torch.ones(1, 2)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "cause", "follower"),
+    [
+        ("one", "ValueError: the cause", "RankFailedError: rank 0 failed first"),
+        ("all", "to have the same values on all ranks", "raised the same CollectiveMismatchError"),
+    ],
+)
+@pytest.mark.parametrize("shows", ["brief", "full"])
+def test_ranks_print_the_cause_of_a_failure_and_no_frames_of_libraries(
+    tmp_path: Path, mode: str, cause: str, follower: str, shows: str
+) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text(FAILS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(script), mode],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "MESHWRIGHT_TRACEBACK": shows},
+    )
+    lines = [line for line in done.stderr.splitlines() if line.startswith("[rank")]
+    said = "\n".join(lines)
+    assert cause in said
+    if shows == "full":
+        assert 'torch/nn/modules/module.py"' in said
+        return
+    assert len(lines) <= 25
+    assert sum(line.partition("]: ")[2].startswith("meshwright.errors.") for line in lines) <= 2
+    assert follower in said
+    assert 'torch/nn/modules/module.py"' not in said
+    assert "MESHWRIGHT_TRACEBACK=full" in said
+    if mode == "all":
+        assert said.count(cause) == 1
+    # The launcher's own summary has a line of each rank, and no frames of libraries either.
+    assert 'torch/nn/modules/module.py"' not in done.stderr

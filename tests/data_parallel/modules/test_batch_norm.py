@@ -19,7 +19,7 @@ from meshwright.data_parallel import (
     fully_shard,
     keep_batch_norm_local,
     replicate,
-    synchronise_batch_norm,
+    synchronize_batch_norm,
 )
 from meshwright.data_parallel.modules.batch_norm import LocalStatistics
 from meshwright.fsdp import FullyShardedDataParallel
@@ -85,14 +85,14 @@ def body() -> None:
         assert bool(first) is is_first
         if is_first:
             assert "BatchNorm '0.1' normalises by the batch of each of 2 ranks alone" in first
-            assert "synchronise_batch_norm(model, communicator())" in first
+            assert "synchronize_batch_norm(model, communicator())" in first
             assert "keep_batch_norm_local(model)" in first
 
         # What is no BatchNorm over the batch, or not of this rank alone, or is meant.
         frozen = net()
         frozen[0][1].eval()
         synchronised = net()
-        synchronise_batch_norm(synchronised, communicator())
+        assert synchronize_batch_norm(synchronised, communicator()) is synchronised
         meant = net()
         keep_batch_norm_local(meant)
         for silent in (frozen, synchronised, meant, net(nn.Identity)):

@@ -17,7 +17,7 @@ from meshwright.data_parallel import (
     GradBucket,
     keep_batch_norm_local,
     replicate,
-    synchronise_batch_norm,
+    synchronize_batch_norm,
 )
 from meshwright.data_parallel.comm_hooks import allreduce_hook
 from meshwright.testing import Ranks
@@ -186,7 +186,7 @@ def body_batch_norm() -> None:
     ours, theirs = copy.deepcopy(one), TorchDDP(copy.deepcopy(one))
     local = DistributedDataParallel(copy.deepcopy(one))
     keep_batch_norm_local(local)
-    synchronise_batch_norm(ours, world)
+    synchronize_batch_norm(ours, world)
     replicate(ours)
     torch.manual_seed(1)
     x = torch.randn(3 * world.size, 2, 4, 4, dtype=torch.float64)

@@ -73,7 +73,7 @@ function_imports  plan.py                       def f() -> None: import json
 function_imports  plan.py                       import importlib | def f() -> None: importlib.import_module('x')
 optional_imports  comm/groups/launch.py         import rich
 optional_imports  plan.py                       from tyro import cli
-optional_imports  cli.py                        import pytest
+optional_imports  cli/main.py                   import pytest
 module_names      comm/utils.py                 x = 1
 module_names      comm/_gloo_helpers.py         x = 1
 module_names      manager/__init__.py           x = 1
@@ -296,7 +296,7 @@ SOUND: Files = {
             torch.zeros(2, device="cpu").new_zeros(1)
             return f"{__version__} {distributed}"
         ''',
-    "cli.py": '''
+    "cli/main.py": '''
         """Commands."""
         import tyro
         def main() -> None:

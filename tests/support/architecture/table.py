@@ -9,7 +9,7 @@ __all__ = [
     "BOXES",
     "C10D",
     "C10D_ROOMS",
-    "CONSOLE_FILES",
+    "CONSOLE_ROOM",
     "FACTORIES",
     "FILE_LINES",
     "FOLDER_MODULES",
@@ -109,8 +109,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "integrations": _STRATEGIES | {"checkpoint"},
     "recipes": _TOP | {"integrations"},
     "doctor": _WHOLE,
-    "cli": _TOP | {"cli_checkpoint", "doctor", "integrations", "recipes"},
-    "cli_checkpoint": _WHOLE,
+    "cli": _TOP | {"doctor", "integrations", "recipes"},
     "__main__": frozenset({"cli"}),
     "testing": _TOP,
 }
@@ -214,7 +213,6 @@ OPTIONAL = frozenset(
 )
 OPTIONAL_ROOMS: dict[str, frozenset[str]] = {
     "cli": frozenset({"rich", "tyro"}),
-    "cli_checkpoint": frozenset({"tyro"}),
     "recipes": frozenset({"rich", "tyro"}),
     "testing": frozenset({"pytest"}),
 }
@@ -224,7 +222,7 @@ OPTIONAL_ROOMS: dict[str, frozenset[str]] = {
 STATE_FILES = frozenset({"comm/groups/registry.py", "compiler/marking.py"})
 
 # Only the command line writes to the console with `print`.
-CONSOLE_FILES = frozenset({"cli.py", "cli_checkpoint.py"})
+CONSOLE_ROOM = "cli"
 
 BANNED_WORDS = frozenset(
     {"base", "common", "helper", "helpers", "manager", "misc", "util", "utils"}

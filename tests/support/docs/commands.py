@@ -11,7 +11,8 @@ from pathlib import PurePath
 
 from torch.distributed.run import get_args_parser
 
-from meshwright.cli import _COMMANDS, _parse, _split_overrides
+from meshwright.cli.commands import COMMANDS, command
+from meshwright.cli.words import parse, split_overrides
 from meshwright.plan import Plan
 from meshwright.recipes.config import TrainConfig, read_config
 from meshwright.toml_source import read
@@ -70,17 +71,17 @@ def require_file(name: str) -> None:
 
 def check_meshwright(words: Sequence[str]) -> None:
     """Parse a command of ours as it parses itself; of `train` the configuration, too."""
-    names = [name for name in _COMMANDS if [*words][: len(name.split())] == name.split()]
+    names = [name for name in COMMANDS if [*words][: len(name.split())] == name.split()]
     assert names, words
     rest = [*words][len(names[0].split()) :]
     if "--help" in rest:
         return
-    command = _parse(_COMMANDS[names[0]], names[0], rest)
+    given = parse(command(names[0]), names[0], rest)
     if names[0] == "train":
-        file = command.config
+        file = given.config
         require_file(file) if file != "example" else None
         path = ROOT / ("examples/train.toml" if file in ("example", *PLACEHOLDERS) else file)
-        config = read_config(path, _split_overrides(rest)[0])
+        config = read_config(path, split_overrides(rest)[0])
         config.plan.check(config.plan.axes.world_size)
 
 
@@ -120,7 +121,7 @@ def check_inline(words: Sequence[str]) -> None:
         check(words)
         return
     wanted = [*words[1:]]
-    known = [name.split() for name in _COMMANDS]
+    known = [name.split() for name in COMMANDS]
     assert any(wanted[: len(name)] == name[: len(wanted)] for name in known), words
     if wanted[0] == "train" and len(wanted) > 1 and not wanted[1].startswith("-"):
         check_meshwright(wanted)

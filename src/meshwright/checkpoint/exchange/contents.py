@@ -30,8 +30,8 @@ class Contents:
     values: Mapping[str, JSON]
     """All that is no tensor, by its dotted place."""
 
-    def lines(self) -> Iterator[str]:
-        """Write it as a tree."""
+    def lines(self, depth: int = 0) -> Iterator[str]:
+        """Write it as a tree of ``depth`` levels, with what is below each in sum; 0 means all."""
         total = sum(self.files.values())
         saved = "" if self.ranks is None else f", saved on {self.ranks} ranks"
         yield (
@@ -45,15 +45,18 @@ class Contents:
             for part in path:
                 inner = inner.setdefault(part, {})
             inner.setdefault(leaf, {})[""] = tensor
-        yield from _branch(tree.get("state", tree) if len(tree) == 1 else tree, 0)
+        yield from _branch(tree.get("state", tree) if len(tree) == 1 else tree, 0, depth)
         if self.values:
             yield "values"
+        folded: dict[str, list[JSON]] = {}
         for place, value in self.values.items():
-            text = str(value)
+            folded.setdefault(".".join(place.split(".")[: depth or None]), []).append(value)
+        for place, values in folded.items():
+            text = str(values[0]) if len(values) == 1 else f"{len(values)} values"
             yield f"  {place} = {text if len(text) <= 60 else text[:57] + '...'}"
 
 
-def _branch(tree: Mapping[str, Any], depth: int) -> Iterator[str]:
+def _branch(tree: Mapping[str, Any], depth: int, deepest: int) -> Iterator[str]:
     for name, inner in tree.items():
         if name == "":
             continue
@@ -67,7 +70,8 @@ def _branch(tree: Mapping[str, Any], depth: int) -> Iterator[str]:
         else:
             count, size = _sum(inner)
             yield f"{title:<40} {count} tensors, {size:,} B"
-        yield from _branch(below, depth + 1)
+        if depth + 1 != deepest:
+            yield from _branch(below, depth + 1, deepest)
 
 
 def _sum(tree: Mapping[str, Any]) -> tuple[int, int]:

@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -21,8 +22,9 @@ import torch.distributed as dist
 from meshwright.comm.failures.attendance import Answers
 from meshwright.comm.failures.board import STORE, Gathering
 from meshwright.comm.failures.failure import FailureMonitor
-from meshwright.comm.failures.waiting import AllOthers, Watch, blame
+from meshwright.comm.failures.waiting import AllOthers, Watch, blame, chain_of
 from meshwright.comm.failures.watching import Watcher
+from meshwright.comm.failures.whereabouts import is_the_users, one_line, source_line
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.errors import CommunicationError, RankFailedError
 
@@ -33,6 +35,9 @@ LEAVE_TIMEOUT = 10.0
 
 LINGER = 5.0
 """Seconds that the store of a failed run stays, at most, for others to read who failed first."""
+
+TRACEBACK = "MESHWRIGHT_TRACEBACK"
+"""The environment variable that, set to "full", leaves tracebacks as they are."""
 
 FOLLOWS_BY = 60
 """Seconds by which a rank that ended because of another is dated later than it ended."""
@@ -214,13 +219,49 @@ def record_failure(error: BaseException) -> None:
     if not path:
         return
     later = FOLLOWS_BY if isinstance(error, RankFailedError) else 0
-    trace = "".join(traceback.format_exception(error))
-    said = {
+    where = source_line(error)
+    # What torchrun calls the traceback; this rank has printed its own.
+    said = f"{one_line(error)} ({where})" if where else one_line(error)
+    trace = "\n".join((said, *getattr(error, "__notes__", ())))
+    if os.environ.get(TRACEBACK) == "full":
+        trace = "".join(traceback.format_exception(error))
+    message = {
         "message": f"{type(error).__name__}: {error}",
         "extraInfo": {"py_callstack": trace, "timestamp": str(int(time.time()) + later)},
     }
     with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
-        json.dump({"message": said}, file)
+        json.dump({"message": message}, file)
+
+
+def _brief(monitor: FailureMonitor, error: BaseException) -> BaseException:
+    """Fold the frames of ``error``; where another rank raised the same first, refer to that."""
+    with contextlib.suppress(RankFailedError):
+        monitor.read()
+    first = monitor.failure
+    if first is not None and first.rank != monitor.rank and first.error == one_line(error):
+        text = f"rank {first.rank} raised the same {type(error).__name__} first"
+        return RankFailedError(text, first.rank).with_traceback(_folded(error))
+    frames = sum(1 for _ in traceback.walk_tb(error.__traceback__))
+    for each in chain_of(error):
+        each.with_traceback(_folded(each))
+    folded = frames - sum(1 for _ in traceback.walk_tb(error.__traceback__))
+    if folded:
+        error.add_note(f"({folded} frames inside of libraries folded; {TRACEBACK}=full shows them)")
+    return error
+
+
+def _folded(error: BaseException) -> TracebackType | None:
+    """The traceback of ``error`` without frames of torch and this library, but for the last."""
+    traces: list[TracebackType] = []
+    trace = error.__traceback__
+    while trace is not None:
+        traces.append(trace)
+        trace = trace.tb_next
+    kept: TracebackType | None = None
+    for number, each in enumerate(reversed(traces)):
+        if not number or is_the_users(each.tb_frame.f_code.co_filename):
+            kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return kept
 
 
 class ExceptionHook:
@@ -230,11 +271,21 @@ class ExceptionHook:
         self.before = before
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: object) -> None:
-        """Tell the other ranks and the launcher, then go on with the hook that was there."""
-        if PROCESS.monitor is not None and PROCESS.monitor.pid == os.getpid():
-            _tell(PROCESS.monitor, error)
+        """Tell the other ranks and the launcher, then call the hook that was there.
+
+        It is given the traceback without the frames of torch and this library, and on a rank that
+        raised what another did before it, one line; ``MESHWRIGHT_TRACEBACK=full`` leaves all.
+        """
+        monitor = PROCESS.monitor
+        if monitor is None or monitor.pid != os.getpid():
+            record_failure(error)
+            self.before(kind, error, trace)
+            return
+        _tell(monitor, error)
+        if os.environ.get(TRACEBACK) != "full":
+            error = _brief(monitor, error)
         record_failure(error)
-        self.before(kind, error, trace)
+        self.before(type(error), error, error.__traceback__)
 
     @classmethod
     def install(cls) -> None:

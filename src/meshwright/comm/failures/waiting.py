@@ -493,7 +493,7 @@ def blame(monitor: FailureMonitor, error: BaseException) -> str:
     A rank that is lost without a word is put on the board.
     """
     try:
-        if any(map(is_of_a_transport, _chain(error))) or isinstance(error, RankFailedError):
+        if any(map(is_of_a_transport, chain_of(error))) or isinstance(error, RankFailedError):
             explain(monitor, error, f"rank {monitor.rank} found out outside of a wait of its own")
             left = monitor.ranks.left
             if left:
@@ -511,7 +511,7 @@ def is_of_a_transport(error: BaseException) -> bool:
     return type(error) is RuntimeError and _OF_A_TRANSPORT.search(str(error)) is not None
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def chain_of(error: BaseException | None) -> Iterator[BaseException]:
     """Iterate over ``error`` and what it came of."""
     for _ in range(20):  # a chain may be closed by hand
         if error is None:

@@ -123,7 +123,7 @@ def source_line(error: BaseException) -> str:
     """Name the user's line that led to ``error``: the innermost frame outside the libraries."""
     frames = traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):
-        if _is_the_users(frame.filename):
+        if is_the_users(frame.filename):
             return f"{frame.filename}:{frame.lineno} in {frame.name}"
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
@@ -137,7 +137,7 @@ def line_of(frame: FrameType | None) -> str:
 def users_line(frame: FrameType | None) -> str:
     """Name the user's line that ``frame`` was called from; "" where there is none."""
     while frame is not None:
-        if _is_the_users(frame.f_code.co_filename):
+        if is_the_users(frame.f_code.co_filename):
             return _place_of(frame)
         frame = frame.f_back
     return ""
@@ -161,7 +161,8 @@ def hook_frame(frames: Mapping[int, FrameType]) -> FrameType | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_the_users(file: str) -> bool:
+def is_the_users(file: str) -> bool:
+    """Check that ``file`` is neither Python's, nor torch's, nor this library's."""
     # Packages may be installed inside of Python's own folder.
     is_pythons = file.startswith(_PYTHON) and "-packages" not in file
     return not is_pythons and not file.startswith((*LIBRARIES, "<"))

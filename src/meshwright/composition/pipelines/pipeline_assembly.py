@@ -34,7 +34,7 @@ from meshwright.composition.pipelines.tied_values import TiedValues
 from meshwright.composition.tensor_axis.tensor_check import TensorTraffic, WholeRun
 from meshwright.composition.tensor_axis.tensor_rules import ModelCut
 from meshwright.composition.trainable import Loss, Trainable, autocast_of
-from meshwright.data_parallel import synchronise_batch_norm
+from meshwright.data_parallel import synchronize_batch_norm
 from meshwright.errors import PlanError
 from meshwright.pipelining import PipelineStage, build_stage
 from meshwright.pipelining.stepping.ties import counted
@@ -116,7 +116,7 @@ def _lay_out(
         module = found.modules[number]
         cut_over_tensor(module, cut, peers)
         if plan.train.batch_norm == "sync":
-            synchronise_batch_norm(module, peers.data)
+            synchronize_batch_norm(module, peers.data)
         recompute_modules(module, plan)
         layouts.append(_stage_layout(module, plan, peers))
         if found.info is None:

@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +22,8 @@ from meshwright.torch_internals.modules import (
     AnyInstanceNorm,
     check_input_dim,
 )
+
+M = TypeVar("M", bound=nn.Module)
 
 IS_KNOWN = "_meshwright_local_statistics"
 """The attribute of a BatchNorm of which its user has said, or was told, that the statistics are of
@@ -48,8 +51,10 @@ def with_statistics(module: nn.Module) -> dict[str, nn.Module]:
     return {**batch_norms(module), **running_instance_norms(module)}
 
 
-def synchronise_batch_norm(module: nn.Module, communicator: Communicator) -> None:
-    """Make each BatchNorm in ``module`` normalise by the statistics of all ranks, in training mode.
+def synchronize_batch_norm(module: M, communicator: Communicator) -> M:
+    """Make each BatchNorm in ``module`` normalize by the statistics of all ranks, in training mode.
+
+    Returns ``module``.
 
     Names, class, parameters and buffers stay; only the computation changes. Every rank's forward
     pass must then reach the same BatchNorm modules in the same order. Each of them gathers
@@ -58,6 +63,11 @@ def synchronise_batch_norm(module: nn.Module, communicator: Communicator) -> Non
     for name, part in batch_norms(module).items():
         # An attribute of the instance hides the method of its class.
         setattr(part, "forward", partial(_forward, part, communicator, f"batch norm {name}"))  # noqa: B010
+    return module
+
+
+synchronise_batch_norm = synchronize_batch_norm
+"""The older name of `synchronize_batch_norm`."""
 
 
 def keep_batch_norm_local(module: nn.Module) -> None:
@@ -123,7 +133,7 @@ class LocalStatistics:
         warnings.warn(
             f"BatchNorm {', '.join(map(repr, names[:3]))}{more} normalises by the batch of each of "
             f"{ranks} ranks alone, so this trains to other numbers than one process would. For the "
-            "statistics of all ranks call synchronise_batch_norm(model, communicator()) of "
+            "statistics of all ranks call synchronize_batch_norm(model, communicator()) of "
             "meshwright.data_parallel and meshwright.comm before the first forward; if those of "
             "each rank are meant, call keep_batch_norm_local(model) of meshwright.data_parallel",
             UserWarning,

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated
 
 import torch
@@ -57,13 +55,17 @@ class ShowCommand:
 
     folder: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FOLDER")]
     """The checkpoint: a folder such as checkpoints/step_00000300."""
+    depth: Annotated[int, tyro.conf.arg(metavar="N")] = 2
+    """Levels of the tree that are shown, with sums of those below; 0 means all."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print one JSON object."""
 
     def run(self, words: list[str]) -> int:
         """Print the contents."""
+        if self.depth < 0:
+            raise PlanError(f"--depth: expected a number of at least 0, found {self.depth}")
         found = checkpoint.contents(_checkpoint(self.folder))
-        print(json.dumps(asdict(found)) if self.json else "\n".join(found.lines()))
+        print(json.dumps(asdict(found)) if self.json else "\n".join(found.lines(self.depth)))
         return 0
 
 
@@ -219,14 +221,3 @@ def _dtype(name: str) -> torch.dtype | None:
     if name and not (isinstance(found, torch.dtype) and found.is_floating_point):
         raise PlanError(f"--dtype: expected float32, bfloat16, float16 or float64, found {name}")
     return found
-
-
-CHECKPOINT_COMMANDS: Mapping[str, type] = MappingProxyType(
-    {
-        "checkpoint verify": VerifyCommand,
-        "checkpoint show": ShowCommand,
-        "checkpoint diff": DiffCommand,
-        "checkpoint export": ExportCommand,
-        "checkpoint import": ImportCommand,
-    }
-)

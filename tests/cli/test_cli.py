@@ -54,7 +54,7 @@ def program(*words: str) -> list[str]:
 
 
 def environment(more: Mapping[str, str] = {}) -> dict[str, str]:
-    source = str(Path(__file__).parents[1] / "src")
+    source = str(Path(__file__).parents[2] / "src")
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")
     }
@@ -205,6 +205,12 @@ def test_help_shows_every_key_and_its_default(capsys: pytest.CaptureFixture[str]
     assert "--nproc N" in shown
     for key in ("--axes.NAME", "--train.clip_norm", "--model.dim", "--run.resume"):
         assert key in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    for choices in (
+        "--train.batch_norm {local, sync} (none)",
+        '--train.dropout {local, global} ("local")',
+    ):
+        assert choices in shown
     for word in ("--help", "help"):
         assert main([word]) == 0
         assert "checkpoint verify" in capsys.readouterr().out
@@ -313,7 +319,7 @@ def test_a_rank_that_dies_at_the_start_is_named(config: Path, tmp_path: Path) ->
     (tmp_path / "sitecustomize.py").write_text(
         "import os\nif os.environ.get('RANK') == '1':\n    os._exit(7)\n"
     )
-    source = str(Path(__file__).parents[1] / "src")
+    source = str(Path(__file__).parents[2] / "src")
     done = run("train", str(config), more={"PYTHONPATH": f"{tmp_path}:{source}"})
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == ("meshwright train: rank 1 of 2 exited with status 7")

@@ -1,0 +1,175 @@
+"""``meshwright train``: on ranks that it starts, or as one of those that a launcher started."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+
+from meshwright.cli.words import fail, one_line, split_overrides
+from meshwright.comm import connect, disconnect, phase
+from meshwright.comm.failures.membership import record_failure
+from meshwright.comm.groups.launch import launch
+from meshwright.composition import check_model
+from meshwright.environment import cluster, is_launched
+from meshwright.errors import MeshwrightError, PlanError
+from meshwright.integrations.trackers import tracker_of
+from meshwright.recipes.config import TrainConfig, option_lines, read_config
+from meshwright.recipes.language_model import LanguageModel
+from meshwright.recipes.loop import Outcome, train
+from meshwright.recipes.run_folder import require_folder, require_start
+from meshwright.recipes.tensors.trace import traced_modules
+from meshwright.recipes.text import open_text
+from meshwright.report import METRICS
+
+# Set for the ranks that this command line starts: their launcher reports for them.
+_UNDER_LAUNCHER = "MESHWRIGHT_LAUNCHER"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainCommand:
+    """Train the byte-level language model on text.
+
+    Starts one process for each rank of the plan, unless torchrun has started them. Every key of
+    the configuration can be given here too, as in --train.seed 3 or --run.steps=50.
+    """
+
+    config: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CONFIG.toml")]
+    """The configuration, a TOML file; ``example`` is one that comes with the package."""
+    nproc: Annotated[int, tyro.conf.arg(metavar="N")] = 0
+    """Number of ranks; 0 means the product of the plan's axes."""
+    resume: Annotated[str, tyro.conf.arg(metavar="WHERE")] = ""
+    """Short for --run.resume."""
+    check_parity: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Short for --run.check_parity true."""
+    trace_tensors: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Short for --run.trace_tensors true."""
+
+    option_lines = staticmethod(option_lines)
+
+    def run(self, words: list[str]) -> int:
+        """Check the configuration, and train here or on ranks that are started here."""
+        overrides, _ = split_overrides(words)
+        if self.resume:
+            overrides.append(f"run.resume={self.resume}")
+        flags = {"check_parity": self.check_parity, "trace_tensors": self.trace_tensors}
+        overrides += [f"run.{flag}=true" for flag, is_given in flags.items() if is_given]
+        config = read_config(self.config, overrides)
+        if self.nproc < 0:
+            raise PlanError(f"--nproc: expected a whole number of at least 0, found {self.nproc}")
+        ranks = self.nproc or config.plan.axes.world_size
+        if is_launched():
+            ranks = cluster().size
+        if _UNDER_LAUNCHER not in os.environ:
+            _check(config, ranks)
+        if is_launched() or ranks == 1:
+            return _train_here(config)
+        os.environ[_UNDER_LAUNCHER] = "1"
+        return launch([sys.executable, "-m", "meshwright", "train", *words], ranks)
+
+
+def _check(config: TrainConfig, ranks: int) -> None:
+    """Find, before any process starts, what can be known to go wrong."""
+    with torch.device("meta"):
+        model = LanguageModel(config.model)
+    problems: list[str] = []
+    try:
+        check_model(model, config.plan, ranks)
+    except PlanError as error:
+        problems.extend(str(error).splitlines())
+    problems += [
+        f"[run] trace_modules: {pattern!r} matches no module of the model"
+        for pattern in config.run.trace_modules
+        if not traced_modules([pattern], model)
+    ]
+    try:
+        windows = len(open_text(config.data, config.model.context).training)
+        if windows < config.data.batch_size:
+            problems.append(
+                f"[data] batch_size: expected at least {config.data.batch_size} windows of [model] "
+                f"context = {config.model.context} bytes of training text, found {windows}; give "
+                "more text, or a smaller batch_size or context"
+            )
+    except PlanError as error:
+        problems.extend(str(error).splitlines())
+    for name in config.run.trackers:
+        try:
+            tracker_of(name)
+        except PlanError as error:
+            problems.append(f"[run] trackers: {error}")
+    resume = config.run.resume
+    try:
+        require_start(resume)
+        is_named = resume not in ("auto", "never")
+        require_folder(Path(config.run.folder or (resume if is_named else "runs")))
+    except PlanError as error:
+        problems.extend(str(error).splitlines())
+    if problems:
+        raise PlanError(problems)
+
+
+def _train_here(config: TrainConfig) -> int:
+    """Train as this process's rank; only rank 0 prints, and a launcher of ours tells of errors."""
+    rank = cluster().rank if is_launched() else 0
+    logging.basicConfig(format=f"rank {rank}: %(message)s", level=logging.WARNING)
+    try:
+        world = connect(timeout=config.run.timeout)
+        with phase("train"):
+            outcome = train(
+                config, world, partial(print, flush=True) if rank == 0 else lambda line: None
+            )
+    except (MeshwrightError, OSError) as error:
+        record_failure(error)
+        disconnect()  # tells the other ranks why, too
+        if _UNDER_LAUNCHER in os.environ:
+            return 1
+        where = f"rank {rank}: " if is_launched() else ""
+        return fail("train", where + one_line(error), status=1)
+    finally:
+        disconnect()
+    if rank == 0:
+        print("\n".join(_summary(outcome)))
+    return 0
+
+
+def _summary(outcome: Outcome) -> list[str]:
+    minutes, seconds = divmod(round(outcome.seconds), 60)
+    state = "finished" if outcome.is_finished else "stopped on request"
+    carrier = "shared memory" if outcome.backend == "meshwright" else outcome.backend
+    lines = [
+        f"{state} at step {outcome.step} of {outcome.steps} on {outcome.ranks} ranks over "
+        f"{carrier}, {minutes}:{seconds:02} now, {outcome.tokens_per_second:,.0f} tokens/s"
+    ]
+    if outcome.loss is not None:
+        lines.append(f"training loss {outcome.loss:.4f} nats a byte")
+    if outcome.validation_loss is not None:
+        fall = outcome.unigram_loss - outcome.validation_loss
+        lines.append(
+            f"validation loss {outcome.validation_loss:.4f} nats a byte; unigram byte frequencies "
+            f"give {outcome.unigram_loss:.4f} ({abs(fall):.4f} "
+            f"{'below' if fall > 0 else 'above'} them)"
+        )
+    if outcome.parity:
+        lines.append(outcome.parity)
+    most = f"{outcome.peak_memory / 2**20:,.0f} MiB"
+    lines.append(f"memory     {most} at most, on rank {outcome.peak_rank}")
+    lines.append(f"checkpoint {outcome.checkpoint}")
+    lines.append(f"metrics    {os.path.join(outcome.folder, METRICS)}")
+    if outcome.trace:
+        lines.append(f"trace      {outcome.trace} (opens in https://ui.perfetto.dev)")
+    if outcome.report:
+        lines.append(f"report     {outcome.report} (open it in a browser)")
+    if outcome.tensors:
+        lines.append(
+            f"tensors    {outcome.tensors} (meshwright compare {outcome.folder} OTHER_RUN)"
+        )
+    if not outcome.is_finished:
+        lines.append(f"to go on, give the same command --resume {outcome.folder}")
+    return lines

@@ -1,0 +1,95 @@
+"""The words of a command: its options, and how a mistake in them becomes one line."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import math
+import re
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import Protocol
+
+import tyro
+
+from meshwright.errors import PlanError
+
+
+class Command(Protocol):
+    """The options of a command, and what it does."""
+
+    def run(self, words: list[str]) -> int:
+        """Run it, given as ``words``; returns the exit status."""
+
+
+def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split words into options of a table, as ``table.key=value``, and the others.
+
+    A key with no value after it is a switch: ``--model.tied``.
+    """
+    overrides: list[str] = []
+    rest: list[str] = []
+    queue = list(words)
+    while queue:
+        word = queue.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or "." not in name:
+            rest.append(word)
+            continue
+        if not equals:
+            value = queue.pop(0) if queue and not queue[0].startswith("--") else "true"
+        overrides.append(f"{name.replace('-', '_')}={value}")
+    return overrides, rest
+
+
+def parse(kind: type[Command], name: str, words: list[str]) -> Command:
+    """Find the command's own arguments; a mistake in them is one line and exit status 2."""
+    told, shown = io.StringIO(), io.TextIOWrapper(io.BytesIO(), encoding=sys.stdout.encoding)
+    about = inspect.cleandoc(kind.__doc__ or "")
+    option_lines = getattr(kind, "option_lines", None)
+    own = split_overrides(words)[1] if option_lines else words
+    try:
+        with contextlib.redirect_stderr(told), contextlib.redirect_stdout(shown):
+            return tyro.cli(kind, prog=f"meshwright {name}", args=own, description=about)
+    except SystemExit as error:
+        if error.code:
+            raise PlanError(_unboxed(told.getvalue())) from None
+        shown.seek(0)
+        for line in shown.read().splitlines():  # of which those without a box are not wrapped
+            print(textwrap.fill(line, 80, subsequent_indent=" " * 4) if len(line) > 80 else line)
+        if option_lines:
+            print("\n".join(option_lines()))
+        raise
+
+
+def _unboxed(text: str) -> str:
+    """Put the text of tyro on one line, without the box around it and its advice below."""
+    text = re.sub(r"\x1b\[[0-9;]*m|[\u2500-\u257f]", " ", text)
+    text = re.split(r"Argument helptext|For full helptext", text)[0]
+    text = re.sub(r"^\s*(Required|Unrecognized) options\s|^\s*Value error\s", "", text)
+    return " ".join(word for word in text.split() if set(word) != {"-"}) or "wrong arguments"
+
+
+def at_least_0(option: str, given: str) -> float:
+    """The number ``given`` for ``option``; raises ``ValueError`` for any below 0."""
+    try:
+        value = float(given)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{option}: expected a number of at least 0, found {given}")
+    return value
+
+
+def one_line(error: BaseException) -> str:
+    """The text of ``error`` on one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def fail(command: str, *lines: str, status: int) -> int:
+    """Write ``lines`` to standard error, each with the command's name; returns ``status``."""
+    for line in lines:
+        print(f"meshwright {command}: {line}".replace(" :", ":"), file=sys.stderr)
+    return status
