@@ -17,9 +17,11 @@ import pytest
 from meshwright import __version__
 from meshwright.checkpoint import latest, verify
 from meshwright.cli import main
+from meshwright.composition.pipelines.stages import chunks_of
+from meshwright.plan import PipelinePlan
 from meshwright.recipes.tensors.compare import compare_runs
 from meshwright.report import read_chrome_trace, write_chrome_trace
-from meshwright.schedule.builders import one_f_one_b
+from meshwright.schedule.builders import BUILDERS, one_f_one_b
 from meshwright.schedule.lowering import lower
 from meshwright.schedule.simulate import Costs, simulate
 from meshwright.testing import Ranks
@@ -390,6 +392,20 @@ def test_simulate_draws_a_schedule(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "rank 0: computes 12, idles 0.5, holds the activations of at most 2 micro" in out
     assert "in all 12.5, 4.0% of it idle" in out
     assert file.read_text().startswith("# meshwright schedule 1: name=zbv microbatches=4")
+
+
+@pytest.mark.parametrize("schedule", sorted(BUILDERS))
+def test_simulate_has_the_stages_of_a_plan(
+    capsys: pytest.CaptureFixture[str], schedule: str
+) -> None:
+    said: list[str] = []
+    chunks = chunks_of(PipelinePlan(schedule=schedule, microbatches=8), 4)  # pyrefly: ignore
+    for stages in ([], ["--stages", str(4 * chunks)]):
+        assert main(["simulate", schedule, "--ranks", "4", "--microbatches", "8", *stages]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+    if schedule == "interleaved1f1b":
+        assert "15.8% of it idle" in said[0]
 
 
 def test_report_draws_a_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ from meshwright.composition.trainable import Loss, Trainable, autocast_of
 from meshwright.data_parallel import synchronize_batch_norm
 from meshwright.errors import PlanError
 from meshwright.plan import Plan
+from meshwright.torch_internals.modules import require_module
 
 
 def parallelize(
@@ -74,9 +75,17 @@ def parallelize(
     >>> trainable.step(inputs, targets).loss
     """
     everyone = comm.connect() if group is None else comm.communicator(group, "replicate")
-    check_model(model, plan, everyone.size)
+    require_module(model, "parallelize")
+    if isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"expected optimizer to be a function of this rank's parameters, found an optimizer "
+            f"({type(optimizer).__name__}): give parallelize "
+            f"optimizer=lambda parameters: {type(optimizer).__name__}(parameters, ...)"
+        )
+    inputs = _inputs(example)
+    check_model(model, plan, everyone.size, None if example is None else inputs)
+    _require_example(plan, example)
     is_empty = is_on_meta(model)
-    inputs = _inputs(plan, example)
     check_own_parameters(loss, model)
     peers = Peers.of(plan, everyone)
     given = GivenParameters(model)
@@ -115,8 +124,8 @@ def parallelize(
     )
 
 
-def _inputs(plan: Plan, example: object) -> Inputs:
-    """Find the arguments of the model in ``example``, read as `call_module` reads a batch."""
+def _require_example(plan: Plan, example: object) -> None:
+    """Raise PlanError where an axis of ``plan`` looks at how the model runs."""
     for axis, why in (
         ("pipeline", "needs to see how the model runs"),
         ("tensor", "is checked against the whole model"),
@@ -126,6 +135,10 @@ def _inputs(plan: Plan, example: object) -> Inputs:
                 f"axis {axis} {why}: give parallelize example=(inputs,), as one small batch has "
                 "them"
             )
+
+
+def _inputs(example: object) -> Inputs:
+    """Find the arguments of the model in ``example``, read as `call_module` reads a batch."""
     if isinstance(example, Mapping):
         return cast("Inputs", example)
     if isinstance(example, Sequence) and not isinstance(example, str):

@@ -4,29 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 from meshwright.axes import DATA_AXES
 from meshwright.comm.dtensors.dtensor import is_dtensor
+from meshwright.composition.example_run import Inputs, evaluating, left_as_it_is, same_numbers
 from meshwright.composition.pipelines.pipelined import schedule_of
 from meshwright.composition.pipelines.stages import chunks_of
 from meshwright.composition.tensor_axis.tensor_rules import rule_problems
 from meshwright.data_parallel import batch_norms
 from meshwright.data_parallel.modules.batch_norm import running_instance_norms
 from meshwright.errors import PlanError
+from meshwright.gradients import call_module
 from meshwright.pipelining import PipelineScheduleSingle
 from meshwright.plan import Plan, match_names
+from meshwright.randomness import Draws, RandomOperators
+from meshwright.randomness.refusals import let_draw
 from meshwright.schedule.builders import build
 from meshwright.settings import Problem
+from meshwright.torch_internals.trees import tree_leaves
 
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+"""The modules that `replace_dropout` replaces."""
 AUTOCAST = ("bfloat16", "float16")
 """The dtypes that torch can compute in while parameters have another."""
 
 
-def check_model(model: nn.Module, plan: Plan, ranks: int) -> None:
+def check_model(model: nn.Module, plan: Plan, ranks: int, example: Inputs | None = None) -> None:
     """Raise one PlanError with all that ``plan``, ``model`` and the number of ranks contradict.
 
-    It needs no rank and no data: the model may be on the meta device.
+    It needs no rank and no data: the model, and the ``example`` of its inputs, may be on the meta
+    device. With that, modules that draw random numbers in their own way are found, too.
     """
     problems: list[str] = []
     names = [name for name, _ in model.named_modules()]
@@ -41,6 +50,7 @@ def check_model(model: nn.Module, plan: Plan, ranks: int) -> None:
         *rule_problems(model, plan),
         *_train_problems(model, plan),
         *_precision_problems(plan),
+        *(() if example is None else _draw_problems(model, plan, example)),
     ]
     problems.extend(
         f"parameter {name!r} is a DTensor already: give parallelize a model of plain tensors"
@@ -115,8 +125,7 @@ def _train_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
             ("train", "batch_norm"),
             f"batch_norm = {train.batch_norm!r} has no effect: the model has no BatchNorm",
         )
-    kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
-    dropping = [n for n, part in model.named_modules() if isinstance(part, kinds) and part.p > 0]
+    dropping = [n for n, part in model.named_modules() if isinstance(part, DROPOUTS) and part.p > 0]
     if dropping and train.dropout == "local" and plan.axes.size("tensor") > 1:
         yield Problem(
             ("train", "dropout"),
@@ -139,6 +148,33 @@ def _train_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
             ("train", "recompute"),
             f"recompute matches {again[0]!r}, which has BatchNorm: its running statistics would "
             "move twice a step; leave it out",
+        )
+
+
+def _draw_problems(model: nn.Module, plan: Plan, example: Inputs) -> Iterator[Problem]:
+    """Run ``model`` on ``example``, and find what of it draws other masks on other layouts."""
+    held = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    given = {leaf.device for leaf in tree_leaves(example) if isinstance(leaf, torch.Tensor)}
+    if plan.train.dropout == "local" or held != given:
+        return
+    ours = [name for name, part in model.named_modules() if type(part) in DROPOUTS]
+    found: list[str] = []
+    watch = RandomOperators(model, Draws(0), per_rank=[*plan.train.per_rank, *ours], found=found)
+    devices = [device for device in held if device.type == "cuda"]
+    with (
+        left_as_it_is(model),
+        evaluating(model, trains=True),
+        same_numbers(),
+        torch.random.fork_rng(devices=devices),
+        torch.no_grad(),
+        watch,
+    ):
+        call_module(model, example)
+    if found:
+        yield Problem(
+            ("train", "dropout"),
+            f"{found[0]!r} draws random numbers that depend on the layout, inside of attention or "
+            f"by a function: set its dropout to 0, or {let_draw(found)}",
         )
 
 

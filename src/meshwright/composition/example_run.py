@@ -90,10 +90,10 @@ def same_numbers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put all modules of ``model`` in evaluation mode, and each back in its own afterwards."""
+def evaluating(model: nn.Module, *, trains: bool = False) -> Iterator[None]:
+    """Put all modules of ``model`` in one mode, and each back in its own afterwards."""
     modes = {part: part.training for part in model.modules()}
-    model.eval()
+    model.train(trains)
     try:
         yield
     finally:

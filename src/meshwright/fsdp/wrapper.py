@@ -59,7 +59,7 @@ from meshwright.fsdp.unit_wrapper import (
 from meshwright.fsdp.wrap import WrapPolicy
 from meshwright.gradients import global_norm, refuse_stages, scale_to_norm
 from meshwright.mesh import DeviceMesh
-from meshwright.torch_internals.modules import WRAPPED
+from meshwright.torch_internals.modules import WRAPPED, require_module
 
 FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 """The environment variable that, set to 1, switches mixed precision off in eval mode."""
@@ -110,6 +110,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         stop_on_non_finite: bool = False,
     ) -> None:
         super().__init__()
+        require_module(module, "FullyShardedDataParallel")
         checks.check_containers(module)
         self._deferred, around = module.__dict__.pop(FROM_ABOVE, (frozenset(), checks.Ignored()))
         known = [around, *(wrapper._ignored for wrapper in wrappers_in(module))]

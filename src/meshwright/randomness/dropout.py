@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.randomness.draws import DimPart, Draws
-from meshwright.randomness.refusals import declared, random_modules
+from meshwright.randomness.refusals import declared, let_draw, random_modules
 from meshwright.torch_internals.tensors import FakeTensor
 from meshwright.torch_internals.tracing import not_traced
 
@@ -126,15 +126,15 @@ def replace_dropout(model: nn.Module, draws: Draws, *, per_rank: Sequence[str] =
     """
     left = declared(model, per_rank)
     problems = [
-        f"{name} ({why})"
+        (name, why)
         for name, module in model.named_modules()
         if name not in left and (why := random_modules(module)) is not None
     ]
     if problems:
         raise ValueError(
             "these modules draw random numbers that depend on the layout: "
-            + "; ".join(problems)
-            + ". Set their dropout to 0, or name them in per_rank, to let each rank draw for itself"
+            + "; ".join(f"{name} ({why})" for name, why in problems)
+            + f". Set their dropout to 0, or {let_draw(name for name, _ in problems)}"
         )
     ours: dict[nn.Module, Dropout] = {}
     for name, module in model.named_modules():

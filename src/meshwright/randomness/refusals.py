@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -36,6 +37,13 @@ def declared(model: nn.Module, per_rank: Sequence[str]) -> set[str]:
     return found
 
 
+def let_draw(names: Iterable[str]) -> str:
+    """Say what lets the modules ``names`` draw on each rank, their numbers left out."""
+    patterns = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names if name)
+    listed = ", ".join(f'"{pattern}"' for pattern in patterns)
+    return f"let each rank draw for itself there: [train] per_rank = [{listed}]"
+
+
 def random_modules(module: nn.Module) -> str | None:
     """Find the reason for which ``module`` draws random numbers of its own in training, or None."""
     kind = type(module).__name__
@@ -57,14 +65,23 @@ class RandomOperators(TorchDispatchMode):
     """Raises at the first operator inside that draws random numbers, naming it and its module.
 
     For the first forward and backward passes: functional dropout, dropout inside attention and
-    ``torch.rand`` are seen only when they run. Modules named by ``per_rank`` may draw.
+    ``torch.rand`` are seen only when they run. Modules named by ``per_rank`` may draw. Given a list
+    ``found``, it adds the names of the modules to that instead.
 
     >>> with RandomOperators(model, draws):
     ...     loss(model(inputs)).backward()
     """
 
-    def __init__(self, model: nn.Module, draws: Draws, *, per_rank: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        draws: Draws,
+        *,
+        per_rank: Sequence[str] = (),
+        found: list[str] | None = None,
+    ) -> None:
         super().__init__()
+        self._found = found
         self._model = model
         self._draws = draws
         self._left = declared(model, per_rank)
@@ -98,12 +115,13 @@ class RandomOperators(TorchDispatchMode):
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         if is_random and not self._draws.is_drawing and not _is_off(func, args, kwargs or {}):
             name = self._running[-1] if self._running else ""
-            if name not in self._left:
+            if name not in self._left and self._found is not None:
+                self._found.append(name)
+            elif name not in self._left:
                 where = f"module {name!r}" if self._running else "code outside of all modules"
                 raise RuntimeError(
-                    f"{where} ran {func}, whose random numbers depend on the layout: use "
-                    "an nn.Dropout module in its place, set its dropout to 0, or name the module "
-                    "in per_rank, to let each rank draw for itself"
+                    f"{where} ran {func}, whose random numbers depend on the layout: use an "
+                    f"nn.Dropout module in its place, set its dropout to 0, or {let_draw([name])}"
                 )
         return func(*args, **(kwargs or {}))
 

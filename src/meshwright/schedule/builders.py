@@ -426,6 +426,9 @@ BUILDERS: Mapping[str, Builder] = MappingProxyType(
 )
 """The builders by the names that a plan uses."""
 
+TWO_A_RANK = ("interleaved1f1b", "loopedbfs", "zbv", "dualpipev")
+"""Schedules with two stages a rank where nothing is said."""
+
 
 def build(
     name: str, ranks: int, microbatches: int, chunks: int | None = None, edges: Edges = None
@@ -436,7 +439,7 @@ def build(
     """
     if name not in BUILDERS:
         raise ValueError(f"unknown schedule {name!r}; known: {', '.join(BUILDERS)}")
-    usual = 2 if name in ("zbv", "dualpipev") else 1
+    usual = 2 if name in TWO_A_RANK else 1
     return BUILDERS[name](ranks, microbatches, usual if chunks is None else chunks, edges)
 
 

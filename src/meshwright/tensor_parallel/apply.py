@@ -23,7 +23,7 @@ from meshwright.tensor_parallel.checks.following import follow_first_forward
 from meshwright.tensor_parallel.checks.passes import Passes
 from meshwright.tensor_parallel.layouts import Site, check_mesh
 from meshwright.tensor_parallel.styles import ParallelStyle
-from meshwright.torch_internals.modules import forward_pre_hooks_of
+from meshwright.torch_internals.modules import forward_pre_hooks_of, require_module
 
 _THEIRS = "_meshwright_styled_by_user"
 
@@ -56,6 +56,7 @@ def parallelize_module(
     `LayoutError` where ranks hold different values of what they share; in the first forward
     ValueError for a tie that the plans of all calls until then break.
     """
+    require_module(module, "parallelize_module")
     mesh = current_mesh() if device_mesh is None else device_mesh
     if parallelize_plan is None:
         warnings.warn(

@@ -45,6 +45,7 @@ __all__ = [
     "is_stepping",
     "lent_now",
     "non_persistent_buffers_of",
+    "require_module",
     "set_compiled_call",
     "step_hooks_of_all",
     "step_unless",
@@ -209,3 +210,9 @@ def asked(question: str) -> tuple[Any, ...] | None:
                 return tuple(variable_of(frame, name, _STATE) for name in variables)
         frame = frame.f_back
     return None
+
+
+def require_module(value: object, by: str) -> None:
+    """Raise TypeError, in the name of ``by``, where ``value`` is no module."""
+    if not isinstance(value, nn.Module):
+        raise TypeError(f"{by}: expected a torch.nn.Module, found {type(value).__name__} {value!r}")

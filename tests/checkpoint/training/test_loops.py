@@ -22,6 +22,7 @@ from meshwright import checkpoint
 from meshwright.axes import Axes
 from meshwright.comm import communicator
 from meshwright.comm.dtensors.dtensor import local_of
+from meshwright.comm.dtensors.gather_dtensor import whole
 from meshwright.composition import Trainable, parallelize
 from meshwright.data_parallel import (
     DistributedDataParallel,
@@ -450,3 +451,35 @@ def test_no_rank_of_a_pipeline_holds_more_than_its_part_and_one_tensor(
 ) -> None:
     for grown in ranks(math.prod(axes.values()), growth_of_a_plan, tmp_path, axes, is_flat):
         assert max(grown) < BOUND, grown
+
+
+class Headed(nn.Module):
+    def __init__(self, classes: int, head: str = "head") -> None:
+        super().__init__()
+        torch.manual_seed(classes)
+        self.body = nn.Linear(3, 4)
+        self.add_module(head, nn.Linear(4, classes))
+
+
+def body_new_head(folder: Path, shards: bool) -> None:
+    saved = Headed(2)
+    checkpoint.save(folder, 1, model=saved)
+    for new in (Headed(5), Headed(2, "classifier")):
+        before = {name: value.clone() for name, value in new.state_dict().items()}
+        model = fully_shard(new) if shards else new
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(CheckpointMismatchError, match=r"strict=False\) fills what has one"):
+            checkpoint.load(folder, model=model)
+        with pytest.raises(ValueError, match="fills weights alone"):
+            checkpoint.load(folder, model=model, optimizer=optimizer, strict=False)
+        found = checkpoint.load(folder, model=model, strict=False)
+        assert [*found.missing] == sorted(name for name in before if not name.startswith("body"))
+        assert {*found.unexpected} == {"head.weight", "head.bias"} - before.keys()
+        expected = {**before, **{k: v for k, v in saved.state_dict().items() if "body" in k}}
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(whole(value), expected[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_model_with_a_new_head_takes_the_rest(ranks: Ranks, tmp_path: Path, shards: bool) -> None:
+    ranks(2, body_new_head, tmp_path, shards)

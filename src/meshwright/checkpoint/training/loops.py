@@ -37,6 +37,7 @@ from meshwright.checkpoint.steps import latest, step_directory
 from meshwright.checkpoint.training.generators import generator_state, restore_generators
 from meshwright.checkpoint.training.restoring import (
     FORMAT,
+    NOT_STRICT,
     PREFIX,
     VERSION,
     Matching,
@@ -90,6 +91,10 @@ class Loaded:
     """The ``extra`` that `save` was given."""
     has_random: bool
     """True when the generators of random numbers were restored."""
+    missing: tuple[str, ...] = ()
+    """With ``strict=False``, tensors of the model that keep their values."""
+    unexpected: tuple[str, ...] = ()
+    """With ``strict=False``, tensors of the checkpoint that the model has no place for."""
 
 
 def save(
@@ -174,6 +179,7 @@ def load(
     scheduler: Stated | None = None,
     data: Stated | None = None,
     random: bool = True,
+    strict: bool = True,
     communicator: Communicator | None = None,
 ) -> Loaded:
     """Go on from what `save` has saved, on any layout: what is given is filled in place.
@@ -182,13 +188,17 @@ def load(
     ``step``. What was saved but is not asked for is left; what is asked for must be there. Names,
     shapes and dtypes are compared first, on all ranks; every byte that is read is verified.
 
+    With ``strict=False``, for weights alone, what has one name and shape in both is filled; a
+    warning and the result name the rest.
+
     Generators of random numbers are restored on as many ranks as saved them. On others a warning is
     logged, and they stay as they are: seed them.
 
     Raises `CheckpointMismatchError` listing what is missing, unknown, or of another shape or dtype,
     before anything is changed; what ``data`` raises for its state, before the model is;
     `CheckpointDamagedError` naming file and tensor, after which the model is of no use;
-    `CheckpointError` where there is no checkpoint. All ranks raise.
+    `CheckpointError` where there is no checkpoint; ValueError for ``strict=False`` with an
+    optimizer. All ranks raise.
 
     >>> step = checkpoint.load("checkpoints", model=model, optimizer=optimizer).step
     """
@@ -200,11 +210,16 @@ def load(
 
     path = Path(str(together(group, "choose", choose)[1][0]))
     owner = _owner(model, optimizer)
+    if not strict and not (isinstance(owner, _Loop) and optimizer is None):
+        raise ValueError(
+            "strict=False fills weights alone: give load no optimizer, and of a Trainable its "
+            "module (model=trainable.module), then make the optimizer"
+        )
     held = owner.outline() if isinstance(owner, _Loop) else owner.held_state()
     with together(group, "open", lambda: (SavedState(Reader(path)), None))[0] as saved:
-        restoring = _Restoring(saved, owner, held)
+        restoring = _Restoring(saved, owner, held, strict=strict)
         _, rows = together(group, "compare", lambda: (None, restoring.compare(given)))
-        together(group, "compare all", lambda: (None, restoring.compare_all(rows)))
+        unexpected, _ = together(group, "compare all", lambda: (restoring.compare_all(rows), None))
         structure = saved.structure
         has_random = random and saved.ranks == group.size and "random" in structure
 
@@ -226,6 +241,15 @@ def load(
     owner.load_state_dict(found["owner"], copies=False)
     if scheduler is not None:
         _load_states(scheduler, found["scheduler"])
+    missing = sorted({name for row in rows for name in row["kept"]})
+    if missing or unexpected:
+        _log.warning(
+            "%s, loaded with strict=False: %s of the model keep their values; %s of the checkpoint "
+            "are left out",
+            path,
+            ", ".join(missing) or "no tensors",
+            ", ".join(unexpected) or "no tensors",
+        )
     if has_random:
         restore_generators(found["random"], _device(group))
     elif random and "random" in structure and group.rank == 0:
@@ -236,7 +260,14 @@ def load(
             saved.ranks,
             group.size,
         )
-    return Loaded(path=path, step=saved.step, extra=found["extra"], has_random=has_random)
+    return Loaded(
+        path=path,
+        step=saved.step,
+        extra=found["extra"],
+        has_random=has_random,
+        missing=tuple(missing),
+        unexpected=tuple(unexpected),
+    )
 
 
 def _chosen(folder: Path, step: int | None) -> Path:
@@ -416,12 +447,15 @@ def _joined(rows: Sequence[Any], place: str) -> Any:  # noqa: ANN401 - JSON
 class _Restoring:
     """The steps of a load on one rank."""
 
-    def __init__(self, saved: SavedState, owner: _Loop | Laid, held: Mapping[str, Any]) -> None:
+    def __init__(
+        self, saved: SavedState, owner: _Loop | Laid, held: Mapping[str, Any], *, strict: bool
+    ) -> None:
         self._saved = saved
+        self._strict = strict
         self._owner = owner
         self._held = held
         self._weights: ModelState | None = held.get("model")
-        self._matching = Matching(saved, self._weights)
+        self._matching = Matching(saved, self._weights, strict=strict)
         found = held.get("optimizer", [])
         self._optimizers: list[Any] = found if isinstance(found, list) else [found]
         self._names: list[dict[str, list[str]]] = []
@@ -459,18 +493,22 @@ class _Restoring:
         used = [
             sorted({n for s in names for n in self._matching.alike(s)}) for names in self._names
         ]
-        return {"model": self._matching.known(), "optimizers": used}
+        kept = self._matching.kept
+        return {"model": self._matching.known(), "optimizers": used, "kept": kept}
 
-    def compare_all(self, rows: Sequence[Any]) -> None:
-        """Refuse what the checkpoint has and no rank knows."""
-        problems: list[str] = []
+    def compare_all(self, rows: Sequence[Any]) -> list[str]:
+        """List the weights that the checkpoint has and no rank knows; raises where it is strict."""
+        unknown: list[str] = []
         if self._weights is not None:
             known = {name for row in rows for name in row["model"]}
-            problems += [
-                f"{name!r} is in the checkpoint but not in the model"
+            unknown = [
+                name
                 for name in self._saved.structure["model"]
                 if not known.intersection(self._matching.alike(name))
             ]
+        if not self._strict:
+            return unknown
+        problems = [f"{name!r} is in the checkpoint but not in the model" for name in unknown]
         for number, there in enumerate(self._saved.optimizers()[: len(self._names)]):
             known = {name for row in rows for name in row["optimizers"][number]}
             problems += [
@@ -481,7 +519,9 @@ class _Restoring:
             ]
         if problems:
             head = f"the checkpoint {self._saved.path} belongs to another model:"
-            raise CheckpointMismatchError("\n  ".join([head, *problems]))
+            hint = NOT_STRICT if unknown else ""
+            raise CheckpointMismatchError("\n  ".join([head, *problems]) + hint)
+        return []
 
     def read(self) -> dict[str, Any]:
         """Fill the model, and read the rest as it lies on this rank."""

@@ -184,11 +184,18 @@ def piece_of(name: str, tensor: Tensor) -> ShardedPiece:
 # -------------------------------------------------------------------------------------- names
 
 
+NOT_STRICT = (
+    "\nFor a model with a new head, say: load(..., model=model, strict=False) fills what has one "
+    "name and shape in both, and lists the rest"
+)
+
+
 class Matching:
     """The names of a checkpoint and those of this rank's model, each tied one under all names."""
 
-    def __init__(self, saved: SavedState, weights: ModelState | None) -> None:
+    def __init__(self, saved: SavedState, weights: ModelState | None, *, strict: bool) -> None:
         self._saved = saved
+        self._strict = strict
         self._weights = weights
         self._stored = saved.weights()
         alike: defaultdict[str, list[str]] = defaultdict(list)
@@ -201,6 +208,16 @@ class Matching:
             others[first].append(name)
         self._ties = {first: [first, *names] for first, names in others.items()}
         self._first = ties
+        self._tensors = {} if weights is None else dict(weights.tensors)
+        """The tensors that are filled, by their first names."""
+        self.kept = [] if strict else [name for name in self._tensors if not self._fits(name)]
+        """The tensors of the model that keep their values, as the checkpoint has no such ones."""
+        for name in self.kept:
+            del self._tensors[name]
+
+    def _fits(self, first: str) -> bool:
+        stored, shape = self._saved.reader.manifest.tensors, tuple(self._tensors[first].shape)
+        return {tuple(stored[name].shape) for name in self.sources(first)} == {shape}
 
     def alike(self, name: str) -> list[str]:
         """List the names under which a checkpoint may have what is ``name`` here, itself first."""
@@ -225,17 +242,17 @@ class Matching:
             return
         expected = {
             source: (tuple(tensor.shape), dtype_name(tensor.dtype))
-            for first, tensor in weights.tensors.items()
+            for first, tensor in self._tensors.items()
             for source in self.sources(first) or [f"{PREFIX}/model/{first}"]
         }
         try:
             reader.check_names(expected, within=None)
         except CheckpointMismatchError as error:
-            hint = _about_prefix(weights.tensors, self._stored)
+            hint = _about_prefix(weights.tensors, self._stored) or NOT_STRICT
             raise CheckpointMismatchError(f"{error}{hint}") from error
         stored = self._saved.structure.get("model", {})
         missing = [name for name in weights.rest if name not in stored]
-        if missing:
+        if missing and self._strict:
             raise CheckpointMismatchError(
                 f"the checkpoint {reader.directory} has no extra state {missing[0]!r} of the model"
             )
@@ -246,7 +263,7 @@ class Matching:
         if weights is None:
             return
         together: dict[str, Tensor] = {}
-        for first, tensor in weights.tensors.items():
+        for first, tensor in self._tensors.items():
             source, *others = self.sources(first)
             if not others and source not in together:
                 together[source] = tensor
@@ -262,7 +279,7 @@ class Matching:
                     )
         fill(reader, together)
         stored = self._saved.structure.get("model", {})
-        for name in list(weights.rest):
+        for name in [name for name in weights.rest if name in stored]:
             weights.set_rest(name, self._saved.read(stored[name]))
 
     # ---------------------------------------------------------------------------- optimizers

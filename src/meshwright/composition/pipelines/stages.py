@@ -20,10 +20,8 @@ from meshwright.pipelining.splitting.balance import balanced
 from meshwright.pipelining.splitting.dropped import refuse_hooks
 from meshwright.plan import PipelinePlan
 from meshwright.randomness import Dropout
+from meshwright.schedule.builders import TWO_A_RANK
 from meshwright.torch_internals.trees import tree_leaves, tree_map, tree_map_only
-
-TWO_A_RANK = ("interleaved1f1b", "loopedbfs", "zbv", "dualpipev")
-"""Schedules that are made for several stages a rank; two unless ``split`` says."""
 
 
 @dataclass(slots=True)

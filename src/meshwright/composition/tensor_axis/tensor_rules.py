@@ -236,9 +236,18 @@ def rule_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
             if style not in STYLES:
                 hint = _hint(style, [*STYLES])
                 yield Problem((*key, pattern), f"unknown style {style!r} in [tensor] rules; {hint}")
+    uneven: dict[tuple[str, int], list[str]] = {}
     for name, style in styles.items():
-        if style.startswith("colwise"):
-            yield from _head_problems(model, name, ranks)
+        for heads in _heads_at(model, name).items() if style.startswith("colwise") else ():
+            if heads[1] % ranks:  # a part of a head would attend to other scores
+                uneven.setdefault(heads, []).append(name)
+    for (attribute, count), names in uneven.items():
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield Problem(
+            ("axes", "tensor"),
+            f"{names[0]!r}{others} cannot be split over tensor = {ranks} ranks: the attention has "
+            f"{attribute} = {count}, which is no multiple of {ranks}",
+        )
 
 
 def _hint(given: str, known: Sequence[str]) -> str:
@@ -246,8 +255,8 @@ def _hint(given: str, known: Sequence[str]) -> str:
     return f"did you mean {close!r}?" if close else f"there are {', '.join(known)}"
 
 
-def _head_problems(model: nn.Module, name: str, ranks: int) -> Iterator[Problem]:
-    """Find heads that would be cut: a part of one would attend to other scores."""
+def _heads_at(model: nn.Module, name: str) -> dict[str, int]:
+    """Count the heads that the columns of the module ``name`` are of, by attribute."""
     parent = model.get_submodule(name.rpartition(".")[0])
     width = getattr(parent, "head_dim", None)
     counts = _heads_of(parent)
@@ -256,13 +265,7 @@ def _head_problems(model: nn.Module, name: str, ranks: int) -> Iterator[Problem]
     features = getattr(model.get_submodule(name), "out_features", None)
     if not counts and isinstance(width, int) and isinstance(features, int) and width > 0:
         counts = {"heads": features // width}
-    for attribute, count in counts.items():
-        if count % ranks:
-            yield Problem(
-                ("axes", "tensor"),
-                f"{name!r} cannot be cut over tensor = {ranks} ranks: its attention has "
-                f"{attribute} = {count}, which is no multiple of {ranks}",
-            )
+    return counts
 
 
 def _heads_of(holder: object) -> dict[str, int]:

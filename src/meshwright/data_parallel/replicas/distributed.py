@@ -23,7 +23,7 @@ from meshwright.data_parallel.replicas.reducer import GradientReducer
 from meshwright.data_parallel.replicas.replica import Replica, move_inputs, watch_first_steps
 from meshwright.data_parallel.residency import ReplicaResidency
 from meshwright.torch_internals.autograd import is_profiled, outside_of_transforms
-from meshwright.torch_internals.modules import IGNORED_NAMES
+from meshwright.torch_internals.modules import IGNORED_NAMES, require_module
 
 _BY_POSITION = (
     *("broadcast_buffers", "init_sync", "process_group", "bucket_cap_mb"),
@@ -74,6 +74,7 @@ class DistributedDataParallel(SteppedOver):
         **keywords: Unpack[ReplicateKeywords],
     ) -> None:
         super().__init__()
+        require_module(module, "DistributedDataParallel")
         if more:
             keywords = _with_positions(keywords, more)
         options = resolved(

@@ -33,7 +33,7 @@ from meshwright.data_parallel.replicas.traced import Route, TracedForward
 from meshwright.data_parallel.residency import ReplicaResidency
 from meshwright.gradients import look_at_optimizers
 from meshwright.torch_internals.autograd import outside_of_transforms
-from meshwright.torch_internals.modules import lent_now
+from meshwright.torch_internals.modules import lent_now, require_module
 
 STATES = "_meshwright_states"
 """The attribute of a module that holds the state of each composable function applied to it."""
@@ -282,6 +282,7 @@ class Replicate:
         >>> model = replicate(Net(), bucket_cap_mb=10)
         >>> loss(model(batch)).backward()  # .grad is the mean over all ranks
         """
+        require_module(module, "replicate")
         mesh = keywords.get("device_mesh")
         options = resolved(
             module,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from types import FunctionType, MappingProxyType
 from typing import Any
@@ -51,6 +51,7 @@ from meshwright.environment import is_launched
 from meshwright.errors import CommunicationError
 from meshwright.gradients import look_at_optimizers
 from meshwright.mesh import DeviceMesh, init_device_mesh
+from meshwright.torch_internals.modules import require_module
 
 NAME = "fully_shard"
 
@@ -161,7 +162,8 @@ class FullyShard:
         >>> fully_shard(model)
         >>> optimizer = torch.optim.AdamW(model.parameters())
         """
-        modules = [module] if isinstance(module, nn.Module) else list(module)
+        is_one = isinstance(module, nn.Module) or not isinstance(module, Iterable)
+        modules = [module] if is_one else list(module)
         _check_modules(modules)
         look_at_optimizers()
         write_through()
@@ -322,6 +324,7 @@ def _cast(precision: MixedPrecisionPolicy) -> CastSettings:
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:
     for module in modules:
+        require_module(module, "fully_shard")
         has_forward = type(module).forward is not nn.Module.forward
         if isinstance(module, nn.ModuleList | nn.ModuleDict) and not has_forward:
             raise ValueError(
