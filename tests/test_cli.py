@@ -250,6 +250,8 @@ def test_a_signal_saves_and_the_run_can_go_on(
         process.send_signal(number)
         output, error = process.communicate(timeout=DEADLINE)
     assert process.returncode == 128 + number, error
+    said, saved = output.index("stopping after this step"), output.index(": saved ")
+    assert said < output.index(": stopping on request; saving") < saved
     assert "stopped on request at step" in output
     assert f"--resume {tmp_path / 'run'}" in output
     newest = latest(tmp_path / "run" / "checkpoints")
@@ -266,9 +268,12 @@ def test_a_killed_rank_is_named_and_the_last_checkpoint_stays(config: Path, tmp_
         os.kill(victim, signal.SIGKILL)
         _, error = process.communicate(timeout=DEADLINE)
     assert process.returncode == 1
-    last = error.strip().splitlines()[-1]
-    assert last.startswith("meshwright train: rank ")
-    assert "signal 9" in last
+    *_, cause, how, memory = error.strip().splitlines()
+    assert cause.startswith("meshwright train: rank ")
+    assert "signal 9" in cause
+    assert f"the last checkpoint is {tmp_path}/run/checkpoints/step_" in how
+    assert f"train {config} --run.steps=4000 --run.save_every=1 --resume {tmp_path}/run" in how
+    assert "nearly always memory" in memory and f"{tmp_path}/run/metrics.jsonl" in memory
     newest = latest(tmp_path / "run" / "checkpoints")
     assert newest is not None
     verify(newest)

@@ -21,8 +21,11 @@ _BESIDE = ("*.json", "*.jinja", "*.model", "*.txt")
 """Files of a model's folder that are neither weights nor code: tokenizers, for one."""
 
 
-def read_description(path: Path) -> Any:  # noqa: ANN401 - a PretrainedConfig
-    """Read the configuration of a model, a file or in a folder. Raises ``PlanError``."""
+def read_description(path: Path, **values: object) -> Any:  # noqa: ANN401 - a PretrainedConfig
+    """Read the configuration of a model, a file or in a folder; ``values`` win over it.
+
+    Raises ``PlanError``.
+    """
     transformers = _package("transformers", "[model] hugging_face")
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -31,7 +34,7 @@ def read_description(path: Path) -> Any:  # noqa: ANN401 - a PretrainedConfig
             "models are read from this machine alone, so download it first"
         )
     try:
-        return transformers.AutoConfig.from_pretrained(str(file), trust_remote_code=False)
+        return transformers.AutoConfig.from_pretrained(str(file), trust_remote_code=False, **values)
     except Exception as error:  # OSError, ValueError, and what classes of configurations raise
         raise PlanError(f"[model] hugging_face = {path}: {_first_line(error)}") from error
 
@@ -100,9 +103,13 @@ def save_adapter(model: Any, state: Mapping[str, Tensor], base: str, folder: Pat
     model.save_pretrained(folder, state_dict=dict(state), save_embedding_layers=False)
 
 
-def exported_description(model: Any, dtype: str) -> dict[str, Any]:  # noqa: ANN401 - PreTrainedModel
-    """Write the configuration of ``model`` with which its weights of ``dtype`` are loaded."""
-    found = model.config.to_dict()
+def exported_description(
+    description: Any,  # noqa: ANN401 - a PretrainedConfig
+    model: nn.Module,
+    dtype: str,
+) -> dict[str, Any]:
+    """Write the configuration with which the weights of ``model``, of ``dtype``, are loaded."""
+    found = {key: value for key, value in description.to_dict().items() if key[:1] != "_"}
     return {**found, "architectures": [type(model).__name__], "dtype": dtype}
 
 

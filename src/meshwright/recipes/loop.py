@@ -78,7 +78,7 @@ class Outcome:
     unigram_loss: float | None
     """Nats a byte of the same windows under the byte frequencies of the training text."""
     unit: str
-    """What a loss is of, and the speed: ``byte``, ``token`` or ``sample``."""
+    """The unit of losses and of the speed: ``byte``, ``token`` or ``sample``."""
     tokens_per_second: float
     """Bytes, tokens or samples a second."""
     seconds: float
@@ -124,7 +124,8 @@ def train(config: TrainConfig, communicator: Communicator, write: Write) -> Outc
     parity: Parity | None = None
     if config.run.check_parity:
         with phase("parity check"):
-            write(f"parity: training {config.run.parity_steps} steps twice in float64")
+            steps = min(config.run.parity_steps, config.run.steps)
+            write(f"parity: training {steps} steps twice in float64")
             parity = check_parity(task, communicator)
     with phase("set up"):
         training = _Training(task, run, folder, communicator, write)

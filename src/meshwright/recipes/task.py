@@ -60,7 +60,7 @@ class Samples(Protocol):
 
 
 class Data(NamedTuple):
-    """What is trained on, and what is held out."""
+    """The samples that are trained on, and those that are held out."""
 
     training: Samples
     validation: Samples | None
@@ -73,7 +73,7 @@ class Data(NamedTuple):
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """What tells other data, for a run's description."""
+        """A text for each part that other data do not have, for a run's description."""
         found = {"training": fingerprint(self.training)}
         if self.validation is not None:
             found["held out"] = fingerprint(self.validation)
@@ -146,7 +146,7 @@ class Task:
             )
         words = getattr(getattr(model, "config", None), "vocab_size", None)
         if isinstance(self.data.training, Windows) and isinstance(words, int):
-            most = int(self.data.training.data.max())
+            most = int(self.data.training.data.numpy().max())  # torch has none of uint16
             if most >= words:
                 yield (
                     f"[data]: expected numbers below the model's vocab_size = {words}, found {most}"
@@ -175,12 +175,16 @@ class Task:
                 _export_adapter(cast(nn.Module, model), config, path, target)
             world.barrier(label="export").wait()
             return target
-        has_config = hasattr(getattr(model, "config", None), "to_dict")
-        dtype = config.plan.precision.parameters
-        about = pretrained.exported_description(model, dtype) if has_config else None
-        checkpoint.export_weights(path, target, to="hf", config=about, communicator=world)
-        folder = config.find(config.model.hugging_face)
-        if world.rank == 0 and config.model.hugging_face and folder.is_dir():
+        about, folder = getattr(model, "config", None), None
+        if config.model.hugging_face:
+            folder = config.find(config.model.hugging_face)
+            about = pretrained.read_description(folder)
+        text = None
+        if model is not None and hasattr(about, "to_dict"):
+            dtype = config.plan.precision.parameters
+            text = pretrained.exported_description(about, model, dtype)
+        checkpoint.export_weights(path, target, to="hf", config=text, communicator=world)
+        if world.rank == 0 and folder is not None and folder.is_dir():
             pretrained.copy_beside(folder, target)
         return target
 
@@ -315,9 +319,9 @@ def _open_model(config: TrainConfig) -> Callable[[], nn.Module]:
         pretrained.read_description(config.find(model.hugging_face))
 
         def make() -> nn.Module:
-            about = pretrained.read_description(config.find(model.hugging_face))
-            about.use_cache = False  # a training keeps no keys and values
-            on_meta = torch.empty(0).is_meta
+            # A training keeps no keys and values.
+            about = pretrained.read_description(config.find(model.hugging_face), use_cache=False)
+            on_meta = torch.get_default_device().type == "meta"
             return pretrained.build_model(about, None if on_meta else weights)
 
     if not model.peft:
@@ -372,10 +376,10 @@ def cross_entropy(output: object, target: Tensor | None = None) -> Tensor | tupl
 
 
 def without_dropout(model: nn.Module) -> None:
-    """Let nothing in ``model`` drop: modules, and the shares that others keep by such a name."""
+    """Set every share that ``model`` drops to zero: in modules, and by names with "drop"."""
     for module in model.modules():
         if isinstance(module, _DROPOUTS):
-            module.p = 0.0
+            vars(module)["p"] = 0.0
         about = getattr(module, "config", None)
         for holder in (module, about if hasattr(about, "to_dict") else None):
             values = () if holder is None else vars(holder).items()

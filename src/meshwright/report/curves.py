@@ -72,24 +72,25 @@ def charts(records: Iterable[Mapping[str, object]]) -> list[Chart]:
         Chart("Loss", {"training": points("loss"), "validation": points("validation_loss")}, {}),
         Chart("Learning rate", {"": points("learning_rate")}, {}),
         Chart("Gradient norm", {"": points("grad_norm")}, {}),
-        Chart("Tokens a second", {"": _speeds(rows)}, {}),
+        Chart("Tokens a second", {"": _speeds(rows, "tokens")}, {}),
+        Chart("Samples a second", {"": _speeds(rows, "samples")}, {}),
         Chart("Model FLOPs utilisation (MFU)", {"": points("mfu")}, {}),
         *_memory(rows),
     ]
     return [chart for chart in found if any([*chart.lines.values(), *chart.stack.values()])]
 
 
-def _speeds(rows: Iterable[Mapping[str, object]]) -> list[Point]:
+def _speeds(rows: Iterable[Mapping[str, object]], unit: str) -> list[Point]:
     found: list[Point] = []
     before = 0.0
     for row in rows:
-        step, tokens, took = (row.get(key) for key in ("step", "tokens", "seconds"))
-        if not (isinstance(step, int) and isinstance(tokens, int) and isinstance(took, float)):
+        step, count, took = (row.get(key) for key in ("step", unit, "seconds"))
+        if not (isinstance(step, int) and isinstance(count, int) and isinstance(took, float)):
             continue
-        # Tokens are counted from the beginning of the run, seconds for each step.
+        # They are counted from the beginning of the run, seconds for each step.
         if took > 0 and (before or step == 1):
-            found.append((step, (tokens - before) / took))
-        before = tokens
+            found.append((step, (count - before) / took))
+        before = count
     return found
 
 

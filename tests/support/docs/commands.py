@@ -11,9 +11,10 @@ from pathlib import PurePath
 
 from torch.distributed.run import get_args_parser
 
-from meshwright.cli import _COMMANDS, _parse, _split_overrides
+from meshwright.cli import _COMMANDS, _parse
 from meshwright.plan import Plan
 from meshwright.recipes.config import TrainConfig, read_config
+from meshwright.settings import split_overrides
 from meshwright.toml_source import read
 from support.docs.blocks import ROOT, Block
 
@@ -80,7 +81,7 @@ def check_meshwright(words: Sequence[str]) -> None:
         file = command.config
         require_file(file) if file != "example" else None
         path = ROOT / ("examples/train.toml" if file in ("example", *PLACEHOLDERS) else file)
-        config = read_config(path, _split_overrides(rest)[0])
+        config = read_config(path, split_overrides(rest)[0])
         config.plan.check(config.plan.axes.world_size)
 
 
