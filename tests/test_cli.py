@@ -17,6 +17,7 @@ import pytest
 from meshwright import __version__
 from meshwright.checkpoint import latest, verify
 from meshwright.cli import main
+from meshwright.plan import Plan
 from meshwright.recipes.tensors.compare import compare_runs
 from meshwright.report import read_chrome_trace, write_chrome_trace
 from meshwright.schedule.builders import one_f_one_b
@@ -195,6 +196,44 @@ def test_what_the_ranks_would_refuse_is_found_first(
     status, error = told(capsys, "train", str(config), "--nproc=5", "--data.path=/nowhere")
     assert status == 2
     assert error.count("\n") == 2
+
+
+@pytest.mark.parametrize(
+    "words", [["--data.path", "/nowhere"], ["--data.path=/nowhere"], ["data.path=/nowhere"]]
+)
+def test_an_override_is_written_as_in_programs_or_with_dashes(
+    capsys: pytest.CaptureFixture[str], config: Path, words: list[str]
+) -> None:
+    status, error = told(capsys, "train", str(config), *words)
+    assert status == 2
+    assert "found nothing at /nowhere" in error
+    plan = Plan.from_toml("", overrides=["--axes.shard", "2", "--train.seed=3", "train.flat=true"])
+    assert (plan.axes.size("shard"), plan.train.seed, plan.train.flat) == (2, 3, True)
+
+
+def test_a_longer_run_is_refused_at_once_with_the_reason(
+    ranks: Ranks, capsys: pytest.CaptureFixture[str], config: Path, tmp_path: Path
+) -> None:
+    ranks(2, run_tiny, tmp_path, "axes.replicate=2")
+    words = ["train", str(config), "run.steps=8"]
+    for more in ([], ["--resume", str(tmp_path / "run")]):
+        status, error = told(capsys, *words, *more)
+        assert status == 2 and error.count("\n") == 1
+        assert "run.steps = 6 there, 8 here (the schedule of the learning rate depends" in error
+        assert "set [run] accept_changes = true" in error
+    ranks(2, run_tiny, tmp_path, "axes.replicate=2", "run.steps=8", "run.accept_changes=true")
+    assert list(losses(tmp_path)) == [*range(1, 9)]
+
+
+def test_a_run_that_is_finished_says_so(
+    ranks: Ranks, capsys: pytest.CaptureFixture[str], config: Path, tmp_path: Path
+) -> None:
+    ranks(1, run_tiny, tmp_path)
+    config.write_text(config.read_text().replace("replicate = 2", "replicate = 1"))
+    done = run("train", str(config))
+    assert done.returncode == 0, done.stderr
+    assert "nothing left to do: all 6 steps had been taken; for more give a larger" in done.stdout
+    assert "tokens/s" not in done.stdout
 
 
 def test_help_shows_every_key_and_its_default(capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,7 +35,13 @@ from meshwright.comm.groups.launch import launch
 from meshwright.composition import check_model
 from meshwright.doctor import examine, report_lines
 from meshwright.environment import cluster, is_launched
-from meshwright.errors import LaunchError, MeshwrightError, PlanError, ScheduleError
+from meshwright.errors import (
+    CheckpointMismatchError,
+    LaunchError,
+    MeshwrightError,
+    PlanError,
+    ScheduleError,
+)
 from meshwright.integrations.trackers import tracker_of
 from meshwright.recipes.config import TrainConfig, option_lines, read_config
 from meshwright.recipes.loop import Outcome, nats, train
@@ -340,7 +346,10 @@ def _check(config: TrainConfig, ranks: int) -> None:
         problems.extend(str(error).splitlines())
     if problems or task is None:
         raise PlanError([*dict.fromkeys(problems)])
-    look_ahead(config, describe_run(config, task.data.fingerprint, model_text(config)))
+    try:
+        look_ahead(config, describe_run(config, task.data.fingerprint, model_text(config)))
+    except CheckpointMismatchError as error:
+        raise PlanError(str(error)) from error
 
 
 def _train_here(config: TrainConfig) -> int:

@@ -84,6 +84,9 @@ def test_weights_of_a_folder_are_those_it_starts_from(tmp_path: Path) -> None:
     assert torch.equal(logits_of(first), logits_of(again))
 
 
+AUTO_MAP = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+
+
 @pytest.mark.parametrize(
     ("more", "words", "expected"),
     [
