@@ -74,7 +74,8 @@ def test_a_terminal_shows_one_line_that_is_redrawn() -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=80)
     display = Progress(TextColumn("{task.completed}: {task.fields[detail]}"), console=console)
-    progress = LiveProgress(display, steps=2)
+    progress = LiveProgress(display, steps=2, done=1)
+    assert display.tasks[0].completed == 1  # a run that was resumed
     progress.step(1, loss=2.5, speed=1000.0, left=61.0)
     progress.note("saved [here]")
     progress.step(2, loss=2.0, speed=1000.0, left=0.0)
