@@ -229,7 +229,7 @@ def test_a_run_that_is_finished_says_so(
     ranks: Ranks, capsys: pytest.CaptureFixture[str], config: Path, tmp_path: Path
 ) -> None:
     ranks(1, run_tiny, tmp_path)
-    config.write_text(config.read_text().replace("replicate = 2", "replicate = 1"))
+    config.write_text(config.read_text().replace("\n[axes]\nreplicate = 2\n", ""))
     done = run("train", str(config))
     assert done.returncode == 0, done.stderr
     assert "nothing left to do: all 6 steps had been taken; for more give a larger" in done.stdout
