@@ -150,7 +150,7 @@ OWN = "support.recipes.own"
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([f"model.factory={OWN}:buildd"], f"found nothing of this name in {OWN}; did you mean"),
+        ([f"model.factory={OWN}:bild"], f"found nothing of this name in {OWN}; did you mean"),
         ([f"model.factory={OWN}"], "expected package.module:function"),
         (["model.factory=nowhere.at_all:build"], "found no module 'nowhere' on sys.path, nor in"),
         ([f"model.factory={OWN}:not_a_function"], "expected a function, found a int in"),
