@@ -20,7 +20,9 @@ import torch
 import yaml
 from torch import nn
 
+from meshwright.comm import connect
 from meshwright.recipes.config import read_config
+from meshwright.recipes.loop import Outcome, train
 from meshwright.testing import Ranks
 from support.recipes.runs import CONFIG, write_text
 
@@ -97,6 +99,30 @@ def test_the_example_of_hugging_face_is_loaded_by_it(ranks: Ranks, tmp_path: Pat
         assert loss < 4.8  # log(128) is 4.85
         assert abs(loss - same) < 1e-5
     assert (tmp_path / "exported/config.json").exists()
+
+
+def run_of(name: str, folder: Path, *overrides: str) -> Outcome:
+    """A run of a configuration of examples/ on this rank."""
+    given = [f"run.folder={folder / 'run'}", *overrides]
+    return train(read_config(EXAMPLES / name, given), connect(), lambda line: None)
+
+
+def test_the_example_of_an_own_model_trains(ranks: Ranks, tmp_path: Path) -> None:
+    outcome = ranks(2, run_of, "own_model.toml", tmp_path)[0]
+    assert "replicate=2 equals one process over 20 steps in float64" in outcome.parity
+    assert outcome.validation_loss is not None and outcome.validation_loss < 0.03
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of transformers
+def test_the_example_of_a_configuration_of_hugging_face_trains(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    options = (f"run.export={tmp_path / 'out'}", "run.steps=8", "data.max_bytes=500000")
+    outcome = ranks(4, run_of, "hugging_face.toml", tmp_path, *options, timeout=300)[0]
+    assert "shard=2, tensor=2 equals one process over 5 steps in float64" in outcome.parity
+    assert (tmp_path / "out/config.json").exists() and outcome.is_finished
 
 
 # ------------------------------------------------------------------------------------- engines

@@ -58,7 +58,7 @@ class Difference:
         what = named.get(self.kind, f"the {self.kind} of {self.name!r}")
         note = f" ({self.note})" if self.note else ""
         return (
-            f"step {self.step}: {what} differs from one process by {self.error:.2e} relative, "
+            f"step {self.step + 1}: {what} differs from one process by {self.error:.2e} relative, "
             f"expected at most {self.tolerance:.0e}{note}"
         )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass
@@ -92,6 +93,33 @@ class Origin:
             line = int(place[5:-2]) if place.startswith("line ") else math.inf
             found.append((line, place + problem.message))
         return PlanError([text for _, text in sorted(found, key=lambda pair: pair[0])], self.source)
+
+
+_OVERRIDE = re.compile(r"[\w-]+(\.[^=\s/]+)+=")
+
+
+def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split words into overrides, as ``table.key=value``, and the others.
+
+    An override is ``table.key=value``, ``--table.key=value``, or ``--table.key`` and the value as
+    the next word; with no value after it, it is a switch: ``--model.tied``.
+    """
+    overrides: list[str] = []
+    rest: list[str] = []
+    queue = list(words)
+    while queue:
+        word = queue.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--"):
+            (overrides if _OVERRIDE.match(word) else rest).append(word)
+            continue
+        if "." not in name:
+            rest.append(word)
+            continue
+        if not equals:
+            value = queue.pop(0) if queue and not queue[0].startswith("--") else "true"
+        overrides.append(f"{name.replace('-', '_')}={value}")
+    return overrides, rest
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:

@@ -20,10 +20,11 @@ A configuration is a frozen dataclass: its fields are keys, its nested dataclass
     text = dump(config)                              # read(dump(config), TrainConfig) == config
 
 Types of fields: ``bool int float str Path``, ``Literal``, ``StrEnum``, ``tuple[X, ...]`` and
-``tuple[X, Y]``, ``Mapping[str, X]``, dataclasses, unions of these, and ``X | None`` (absent in
-TOML, ``null`` in JSON). Numbers are finite. A field of type ``Origin`` is no key: ``read`` fills
-it in, so that checks that run later still name lines. An override is ``key=value``, the value as
-in TOML or else bare text (``none`` empties a field that may be ``None``); it wins over the text.
+``tuple[X, Y]``, ``Mapping[str, X]``, ``Any``, dataclasses, unions of these, and ``X | None``
+(absent in TOML, ``null`` in JSON). Numbers are finite. A field of type ``Origin`` is no key:
+``read`` fills it in, so that checks that run later still name lines. An override is ``key=value``,
+``--key=value``, or ``--key`` and the value as the next word; the value as in TOML or else bare text
+(``none`` empties a field that may be ``None``); it wins over the text.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar, Union, cast
+from typing import Any, Literal, TypeVar, Union, cast
 
 from meshwright.errors import PlanError
 from meshwright.settings import (
@@ -51,6 +52,7 @@ from meshwright.settings import (
     keys_of,
     marked,
     nearest,
+    split_overrides,
     unmarked,
 )
 from meshwright.toml_text import Key, dotted, literal, parse, parse_key, write
@@ -73,7 +75,8 @@ def read(text: str, kind: type[T], *, source: str = "", overrides: Sequence[str]
     document = parse(text)
     given: dict[Key, str] = {}
     problems: list[Problem] = []
-    for override in overrides:
+    joined, others = split_overrides(overrides)
+    for override in [*joined, *others]:
         problems += _apply(document.tree, override, given)
     origin = Origin(source, document.lines, given)
     result, found = _Reader(origin, kind).read(document.tree)
@@ -294,6 +297,8 @@ class _Reader:
     def _convert(self, value: object, hint: object, key: Key) -> object:
         kind = unmarked(hint)
         origin = typing.get_origin(kind)
+        if kind is Any:
+            return value
         if through := marked(hint, Through):
             return self._through(through, value, key)
         if origin in (Union, types.UnionType):
@@ -450,6 +455,7 @@ def _choices(kind: object) -> list[str]:
 
 _NOUNS: Mapping[object, tuple[str, str]] = types.MappingProxyType(
     {
+        Any: ("a value", "values"),
         bool: ("true or false", "booleans"),
         int: ("a whole number", "whole numbers"),
         float: ("a number", "numbers"),

@@ -18,7 +18,7 @@ from meshwright import __version__
 from meshwright.checkpoint import latest, verify
 from meshwright.cli import main
 from meshwright.composition.pipelines.stages import chunks_of
-from meshwright.plan import PipelinePlan
+from meshwright.plan import PipelinePlan, Plan
 from meshwright.recipes.tensors.compare import compare_runs
 from meshwright.report import read_chrome_trace, write_chrome_trace
 from meshwright.schedule.builders import BUILDERS, one_f_one_b
@@ -199,6 +199,44 @@ def test_what_the_ranks_would_refuse_is_found_first(
     assert error.count("\n") == 2
 
 
+@pytest.mark.parametrize(
+    "words", [["--data.path", "/nowhere"], ["--data.path=/nowhere"], ["data.path=/nowhere"]]
+)
+def test_an_override_is_written_as_in_programs_or_with_dashes(
+    capsys: pytest.CaptureFixture[str], config: Path, words: list[str]
+) -> None:
+    status, error = told(capsys, "train", str(config), *words)
+    assert status == 2
+    assert "found nothing at /nowhere" in error
+    plan = Plan.from_toml("", overrides=["--axes.shard", "2", "--train.seed=3", "train.flat=true"])
+    assert (plan.axes.size("shard"), plan.train.seed, plan.train.flat) == (2, 3, True)
+
+
+def test_a_longer_run_is_refused_at_once_with_the_reason(
+    ranks: Ranks, capsys: pytest.CaptureFixture[str], config: Path, tmp_path: Path
+) -> None:
+    ranks(2, run_tiny, tmp_path, "axes.replicate=2")
+    words = ["train", str(config), "run.steps=8"]
+    for more in ([], ["--resume", str(tmp_path / "run")]):
+        status, error = told(capsys, *words, *more)
+        assert status == 2 and error.count("\n") == 1
+        assert "run.steps = 6 there, 8 here (the schedule of the learning rate depends" in error
+        assert "set [run] accept_changes = true" in error
+    ranks(2, run_tiny, tmp_path, "axes.replicate=2", "run.steps=8", "run.accept_changes=true")
+    assert list(losses(tmp_path)) == [*range(1, 9)]
+
+
+def test_a_run_that_is_finished_says_so(
+    ranks: Ranks, capsys: pytest.CaptureFixture[str], config: Path, tmp_path: Path
+) -> None:
+    ranks(1, run_tiny, tmp_path)
+    config.write_text(config.read_text().replace("\n[axes]\nreplicate = 2\n", ""))
+    done = run("train", str(config))
+    assert done.returncode == 0, done.stderr
+    assert "nothing left to do: all 6 steps had been taken; for more give a larger" in done.stdout
+    assert "tokens/s" not in done.stdout
+
+
 def test_help_shows_every_key_and_its_default(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["train", "--help"])
@@ -258,6 +296,8 @@ def test_a_signal_saves_and_the_run_can_go_on(
         process.send_signal(number)
         output, error = process.communicate(timeout=DEADLINE)
     assert process.returncode == 128 + number, error
+    said, saved = output.index("stopping after this step"), output.index(": saved ")
+    assert said < output.index(": stopping on request; saving") < saved
     assert "stopped on request at step" in output
     assert f"--resume {tmp_path / 'run'}" in output
     newest = latest(tmp_path / "run" / "checkpoints")
@@ -274,9 +314,12 @@ def test_a_killed_rank_is_named_and_the_last_checkpoint_stays(config: Path, tmp_
         os.kill(victim, signal.SIGKILL)
         _, error = process.communicate(timeout=DEADLINE)
     assert process.returncode == 1
-    last = error.strip().splitlines()[-1]
-    assert last.startswith("meshwright train: rank ")
-    assert "signal 9" in last
+    *_, cause, how, memory = error.strip().splitlines()
+    assert cause.startswith("meshwright train: rank ")
+    assert "signal 9" in cause
+    assert f"the last checkpoint is {tmp_path}/run/checkpoints/step_" in how
+    assert f"train {config} --run.steps=4000 --run.save_every=1 --resume {tmp_path}/run" in how
+    assert "nearly always memory" in memory and f"{tmp_path}/run/metrics.jsonl" in memory
     newest = latest(tmp_path / "run" / "checkpoints")
     assert newest is not None
     verify(newest)

@@ -7,11 +7,8 @@ import torch
 from torch import nn
 
 from meshwright.recipes.config import ModelConfig
-from meshwright.recipes.language_model import (
-    LanguageModel,
-    cross_entropy,
-    initialize,
-)
+from meshwright.recipes.language_model import LanguageModel, initialize
+from meshwright.recipes.task import cross_entropy
 
 SMALL = ModelConfig(layers=2, heads=2, dim=16, context=12)
 

@@ -55,7 +55,7 @@ def test_plain_lines_come_every_so_often_and_at_the_end() -> None:
     lines: list[str] = []
     progress = LineProgress(lines.append, steps=5, every=2)
     for step in range(1, 6):
-        progress.step(step, loss=1 / step, tokens_per_second=12345.6, left=3661.0)
+        progress.step(step, loss=1 / step, speed=12345.6, left=3661.0)
     progress.note("saved")
     assert [line.split("  ")[0] for line in lines] == [
         "step 2/5",
@@ -74,10 +74,11 @@ def test_a_terminal_shows_one_line_that_is_redrawn() -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=80)
     display = Progress(TextColumn("{task.completed}: {task.fields[detail]}"), console=console)
-    progress = LiveProgress(display, steps=2)
-    progress.step(1, loss=2.5, tokens_per_second=1000.0, left=61.0)
+    progress = LiveProgress(display, steps=2, done=1)
+    assert display.tasks[0].completed == 1  # a run that was resumed
+    progress.step(1, loss=2.5, speed=1000.0, left=61.0)
     progress.note("saved [here]")
-    progress.step(2, loss=2.0, tokens_per_second=1000.0, left=0.0)
+    progress.step(2, loss=2.0, speed=1000.0, left=0.0)
     progress.close()
     assert "saved [here]" in screen.getvalue()
     assert "2: loss 2.0000  1,000 tokens/s  0:00 left" in screen.getvalue()

@@ -12,7 +12,7 @@ from meshwright.comm import connect
 from meshwright.errors import ParityError
 from meshwright.recipes import parity
 from meshwright.recipes.parity import TOLERANCE, Parity, check_parity
-from meshwright.recipes.text import open_text
+from meshwright.recipes.task import open_task
 from meshwright.reference import ReferenceRun
 from meshwright.testing import Ranks
 from support.recipes.runs import read_run, run_tiny
@@ -21,10 +21,9 @@ OPTIONS = ("axes.replicate=2", "train.accumulate=2", "train.clip_norm=0.1", "mod
 
 
 def compare(folder: Path, tolerance: float) -> Parity | str:
-    config = read_run(folder, *OPTIONS)
-    text = open_text(config.data, config.model.context)
+    config = read_run(folder, *OPTIONS, f"run.parity_tolerance={tolerance}")
     try:
-        return check_parity(config, text, connect(), tolerance=tolerance)
+        return check_parity(open_task(config), connect())
     except ParityError as error:
         return str(error)
 
@@ -43,8 +42,7 @@ def test_the_one_process_computes_where_the_batches_are(
     config = read_run(tmp_path, *OPTIONS)
     communicator: Any = SimpleNamespace(device=torch.device("meta"), size=1)
     monkeypatch.setattr(parity, "train_reference", looked)
-    text = open_text(config.data, config.model.context)
-    parity._compare(run, config, text, communicator, TOLERANCE)
+    parity._compare(run, open_task(config), communicator, TOLERANCE)
     assert seen == ["meta"]
 
 
@@ -56,7 +54,7 @@ def compare_another_text(folder: Path) -> str:
         (folder / "other.txt").write_bytes(bytes(range(256)) * 80)
         config = read_run(folder, *OPTIONS, f"data.path={folder / 'other.txt'}")
     with pytest.raises(ParityError) as caught:
-        check_parity(config, open_text(config.data, config.model.context), world)
+        check_parity(open_task(config), world)
     return str(caught.value)
 
 
@@ -75,13 +73,13 @@ def test_a_difference_names_the_first_tensor_on_every_rank(ranks: Ranks, tmp_pat
     for message in ranks(2, compare, tmp_path, 1e-18):
         assert isinstance(message, str)
         assert "differs from one process" in message
-        assert "step 0" in message
+        assert "step 1" in message
 
 
 @pytest.mark.slow
 def test_other_batches_are_found_out(ranks: Ranks, tmp_path: Path) -> None:
     for message in ranks(2, compare_another_text, tmp_path):
-        assert message.startswith("step 0: the loss differs from one process")
+        assert message.startswith("step 1: the loss differs from one process")
 
 
 def test_a_run_tells_its_own_difference_too(ranks: Ranks, tmp_path: Path) -> None:

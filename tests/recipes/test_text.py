@@ -9,6 +9,7 @@ import torch
 
 from meshwright.errors import PlanError
 from meshwright.recipes.config import DataConfig
+from meshwright.recipes.task import Data
 from meshwright.recipes.text import Windows, open_text, unigram_loss
 
 
@@ -130,8 +131,7 @@ def test_unigram_loss_of_an_unseen_byte_is_finite() -> None:
 
 def test_validation_sample_is_spread_and_never_too_long() -> None:
     windows = Windows(data=torch.zeros(101, dtype=torch.uint8), context=10)
-    text = open_text(DataConfig(max_bytes=1 << 18), 64)
-    text = type(text)(training=windows, validation=windows, description="")
+    text = Data(windows, windows, "", "byte", 10)
     assert text.validation_sample(5) == [0, 2, 4, 6, 8]
     assert text.validation_sample(50) == list(range(10))
 

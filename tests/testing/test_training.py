@@ -61,7 +61,7 @@ def test_local_batch_statistics_equal_a_cut_reference(ranks: Ranks) -> None:
         keep_batch_norm_local(model)
         return replicate(model, broadcast_buffers=False)
 
-    with pytest.raises(ParityError, match="'batch_norm' on 2 ranks: rank 0, step 0: "):
+    with pytest.raises(ParityError, match="'batch_norm' on 2 ranks: rank 0, step 1: "):
         assert_same_training(MODELS["batch_norm"], wrapped(wrap), world=2, ranks=ranks)
 
 
@@ -89,7 +89,7 @@ class Forgetful(nn.Module):
 def test_a_forgotten_gradient_is_named(ranks: Ranks) -> None:
     sample = MODELS["sequential"]
     assert_same_training(sample, wrapped(partial(Forgetful, forgotten="")), world=2, ranks=ranks)
-    with pytest.raises(ParityError, match=r"rank 0, step 0: the gradient of '2.weight' differs"):
+    with pytest.raises(ParityError, match=r"rank 0, step 1: the gradient of '2.weight' differs"):
         assert_same_training(
             sample, wrapped(partial(Forgetful, forgotten="2.weight")), world=2, ranks=ranks
         )

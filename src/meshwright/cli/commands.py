@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from meshwright import __version__
 from meshwright.cli.words import Command, fail, one_line, parse
-from meshwright.errors import MeshwrightError, PlanError
+from meshwright.errors import LaunchError, MeshwrightError, PlanError
 from meshwright.settings import nearest
 
 # The class of each command, in the module of the command's first word, and its line of help.
@@ -52,6 +52,8 @@ def _run(words: list[str]) -> int:
                 return parse(command(name), name, rest).run(rest)
             except PlanError as error:
                 return fail(name, *error.args[0].splitlines(), status=2)
+            except LaunchError as error:
+                return fail(name, *str(error).splitlines(), status=1)
             except MeshwrightError as error:
                 return fail(name, one_line(error), status=1)
             except OSError as error:

@@ -4,30 +4,38 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import tyro
 
-from meshwright.cli.words import fail, one_line, split_overrides
+from meshwright.cli.words import fail, one_line
 from meshwright.comm import connect, disconnect, phase
 from meshwright.comm.failures.membership import record_failure
 from meshwright.comm.groups.launch import launch
 from meshwright.composition import check_model
 from meshwright.environment import cluster, is_launched
-from meshwright.errors import MeshwrightError, PlanError
+from meshwright.errors import CheckpointMismatchError, LaunchError, MeshwrightError, PlanError
 from meshwright.integrations.trackers import tracker_of
 from meshwright.recipes.config import TrainConfig, option_lines, read_config
-from meshwright.recipes.language_model import LanguageModel
-from meshwright.recipes.loop import Outcome, train
-from meshwright.recipes.run_folder import require_folder, require_start
+from meshwright.recipes.loop import Outcome, nats, train
+from meshwright.recipes.run_folder import (
+    describe_run,
+    folder_of,
+    look_ahead,
+    require_folder,
+    require_free,
+    require_start,
+    resume_hint,
+)
+from meshwright.recipes.task import Task, model_text, open_task, sketch
 from meshwright.recipes.tensors.trace import traced_modules
-from meshwright.recipes.text import open_text
 from meshwright.report import METRICS
+from meshwright.settings import split_overrides
 
 # Set for the ranks that this command line starts: their launcher reports for them.
 _UNDER_LAUNCHER = "MESHWRIGHT_LAUNCHER"
@@ -35,10 +43,10 @@ _UNDER_LAUNCHER = "MESHWRIGHT_LAUNCHER"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainCommand:
-    """Train the byte-level language model on text.
+    """Train a model of yours, one of Hugging Face, or a byte-level one on text.
 
     Starts one process for each rank of the plan, unless torchrun has started them. Every key of
-    the configuration can be given here too, as in --train.seed 3 or --run.steps=50.
+    the configuration can be given here too: --train.seed 3, --run.steps=50 or run.steps=50.
     """
 
     config: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CONFIG.toml")]
@@ -72,31 +80,37 @@ class TrainCommand:
         if is_launched() or ranks == 1:
             return _train_here(config)
         os.environ[_UNDER_LAUNCHER] = "1"
-        return launch([sys.executable, "-m", "meshwright", "train", *words], ranks)
+        folder = folder_of(config)
+        given = [*words, f"--run.folder={folder}"]
+        try:
+            return launch([sys.executable, "-m", "meshwright", "train", *given], ranks)
+        except LaunchError as error:
+            if "ended by signal" not in str(error):
+                raise
+            lines = [str(error), resume_hint(folder, f"meshwright train {shlex.join(words)}")]
+            if "signal 9" in lines[0]:
+                metrics = folder / METRICS
+                lines.append(f"signal 9 is nearly always memory: {metrics} has that of each rank")
+            raise LaunchError("\n".join(lines)) from None
 
 
 def _check(config: TrainConfig, ranks: int) -> None:
     """Find, before any process starts, what can be known to go wrong."""
-    with torch.device("meta"):
-        model = LanguageModel(config.model)
     problems: list[str] = []
+    task: Task | None = None
     try:
-        check_model(model, config.plan, ranks)
+        task = open_task(config)
     except PlanError as error:
-        problems.extend(str(error).splitlines())
-    problems += [
-        f"[run] trace_modules: {pattern!r} matches no module of the model"
-        for pattern in config.run.trace_modules
-        if not traced_modules([pattern], model)
-    ]
+        problems.extend(error.problems)
     try:
-        windows = len(open_text(config.data, config.model.context).training)
-        if windows < config.data.batch_size:
-            problems.append(
-                f"[data] batch_size: expected at least {config.data.batch_size} windows of [model] "
-                f"context = {config.model.context} bytes of training text, found {windows}; give "
-                "more text, or a smaller batch_size or context"
-            )
+        model = sketch(config) if task is None else task.sketch()
+        problems += [
+            f"[run] trace_modules: {pattern!r} matches no module of the model"
+            for pattern in config.run.trace_modules
+            if not traced_modules([pattern], model)
+        ]
+        problems += task.problems(model) if task is not None else ()
+        check_model(model, config.plan, ranks)
     except PlanError as error:
         problems.extend(str(error).splitlines())
     for name in config.run.trackers:
@@ -109,10 +123,16 @@ def _check(config: TrainConfig, ranks: int) -> None:
         require_start(resume)
         is_named = resume not in ("auto", "never")
         require_folder(Path(config.run.folder or (resume if is_named else "runs")))
+        if config.run.export:
+            require_free(Path(config.run.export))
     except PlanError as error:
         problems.extend(str(error).splitlines())
-    if problems:
-        raise PlanError(problems)
+    if problems or task is None:
+        raise PlanError([*dict.fromkeys(problems)])
+    try:
+        look_ahead(config, describe_run(config, task.data.fingerprint, model_text(config)))
+    except CheckpointMismatchError as error:
+        raise PlanError(str(error)) from error
 
 
 def _train_here(config: TrainConfig) -> int:
@@ -143,24 +163,35 @@ def _summary(outcome: Outcome) -> list[str]:
     minutes, seconds = divmod(round(outcome.seconds), 60)
     state = "finished" if outcome.is_finished else "stopped on request"
     carrier = "shared memory" if outcome.backend == "meshwright" else outcome.backend
+    of = nats(outcome.unit)
+    unit = "samples" if outcome.unit == "sample" else "tokens"
     lines = [
         f"{state} at step {outcome.step} of {outcome.steps} on {outcome.ranks} ranks over "
-        f"{carrier}, {minutes}:{seconds:02} now, {outcome.tokens_per_second:,.0f} tokens/s"
+        f"{carrier}, {minutes}:{seconds:02} now, {outcome.tokens_per_second:,.0f} {unit}/s"
     ]
+    if outcome.loss is None and outcome.is_finished:
+        lines = [
+            f"nothing left to do: all {outcome.steps} steps had been taken; for more give a larger "
+            "--run.steps and --run.accept_changes true, for a new run another --run.folder"
+        ]
     if outcome.loss is not None:
-        lines.append(f"training loss {outcome.loss:.4f} nats a byte")
+        lines.append(f"training loss {outcome.loss:.4f}{of}")
     if outcome.validation_loss is not None:
-        fall = outcome.unigram_loss - outcome.validation_loss
-        lines.append(
-            f"validation loss {outcome.validation_loss:.4f} nats a byte; unigram byte frequencies "
-            f"give {outcome.unigram_loss:.4f} ({abs(fall):.4f} "
-            f"{'below' if fall > 0 else 'above'} them)"
-        )
+        line = f"validation loss {outcome.validation_loss:.4f}{of}"
+        if outcome.unigram_loss is not None:
+            fall = outcome.unigram_loss - outcome.validation_loss
+            line += (
+                f"; unigram byte frequencies give {outcome.unigram_loss:.4f} ({abs(fall):.4f} "
+                f"{'below' if fall > 0 else 'above'} them)"
+            )
+        lines.append(line)
     if outcome.parity:
         lines.append(outcome.parity)
     most = f"{outcome.peak_memory / 2**20:,.0f} MiB"
     lines.append(f"memory     {most} at most, on rank {outcome.peak_rank}")
     lines.append(f"checkpoint {outcome.checkpoint}")
+    if outcome.export:
+        lines.append(f"export     {outcome.export}")
     lines.append(f"metrics    {os.path.join(outcome.folder, METRICS)}")
     if outcome.trace:
         lines.append(f"trace      {outcome.trace} (opens in https://ui.perfetto.dev)")
@@ -171,5 +202,5 @@ def _summary(outcome: Outcome) -> list[str]:
             f"tensors    {outcome.tensors} (meshwright compare {outcome.folder} OTHER_RUN)"
         )
     if not outcome.is_finished:
-        lines.append(f"to go on, give the same command --resume {outcome.folder}")
+        lines.append(f"to resume, give the same command --resume {outcome.folder}")
     return lines

@@ -9,12 +9,12 @@ import math
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
 from typing import Protocol
 
 import tyro
 
 from meshwright.errors import PlanError
+from meshwright.settings import split_overrides
 
 
 class Command(Protocol):
@@ -22,26 +22,6 @@ class Command(Protocol):
 
     def run(self, words: list[str]) -> int:
         """Run it, given as ``words``; returns the exit status."""
-
-
-def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split words into options of a table, as ``table.key=value``, and the others.
-
-    A key with no value after it is a switch: ``--model.tied``.
-    """
-    overrides: list[str] = []
-    rest: list[str] = []
-    queue = list(words)
-    while queue:
-        word = queue.pop(0)
-        name, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or "." not in name:
-            rest.append(word)
-            continue
-        if not equals:
-            value = queue.pop(0) if queue and not queue[0].startswith("--") else "true"
-        overrides.append(f"{name.replace('-', '_')}={value}")
-    return overrides, rest
 
 
 def parse(kind: type[Command], name: str, words: list[str]) -> Command:

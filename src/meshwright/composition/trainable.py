@@ -207,11 +207,11 @@ class Trainable:
                     self._train_on(part, first, is_last=last)
                     first += part[2]
         except BaseException:
-            self._raised_in = f"step {self.steps}"
+            self._raised_in = f"step {self.steps + 1}"
             self._start_over()
             raise
         if is_last and (buffers := self._layout.buffers_now()):
-            with phase("buffers", step=self.steps):
+            with phase("buffers", step=self.steps + 1):
                 for each in buffers:
                     each.synchronise()
 
@@ -223,7 +223,7 @@ class Trainable:
         if not self._window.is_closed:
             raise RuntimeError("optimizer_step needs gradients: call forward_backward first")
         try:
-            with phase("optimizer", step=self.steps, computes=True):
+            with phase("optimizer", step=self.steps + 1, computes=True):
                 loss = self._window.mean()
                 spread = self._layout.gradients()
                 norm = global_norm(spread)
@@ -406,7 +406,7 @@ class Trainable:
         layout, window = self._layout, self._window
         layout.reduce_next(is_last)
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
-        with phase("forward", step=self.steps, computes=True), self._drawing(first, size):
+        with phase("forward", step=self.steps + 1, computes=True), self._drawing(first, size):
             with self._autocast():
                 output = call_module(self.module, batch)
                 local = apply_loss(self._loss, output, target, self._sources.look)
@@ -414,7 +414,7 @@ class Trainable:
             if is_last:
                 window.close()
                 layout.scale_by(lambda: window.factor() / scale)
-        with phase("backward", step=self.steps, computes=True), self._drawing(first, size):
+        with phase("backward", step=self.steps + 1, computes=True), self._drawing(first, size):
             total = local.total if scale == 1.0 else local.total * scale
             total.backward()
 
@@ -452,7 +452,7 @@ class Trainable:
         found = [f"the gradient of {name!r}" for name in self._layout.found_non_finite]
         if not window.is_finite:
             found.append("the loss")
-        what = f"step {step}: the loss is {loss:g} and the gradient norm {norm:g}"
+        what = f"step {step + 1}: the loss is {loss:g} and the gradient norm {norm:g}"
         return agree_on_non_finite(self._peers.everyone, found, what=what, harm=harm)
 
     def _whole_optimizer(self, parts: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -473,7 +473,7 @@ class Trainable:
 
     def _compare_plans(self) -> None:
         """Check that all ranks have the same plan. Raises PlanError, naming ranks and keys."""
-        with phase("compare plans", step=self.steps):
+        with phase("compare plans", step=self.steps + 1):
             everyone = self._peers.everyone
             plan, remedy = json.loads(self.plan.to_json()), "Give every rank the same plan"
             require_equal(
@@ -486,7 +486,7 @@ class Trainable:
         if alike.is_alone:
             return
         held = [("", tensor) for tensor in tensors_in((batch, target))]
-        with phase("compare batches", step=self.steps):
+        with phase("compare batches", step=self.steps + 1):
             judge = partial(self._judge_batches, self._calls)
             look_at_bits(held, self._late, judge, is_late=not alike.is_on_host)
 
@@ -514,7 +514,7 @@ class Trainable:
         ranks, step = self._peers.alike.ranks, self.steps
 
         def exchange(what: str, said: str) -> list[str]:
-            everyone = self._passes.exchange(Event(f"{what} of step {step}"), said)
+            everyone = self._passes.exchange(Event(f"{what} of step {step + 1}"), said)
             return [
                 each for rank, each in zip(ranks, everyone, strict=True) if rank in tensor.ranks
             ]

@@ -8,6 +8,7 @@ Bottom-up:
     ray           loops of Ray Train: metrics and checkpoints
     accelerate    models of ours in Accelerate
     transformers  models of ours in the Trainer of transformers
+    pretrained    models of transformers from a folder, with adapters of PEFT
     lightning     strategies for Lightning Fabric
 """
 

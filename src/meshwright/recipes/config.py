@@ -1,4 +1,4 @@
-"""The configuration of a run: the tables of the plan plus [model], [data], [optimizer], [run].
+"""The configuration of a run: the plan's tables, [model], [data], [loss], [optimizer], [run].
 
 The help of ``meshwright train`` tells its keys in words, read from the dataclasses below.
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, is_dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Literal, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, cast, get_args, get_origin
 
 from meshwright.axes import KNOWN_AXES, RESERVED_AXES
 from meshwright.plan import Plan
@@ -37,10 +38,24 @@ SMALLEST_FLOAT16 = 6e-8
 """Just above the smallest number that float16 tells from zero."""
 
 
+Options = Mapping[str, Any]
+"""A table of keyword arguments."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """``[model]``: the byte-level GPT."""
+    """``[model]``: the byte-level GPT, a function of yours, or a model of Hugging Face."""
 
+    factory: str = ""
+    """package.module:function that builds your model."""
+    options: Options = field(default_factory=dict, hash=False)
+    """Keyword arguments of factory."""
+    hugging_face: str = ""
+    """config.json of a model of transformers, or a folder with one; its code is never run."""
+    weights: str = ""
+    """Folder of weights that a model of hugging_face starts from; empty means random ones."""
+    peft: Options = field(default_factory=dict, hash=False)
+    """Fields of PEFT's LoraConfig, such as { r = 8, target_modules = ["q_proj"] }."""
     layers: Annotated[int, AtLeast(1)] = 4
     """Number of blocks."""
     heads: Annotated[int, AtLeast(1)] = 4
@@ -48,7 +63,7 @@ class ModelConfig:
     dim: Annotated[int, AtLeast(2)] = 128
     """Width of the residual stream."""
     context: Annotated[int, AtLeast(1)] = 128
-    """Bytes the model sees at once."""
+    """Bytes or tokens in one window of [data] path or tokens."""
     hidden: Annotated[int, AtLeast(0)] = 0
     """Width of the feed-forward layer; 0 means four times dim."""
     activation: Literal["gelu", "swiglu"] = "gelu"
@@ -77,8 +92,14 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """``[data]``: the text and how it is read."""
+    """``[data]``: the text and how it is read, tokens, or a data set of yours."""
 
+    factory: str = ""
+    """package.module:function that returns a Dataset, or (training, validation)."""
+    collate: str = ""
+    """package.module:function that makes a batch of a list of items; by default torch's."""
+    tokens: str = ""
+    """A file.npy with one row of token numbers."""
     path: str = ""
     """File or folder; empty means the source of Python's standard library."""
     suffixes: tuple[str, ...] = (".py",)
@@ -90,15 +111,27 @@ class DataConfig:
     validation_every: Annotated[int, AtLeast(2)] = 20
     """One file in so many is held out for validation."""
     validation_windows: Annotated[int, AtLeast(1)] = 64
-    """Windows of held-out text in one validation."""
+    """Held-out windows or items in one validation."""
     batch_size: Annotated[int, AtLeast(1)] = 32
-    """Windows in one optimizer step, over all ranks and accumulated batches."""
+    """Windows or items in one optimizer step, over all ranks and accumulated batches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossConfig:
+    """``[loss]``: by default the model's own, or cross entropy."""
+
+    factory: str = ""
+    """package.module:function of (output, target) that returns a mean or (sum, count)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """``[optimizer]``: AdamW with a linear warm-up and a cosine decay."""
+    """``[optimizer]``: AdamW or one of yours, with a linear warm-up and a cosine decay."""
 
+    factory: str = ""
+    """package.module:class that is called with the parameters; empty means AdamW."""
+    options: Options = field(default_factory=dict, hash=False)
+    """Keyword arguments of factory; lr stands for learning_rate."""
     learning_rate: Annotated[float, Above(0)] = 3e-3
     """Highest learning rate, reached at the end of the warm-up."""
     final_fraction: Annotated[float, AtLeast(0)] = 0.1
@@ -112,8 +145,19 @@ class OptimizerConfig:
     epsilon: Annotated[float, Above(0)] = 1e-8
     """Added to the denominator."""
 
+    @property
+    def highest_rate(self) -> float:
+        """The highest learning rate: ``learning_rate``, or ``lr`` of the options."""
+        return self.options.get("lr", self.learning_rate)
+
     def problems(self) -> Iterator[Problem]:
         """Check rules that a single bound cannot say."""
+        rate = self.options.get("lr", 1.0)
+        if type(rate) not in (int, float) or not 0 < rate < math.inf:
+            yield Problem(
+                ("options", "lr"),
+                f"[optimizer] lr in options: expected a number above 0, found {literal(rate)}",
+            )
         if not all(0 <= beta < 1 for beta in self.betas):
             yield Problem(
                 ("betas",),
@@ -151,6 +195,11 @@ class RunConfig:
     """Before training, compare this layout with one process in float64."""
     parity_steps: Annotated[int, AtLeast(1)] = 20
     """Steps of that comparison."""
+    parity_tolerance: Annotated[float, Above(0)] | None = None
+    """Largest relative difference in it; by default 1e-9, or 1e-6 where the model itself casts to
+    float32."""
+    export: str = ""
+    """A new folder for the weights at the end, as ``from_pretrained`` or PEFT reads them."""
     trace_steps: Annotated[int, AtLeast(0)] = 5
     """Number of last steps that go into timeline.json; 0 writes none."""
     trace_tensors: bool = False
@@ -177,6 +226,7 @@ class TrainConfig:
     plan: Annotated[Plan, Inline()] = field(default_factory=Plan)
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
+    loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     run: RunConfig = RunConfig()
     origin: Origin = field(default_factory=Origin, compare=False, repr=False)
@@ -193,9 +243,11 @@ class TrainConfig:
                 f"batches; choose a multiple of {parts}",
                 involves=(("axes",), ("train", "accumulate")),
             )
+        yield from self._conflicts()
         # Rounded to zero, it lets AdamW divide zero by zero, and the weights become NaN.
         moments = self.plan.precision.optimizer or self.plan.precision.parameters
-        if moments == "float16" and self.optimizer.epsilon < SMALLEST_FLOAT16:
+        is_adamw = not self.optimizer.factory
+        if is_adamw and moments == "float16" and self.optimizer.epsilon < SMALLEST_FLOAT16:
             yield Problem(
                 ("optimizer", "epsilon"),
                 f"[optimizer] epsilon = {self.optimizer.epsilon:g} is zero in float16, the dtype "
@@ -203,6 +255,98 @@ class TrainConfig:
                 'parameters in float32 with compute = "float16"',
                 involves=(("precision",),),
             )
+
+    @property
+    def home(self) -> Path:
+        """The folder of the file that was read; where it was text, the current one."""
+        return Path(self.origin.source).absolute().parent
+
+    def find(self, path: str) -> Path:
+        """Find a file or folder that a key names: from where the command runs, or beside the TOML.
+
+        One that is nowhere is returned as it was named.
+        """
+        named = Path(path).expanduser()
+        return next((p for p in (named, self.home / named) if p.exists()), named)
+
+    @property
+    def is_byte_model(self) -> bool:
+        """True for the model that comes with the package."""
+        return not self.model.factory and not self.model.hugging_face
+
+    def _gives(self, table: str, key: str) -> bool:
+        """Check that a key was given, with whatever value."""
+        record = getattr(self, table)
+        default = getattr(type(record)(), key)
+        given = (table, key)
+        is_written = given in self.origin.lines or given in self.origin.overrides
+        return is_written or getattr(record, key) != default
+
+    def _conflicts(self) -> Iterator[Problem]:
+        """Find keys of which one makes the other meaningless."""
+        for table, key, others in _EXCLUSIVE:
+            if not getattr(getattr(self, table), key):
+                continue
+            for other in others:
+                if self._gives(table, other):
+                    yield Problem(
+                        (table, other),
+                        f"key '{other}' in [{table}] beside '{key}': {_named(table, key)}, so "
+                        f"remove one of them",
+                    )
+        for table, key, needed in _NEEDED:
+            if getattr(getattr(self, table), key) and not getattr(getattr(self, table), needed):
+                yield Problem(
+                    (table, key), f"key '{key}' in [{table}] is for '{needed}': give that, too"
+                )
+        if "lr" in self.optimizer.options and self._gives("optimizer", "learning_rate"):
+            yield Problem(
+                ("optimizer", "learning_rate"),
+                "key 'learning_rate' in [optimizer] beside 'lr' in its options: both are the "
+                "highest learning rate, so remove one of them",
+            )
+        size = self.plan.axes.size("tensor")
+        if self.model.peft and size > 1:
+            yield Problem(
+                ("model", "peft"),
+                f"[model] peft with axis tensor = {size}: LoRA's matrices cannot be split over "
+                "tensor ranks; set tensor = 1 in [axes] and use shard or replicate",
+            )
+        if self.model.peft and self.is_byte_model:
+            yield Problem(("model", "peft"), "[model] peft is for hugging_face or factory")
+
+
+_BYTE_KEYS = (
+    *("layers", "heads", "dim", "hidden", "activation", "tied", "dropout"),
+    "rotary_base",
+)
+_TEXT_KEYS = ("path", "suffixes", "exclude", "max_bytes")
+_EXCLUSIVE = (
+    ("model", "factory", ("hugging_face", "weights", *_BYTE_KEYS)),
+    ("model", "hugging_face", _BYTE_KEYS),
+    ("data", "factory", ("tokens", *_TEXT_KEYS, "validation_every")),
+    ("data", "tokens", _TEXT_KEYS),
+    ("optimizer", "factory", ("weight_decay", "betas", "epsilon")),
+)
+"""A table, a key in it, and those that mean nothing beside it."""
+_NEEDED = (
+    ("model", "options", "factory"),
+    ("model", "weights", "hugging_face"),
+    ("data", "collate", "factory"),
+    ("optimizer", "options", "factory"),
+)
+"""A table, a key in it, and the one that it is for."""
+
+
+def _named(table: str, key: str) -> str:
+    """Say what is there when ``key`` is given."""
+    return {
+        ("model", "factory"): "your function builds the model",
+        ("model", "hugging_face"): "its configuration describes the model",
+        ("data", "factory"): "your function returns the data",
+        ("data", "tokens"): "the file has the data",
+        ("optimizer", "factory"): "its options are its keys",
+    }[table, key]
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:

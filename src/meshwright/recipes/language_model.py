@@ -143,14 +143,6 @@ def initialize(model: nn.Module, seed: int) -> nn.Module:
     return model
 
 
-def cross_entropy(logits_BTV: Tensor, target_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum the loss in nats over all positions, and count these."""
-    total = functional.cross_entropy(
-        logits_BTV.flatten(0, -2), target_BT.flatten(), reduction="sum"
-    )
-    return total, torch.tensor(target_BT.numel(), device=total.device)
-
-
 def _rotary_angles(x_BTD: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
     """Compute cosine and sine ``(T, K/2)`` by which pairs of channels turn at each position."""
     precise = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
@@ -170,15 +162,15 @@ def _rotate(x_BHTK: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     """Find the rate of step ``step`` (the first is 1) in a run of ``steps``.
 
-    It rises linearly to ``config.learning_rate`` over the warm-up, then falls along half a cosine
+    It rises linearly to ``config.highest_rate`` over the warm-up, then falls along half a cosine
     to ``final_fraction`` of it at the last step (Loshchilov and Hutter, 2017).
     """
     warmup = min(config.warmup_steps, steps)
     if step <= warmup:
-        return config.learning_rate * step / warmup
+        return config.highest_rate * step / warmup
     progress = (step - warmup) / max(1, steps - warmup)
     cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
-    return config.learning_rate * (config.final_fraction + (1 - config.final_fraction) * cosine)
+    return config.highest_rate * (config.final_fraction + (1 - config.final_fraction) * cosine)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -1,4 +1,4 @@
-"""The main job: train the language model on text, through whatever layout the plan says.
+"""The main job: train a model on its data, through whatever layout the plan says.
 
 SIGINT and SIGTERM (SLURM: SIGUSR1) finish the step, on all ranks the same one::
 
@@ -25,8 +25,6 @@ from types import FrameType
 from typing import Self, cast
 
 import torch
-from torch import Tensor
-from torch.nn import functional
 
 import meshwright
 from meshwright.axes import DATA_AXES
@@ -35,17 +33,11 @@ from meshwright.comm.failures.sameness import require_equal
 from meshwright.composition import StepResult, Trainable, parallelize
 from meshwright.environment import cluster, is_launched
 from meshwright.errors import CheckpointWriteError, NonFiniteError, PlanError, ScheduleError
+from meshwright.gradients import apply_loss
 from meshwright.integrations.trackers import Tracker, flat, tracker_of
 from meshwright.randomness import name_seed
 from meshwright.recipes.config import TrainConfig
-from meshwright.recipes.language_model import (
-    LanguageModel,
-    adamw,
-    cross_entropy,
-    initialize,
-    learning_rate,
-    set_learning_rate,
-)
+from meshwright.recipes.language_model import learning_rate, set_learning_rate
 from meshwright.recipes.metrics import MetricsFile, StepTrace, show_progress
 from meshwright.recipes.parity import Parity, check_parity
 from meshwright.recipes.run_folder import (
@@ -55,10 +47,10 @@ from meshwright.recipes.run_folder import (
     restore_run,
     save_run,
 )
+from meshwright.recipes.task import Built, Samples, Task, model_text, open_task, to_device
 from meshwright.recipes.tensors.rows import Header, trace_file
 from meshwright.recipes.tensors.trace import TensorTrace, open_trace
-from meshwright.recipes.text import ByteText, example_of, open_text, unigram_loss
-from meshwright.recipes.usage import flops_a_token, matrix_flops, memory_of, memory_of_ranks
+from meshwright.recipes.usage import matrix_flops, memory_of, memory_of_ranks
 from meshwright.report import METRICS, read_chrome_trace, read_metrics, write_page
 from meshwright.sampling import Sampler
 from meshwright.toml_source import dump
@@ -78,12 +70,16 @@ class Outcome:
     backend: str
     """The carrier of the collectives: ``meshwright`` (shared memory), ``gloo``, ``nccl``."""
     loss: float | None
-    """Training loss of the last step in nats a byte; None when no step was taken."""
+    """Training loss of the last step, of a text in nats a byte; None when no step was taken."""
     validation_loss: float | None
-    """Nats a byte on the held-out windows; None when the run was stopped, to leave at once."""
-    unigram_loss: float
+    """The same on what is held out; None without that, or when the run was stopped, to leave at
+    once."""
+    unigram_loss: float | None
     """Nats a byte of the same windows under the byte frequencies of the training text."""
+    unit: str
+    """The unit of losses and of the speed: ``byte``, ``token`` or ``sample``."""
     tokens_per_second: float
+    """Bytes, tokens or samples a second."""
     seconds: float
     """Wall time of the steps taken now."""
     peak_memory: int
@@ -100,6 +96,8 @@ class Outcome:
     it, where that failed."""
     tensors: str
     """Folder of the tensor traces; empty when they were not asked for."""
+    export: str
+    """Folder of the weights that were exported; empty when that was not asked for."""
 
     @property
     def is_finished(self) -> bool:
@@ -110,55 +108,63 @@ class Outcome:
 def train(config: TrainConfig, communicator: Communicator, write: Write) -> Outcome:
     """Train as ``config`` says; every rank calls it. ``write`` shows a line, on rank 0 only."""
     with phase("set up"):
-        text = open_text(config.data, config.model.context)
-        run = describe_run(config, text)
+        task = open_task(config)
+        run = describe_run(config, task.data.fingerprint, model_text(config))
         require_equal(
             communicator,
             run,
-            "configuration and text",
+            "configuration and data",
             label="compare runs",
             error=PlanError,
             remedy="Give all ranks the same files and overrides",
         )
         folder = choose_folder(config, communicator)
-        write(f"text: {text.description}")
+        write(task.data.description)
     parity: Parity | None = None
     if config.run.check_parity:
         with phase("parity check"):
-            write(f"parity: training {config.run.parity_steps} steps twice in float64")
-            parity = check_parity(config, text, communicator)
+            steps = min(config.run.parity_steps, config.run.steps)
+            write(f"parity: training {steps} steps twice in float64")
+            parity = check_parity(task, communicator)
     with phase("set up"):
-        training = _Training(config, text, run, folder, communicator, write)
+        training = _Training(task, run, folder, communicator, write)
     with StopRequest(communicator) as stop:
         training.run(stop)
     return training.finish(parity)
 
 
 class _Training:
-    """A run: the trainable, its place in the text, and what has been measured so far."""
+    """A run: the trainable, its place in the data, and what has been measured so far."""
 
     def __init__(
         self,
-        config: TrainConfig,
-        text: ByteText,
+        task: Task,
         run: dict[str, object],
         folder: RunFolder,
         communicator: Communicator,
         write: Write,
     ) -> None:
-        self._config = config
-        self._text = text
+        self._config = config = task.config
+        self._task = task
+        self._built = built = task.build()
+        self._dtype: torch.dtype = getattr(torch, config.plan.precision.parameters)
+        self._tokens = config.data.batch_size * task.data.size
+        """Bytes, tokens or samples of one step."""
+        self._needed = task.flops(built.model) * config.data.batch_size
+        """Operations of one step; 0 where they are not known."""
         self._run = run
         self._folder = folder
         self._world = communicator
         self._trainable: Trainable = parallelize(
-            initialize(LanguageModel(config.model), config.plan.train.seed),
+            built.model,
             config.plan,
-            optimizer=adamw(config.optimizer),
-            loss=cross_entropy,
-            example=example_of(text),
+            optimizer=task.optimizer,
+            loss=built.loss,
+            example=to_device(task.example(built), torch.device("cpu"), self._dtype),
         )
-        self._sampler: Sampler = self._trainable.sampler(len(text.training), config.data.batch_size)
+        self._sampler: Sampler = self._trainable.sampler(
+            len(task.data.training), config.data.batch_size
+        )
         self._trace = StepTrace(communicator.device, keep=config.run.trace_steps)
         self._tensors: TensorTrace | None = None
         self._losses: list[float] = []
@@ -173,14 +179,23 @@ class _Training:
         self._first = self._step + 1
         self._metrics = self._open_metrics()
         self._trackers = self._start_trackers()
-        self._needed = flops_a_token(config.model)
         self._flops = self._measure_flops()
         options = config.run
-        self._progress = show_progress(write, steps=options.steps, every=options.log_every)
+        self._progress = show_progress(
+            write,
+            steps=options.steps,
+            every=options.log_every,
+            done=self._step,
+            unit=self._speed_unit,
+        )
 
     @property
     def _step(self) -> int:
         return self._trainable.steps
+
+    @property
+    def _speed_unit(self) -> str:
+        return "samples" if self._task.data.unit == "sample" else "tokens"
 
     def run(self, stop: StopRequest) -> None:
         """Take the steps that are left, or those until the ranks agree to stop; save at the end."""
@@ -195,11 +210,14 @@ class _Training:
                 self._take_step()
                 is_stopped = stop.is_agreed()
                 is_last = is_stopped or self._step == options.steps
+                if is_stopped:
+                    self._note(f"step {self._step}: stopping on request; saving")
                 if is_last or (options.save_every and self._step % options.save_every == 0):
                     self._save(is_last=is_last)
-                if options.validate_every and self._step % options.validate_every == 0:
-                    value = self._validate()
-                    self._note(f"step {self._step}: validation loss {value:.4f} nats a byte")
+                is_due = options.validate_every and self._step % options.validate_every == 0
+                if is_due and (value := self._validate()) is not None:
+                    of = nats(self._task.data.unit)
+                    self._note(f"step {self._step}: validation loss {value:.4f}{of}")
                     self._record(step=self._step, validation_loss=value)
         finally:
             self._progress.close()
@@ -217,11 +235,9 @@ class _Training:
             report = self._report(trace)
             peak = memory_of(self._trainable, self._world.device)["peak"]
             peaks = [int(of) for (of,) in self._world.gather_numbers([peak], label="peak memory")]
-        data = self._config.data
-        sample = self._text.validation_sample(data.validation_windows)
-        _, targets = self._text.validation.batch(sample)
+        is_sound = validation is None or math.isfinite(validation)
+        export = self._export() if is_finished and is_sound else None
         count = len(self._losses)
-        tokens = count * data.batch_size * self._config.model.context
         outcome = Outcome(
             step=self._step,
             steps=self._config.run.steps,
@@ -229,8 +245,9 @@ class _Training:
             backend=self._world.backend,
             loss=self._losses[-1] if self._losses else None,
             validation_loss=validation,
-            unigram_loss=unigram_loss(self._text.training.data, targets),
-            tokens_per_second=tokens / self._seconds if count else 0.0,
+            unigram_loss=self._task.baseline(),
+            unit=self._task.data.unit,
+            tokens_per_second=count * self._tokens / self._seconds if count else 0.0,
             seconds=self._seconds,
             peak_memory=max(peaks),
             peak_rank=peaks.index(max(peaks)),
@@ -242,17 +259,25 @@ class _Training:
             tensors=str(trace_file(self._folder.path, 0).parent)
             if self._config.run.trace_tensors
             else "",
+            export=str(export or ""),
         )
         if self._world.rank == 0:
             summary = json.dumps(asdict(outcome), indent=2) + "\n"
             (self._folder.path / "summary.json").write_text(summary, encoding="utf-8")
-        if validation is not None and not math.isfinite(validation):
+        if not is_sound:
             raise NonFiniteError(
                 f"the validation loss is {validation:g} after step {self._step}: the weights in "
                 f"{self._saved} are of no use; lower [optimizer] learning_rate or choose wider "
-                "[precision] parameters, and go on from an earlier checkpoint"
+                "[precision] parameters, and resume from an earlier checkpoint"
             )
         return outcome
+
+    def _export(self) -> Path | None:
+        """Write the weights of the last checkpoint where [run] export says."""
+        if not self._config.run.export or self._saved is None:
+            return None
+        with phase("export"):
+            return self._task.export(self._saved, self._world)
 
     def _open_metrics(self) -> MetricsFile | None:
         if self._world.rank:
@@ -281,7 +306,7 @@ class _Training:
 
     def _measure_flops(self) -> float:
         """Find what the devices of all ranks can do; 0 on ranks that write no metrics."""
-        if self._world.rank:
+        if self._world.rank or not self._needed:
             return 0.0
         given, precision = self._config.run.peak_tflops, self._config.plan.precision.resolved()
         one = (
@@ -366,20 +391,22 @@ class _Training:
         settle()  # nothing is told of a step that was no good
         loss = result.loss.item()
         self._losses.append(loss)
-        tokens = self._config.data.batch_size * self._config.model.context
+        more: dict[str, object] = {}
+        if self._flops:
+            more["mfu"] = self._needed / seconds / self._flops
         self._record(
             step=number,
             loss=loss,
             grad_norm=result.grad_norm.item(),
             learning_rate=rate,
-            tokens=number * tokens,
+            **{self._speed_unit: number * self._tokens},
             seconds=seconds,
-            mfu=self._needed * tokens / seconds / self._flops if self._flops else 0.0,
+            **more,
             **self._memory(number),
         )
         mean = self._seconds / len(self._losses)
         left = mean * (self._config.run.steps - number)
-        self._progress.step(number, loss=loss, tokens_per_second=tokens / mean, left=left)
+        self._progress.step(number, loss=loss, speed=self._tokens / mean, left=left)
 
     @contextlib.contextmanager
     def _telling_breaks(self, number: int) -> Iterator[None]:
@@ -398,10 +425,9 @@ class _Training:
             set_learning_rate(trainable.optimizer, rate)
         # Nothing random outlives a step, so a resumed run needs no generator's state.
         torch.manual_seed(name_seed(self._config.plan.train.seed, number, *trainable.draws))
-        inputs, targets = self._text.training.batch(self._sampler.next_indices())
-        device = self._world.device
+        batch = self._built.read(self._task.data.training.batch(self._sampler.next_indices()))
         take = trainable.step if self._tensors is None else self._tensors.step
-        return take(inputs.to(device), targets.to(device))
+        return take(*to_device(batch, self._world.device, self._dtype))
 
     def _save(self, *, is_last: bool) -> None:
         """Save; before the last step a failure is told and the run goes on from what it has."""
@@ -423,30 +449,33 @@ class _Training:
             else:
                 self._note(f"step {self._step}: saved {self._saved}")
 
-    def _validate(self) -> float:
+    def _validate(self) -> float | None:
+        """Compute the loss on what is held out; None where nothing is."""
+        if not self._task.data.validation:
+            return None
         with phase("validate", step=self._step):
-            data = self._config.data
-            share = max(1, data.batch_size // self._trainable.data_size)
             return validation_loss(
-                self._trainable,
-                self._text,
-                self._world,
-                windows=data.validation_windows,
-                batch=share,
+                self._trainable, self._task, self._built, self._world, dtype=self._dtype
             )
 
 
 def validation_loss(
-    trainable: Trainable, text: ByteText, communicator: Communicator, *, windows: int, batch: int
+    trainable: Trainable,
+    task: Task,
+    built: Built,
+    communicator: Communicator,
+    *,
+    dtype: torch.dtype,
 ) -> float:
-    """Compute the mean loss in nats a byte over ``windows`` fixed windows, ``batch`` at a time.
+    """Compute the mean loss over a fixed sample of what is held out, a rank's share at a time.
 
-    Every rank fills the places of its own windows and the ranks add what they have, so the sum is
-    taken in one order whatever their number. All ranks call it together and get the same value:
-    each runs the model as often as any other, since layouts may need all of them for it.
+    A loss that is a mean counts once for each of its samples. All ranks call it together and get
+    the same value: each runs the model as often as any other, since layouts may need all of them.
     """
-    sample = text.validation_sample(windows)
-    losses = torch.zeros(len(sample), dtype=torch.float64, device="cpu")
+    held_out, options = cast(Samples, task.data.validation), task.config.data
+    batch = max(1, options.batch_size // trainable.data_size)
+    sample = task.data.validation_sample(options.validation_windows)
+    sums = torch.zeros(2, dtype=torch.float64, device=communicator.device)
     coordinate = trainable.plan.axes.coordinate(communicator.rank)
     # The first of the ranks that read the same share speaks for all of them.
     speaks = not any(coordinate[axis] for axis in coordinate if axis not in DATA_AXES)
@@ -454,19 +483,28 @@ def validation_loss(
     most = -(-len(sample) // trainable.data_size)
     for start in range(0, most, batch):
         mine = places[start : start + batch]
-        inputs, targets = text.validation.batch([sample[place] for place in mine or (0,)])
-        inputs, targets = inputs.to(communicator.device), targets.to(communicator.device)
-        logits_BTV = cast(Tensor, trainable.eval(inputs, targets).output)
+        given = built.read(held_out.batch([sample[place] for place in mine or (0,)]))
+        inputs, targets = to_device(given, communicator.device, dtype)
+        output = trainable.eval(inputs, targets).output
         if speaks and mine:
-            logits_BVT = logits_BTV.double().transpose(1, 2)
-            means_BT = functional.cross_entropy(logits_BVT, targets, reduction="none")
-            losses[torch.tensor(list(mine), device="cpu")] = means_BT.mean(1).cpu()
-    total = communicator.all_reduce(losses.to(communicator.device), label="validation").wait()
-    return losses.mean().item() if total is None else total.mean().item()
+            found = apply_loss(built.loss, output, targets)
+            weight = len(mine) if found.is_mean else 1
+            sums[0] += found.total.double() * weight
+            sums[1] += found.count * weight
+    total = communicator.all_reduce(sums, label="validation").wait()
+    summed, count = (sums if total is None else total).tolist()
+    return summed / count if count else math.nan
+
+
+def nats(unit: str) -> str:
+    """Say what a loss is of, in front of which it stands."""
+    return "" if unit == "sample" else f" nats a {unit}"
 
 
 # A launcher and a terminal may both deliver the one signal a user sent.
 _SAME_REQUEST_SECONDS = 0.5
+
+_ACKNOWLEDGED = b"\nstopping after this step, then saving; a second signal ends at once, unsaved\n"
 
 _Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 
@@ -474,7 +512,8 @@ _Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | N
 class StopRequest:
     """A catch of signals while it is entered; a second one ends the process at once.
 
-    They are SIGINT and SIGTERM, and under SLURM SIGUSR1 (`meshwright.environment.cluster`).
+    They are SIGINT and SIGTERM, and under SLURM SIGUSR1 (`meshwright.environment.cluster`). Rank 0
+    says at once that it has one.
 
     The ranks agree through one small all-reduce beside each step: ``begin`` issues it before the
     step's work, ``is_agreed`` waits for it afterwards.
@@ -514,6 +553,10 @@ class StopRequest:
         now = time.monotonic()
         if self._first is None:
             self._first = now
+            if self._communicator.rank == 0:
+                # Not print: the signal may have come in the middle of one. Nobody may read it.
+                with contextlib.suppress(OSError):
+                    os.write(1, _ACKNOWLEDGED)
         elif now - self._first > _SAME_REQUEST_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

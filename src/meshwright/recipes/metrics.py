@@ -81,17 +81,20 @@ class MetricsFile:
 class LineProgress:
     """Plain lines, one every ``every`` steps: they can be searched in the log of a batch job."""
 
-    def __init__(self, write: Callable[[str], None], *, steps: int, every: int) -> None:
+    def __init__(
+        self, write: Callable[[str], None], *, steps: int, every: int, unit: str = "tokens"
+    ) -> None:
         self._write = write
+        self._unit = unit
         self._steps = steps
         self._every = every
 
-    def step(self, step: int, *, loss: float, tokens_per_second: float, left: float) -> None:
+    def step(self, step: int, *, loss: float, speed: float, left: float) -> None:
         """Write the line when it is this step's turn, and at the last step."""
         if step % self._every and step != self._steps:
             return
         self._write(
-            f"step {step}/{self._steps}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  "
+            f"step {step}/{self._steps}  loss {loss:.4f}  {speed:,.0f} {self._unit}/s  "
             f"{_clock(left)} left"
         )
 
@@ -106,14 +109,19 @@ class LineProgress:
 class LiveProgress:
     """A line of a terminal, redrawn after every step."""
 
-    def __init__(self, progress: Progress, *, steps: int) -> None:
+    def __init__(
+        self, progress: Progress, *, steps: int, done: int = 0, unit: str = "tokens"
+    ) -> None:
         self._progress = progress
-        self._task: TaskID = progress.add_task("train", total=steps, detail="starting")
+        self._unit = unit
+        self._task: TaskID = progress.add_task(
+            "train", total=steps, completed=done, detail="starting"
+        )
         progress.start()
 
-    def step(self, step: int, *, loss: float, tokens_per_second: float, left: float) -> None:
+    def step(self, step: int, *, loss: float, speed: float, left: float) -> None:
         """Redraw the line."""
-        detail = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  {_clock(left)} left"
+        detail = f"loss {loss:.4f}  {speed:,.0f} {self._unit}/s  {_clock(left)} left"
         self._progress.update(self._task, completed=step, detail=detail)
 
     def note(self, text: str) -> None:
@@ -129,8 +137,13 @@ ProgressDisplay = LineProgress | LiveProgress
 """The progress of a run, as readers see it."""
 
 
-def show_progress(write: Callable[[str], None], *, steps: int, every: int) -> ProgressDisplay:
-    """Make a live line where standard output is a terminal and rich is there, else plain lines."""
+def show_progress(
+    write: Callable[[str], None], *, steps: int, every: int, done: int = 0, unit: str = "tokens"
+) -> ProgressDisplay:
+    """Make a live line where standard output is a terminal and rich is there, else plain lines.
+
+    ``done`` steps have been taken before; the speed is that of ``unit``.
+    """
     if sys.stdout.isatty():
         try:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -143,8 +156,8 @@ def show_progress(write: Callable[[str], None], *, steps: int, every: int) -> Pr
                 BarColumn(bar_width=24),
                 TextColumn("{task.fields[detail]}"),
             )
-            return LiveProgress(Progress(*columns), steps=steps)
-    return LineProgress(write, steps=steps, every=every)
+            return LiveProgress(Progress(*columns), steps=steps, done=done, unit=unit)
+    return LineProgress(write, steps=steps, every=every, unit=unit)
 
 
 def _lines_until(path: Path, step: int) -> list[str]:

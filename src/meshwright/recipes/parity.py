@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,23 +21,20 @@ from torch.optim import Optimizer
 
 from meshwright.comm import Communicator, phase
 from meshwright.composition import parallelize
+from meshwright.composition.example_run import evaluating
 from meshwright.errors import ParityError
+from meshwright.gradients import call_module
 from meshwright.precision import Precision
-from meshwright.recipes.config import TrainConfig
-from meshwright.recipes.language_model import (
-    LanguageModel,
-    adamw,
-    cross_entropy,
-    initialize,
-    learning_rate,
-    set_learning_rate,
-)
-from meshwright.recipes.text import ByteText, example_of
+from meshwright.recipes.language_model import learning_rate, set_learning_rate
+from meshwright.recipes.task import Built, Task, to_device
 from meshwright.reference import ReferenceRun, first_difference, record, train_reference
 from meshwright.sampling import Sampler
+from meshwright.torch_internals.tensors import TorchDispatchMode
 
 TOLERANCE = 1e-9
 """Largest relative difference between the layout and one process, both in float64."""
+CASTING_TOLERANCE = 1e-6
+"""The same where the model itself casts to float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +48,9 @@ class Parity:
     """The place of that difference."""
     losses: tuple[float, ...]
     """Losses of one process in float64."""
+    tolerance: float = TOLERANCE
+    casts: bool = False
+    """True when the model casts to float32."""
 
     def line(self, losses: Sequence[float]) -> str:
         """Write one line for readers; ``losses`` are those of the real run from its first step."""
@@ -64,29 +65,38 @@ class Parity:
         return (
             f"parity: {self.layout} equals one process over {_steps(len(self.losses))} in float64: "
             f"losses, gradients and weights agree to {self.error:.1e} relative "
-            f"(limit {TOLERANCE:.0e}{self.place}); {real}"
+            f"(limit {self.tolerance:.0e}{', since the model casts to float32' * self.casts}"
+            f"{self.place}); {real}"
         )
 
 
-def check_parity(
-    config: TrainConfig, text: ByteText, communicator: Communicator, *, tolerance: float = TOLERANCE
-) -> Parity:
+def check_parity(task: Task, communicator: Communicator) -> Parity:
     """Train the configured layout and one process in float64 on the run's first batches.
 
     Dropout is left out on both sides: its masks depend on how a batch is shared out. All ranks call
     it together. Raises ``ParityError``, on all ranks, naming the first tensor that differs.
     """
+    config = task.config
     steps = min(config.run.parity_steps, config.run.steps)
-    plan = replace(config.plan, precision=Precision(parameters="float64"))
-    trainable = parallelize(
-        _model(config),
-        plan,
-        optimizer=_optimizer(config),
-        loss=cross_entropy,
-        example=example_of(text),
+    plan = replace(
+        config.plan,
+        precision=Precision(parameters="float64"),
+        train=replace(config.plan.train, dropout="local", per_rank=()),
     )
-    sampler = trainable.sampler(len(text.training), config.data.batch_size)
-    batches = _batches(text, sampler, steps, communicator)
+    built = task.build(drops=False)
+    example = to_device(task.example(built), torch.device("cpu"), torch.float64)
+    casts = _casts(built.model.double(), example)
+    trainable = parallelize(
+        built.model,
+        plan,
+        optimizer=_optimizer(task),
+        loss=built.loss,
+        example=example,
+    )
+    sampler = trainable.sampler(len(task.data.training), config.data.batch_size)
+    batches = _batches(task, built, sampler, steps, communicator)
+    usual = CASTING_TOLERANCE if casts else TOLERANCE
+    tolerance = config.run.parity_tolerance or usual
     # Whole gradients and weights of a sharded layout take all ranks.
     parallel = record(trainable, batches)
     if communicator.rank:
@@ -95,35 +105,41 @@ def check_parity(
         found = None
     else:
         with phase("parity: one process", limit=math.inf):  # the others wait, however long
-            found = _compare(parallel, config, text, communicator, tolerance)
+            found = _compare(parallel, task, communicator, tolerance)
     verdicts = communicator.gather_values(found, label="parity: verdict")
     problem, error, place, losses = verdicts[0]
     if problem:
         raise ParityError(problem)
     layout = ", ".join(f"{name}={size}" for name, size in config.plan.axes.mapping().items())
-    return Parity(layout=layout or "one rank", error=error, place=place, losses=tuple(losses))
+    return Parity(
+        layout=layout or "one rank",
+        error=error,
+        place=place,
+        losses=tuple(losses),
+        tolerance=tolerance,
+        casts=casts and config.run.parity_tolerance is None,
+    )
 
 
 def _compare(
     parallel: ReferenceRun,
-    config: TrainConfig,
-    text: ByteText,
+    task: Task,
     communicator: Communicator,
     tolerance: float,
 ) -> tuple[str, float, str, tuple[float, ...]]:
     """Find, on rank 0, the problem (empty for none), the largest error, its place, the losses."""
-    plan = config.plan
-    sampler = Sampler(len(text.training), config.data.batch_size, plan.train.seed)
-    batches = _batches(text, sampler, len(parallel.losses), communicator)
+    config, plan, built = task.config, task.config.plan, task.build(drops=False)
+    sampler = Sampler(len(task.data.training), config.data.batch_size, plan.train.seed)
+    batches = _batches(task, built, sampler, len(parallel.losses), communicator)
     threads = torch.get_num_threads()
     # The other ranks wait: their cores are free.
     torch.set_num_threads(min(len(os.sched_getaffinity(0)), threads * communicator.size))
     try:
         reference = train_reference(
-            _model(config).to(communicator.device),
+            built.model.to(communicator.device),
             _with_barriers(batches, communicator),
-            optimizer=_optimizer(config),
-            loss=cross_entropy,
+            optimizer=_optimizer(task),
+            loss=built.loss,
             clip_norm=plan.train.clip_norm,
         )
     finally:
@@ -144,15 +160,40 @@ def _largest(parallel: ReferenceRun, reference: ReferenceRun) -> tuple[float, st
     return error, place
 
 
-def _model(config: TrainConfig) -> nn.Module:
-    return initialize(LanguageModel(replace(config.model, dropout=0.0)), config.plan.train.seed)
+class _CastWatch(TorchDispatchMode):
+    """A look at operators that make float32 of float64."""
+
+    found = False
+
+    def __torch_dispatch__(  # noqa: PLW3201, RUF100
+        self,
+        func: Any,  # noqa: ANN401 - an operator
+        types: Any,  # noqa: ANN401
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - what the operator returns
+        made = func(*args, **(kwargs or {}))
+        narrow = isinstance(made, Tensor) and made.dtype == torch.float32
+        self.found |= narrow and any(
+            isinstance(given, Tensor) and given.dtype == torch.float64 for given in args
+        )
+        return made
 
 
-def _optimizer(config: TrainConfig) -> Callable[[Iterable[Parameter]], Optimizer]:
+@torch.no_grad()
+def _casts(model: nn.Module, example: object) -> bool:
+    """Check whether ``model``, which is in float64, computes a part of its forward in float32."""
+    with evaluating(model), _CastWatch() as watch:
+        call_module(model, example)
+    return watch.found
+
+
+def _optimizer(task: Task) -> Callable[[Iterable[Parameter]], Optimizer]:
     """Make the run's optimizer, which sets its own learning rate before each step."""
+    config = task.config
 
     def build(parameters: Iterable[Parameter]) -> Optimizer:
-        optimizer = adamw(config.optimizer)(parameters)
+        optimizer = task.optimizer(parameters)
         steps = iter(range(1, config.run.steps + 1))
 
         def set_rate(*_: object) -> None:
@@ -166,16 +207,16 @@ def _optimizer(config: TrainConfig) -> Callable[[Iterable[Parameter]], Optimizer
 
 
 def _batches(
-    text: ByteText, sampler: Sampler, steps: int, communicator: Communicator
-) -> Iterator[tuple[Tensor, Tensor]]:
+    task: Task, built: Built, sampler: Sampler, steps: int, communicator: Communicator
+) -> Iterator[tuple[object, object]]:
     for _ in range(steps):
-        inputs, targets = text.training.batch(sampler.next_indices())
-        yield inputs.to(communicator.device), targets.to(communicator.device)
+        batch = built.read(task.data.training.batch(sampler.next_indices()))
+        yield to_device(batch, communicator.device, torch.float64)
 
 
 def _with_barriers(
-    batches: Iterator[tuple[Tensor, Tensor]], communicator: Communicator
-) -> Iterator[tuple[Tensor, Tensor]]:
+    batches: Iterator[tuple[object, object]], communicator: Communicator
+) -> Iterator[tuple[object, object]]:
     """Give each batch, and after its step a sign of life to the ranks that wait."""
     for step, batch in enumerate(batches):
         yield batch

@@ -20,29 +20,23 @@ import json
 import os
 import tempfile
 import time
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
-
-from torch import Tensor
 
 from meshwright import checkpoint
 from meshwright.comm import Communicator
 from meshwright.composition import Trainable
 from meshwright.errors import CheckpointError, CheckpointMismatchError, PlanError
 from meshwright.recipes.config import TrainConfig
-from meshwright.recipes.text import ByteText
 from meshwright.sampling import Sampler
 from meshwright.toml_source import plain
 
 CHECKPOINTS = "checkpoints"
-_FINGERPRINT_BYTES = 64 * 2**20
-
 # Keys that decide nothing about the numbers, so that they may differ after a resumption.
-_FREE = ("data.path", "run.")
-_BOUND = ("run.steps",)
+_FREE = ("data.path", "data.tokens", "model.hugging_face", "model.weights", "run.")
+_BOUND = {"run.steps": " (the schedule of the learning rate depends on it)"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,29 +66,61 @@ def choose_folder(config: TrainConfig, communicator: Communicator) -> RunFolder:
     return RunFolder(path=Path(path), checkpoint=Path(start) if start else None)
 
 
-def describe_run(config: TrainConfig, text: ByteText) -> dict[str, object]:
-    """Describe what makes a run's numbers, for JSON: configuration, fingerprint of the text."""
-    return {
-        "config": plain(config),
-        "text": {
-            "training": _fingerprint(text.training.data),
-            "held out": _fingerprint(text.validation.data),
-        },
-    }
+def describe_run(
+    config: TrainConfig, fingerprint: Mapping[str, str], model: str = ""
+) -> dict[str, object]:
+    """Describe what makes a run's numbers, for JSON: configuration, fingerprints of the data.
+
+    ``model`` is that of a configuration file.
+    """
+    found: dict[str, object] = {"config": plain(config), "text": dict(fingerprint)}
+    return {**found, "hugging_face": model} if model else found
 
 
-def _check_same_run(saved: object, run: Mapping[str, object], path: Path) -> None:
+def check_same_run(saved: object, run: Mapping[str, object], path: Path) -> None:
     """Raise ``CheckpointMismatchError`` when ``path`` was saved by a run unlike this one."""
     found = [
-        f"{key} = {theirs} there, {ours} here"
+        f"{key} = {theirs} there, {ours} here{_BOUND.get(key, '')}"
         for key, theirs, ours in _differences(saved, json.loads(json.dumps(run)))
         if not key.startswith(_FREE) or key in _BOUND
     ]
     if found:
         raise CheckpointMismatchError(
-            f"the checkpoint {path} belongs to another plan or run: {'; '.join(found)}; use "
-            "its values, choose another [run] folder, or set [run] accept_changes = true"
+            f"the checkpoint {path} belongs to another plan or run: {'; '.join(found)}; use its "
+            "values, choose another [run] folder, or resume from it with the values given here: "
+            "set [run] accept_changes = true"
         )
+
+
+def look_ahead(config: TrainConfig, run: Mapping[str, object]) -> None:
+    """Raise what `restore_run` would, where the run resumes from a checkpoint; nothing is loaded.
+
+    It needs no ranks, and leaves what is damaged or elsewhere to them.
+    """
+    resume, folder = config.run.resume, config.run.folder
+    if config.run.accept_changes or resume == "never" or (resume == "auto" and not folder):
+        return
+    named = Path(folder if resume == "auto" else resume)
+    below = named / CHECKPOINTS
+    path = checkpoint.latest(below) if below.is_dir() else named
+    if resume == "auto" and path == named:
+        return
+    if path is not None and (saved := _saved_run(path)) is not None:
+        check_same_run(saved, run, path)
+
+
+def _saved_run(path: Path) -> object | None:
+    extra = checkpoint.load(path).extra
+    return extra.get("run") if isinstance(extra, dict) else None
+
+
+def resume_hint(folder: Path, command: str) -> str:
+    """Say how to resume the run in ``folder`` after a rank was killed, if anything was saved."""
+    below = folder / CHECKPOINTS
+    newest = checkpoint.latest(below) if below.is_dir() else None
+    if newest is None:
+        return f"no checkpoint had been saved in {folder}: see [run] save_every"
+    return f"the last checkpoint is {newest}; resume with: {command} --resume {folder}"
 
 
 def require_start(resume: str) -> None:
@@ -106,7 +132,17 @@ def require_start(resume: str) -> None:
         )
 
 
-def require_folder(folder: Path) -> None:
+def require_free(target: Path) -> None:
+    """Raise ``PlanError`` where [run] export names what is there already."""
+    if os.path.lexists(target):
+        raise PlanError(
+            f"[run] export = {target}: it exists and is never overwritten; move it away, or choose "
+            "another folder"
+        )
+    require_folder(target, "export")
+
+
+def require_folder(folder: Path, key: str = "folder") -> None:
     """Raise ``PlanError`` when ``folder`` is not there and cannot be made, or written to."""
     standing = next((p for p in (folder, *folder.absolute().parents) if os.path.lexists(p)), folder)
     try:
@@ -114,8 +150,8 @@ def require_folder(folder: Path) -> None:
         os.rmdir(tempfile.mkdtemp(prefix=".meshwright-", dir=standing))
     except OSError as error:
         raise PlanError(
-            f"[run] folder = {folder}: expected a folder that is there or can be made, but in "
-            f"{standing} nothing can be written: {error.strerror}; choose another [run] folder"
+            f"[run] {key} = {folder}: expected a folder that is there or can be made, but in "
+            f"{standing} nothing can be written: {error.strerror}; choose another [run] {key}"
         ) from error
 
 
@@ -126,7 +162,7 @@ def _choose(config: TrainConfig) -> RunFolder:
     if folder:
         path = Path(folder)
     else:
-        path = _fresh_folder(config) if named is None else _home_of(named)
+        path = fresh_folder(config) if named is None else home_of(named)
     require_folder(path)
     checkpoint.claim(path / CHECKPOINTS)
     if named is None:
@@ -164,7 +200,7 @@ def _named_start(named: Path) -> Path:
     return newest
 
 
-def _home_of(named: Path) -> Path:
+def home_of(named: Path) -> Path:
     """Find the folder of the run that ``named`` is, or that it is a checkpoint of."""
     if (named / CHECKPOINTS).is_dir():
         return named
@@ -178,7 +214,19 @@ def _home_of(named: Path) -> Path:
     return home.parent
 
 
-def _fresh_folder(config: TrainConfig) -> Path:
+def folder_of(config: TrainConfig) -> Path:
+    """Find where a run will write, and make a folder for one that names none."""
+    named = config.run.folder, config.run.resume
+    match named:
+        case "", "auto" | "never":
+            return fresh_folder(config)
+        case "", resume:
+            return home_of(Path(resume))
+    return Path(config.run.folder)
+
+
+def fresh_folder(config: TrainConfig) -> Path:
+    """Make a folder for a run that names none."""
     name = Path(config.origin.source).stem or "run"
     path = first = Path("runs", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     require_folder(path)
@@ -188,12 +236,6 @@ def _fresh_folder(config: TrainConfig) -> Path:
             break
         path = first.with_name(f"{first.name}-{number}")
     return path
-
-
-def _fingerprint(data: Tensor) -> str:
-    """Write size and checksum; of a text larger than 64 MiB, the checksum of its beginning."""
-    checksum = zlib.crc32(data[:_FINGERPRINT_BYTES].numpy().data)
-    return f"{data.numel()} bytes, crc32 {checksum:08x}"
 
 
 def _differences(first: object, second: object) -> Iterator[tuple[str, str, str]]:
@@ -252,14 +294,13 @@ def restore_run(
     Raises ``CheckpointMismatchError`` when it was saved by another run, unless ``accept_changes``,
     or does not fit the model; ``CheckpointDamagedError`` when its bytes are not those saved.
     """
-    extra = checkpoint.load(path).extra
-    if not isinstance(extra, dict) or "run" not in extra:
+    if (saved := _saved_run(path)) is None:
         raise CheckpointMismatchError(
             f"the checkpoint {path} was not saved by `meshwright train`: it holds no run; load it "
             "with checkpoint.load"
         )
     if not accept_changes:
-        _check_same_run(extra["run"], run, path)
+        check_same_run(saved, run, path)
     try:
         checkpoint.load(path, model=trainable, data=None if accept_changes else sampler)
         if accept_changes:  # such as other data: then it goes on at the same place in another order

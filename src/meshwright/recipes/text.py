@@ -12,21 +12,26 @@ import itertools
 import mmap
 import os
 import sysconfig
-from collections.abc import Sequence
+import warnings
+import zlib
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
 from meshwright.errors import PlanError
 from meshwright.recipes.config import DataConfig
 
+_FINGERPRINT_BYTES = 64 * 2**20
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True)
 class Windows:
-    """A text cut into windows of ``context`` bytes that do not overlap.
+    """A text, or a row of tokens, in windows of ``context`` that do not overlap.
 
     Window ``i`` predicts the bytes ``i*context + 1 .. (i+1)*context`` from those before them, so
     one pass over all windows predicts every byte once.
@@ -54,12 +59,6 @@ class ByteText:
     validation: Windows
     description: str
     """One line: where the text comes from and how much of it there is."""
-
-    def validation_sample(self, count: int) -> list[int]:
-        """List at most ``count`` window indices spread evenly over the held-out text."""
-        total = len(self.validation)
-        count = min(count, total)
-        return [position * total // count for position in range(count)]
 
 
 class _File(NamedTuple):
@@ -109,10 +108,42 @@ def open_text(config: DataConfig, context: int) -> ByteText:
     )
 
 
-def example_of(text: ByteText) -> tuple[Tensor]:
-    """Make a small batch of inputs, for layouts that look at how a model runs."""
-    inputs, _ = text.training.batch([0, min(1, len(text.training) - 1)])
-    return (inputs,)
+def open_tokens(path: Path, config: DataConfig, context: int) -> tuple[Windows, Windows, str]:
+    """Map the row of token numbers in ``path``; the last ``1/validation_every`` is held out.
+
+    Raises ``PlanError`` when there is none, or it is too short.
+    """
+    label = f"[data] tokens: expected a .npy file with one row of whole numbers at {path}"
+    try:
+        row = numpy.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise PlanError(f"{label}, found none: {error}") from error
+    if row.ndim != 1 or row.dtype.kind not in "iu":
+        raise PlanError(f"{label}, found {row.dtype} of shape {row.shape}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # nothing writes to what is mapped
+        training, validation = _split_tail(torch.from_numpy(row), config.validation_every)
+    for part, data in (("training", training), ("held-out", validation)):
+        if data.numel() < context + 1:
+            raise PlanError(
+                f"[data] tokens: expected at least {context + 1} {part} tokens (one window of "
+                f"[model] context = {context}, and one token more), found {data.numel()} in {path}"
+            )
+    about = f"{path}: {training.numel():,} tokens, {validation.numel():,} held out"
+    return Windows(training, context), Windows(validation, context), about
+
+
+def fingerprint(samples: Sized) -> str:
+    """Write size and checksum of a text; beyond 64 MiB, the checksum of its beginning.
+
+    Of a data set only the size is known.
+    """
+    if not isinstance(samples, Windows):
+        return f"{len(samples)} items"
+    data = samples.data
+    checksum = zlib.crc32(data[:_FINGERPRINT_BYTES].contiguous().numpy().data)
+    what = "bytes" if data.element_size() == 1 else f"tokens of {data.element_size()} bytes"
+    return f"{data.numel()} {what}, crc32 {checksum:08x}"
 
 
 def unigram_loss(training: Tensor, targets: Tensor) -> float:

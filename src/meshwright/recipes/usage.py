@@ -6,6 +6,7 @@ import resource
 from collections.abc import Iterable
 
 import torch
+from torch import nn
 
 from meshwright.comm import Clock, Communicator
 from meshwright.comm.streams import is_host
@@ -86,6 +87,15 @@ def flops_a_token(config: ModelConfig) -> int:
     if not config.tied:  # one that is tied multiplies, as the head
         parameters -= model.embedding.weight.numel()
     return 6 * parameters + 12 * config.layers * config.dim * config.context
+
+
+def flops_of(model: nn.Module) -> int:
+    """Count the same of any model of tokens: six for each parameter, those of embeddings left out.
+
+    What attention adds with the length of the text is not known, and not counted.
+    """
+    tables = [m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding)]
+    return 6 * max(0, sum(each.numel() for each in model.parameters()) - sum(tables))
 
 
 def matrix_flops(device: torch.device, dtype: str) -> float:

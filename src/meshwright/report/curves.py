@@ -84,13 +84,16 @@ def charts(runs: Mapping[str, Iterable[Mapping[str, object]]]) -> list[Chart]:
         found = {(run + name).strip(): _points(rows, key, scale) for run, rows in several.items()}
         return {name: line for name, line in found.items() if line}
 
-    speeds = {run.strip(): _speeds(rows) for run, rows in several.items()}
+    def speeds(unit: str) -> dict[str, list[Point]]:
+        found = {run.strip(): _speeds(rows, unit) for run, rows in several.items()}
+        return {run: line for run, line in found.items() if line}
+
     losses = {**curves("loss", "training"), **curves("validation_loss", "validation")}
     found = [
         Chart("Loss", losses),
         Chart("Learning rate", curves("learning_rate"), from_zero=True),
         Chart("Gradient norm", curves("grad_norm")),
-        Chart("Tokens a second", {run: line for run, line in speeds.items() if line}),
+        *(Chart(f"{unit.title()} a second", speeds(unit)) for unit in ("tokens", "samples")),
         Chart("Model FLOPs utilization (MFU), %", curves("mfu", scale=100), from_zero=True),
         *_memory(several),
     ]
@@ -105,17 +108,17 @@ def _points(rows: Iterable[Mapping[str, object]], key: str, scale: float) -> lis
     ]
 
 
-def _speeds(rows: Iterable[Mapping[str, object]]) -> list[Point]:
+def _speeds(rows: Iterable[Mapping[str, object]], unit: str) -> list[Point]:
     found: list[Point] = []
     before = 0.0
     for row in rows:
-        step, tokens, took = (row.get(key) for key in ("step", "tokens", "seconds"))
-        if not (isinstance(step, int) and isinstance(tokens, int) and isinstance(took, float)):
+        step, count, took = (row.get(key) for key in ("step", unit, "seconds"))
+        if not (isinstance(step, int) and isinstance(count, int) and isinstance(took, float)):
             continue
-        # Tokens are counted from the beginning of the run, seconds for each step.
+        # They are counted from the beginning of the run, seconds for each step.
         if took > 0 and (before or step == 1):
-            found.append((step, (tokens - before) / took))
-        before = tokens
+            found.append((step, (count - before) / took))
+        before = count
     return found
 
 

@@ -12,9 +12,10 @@ from pathlib import PurePath
 from torch.distributed.run import get_args_parser
 
 from meshwright.cli.commands import COMMANDS, command
-from meshwright.cli.words import parse, split_overrides
+from meshwright.cli.words import parse
 from meshwright.plan import Plan
 from meshwright.recipes.config import TrainConfig, read_config
+from meshwright.settings import split_overrides
 from meshwright.toml_source import read
 from support.docs.blocks import ROOT, Block
 

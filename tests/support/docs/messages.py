@@ -27,8 +27,10 @@ from meshwright.environment import cluster
 from meshwright.integrations.trackers import tracker_of
 from meshwright.pipelining import split_args_kwargs_into_chunks
 from meshwright.plan import Plan
-from meshwright.recipes.config import read_config
+from meshwright.recipes.config import TrainConfig, read_config
+from meshwright.recipes.task import open_task
 from meshwright.testing import Ranks, RanksFailed
+from meshwright.toml_source import read
 from support.docs.blocks import ROOT
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
@@ -101,6 +103,16 @@ def no_file(ranks: Ranks, folder: Path) -> str:
 def a_dict(ranks: Ranks, folder: Path) -> str:
     axes: Any = {"replicate": 2}
     return told(lambda: Plan(axes=axes))
+
+
+def no_module(ranks: Ranks, tmp_path: Path) -> str:
+    config = read('[model]\nfactory = "my_models:build"\n', TrainConfig, source="my.toml")
+    return told(lambda: open_task(config))
+
+
+def two_models(ranks: Ranks, tmp_path: Path) -> str:
+    text = '[model]\nfactory = "my_models:build"\nlayers = 2\n'
+    return told(lambda: read(text, TrainConfig, source="my.toml"))
 
 
 def number_of_ranks(ranks: Ranks, folder: Path) -> str:

@@ -241,7 +241,7 @@ class PipelinedTrainable(Trainable):
         self._has_target = target is not None
         args, kwargs = _call(batch)
         goal = torch.empty(size, device="cpu") if target is None else target
-        running = phase("pipeline", step=self.steps, computes=True)
+        running = phase("pipeline", step=self.steps + 1, computes=True)
         with running, self._autocast(), self._hooks.resting():
             self.schedule.step(*args, target=goal, return_outputs=False, **kwargs)
         self._samples = []

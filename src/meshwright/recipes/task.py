@@ -1,0 +1,415 @@
+"""The task of a run: its model, data, loss and optimizer, whoever wrote them.
+
+::
+
+    byte model, [model] factory, hugging_face (+ peft) ──┐
+    text, [data] tokens, [data] factory ─────────────────┼──> Task ──> loop, parity check
+    cross entropy, the model's own loss, [loss] factory ─┤
+    AdamW, [optimizer] factory ──────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import inspect
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter, functional
+from torch.optim import Optimizer
+from torch.utils.data import default_collate
+
+from meshwright import checkpoint
+from meshwright.checkpoint.exchange.weights import weights_of
+from meshwright.comm import Communicator
+from meshwright.composition import Loss
+from meshwright.data import IGNORED
+from meshwright.errors import PlanError
+from meshwright.integrations import pretrained
+from meshwright.recipes.config import TrainConfig
+from meshwright.recipes.factories import Factory, factory, told
+from meshwright.recipes.language_model import LanguageModel, adamw, initialize
+from meshwright.recipes.text import (
+    Windows,
+    fingerprint,
+    open_text,
+    open_tokens,
+    unigram_loss,
+)
+from meshwright.recipes.usage import flops_a_token, flops_of
+from meshwright.torch_internals.trees import tree_map
+
+_DROPOUTS = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
+
+
+class Samples(Protocol):
+    """Samples by number, as batches."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: Sequence[int]) -> object:
+        """Make the batch of these samples: ``(input, target)``, or a mapping."""
+
+
+class Data(NamedTuple):
+    """The samples that are trained on, and those that are held out."""
+
+    training: Samples
+    validation: Samples | None
+    description: str
+    """One line: where it comes from, and how much of it there is."""
+    unit: str
+    """``byte``, ``token`` or ``sample``."""
+    size: int
+    """Units of one sample."""
+
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """A text for each part that other data do not have, for a run's description."""
+        found = {"training": fingerprint(self.training)}
+        if self.validation is not None:
+            found["held out"] = fingerprint(self.validation)
+        return found
+
+    def validation_sample(self, count: int) -> list[int]:
+        """List at most ``count`` indices spread evenly over the held-out samples."""
+        total = 0 if self.validation is None else len(self.validation)
+        count = min(count, total)
+        return [position * total // count for position in range(count)]
+
+
+class Built(NamedTuple):
+    """A model, and how it is trained."""
+
+    model: nn.Module
+    loss: Loss
+    read: Callable[[object], tuple[object, object]]
+    """Splits a batch of `Samples` into what the model is called with and the target."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """All that the loop needs to know of what it trains."""
+
+    config: TrainConfig
+    data: Data
+    make: Callable[[], nn.Module]
+    """Builds the model with the values of the run's seed, or of its weights."""
+    optimizer: Callable[[Iterable[Parameter]], Optimizer]
+    loss: Factory | None
+
+    def build(self, *, drops: bool = True) -> Built:
+        """Build the model, without dropout where it should drop nothing."""
+        torch.manual_seed(self.config.plan.train.seed)
+        model = self.make()
+        if not drops:
+            without_dropout(model)
+        base = getattr(model, "get_base_model", lambda: model)()
+        is_causal = self.loss is None and type(base).__name__.endswith(
+            ("ForCausalLM", "LMHeadModel")
+        )
+        takes_labels = "labels" in inspect.signature(base.forward).parameters and not is_causal
+        read = partial(_read, takes_labels=takes_labels, shifts=is_causal)
+        return Built(model, self.loss or cross_entropy, read)
+
+    def sketch(self) -> nn.Module:
+        """See `sketch`."""
+        return sketch(self.config, self.make)
+
+    def example(self, built: Built) -> object:
+        """Make a small batch of inputs, for layouts that look at how a model runs."""
+        indices = [0, min(1, len(self.data.training) - 1)]
+        batch = built.read(self.data.training.batch(indices))[0]
+        return (batch,) if isinstance(batch, Tensor) else batch
+
+    def problems(self, model: nn.Module) -> Iterator[str]:
+        """Find what data and ``model``, or the size of a batch, contradict."""
+        count, wanted = len(self.data.training), self.config.data.batch_size
+        if count < wanted:
+            what = (
+                "items of the training data"
+                if self.data.unit == "sample"
+                else f"windows of [model] context = {self.data.size} {self.data.unit}s of training "
+                "text"
+            )
+            yield (
+                f"[data] batch_size: expected at least {wanted} {what}, found {count}; give more "
+                "data, or a smaller batch_size or context"
+            )
+        words = getattr(getattr(model, "config", None), "vocab_size", None)
+        if isinstance(self.data.training, Windows) and isinstance(words, int):
+            most = int(self.data.training.data.numpy().max())  # torch has none of uint16
+            if most >= words:
+                yield (
+                    f"[data]: expected numbers below the model's vocab_size = {words}, found {most}"
+                )
+
+    def baseline(self) -> float | None:
+        """Compute the loss of byte frequencies on the held-out windows; None for other data."""
+        data, options = self.data, self.config.data
+        if data.unit != "byte" or not isinstance(data.validation, Windows):
+            return None
+        _, targets = data.validation.batch(data.validation_sample(options.validation_windows))
+        return unigram_loss(cast(Windows, data.training).data, targets)
+
+    def flops(self, model: nn.Module) -> int:
+        """Count the operations that a sample needs; 0 where that is not known."""
+        if self.config.is_byte_model:
+            return flops_a_token(self.config.model) * self.data.size
+        return 0 if self.data.unit == "sample" else flops_of(model) * self.data.size
+
+    def export(self, path: Path, world: Communicator) -> Path:
+        """Write the weights of the checkpoint ``path`` where [run] export says; all ranks call."""
+        config, target = self.config, Path(self.config.run.export)
+        model = self.sketch() if config.model.peft or not config.is_byte_model else None
+        if config.model.peft:
+            if world.rank == 0:
+                _export_adapter(cast(nn.Module, model), config, path, target)
+            world.barrier(label="export").wait()
+            return target
+        about, folder = getattr(model, "config", None), None
+        if config.model.hugging_face:
+            folder = config.find(config.model.hugging_face)
+            about = pretrained.read_description(folder)
+        text = None
+        if model is not None and hasattr(about, "to_dict"):
+            dtype = config.plan.precision.parameters
+            text = pretrained.exported_description(about, model, dtype)
+        checkpoint.export_weights(path, target, to="hf", config=text, communicator=world)
+        if world.rank == 0 and folder is not None and folder.is_dir():
+            pretrained.copy_beside(folder, target)
+        return target
+
+
+def sketch(config: TrainConfig, make: Callable[[], nn.Module] | None = None) -> nn.Module:
+    """Build the model without memory, or, where its function needs that, with it."""
+    make = make or _open_model(config)
+    try:
+        with torch.device("meta"):
+            return make()
+    except PlanError:
+        return make()
+
+
+def open_task(config: TrainConfig) -> Task:
+    """Find model, data, loss and optimizer of ``config``.
+
+    Raises one ``PlanError`` with a line for each that cannot be found; no model is built.
+    """
+    problems: list[str] = []
+
+    def attempt(open_one: Callable[[TrainConfig], Any]) -> Any:  # noqa: ANN401 - what it opens
+        try:
+            return open_one(config)
+        except PlanError as error:
+            problems.extend(error.problems)
+
+    data, make, loss, optimizer = (
+        attempt(each) for each in (open_data, _open_model, _open_loss, _open_optimizer)
+    )
+    if problems:
+        raise PlanError(problems, config.origin.source)
+    return Task(config=config, data=data, make=make, loss=loss, optimizer=optimizer)
+
+
+def open_data(config: TrainConfig) -> Data:
+    """Open what [data] names: text as bytes, a row of tokens, or a data set."""
+    if config.data.factory:
+        return _open_items(config)
+    context = config.model.context
+    if config.data.tokens:
+        path = config.find(config.data.tokens)
+        training, validation, about = open_tokens(path, config.data, context)
+        return Data(training, validation, f"tokens: {about}", "token", context)
+    text = open_text(config.data, context)
+    return Data(text.training, text.validation, f"text: {text.description}", "byte", context)
+
+
+# ------------------------------------------------------------------------------------ data sets
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """A data set whose items are ``(input, target)`` or mappings."""
+
+    dataset: Any
+    collate: Callable[[list[object]], object]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def batch(self, indices: Sequence[int]) -> object:
+        """Make the batch of these items."""
+        return self.collate([self.dataset[index] for index in indices])
+
+
+def _open_items(config: TrainConfig) -> Data:
+    make = factory("data", "factory", config.data.factory, config.home)
+    collate: Callable[[list[object]], object] = default_collate
+    if config.data.collate:
+        collate = factory("data", "collate", config.data.collate, config.home)
+    found = make()
+    parts = found if isinstance(found, tuple) else (found,)
+    if len(parts) not in (1, 2) or not all(
+        hasattr(part, "__len__") and hasattr(part, "__getitem__") for part in parts
+    ):
+        raise make.fail("a Dataset with __len__ and __getitem__, or (training, validation)", found)
+    training, *held_out = (Items(part, collate) for part in parts)
+    try:
+        batch = training.batch([0, min(1, len(training) - 1)])
+    except PlanError:
+        raise
+    except Exception as error:
+        raise PlanError(
+            f"{make.key}: a batch of its items cannot be made: {told(error)}"
+        ) from error
+    if not isinstance(batch, Mapping) and not (isinstance(batch, Sequence) and len(batch) == 2):
+        raise PlanError(
+            f"{make.key}: expected items that are (input, target) or a dict, found a batch that is "
+            f"a {type(batch).__name__}"
+        )
+    counts = f"{len(training):,} items" + "".join(f", {len(p):,} held out" for p in held_out)
+    validation = held_out[0] if held_out else None
+    return Data(training, validation, f"data: {config.data.factory}, {counts}", "sample", 1)
+
+
+def _read(batch: object, *, takes_labels: bool, shifts: bool) -> tuple[object, object]:
+    if not isinstance(batch, Mapping):
+        inputs, target = cast(Sequence[object], batch)
+        return inputs, target
+    inputs = dict(batch)
+    target = inputs.get("labels")
+    if not takes_labels:
+        inputs.pop("labels", None)
+    if shifts and isinstance(target, Tensor):  # each position predicts the next token
+        target = functional.pad(target[..., 1:], (0, 1), value=IGNORED)
+    return inputs, target
+
+
+# ------------------------------------------------------------------------------ models and losses
+
+
+def _open_model(config: TrainConfig) -> Callable[[], nn.Module]:
+    model = config.model
+    if config.is_byte_model:
+        return lambda: initialize(LanguageModel(model), config.plan.train.seed)
+    if model.factory:
+        named = factory("model", "factory", model.factory, config.home)
+
+        def make() -> nn.Module:
+            made = named(**model.options)
+            if not isinstance(made, nn.Module):
+                raise named.fail("a torch.nn.Module", made)
+            return made
+
+    else:
+        weights = config.find(model.weights) if model.weights else None
+        if weights is not None and not weights.is_dir():
+            raise PlanError(
+                f"[model] weights: expected a folder of weights, found none at {weights}"
+            )
+        pretrained.read_description(config.find(model.hugging_face))
+
+        def make() -> nn.Module:
+            # A training keeps no keys and values.
+            about = pretrained.read_description(config.find(model.hugging_face), use_cache=False)
+            on_meta = torch.get_default_device().type == "meta"
+            return pretrained.build_model(about, None if on_meta else weights)
+
+    if not model.peft:
+        return make
+    return lambda: pretrained.add_adapter(make(), model.peft)
+
+
+def _open_loss(config: TrainConfig) -> Factory | None:
+    name = config.loss.factory
+    return factory("loss", "factory", name, config.home) if name else None
+
+
+def _open_optimizer(config: TrainConfig) -> Callable[[Iterable[Parameter]], Optimizer]:
+    options = config.optimizer
+    if not options.factory:
+        return adamw(options)
+    named = factory("optimizer", "factory", options.factory, config.home)
+
+    def build(parameters: Iterable[Parameter]) -> Optimizer:
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        made = named(trained, **options.options)
+        if not isinstance(made, Optimizer):
+            raise named.fail("a torch.optim.Optimizer", made)
+        return made
+
+    build([Parameter(torch.zeros(2, 2, device="cpu"))])  # its options are looked at now
+    return build
+
+
+def cross_entropy(output: object, target: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    """Take the loss that a model returns, or sum the cross entropy in nats and count its terms.
+
+    Logits are ``output.logits``, or the output. Classes are their last dim where the others are
+    those of ``target``, else the second one. Labels of -100 are left out.
+    """
+    own, logits = getattr(output, "loss", None), getattr(output, "logits", output)
+    if isinstance(own, Tensor):
+        return own
+    if not isinstance(logits, Tensor) or not isinstance(target, Tensor):
+        found = type(output if target is not None else target).__name__
+        raise PlanError(
+            "[loss]: expected a model that returns its loss, or logits and a target for cross "
+            f"entropy, found {found}; give [loss] factory"
+        )
+    if target.is_floating_point():
+        count = torch.tensor(logits.numel() // logits.shape[1], device=logits.device)
+    else:
+        if logits.shape[:-1] == target.shape:
+            logits, target = logits.flatten(0, -2), target.flatten()
+        count = (target != IGNORED).sum()
+    return functional.cross_entropy(logits, target, reduction="sum"), count
+
+
+def without_dropout(model: nn.Module) -> None:
+    """Set every share that ``model`` drops to zero: in modules, and by names with "drop"."""
+    for module in model.modules():
+        if isinstance(module, _DROPOUTS):
+            vars(module)["p"] = 0.0
+        about = getattr(module, "config", None)
+        for holder in (module, about if hasattr(about, "to_dict") else None):
+            values = () if holder is None else vars(holder).items()
+            for name in [n for n, v in values if "drop" in n and type(v) is float]:
+                setattr(holder, name, 0.0)
+
+
+def to_device(values: object, device: torch.device, dtype: torch.dtype) -> Any:  # noqa: ANN401
+    """Move all tensors in ``values``; those of floating point become ``dtype``."""
+
+    def moved(leaf: object) -> object:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.to(device, dtype if leaf.is_floating_point() else None)
+
+    return tree_map(moved, values)
+
+
+def model_text(config: TrainConfig) -> str:
+    """Tell models of other configuration files apart, for a run's description."""
+    if not config.model.hugging_face:
+        return ""
+    about = pretrained.read_description(config.find(config.model.hugging_face))
+    return f"crc32 {zlib.crc32(about.to_json_string().encode()):08x}"
+
+
+def _export_adapter(model: nn.Module, config: TrainConfig, path: Path, target: Path) -> None:
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    with checkpoint.Reader(path) as reader:
+        weights = weights_of(reader)
+        state = {name: weights.read(name) for name in weights.entries if name in trained}
+    base = config.model.weights or config.model.hugging_face
+    pretrained.save_adapter(model, state, str(config.find(base)) if base else "", target)
