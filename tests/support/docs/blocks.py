@@ -29,7 +29,7 @@ PAGES = (
     "CONTRIBUTING.md",
     *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
 )
-LANGUAGES = ("python", "bash", "toml", "text", "{toctree}", "{eval-rst}")
+LANGUAGES = ("python", "bash", "toml", "text", "diff", "{toctree}", "{eval-rst}")
 MARKS = ("ranks", "here", "run", "file", "test", "said by", "not run")
 _BLOCK = re.compile(
     r"^(?P<indent> *)(?:<!-- *(?P<mark>.*?) *-->\n(?P=indent))?```(?P<language>\S*)\n"
