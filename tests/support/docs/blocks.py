@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3]
 PAGES = (
     "README.md",
     "CONTRIBUTING.md",
-    *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
 )
 LANGUAGES = ("python", "bash", "toml", "text", "diff", "{toctree}", "{eval-rst}")
 MARKS = ("ranks", "here", "run", "file", "test", "said by", "not run")
