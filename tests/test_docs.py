@@ -32,6 +32,7 @@ from meshwright.schedule.builders import build
 from meshwright.schedule.lowering import lower
 from meshwright.schedule.simulate import Costs, simulate
 from meshwright.testing import Ranks, on_devices
+from support.architecture import table
 from support.docs import commands, messages
 from support.docs.blocks import ALL, LANGUAGES, MARKS, PAGES, ROOT, Block, Group, blocks, groups
 from support.docs.setups import SETUPS, nothing
@@ -310,6 +311,17 @@ def test_the_speeds_of_readme_are_those_of_the_performance_page() -> None:
         shown = float(re.findall(r"[\d.]+", ratio)[0])
         assert abs(shown - float(found)) < 0.006, row
         assert ("slower" in ratio) == (float(found) > 1.0), row
+
+
+def test_the_places_of_pickle_in_security_are_those_of_the_source() -> None:
+    text = (ROOT / "SECURITY.md").read_text()
+    sources = re.findall(r"^\|.*\| `([\w./]+)` \|$", text, re.MULTILINE)
+    assert set(sources) == table.PICKLE_ROOMS | table.PICKLE_FILES
+    for name in sources:  # the table of the architecture allows no more than what is used
+        path = ROOT / "src/meshwright" / name
+        files = [path] if path.is_file() else [*path.glob("*.py")]
+        uses = "\n".join(file.read_text() for file in files)
+        assert re.search(r"pickle\.(loads|dumps|Unpickler)|torch\.(load|save)\(|weights_only", uses)
 
 
 def test_every_link_of_a_page_leads_somewhere() -> None:
