@@ -27,6 +27,7 @@ import meshwright
 from meshwright import checkpoint, tensor_parallel
 from meshwright.axes import KNOWN_AXES
 from meshwright.cli import main
+from meshwright.comm import communicator
 from meshwright.environment import torchrun_variables
 from meshwright.schedule.builders import build
 from meshwright.schedule.lowering import lower
@@ -406,6 +407,39 @@ def test_every_name_on_the_page_for_users_of_others_is_there() -> None:
             (home,) = re.findall(r"`(meshwright\.[a-z_]+)`(?!; )", cells[1])[:1]
             theirs = re.findall(r"`(?:torch\.[\w.]+\.)?(\w+)`", cells[0])
             assert all(hasattr(importlib.import_module(home), name) for name in theirs[1:]), line
+
+
+def test_the_rows_for_users_of_accelerate_run(ranks: Ranks) -> None:
+    page = (ROOT / "docs/coming_from.md").read_text()
+    section = page.partition("## From Accelerate")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
+
+    def body() -> int:
+        ran = 0
+        for row in rows:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(2, 2))
+            names = {"meshwright": meshwright, "model": model, "block": model[0], "loss": torch.sum}
+            names |= {"x": torch.ones(2, 2), "world": communicator()}
+            if "no_sync" in row[1]:
+                meshwright.replicate(model)
+            for code in re.findall(r"`([^`]+)`", row[1]):
+                if re.search(r"[(=]", code):
+                    exec(code, names)
+                    ran += 1
+            if "gathered" in names:
+                assert names["gathered"].shape == (4, 2)
+        return ran
+
+    assert min(ranks(2, body)) >= 11
+
+
+def test_the_settings_for_users_of_deepspeed_are_there() -> None:
+    page = (ROOT / "docs/coming_from.md").read_text()
+    settings = re.findall(r"`\[(\w+)\] (\w+) = ([^`]+)`", page)
+    assert len(settings) > 1
+    for table_name, key, value in settings:
+        meshwright.Plan.from_toml(f"[{table_name}]\n{key} = {value}")
 
 
 def resolves(dotted: str) -> bool:
