@@ -361,7 +361,7 @@ def test_the_table_of_schedules_is_what_is_simulated() -> None:
 def test_the_tutorial_trains_one_model_in_each_of_its_ways(
     ranks: Ranks, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    one, several, sharded, planned, saved = of("tutorial.md", "python")
+    one, several, sharded, planned, saved, resumed = of("tutorial.md", "python")
 
     def weights(model: nn.Module) -> list[torch.Tensor]:
         state = model.state_dict().values()
@@ -376,9 +376,11 @@ def test_the_tutorial_trains_one_model_in_each_of_its_ways(
             exec(made + middle + loop, names)
             found.append(weights(names["model"]))
         exec(saved, names)
+        exec(saved, names)  # running the file again neither raises nor saves twice
+        exec(resumed, names)
         names = {}
         exec(made, names)
-        exec(planned.replace("clip_norm = 1.0", ""), names)
+        exec(planned, names)
         found.append([*names["trainable"].weights().values()])
         return found
 
