@@ -289,6 +289,15 @@ def test_the_picture_of_readme_is_what_its_script_draws() -> None:
     assert drawn == script.with_name("report.svg").read_text(), f"run python {script}"
 
 
+def test_the_integrations_of_readme_are_there() -> None:
+    text = (ROOT / "README.md").read_text()
+    found = re.findall(r"`from meshwright.integrations import (\w+)`, then `.*?\1\.(\w+)\(", text)
+    assert [module for module, _ in found] == ["accelerate", "transformers", "lightning"]
+    for module, function in found:
+        source = (ROOT / f"src/meshwright/integrations/{module}.py").read_text()
+        assert f"def {function}(" in source
+
+
 ROWS = {
     "4 x Linear(2000, 2000), shared memory": "net, shm: fully_shard over torch's best, CPU",
     "GPT of 6 layers, shared memory": "gpt, shm: fully_shard over torch's best, CPU",
