@@ -1,4 +1,4 @@
-"""Trains a small Llama of Hugging Face from random weights, sharded, and gives it back to it.
+"""Trains a small Llama of Hugging Face, sharded, and exports it for `from_pretrained`.
 
 torchrun --nproc-per-node 2 examples/hugging_face.py exported
 """
@@ -14,6 +14,8 @@ import meshwright as mw
 from meshwright import checkpoint
 from meshwright.comm import connect
 
+if len(sys.argv) != 2:
+    sys.exit("usage: torchrun --nproc-per-node 2 examples/hugging_face.py FOLDER")
 folder = sys.argv[1]
 world = connect()  # reads what torchrun put into the environment
 torch.manual_seed(0)

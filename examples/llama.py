@@ -22,6 +22,8 @@ def next_token_loss(output: CausalLMOutputWithPast, tokens: torch.Tensor) -> tor
     return F.cross_entropy(output.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
+if len(sys.argv) < 2:
+    sys.exit("usage: torchrun --nproc-per-node 4 examples/llama.py PLAN.toml [KEY=VALUE ...]")
 world = connect()  # reads what torchrun put into the environment
 plan = mw.Plan.from_file(sys.argv[1], overrides=sys.argv[2:])
 torch.manual_seed(0)

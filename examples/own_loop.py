@@ -1,4 +1,4 @@
-"""A loop that may stop at any step and go on, on as many ranks or others.
+"""A loop that may stop at any step and resume, on the same number of ranks or another.
 
 torchrun --nproc-per-node 2 examples/own_loop.py runs/own 20
 torchrun --nproc-per-node 2 examples/own_loop.py runs/own 40
@@ -17,6 +17,8 @@ from meshwright import checkpoint
 from meshwright.comm import connect
 from meshwright.data import DataLoader
 
+if len(sys.argv) != 3:
+    sys.exit("usage: torchrun --nproc-per-node 2 examples/own_loop.py FOLDER STEPS")
 folder, steps = sys.argv[1], int(sys.argv[2])
 world = connect()  # reads what torchrun put into the environment
 torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Cuts a model into stages on different ranks, and a batch into microbatches that go through them.
+"""Splits a model into stages on different ranks, and a batch into microbatches.
 
 torchrun --nproc-per-node 2 examples/pipeline.py
 """

@@ -56,6 +56,8 @@ def loop(config: Mapping[str, object]) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python examples/ray_train.py FOLDER")
     folder = sys.argv[1]
     found = ray.trainer(
         loop,

@@ -1,4 +1,4 @@
-"""Cuts a model's parameters, their gradients and the optimizer's state over the ranks.
+"""Shards parameters, gradients and optimizer state over the ranks.
 
 torchrun --nproc-per-node 2 examples/shard.py
 """
@@ -16,9 +16,9 @@ torch.manual_seed(0)  # all ranks start from the same weights
 blocks = [nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(4)]
 model = nn.Sequential(*blocks, nn.Linear(32, 1))
 for block in blocks:
-    mw.fully_shard(block)  # one unit: gathered just before it computes, freed behind it
+    mw.fully_shard(block)  # one unit: gathered just before it computes, freed afterwards
 mw.fully_shard(model)  # the rest of it
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # of the parts, so after they are cut
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # after sharding
 draw = torch.Generator().manual_seed(1)
 for _ in range(50):
     batch = torch.randn(64, 32, generator=draw)

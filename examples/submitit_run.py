@@ -33,6 +33,8 @@ class Train(submitit.helpers.Checkpointable):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: python examples/submitit_run.py CONFIG.toml FOLDER")
     config, folder = sys.argv[1:]
     executor = submitit.AutoExecutor(folder=f"{folder}/log")
     executor.update_parameters(nodes=2, tasks_per_node=8, gpus_per_node=8, timeout_min=240)

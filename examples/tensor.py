@@ -1,4 +1,4 @@
-"""Cuts the matrices of each layer over the ranks, which compute every batch together.
+"""Splits the matrices of each layer over the ranks, which compute every batch together.
 
 torchrun --nproc-per-node 2 examples/tensor.py
 """
@@ -29,9 +29,9 @@ world = connect()  # reads what torchrun put into the environment
 torch.manual_seed(0)
 model = nn.Sequential(Block(32), Block(32), nn.Linear(32, 1))
 mesh = mw.init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("tensor",))
-# The first matrix is cut along its outputs, the second along its inputs: one sum follows on both.
+# The first matrix is split along its outputs, the second along its inputs; one sum follows.
 mw.parallelize_module(model, mesh, {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()})
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # of the parts, so after they are cut
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # after splitting
 draw = torch.Generator().manual_seed(1)
 for _ in range(50):
     x = torch.randn(64, 32, generator=draw)  # the same on all ranks

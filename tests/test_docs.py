@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -27,11 +28,13 @@ from meshwright import checkpoint, tensor_parallel
 from meshwright.axes import KNOWN_AXES
 from meshwright.cli import main
 from meshwright.cli.commands import COMMANDS
+from meshwright.comm import communicator
 from meshwright.environment import torchrun_variables
 from meshwright.schedule.builders import build
 from meshwright.schedule.lowering import lower
 from meshwright.schedule.simulate import Costs, simulate
 from meshwright.testing import Ranks, on_devices
+from support.architecture import table
 from support.docs import commands, messages
 from support.docs.blocks import ALL, LANGUAGES, MARKS, PAGES, ROOT, Block, Group, blocks, groups
 from support.docs.setups import SETUPS, nothing
@@ -179,12 +182,12 @@ def test_every_provoked_message_is_on_the_page() -> None:
     assert provoked == {block.said for block in said_by() if not block.said.endswith(".py")}
 
 
-# ------------------------------------------------------------------------------------- README
+# ------------------------------------------------------------------------------------- status
 
 
 def table_rows() -> list[list[str]]:
     """The cells of each row of the table of what works."""
-    section = (ROOT / "README.md").read_text().partition("## What works now")[2]
+    section = (ROOT / "docs/status.md").read_text().partition("## What works now")[2]
     table = section.partition("\n## ")[0]
     lines = [line for line in table.splitlines() if line.startswith("|")][2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -210,6 +213,144 @@ def exists(dotted: str) -> bool:
     return any(hasattr(home, dotted.removeprefix("torch.")) for home in homes)
 
 
+# ------------------------------------------------------------------------------------- README
+
+
+LOOP = """
+import torch
+import torch.distributed as dist
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Linear(8, 1)
+{changed}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+draw = torch.Generator().manual_seed(dist.get_rank())
+for _ in range(20):
+    x = torch.randn(4, 8, generator=draw)
+    loss = (model(x) - x.sum(dim=1, keepdim=True)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+weights = [p.detach().clone() for p in model.parameters()]
+"""
+
+
+def test_the_diff_of_readme_keeps_the_numbers(ranks: Ranks) -> None:
+    (diff,) = (block.code for block in blocks("README.md") if block.language == "diff")
+
+    def program(side: str) -> str:
+        lines = [line[1:] for line in diff.splitlines() if line[:1] in (side, " ", "")]
+        return LOOP.format(changed="\n".join(lines))
+
+    def body(side: str) -> list[torch.Tensor]:
+        names: dict[str, Any] = {}
+        exec(program(side), names)
+        assert type(names["model"]).__module__.startswith("torch" if side == "-" else "meshwright")
+        return names["weights"]
+
+    before, after = (ranks(2, body, side, connected=False)[0] for side in "-+")
+    for theirs, ours in zip(before, after, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_an_unchanged_program_of_readme_gets_our_classes(ranks: Ranks, tmp_path: Path) -> None:
+    (code,) = (b.code for b in blocks("README.md") if b.said.endswith("gets_our_classes"))
+    (tmp_path / "train.py").write_text(
+        "from torch.nn.parallel import DistributedDataParallel as DDP\n"
+        "from torch.distributed.fsdp import fully_shard\n"
+    )
+
+    def body() -> tuple[str, str]:
+        sys.path.insert(0, str(tmp_path))
+        names: dict[str, Any] = {}
+        exec(code, names)
+        program = names["train"]
+        return program.DDP.__module__, type(program.fully_shard).__module__
+
+    for module in ranks(1, body, connected=False)[0]:
+        assert module.startswith("meshwright")
+
+
+def test_the_simulation_of_readme_is_what_the_command_prints(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (shown,) = (b.code for b in blocks("README.md") if b.said.endswith("the_command_prints"))
+    (words,) = (words for words in commands.inline("README.md") if "simulate" in words[:2])
+    assert main(words[1:]) == 0
+    assert shown in capsys.readouterr().out
+
+
+def test_the_picture_of_readme_is_what_its_script_draws() -> None:
+    script = ROOT / "docs/pictures/draw_report.py"
+    assert "](docs/pictures/report.svg)" in (ROOT / "README.md").read_text()
+    drawn = runpy.run_path(str(script))["draw"]()
+    assert drawn == script.with_name("report.svg").read_text(), f"run python {script}"
+
+
+def test_the_integrations_of_readme_are_there() -> None:
+    text = (ROOT / "README.md").read_text()
+    found = re.findall(r"`from meshwright.integrations import (\w+)`, then `.*?\1\.(\w+)\(", text)
+    assert [module for module, _ in found] == ["accelerate", "transformers", "lightning"]
+    for module, function in found:
+        source = (ROOT / f"src/meshwright/integrations/{module}.py").read_text()
+        assert f"def {function}(" in source
+
+
+ROWS = {
+    "4 x Linear(2000, 2000), shared memory": "net, shm: fully_shard over torch's best, CPU",
+    "GPT of 6 layers, shared memory": "gpt, shm: fully_shard over torch's best, CPU",
+    "GPT of 6 layers, Gloo": "gpt, gloo: {strategy} over torch's best, CPU",
+    "GPT of 6 layers, shared memory, compiled": (
+        "compiled gpt, shm: fully_shard compiled over torch's best, CPU"
+    ),
+    "messages of a 1F1B pipeline, Gloo": "transfers, 1F1B: ours gloo over torch, cpu",
+}
+"""What README calls some of the rows of `docs/performance.md`."""
+
+
+def test_the_speeds_of_readme_are_those_of_the_performance_page() -> None:
+    measured = (ROOT / "docs/performance.md").read_text()
+    section = (ROOT / "README.md").read_text().partition("## Speed")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
+    assert len(rows[2:]) == 6
+    for name, strategy, ratio in rows[2:]:
+        row = ROWS[name.strip()].format(strategy=strategy.strip(" `"))
+        (found,) = re.findall(rf"^\| {re.escape(row)} \| ([\d.]+) ", measured, re.MULTILINE)
+        shown = float(re.findall(r"[\d.]+", ratio)[0])
+        assert abs(shown - float(found)) < 0.006, row
+        assert ("slower" in ratio) == (float(found) > 1.0), row
+
+
+def test_the_places_of_pickle_in_security_are_those_of_the_source() -> None:
+    text = (ROOT / "SECURITY.md").read_text()
+    sources = re.findall(r"^\|.*\| `([\w./]+)` \|$", text, re.MULTILINE)
+    assert set(sources) == table.PICKLE_ROOMS | table.PICKLE_FILES
+    for name in sources:  # the table of the architecture allows no more than what is used
+        path = ROOT / "src/meshwright" / name
+        files = [path] if path.is_file() else [*path.glob("*.py")]
+        uses = "\n".join(file.read_text() for file in files)
+        assert re.search(r"pickle\.(loads|dumps|Unpickler)|torch\.(load|save)\(|weights_only", uses)
+
+
+def test_every_link_of_a_page_leads_somewhere() -> None:
+    for page in (*PAGES, "SECURITY.md"):
+        text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
+        for target in re.findall(r"\]\(([^)\s]*)\)", text):
+            if not target.startswith(("http:", "https:")):
+                path, _, anchor = target.partition("#")
+                file = (ROOT / page).parent / path if path else ROOT / page
+                assert file.exists(), f"{page}: {target}"
+                assert not anchor or anchor in anchors(file), f"{page}: {target}"
+
+
+def anchors(file: Path) -> set[str]:
+    """The anchors of a page's headings, as they are on code hosts and through Sphinx."""
+    titles = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 # ------------------------------------------------------------------------------------- pages
 
 
@@ -229,7 +370,7 @@ def test_the_table_of_schedules_is_what_is_simulated() -> None:
 def test_the_tutorial_trains_one_model_in_each_of_its_ways(
     ranks: Ranks, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    one, several, sharded, planned, saved = of("tutorial.md", "python")
+    one, several, sharded, planned, saved, resumed = of("tutorial.md", "python")
 
     def weights(model: nn.Module) -> list[torch.Tensor]:
         state = model.state_dict().values()
@@ -244,9 +385,11 @@ def test_the_tutorial_trains_one_model_in_each_of_its_ways(
             exec(made + middle + loop, names)
             found.append(weights(names["model"]))
         exec(saved, names)
+        exec(saved, names)  # running the file again neither raises nor saves twice
+        exec(resumed, names)
         names = {}
         exec(made, names)
-        exec(planned.replace("clip_norm = 1.0", ""), names)
+        exec(planned, names)
         found.append([*names["trainable"].weights().values()])
         return found
 
@@ -275,6 +418,39 @@ def test_every_name_on_the_page_for_users_of_others_is_there() -> None:
             (home,) = re.findall(r"`(meshwright\.[a-z_]+)`(?!; )", cells[1])[:1]
             theirs = re.findall(r"`(?:torch\.[\w.]+\.)?(\w+)`", cells[0])
             assert all(hasattr(importlib.import_module(home), name) for name in theirs[1:]), line
+
+
+def test_the_rows_for_users_of_accelerate_run(ranks: Ranks) -> None:
+    page = (ROOT / "docs/coming_from.md").read_text()
+    section = page.partition("## From Accelerate")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
+
+    def body() -> int:
+        ran = 0
+        for row in rows:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(2, 2))
+            names = {"meshwright": meshwright, "model": model, "block": model[0], "loss": torch.sum}
+            names |= {"x": torch.ones(2, 2), "world": communicator()}
+            if "no_sync" in row[1]:
+                meshwright.replicate(model)
+            for code in re.findall(r"`([^`]+)`", row[1]):
+                if re.search(r"[(=]", code):
+                    exec(code, names)
+                    ran += 1
+            if "gathered" in names:
+                assert names["gathered"].shape == (4, 2)
+        return ran
+
+    assert min(ranks(2, body)) >= 11
+
+
+def test_the_settings_for_users_of_deepspeed_are_there() -> None:
+    page = (ROOT / "docs/coming_from.md").read_text()
+    settings = re.findall(r"`\[(\w+)\] (\w+) = ([^`]+)`", page)
+    assert len(settings) > 1
+    for table_name, key, value in settings:
+        meshwright.Plan.from_toml(f"[{table_name}]\n{key} = {value}")
 
 
 def resolves(dotted: str) -> bool:

@@ -125,6 +125,25 @@ def test_the_example_of_a_configuration_of_hugging_face_trains(
     assert (tmp_path / "out/config.json").exists() and outcome.is_finished
 
 
+@pytest.mark.filterwarnings("ignore")  # of transformers
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_an_example_without_its_arguments_says_its_usage(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever an example reads arguments, a check that ends with one line stands before it."""
+    text = path.read_text()
+    if "sys.argv" not in text:
+        return
+    assert f"examples/{path.name}" in re.findall(r'sys.exit\("(usage: .*)"\)', text)[0]
+    reads = re.search(r"= .*sys\.argv\[", text)
+    assert reads is not None
+    assert text.index("usage: ") < reads.start()
+    if path.name in ("own_loop.py", "hugging_face.py", "llama.py"):
+        monkeypatch.setattr(sys, "argv", [path.name])
+        with pytest.raises(SystemExit, match="usage: torchrun"):
+            runpy.run_path(str(path))
+
+
 # ------------------------------------------------------------------------------------- engines
 
 STRINGS = {"type": "array", "items": {"type": "string"}}

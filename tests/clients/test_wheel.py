@@ -32,6 +32,7 @@ def test_what_is_in_wheel_and_sdist(tmp_path: Path) -> None:
     with tarfile.open(sdist) as packed:
         inside = {name.partition("/")[2] for name in packed.getnames()}
     assert {"LICENSE", "README.md", "Makefile", "src/meshwright/recipes/example.toml"} <= inside
+    assert {"SECURITY.md", "CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "CITATION.cff"} <= inside
 
 
 def test_the_packaged_example_trains_and_the_doctor_looks(tmp_path: Path) -> None:

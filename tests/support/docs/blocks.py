@@ -27,9 +27,9 @@ ROOT = Path(__file__).parents[3]
 PAGES = (
     "README.md",
     "CONTRIBUTING.md",
-    *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
 )
-LANGUAGES = ("python", "bash", "toml", "text", "{toctree}", "{eval-rst}")
+LANGUAGES = ("python", "bash", "toml", "text", "diff", "{toctree}", "{eval-rst}")
 MARKS = ("ranks", "here", "run", "file", "test", "said by", "not run")
 _BLOCK = re.compile(
     r"^(?P<indent> *)(?:<!-- *(?P<mark>.*?) *-->\n(?P=indent))?```(?P<language>\S*)\n"
