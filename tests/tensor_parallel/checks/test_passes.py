@@ -128,8 +128,8 @@ def test_what_a_first_step_would_train_apart_or_not_at_all_is_refused(ranks: Ran
         with pytest.raises(RuntimeError, match=r"'1\.weight' as it was before para"):
             optimizer.step()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
-        own = parallelize_module(layers(), mesh, {**plan, "0": Own()})
-        own(X)
+        plan = {"0": ColwiseParallel(), "1": RowwiseParallel(), "2": Own()}
+        parallelize_module(layers(), mesh, plan)(X)
 
     ranks(2, body)
 
@@ -169,7 +169,9 @@ class Words(nn.Module):
 @pytest.mark.few(1)
 @pytest.mark.backends("gloo", "shm")
 @pytest.mark.devices("host", "simulated")
-@pytest.mark.parametrize("of", ["ids", "pixels", "shapes"])
+@pytest.mark.parametrize(
+    "of", ["ids", "pixels", pytest.param("shapes", marks=pytest.mark.devices("host"))]
+)
 def test_batches_that_a_style_declares_whole_differ_from_the_first_pass_on(
     ranks: Ranks, of: str
 ) -> None:

@@ -162,7 +162,9 @@ def verify_inputs(
     def judge(held: Sequence[Held], digests: Sequence[str]) -> None:
         everyone = differing(axis, digests, label=_LABEL, exchange=exchange)
         if everyone:
-            verify_weights(axis, weights(), exchange, late, is_late=False)
+            now = LateNumbers()
+            verify_weights(axis, weights(), exchange, now, is_late=False)
+            now.settle()
             meaning = f"what a style declares Replicate() in {where}"
             require_close(axis, held, everyone, meaning, error=ValueError, remedy=_BATCHES)
 
