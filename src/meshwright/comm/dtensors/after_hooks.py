@@ -66,9 +66,8 @@ class _Deferred:
 def defer_hooks(parameter: nn.Parameter, elsewhere: HasGradient) -> None:
     """Keep autograd from running hooks of ``parameter`` while ``elsewhere`` has its gradient."""
     for hooks in (backward_hooks_of(parameter), after_hooks_of(parameter)):
-        for key, hook in (hooks or {}).items():
-            if not isinstance(hook, _Deferred):
-                hooks[key] = _Deferred(hook, elsewhere)
+        for key, hook in zip(tuple(hooks or ()), hooks_in(hooks), strict=True):
+            hooks[key] = _Deferred(hook, elsewhere)
     if STEPPERS in parameter.__dict__:
         take_over_steps([parameter])
 

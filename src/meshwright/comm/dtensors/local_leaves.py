@@ -19,7 +19,6 @@ from torch.distributed.tensor import Partial as TorchPartial
 from meshwright.comm.collectives import Communicator
 from meshwright.comm.dtensors.after_hooks import defer_hooks, hooks_in, run_after_hooks
 from meshwright.comm.dtensors.dtensor import dtensor_like, local_of, mesh_communicators
-from meshwright.comm.dtensors.edges import wrapped
 from meshwright.comm.graphs.untraced import apart
 from meshwright.torch_internals.autograd import (
     at_end_of_backward,
@@ -202,29 +201,20 @@ class _InGraph(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         held: _Held = ctx.held
         parameter: Any = held.parameter
-        add = held.partial
         held.has_gradient = not torch.is_grad_enabled() and is_executed(ctx.next_functions[0][0])
         if held.has_gradient:
             defer_hooks(parameter, held)
             return grad, None, None
-        if add is None:
-            return None, _AtRest.apply(grad, parameter), None
-        placements, mesh = _of_gradient(parameter, add), parameter.device_mesh
-        part: Any = wrapped(grad, mesh, placements, parameter.shape)
-        return None, part.redistribute(placements=parameter.placements), None
-
-
-class _AtRest(torch.autograd.Function):
-    """A DTensor that is placed as a parameter, around a gradient of its local leaf."""
-
-    @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, like: DTensor) -> DTensor:  # noqa: ANN401 # pyrefly: ignore[bad-override]
-        ctx.placements = like.placements
-        return dtensor_like(local.detach(), like)
-
-    @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401 # pyrefly: ignore[bad-override]
-        return grad.redistribute(placements=ctx.placements).to_local(), None
+        part = DTensor.from_local(
+            grad,
+            parameter.device_mesh,
+            _of_gradient(parameter, held.partial),
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+        placements = parameter.placements
+        return None, part if held.partial is None else part.redistribute(None, placements), None
 
 
 def give_up(parameter: nn.Parameter) -> None:
