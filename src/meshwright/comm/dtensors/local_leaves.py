@@ -192,7 +192,7 @@ class _InGraph(torch.autograd.Function):
         held: _Held,
     ) -> torch.Tensor:
         ctx.held = held
-        return leaf.view_as(leaf)
+        return leaf.detach()  # no view: autograd refuses writes to those, and ``max_norm`` writes
 
     @staticmethod
     def backward(  # pyrefly: ignore[bad-override]
