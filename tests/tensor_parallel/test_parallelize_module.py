@@ -384,17 +384,20 @@ def test_modules_may_be_cut_and_run_in_inference_mode(ranks: Ranks) -> None:
     ranks(2, body)
 
 
-def test_weights_that_were_computed_from_others_are_refused(ranks: Ranks) -> None:
+def test_weights_may_be_computed_from_others(ranks: Ranks) -> None:
     def body() -> None:
         model = parallelize_module(nn.Linear(4, 6), tensor_mesh(), ColwiseParallel())
         x = torch.ones(2, 4)
         named = dict(model.named_parameters())
-        with torch.no_grad():  # nothing is lost where nothing trains
-            doubled = {name: 2 * parameter for name, parameter in named.items()}
-            found = torch.func.functional_call(model, doubled, (x,))
+        for is_trained in (False, True):
+            with torch.set_grad_enabled(is_trained):
+                doubled = {name: 2 * parameter for name, parameter in named.items()}
+                found = torch.func.functional_call(model, doubled, (x,))
             torch.testing.assert_close(found, 2 * model(x))
-        doubled = {name: 2 * parameter for name, parameter in named.items()}
-        with pytest.raises(RuntimeError, match="computed from others, as torch.func.functional_c"):
-            torch.func.functional_call(model, doubled, (x,))
+        model(x).sum().backward()
+        expected = 2 * model.weight.grad.full_tensor()
+        model.weight.grad = None
+        found.sum().backward()
+        torch.testing.assert_close(model.weight.grad.full_tensor(), expected)
 
     ranks(2, body)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.func import functional_call
 from torch.nn import functional
 
 from meshwright import comm, parallelize_module
@@ -19,6 +21,7 @@ from meshwright.comm import Recorder, observe
 from meshwright.comm.dtensors.local_leaves import PartialGradient, deliver, local_leaf
 from meshwright.tensor_parallel import (
     ColwiseParallel,
+    FusedColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
     PrepareModuleOutput,
@@ -215,10 +218,6 @@ def test_leaves_follow_their_parameters(ranks: Ranks) -> None:
             many.up.weight.mul_(1)
         with pytest.raises(RuntimeError, match="up.weight has been modified by an inplace"):
             loss.backward()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of the same, beside what is raised
-            with pytest.raises(RuntimeError, match="create_graph=True"):
-                many(ids).square().mean().backward(create_graph=True)
 
         # An operator on the DTensor itself leaves a part of a sum, or a whole gradient.
         one, many = alike(nn.LayerNorm(6))
@@ -246,6 +245,82 @@ def test_leaves_follow_their_parameters(ranks: Ranks) -> None:
             part = many.get_parameter(name).grad
             assert part.dtype == torch.float32
             torch.testing.assert_close(part.full_tensor(), whole.grad, rtol=0.05, atol=0.05)
+
+    ranks(2, body)
+
+
+class Fused(nn.Module):
+    """Two matrices in one layer, whose bias has a gradient that is summed over ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.down = nn.Linear(10, 8), nn.Linear(4, 10)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows = torch.linspace(-1, 1, 10, dtype=torch.float64) * (1 + ids).unsqueeze(-1)
+        gate, up = self.both(rows).chunk(2, -1)
+        return self.down(torch.sigmoid(gate) * up)
+
+
+def _full(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
+
+
+def _as_asked(model: nn.Module, ids: torch.Tensor, way: str) -> list[torch.Tensor]:
+    """Gradients of the parameters of ``model``, or of a penalty on those, by one of torch's ways."""
+    parameters = dict(model.named_parameters())
+    given = list(parameters.values())
+    if way == "functional":
+        twice = {name: 2 * parameter for name, parameter in parameters.items()}
+        functional_call(model, twice, (ids,)).square().mean().backward()
+        return _full(p.grad for p in given)
+    loss = model(ids).square().mean()
+    match way:
+        case "grad":
+            return _full(torch.autograd.grad(loss, given))
+        case "unused":
+            return _full(torch.autograd.grad(loss, given[1:2], allow_unused=True))
+        case "inputs":
+            loss.backward(inputs=given[::2])
+            assert all(p.grad is None for p in given[1::2])
+            return _full(p.grad for p in given[::2])
+        case "graph":
+            loss.backward(create_graph=True)
+            first = [p.grad for p in given]
+        case _:
+            first = torch.autograd.grad(loss, given, create_graph=True)
+    for parameter in given:
+        parameter.grad = None
+    penalty = torch.stack(_full(g.square().sum() for g in first)).sum()
+    penalty.backward()
+    return [*_full(p.grad for p in given), *_full(g.detach() for g in first)]
+
+
+@pytest.mark.backends("gloo", "shm")
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+@pytest.mark.parametrize("way", ["grad", "unused", "inputs", "penalty", "graph", "functional"])
+def test_gradients_of_parameters_are_given_to_whoever_asks(ranks: Ranks, way: str) -> None:
+    """They are DTensors, placed as the parameters, and those of one process."""
+
+    def body() -> None:
+        fused = {"both": FusedColwiseParallel(2), "down": RowwiseParallel()}
+        ids = torch.randint(0, WORDS, (3, 8), generator=torch.Generator().manual_seed(1))
+        whole = {**replicated_plan(), "head": ColwiseParallel(output_layouts=Replicate())}
+        for kind, plan in (Block, sequence_plan()), (Block, whole), (Fused, fused):
+            one, many = alike(kind())
+            parallelize_module(many, tensor_mesh(), plan)
+            calls: list[torch.Size] = []
+            for parameter in many.parameters():
+                parameter.register_hook(lambda gradient: calls.append(gradient.shape))
+            found = _as_asked(many, ids, way)
+            torch.testing.assert_close(found, _as_asked(one, ids, way))
+            calls.clear()
+            for model in (one, many):  # and backward goes on as ever
+                model.zero_grad()
+                for _ in range(2):
+                    model(ids).square().mean().backward()
+            check_alike(one, many)
+            assert sorted(calls) == sorted([p.shape for p in one.parameters()] * 2)
 
     ranks(2, body)
 

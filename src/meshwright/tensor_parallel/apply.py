@@ -47,8 +47,8 @@ def parallelize_module(
 
     Layouts that do not meet are found in the first forward, before what they would send. A rank
     that gave up a pass and begins another is stopped before it mixes the two up, unless the forward
-    is compiled as a whole. In the first, second, fourth pass and so on ranks that were given the
-    same input are compared, ValueError; in such steps of an optimizer the gradients of what
+    is compiled as a whole. In the first, second, fourth pass and so on inputs that a
+    style declares Replicate are compared, ValueError; in such steps of an optimizer the gradients of what
     each rank holds whole, `LayoutError`.
 
     Warns for a pattern that matches nothing, and for a plan of None. Raises TypeError for a plan
@@ -66,9 +66,7 @@ def parallelize_module(
         )
         return module
     module = apply_plan(module, mesh, parallelize_plan, src_data_rank=src_data_rank)
-    # A style of the root's own may take parts.
-    is_layer = isinstance(parallelize_plan, ParallelStyle) or "" in parallelize_plan
-    Passes.on(Site.of(mesh, "").axis).compare(module, list(_plain(module)), is_layer=is_layer)
+    Passes.on(Site.of(mesh, "").axis).compare(module, list(_plain(module)))
     return module
 
 

@@ -20,6 +20,7 @@ from meshwright.comm.graphs.untraced import apart
 from meshwright.layout import Partial, Placement, Replicate, Shard
 from meshwright.mesh import DeviceMesh
 from meshwright.tensor_parallel.checks.following import check_mark, mark
+from meshwright.tensor_parallel.checks.passes import check_whole
 from meshwright.tensor_parallel.functions import (
     Labels,
     copy_to,
@@ -115,6 +116,8 @@ class Site:
             )
         placement = normal(declared, tensor.ndim)
         check_mark(tensor, placement, self.axis, self.labels.name)
+        if isinstance(placement, Replicate) and not torch.compiler.is_compiling():
+            check_whole(tensor, self.axis, self.labels.name)
         shape = list(tensor.shape)
         if isinstance(placement, Shard):
             dim = placement.dim

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.checkpoint import checkpoint
 
 from meshwright import comm, parallelize_module
 from meshwright.errors import CollectiveMismatchError, LayoutError, RankFailedError
@@ -127,8 +129,8 @@ def test_what_a_first_step_would_train_apart_or_not_at_all_is_refused(ranks: Ran
         with pytest.raises(RuntimeError, match=r"'1\.weight' as it was before para"):
             optimizer.step()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
-        own = parallelize_module(layers(), mesh, {**plan, "0": Own()})
-        own(X)
+        plan = {"0": ColwiseParallel(), "1": RowwiseParallel(), "2": Own()}
+        parallelize_module(layers(), mesh, plan)(X)
 
     ranks(2, body)
 
@@ -146,15 +148,84 @@ def test_a_rank_that_leaves_out_a_batch_is_stopped(ranks: Ranks) -> None:
             del batches[5]
         for batch in batches[:7]:
             model(batch).square().sum().backward()
-        text = "to pass 8 of one Sequential.* but input 0 is .*; off by .* of its norm on ranks .1."
+        text = "pass 8 of one Sequential.* input of 0 is .*; off by .* of its norm on ranks .1."
         with raises_by_now(ValueError, match=text):
             model(batches[7])
 
     ranks(2, body)
 
 
+class Words(nn.Module):
+    """A table without a style ahead of layers that are cut, and a second input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.mlp = nn.Embedding(5, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.image = nn.Linear(3, 4)
+
+    def forward(self, ids: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:
+        return self.mlp(self.table(ids)) + self.image(pixels)
+
+
+def give_other(of: str) -> None:
+    """Run a model on what differs between ranks in ``of``; it is refused."""
+    rank, device = comm.communicator().rank, comm.communicator().device
+    torch.manual_seed(0)
+    plan: dict[str, ParallelStyle] = {
+        "mlp.0": ColwiseParallel(),
+        "mlp.1": RowwiseParallel(),
+        "image": ColwiseParallel(output_layouts=Replicate()),
+    }
+    model = parallelize_module(Words(), tensor_mesh(), plan)
+    other = {of: rank}
+    rows = 2 + other.get("shapes", 0)
+    ids = torch.full((rows,), 1 + other.get("ids", 0), device=device)
+    pixels = torch.full((rows, 3), 1.0 + other.get("pixels", 0), device=device)
+    name = "image" if of == "pixels" else "mlp.0"
+    text = f"declares Replicate.. in pass 1 of one Words .*the input of {name}"
+    with raises_by_now(ValueError, match=text), torch.set_grad_enabled(of != "ids"):
+        model(ids, pixels)
+
+
+@pytest.mark.few(1)
+@pytest.mark.backends("gloo", "shm")
+@pytest.mark.devices("host", "simulated")
+@pytest.mark.parametrize("of", ["ids", "pixels"])
+def test_batches_that_a_style_declares_whole_differ_from_the_first_pass_on(
+    ranks: Ranks, of: str
+) -> None:
+    """As where data are seeded by the global rank; also in evaluation, and ahead of a style."""
+    ranks(2, partial(give_other, of))
+
+
+@pytest.mark.backends("gloo", "shm")
+def test_batches_of_other_sizes_are_refused_before_anything_is_sent(ranks: Ranks) -> None:
+    ranks(2, partial(give_other, "shapes"))
+
+
+def test_a_recomputation_compares_no_inputs(ranks: Ranks) -> None:
+    """Of a root whose batches have other sizes in each pass."""
+
+    def body() -> None:
+        rank = comm.communicator().rank
+        layers = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+        one, model = alike(layers)
+        plan = {"0": ColwiseParallel(), "1": RowwiseParallel(output_layouts=Shard(0))}
+        parallelize_module(model, tensor_mesh(), plan)
+        for number in range(1, 5):
+            x = torch.cat([X] * number)
+            found = checkpoint(model, x, use_reentrant=False)
+            expected = one(x)
+            torch.testing.assert_close(found, expected.chunk(2)[rank])
+            found.square().sum().backward()
+            expected.square().sum().backward()
+        check_alike(one, model)
+
+    ranks(2, body)
+
+
 def test_ranks_may_be_given_parts(ranks: Ranks) -> None:
-    """Plain ones that were never alike, and DTensors at any time."""
+    """Plain ones that a style declares, and DTensors at any time."""
 
     def body() -> None:
         rank, mesh = comm.communicator().rank, tensor_mesh()

@@ -6,8 +6,8 @@ Bottom-up:
     gradient_part   this rank's elements of a gradient, which no sum may be taken over
     subclasses      tensor subclasses: how they compute, and where their values are
     dtensor         conversion between local tensors and DTensors, and what was made of parameters
-    local_leaves    the leaves on which modules compute in place of DTensors
     edges           DTensors that enter and leave what computes on local tensors
+    local_leaves    the leaves on which modules compute in place of DTensors
     unreadable      tensors without values, which are refused by name
     ranges          rows from several places along a dim, and the boxes that they make
     shard_view      a flat range of the elements of a tensor, for state dicts

@@ -7,16 +7,24 @@ hooks of `register_post_accumulate_grad_hook` are called here, and the optimizer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.torch_internals.autograd import after_hooks_of, set_after_hooks
+from meshwright.torch_internals.autograd import (
+    after_hooks_of,
+    backward_hooks_of,
+    set_after_hooks,
+)
 from meshwright.torch_internals.modules import STEPPERS, hooks_of_steppers
 
 _CARRIED = "_meshwright_in_backward"
+
+Hook = Callable[[Any], Any]
 
 
 def has_after_hooks(parameter: torch.Tensor) -> bool:
@@ -31,9 +39,43 @@ def is_stepped(parameter: torch.Tensor) -> bool:
 
 def run_after_hooks(parameter: torch.Tensor) -> None:
     """Run what waits for ``parameter.grad``, which is there."""
-    for hook in tuple((after_hooks_of(parameter) or {}).values()):
+    for hook in hooks_in(after_hooks_of(parameter)):
         hook(parameter)
     step_in_backward(parameter)
+
+
+class HasGradient(Protocol):
+    """Whoever has a gradient in place of a parameter."""
+
+    has_gradient: bool
+    """True while that is so."""
+
+
+class _Deferred:
+    """A hook that autograd does not run where the parameter's gradient is elsewhere."""
+
+    def __init__(self, hook: Hook, elsewhere: HasGradient) -> None:
+        self.hook = hook
+        self._elsewhere = weakref.ref(elsewhere)
+
+    def __call__(self, given: torch.Tensor | None) -> torch.Tensor | None:
+        elsewhere = self._elsewhere()
+        return None if elsewhere is not None and elsewhere.has_gradient else self.hook(given)
+
+
+def defer_hooks(parameter: nn.Parameter, elsewhere: HasGradient) -> None:
+    """Keep autograd from running hooks of ``parameter`` while ``elsewhere`` has its gradient."""
+    for hooks in (backward_hooks_of(parameter), after_hooks_of(parameter)):
+        for key, hook in zip(tuple(hooks or ()), hooks_in(hooks), strict=True):
+            hooks[key] = _Deferred(hook, elsewhere)
+    if STEPPERS in parameter.__dict__:
+        take_over_steps([parameter])
+
+
+def hooks_in(hooks: Mapping[int, Hook] | None) -> list[Hook]:
+    """List ``hooks`` of a tensor as they were registered."""
+    found = (hooks or {}).values()
+    return [hook.hook if isinstance(hook, _Deferred) else hook for hook in found]
 
 
 def take_over_steps(parameters: Sequence[nn.Parameter]) -> tuple[nn.Parameter, ...]:

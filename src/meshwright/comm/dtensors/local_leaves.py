@@ -1,26 +1,29 @@
 """The leaves on which modules compute in place of DTensor parameters, and their gradients.
 
 A leaf lies over the storage of this rank's part of its parameter. What autograd has accumulated in
-it goes to ``.grad`` of the parameter, as a DTensor that is placed alike.
+it goes to ``.grad`` of the parameter, as a DTensor that is placed alike. Whoever asks autograd for
+gradients of the parameter itself gets them as DTensors: see `local_part_of`.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Partial as TorchPartial
 
 from meshwright.comm.collectives import Communicator
-from meshwright.comm.dtensors.after_hooks import run_after_hooks
-from meshwright.comm.dtensors.dtensor import dtensor_like, local_of
+from meshwright.comm.dtensors.after_hooks import defer_hooks, hooks_in, run_after_hooks
+from meshwright.comm.dtensors.dtensor import dtensor_like, local_of, mesh_communicators
 from meshwright.comm.graphs.untraced import apart
 from meshwright.torch_internals.autograd import (
     at_end_of_backward,
     backward_hooks_of,
+    is_executed,
     running_backward,
 )
 from meshwright.torch_internals.tensors import local_tensor_of
@@ -34,6 +37,7 @@ class _Held:
 
     __slots__ = (
         "__weakref__",
+        "has_gradient",
         "is_hooked",
         "is_taken",
         "leaf",
@@ -50,9 +54,11 @@ class _Held:
         """The tensor whose storage the leaf shares: the parameter's, unless that was replaced."""
         self.storage = parameter.untyped_storage()
         """Another object as soon as something is assigned to ``.data`` of the parameter."""
+        self.has_gradient = False
+        """True where the last backward pass has led to the leaf, and not to the parameter."""
         self.is_hooked = False
         self.is_taken = False
-        self.partial: Callable[[nn.Parameter, torch.Tensor], None] | None = None
+        self.partial: PartialGradient | None = None
 
     def take_over(self) -> None:
         """Keep the gradient with the leaf until somebody hands it over."""
@@ -62,7 +68,7 @@ class _Held:
         """Hand each gradient over as soon as it is there."""
         self.is_taken = False
 
-    def sum_by(self, add: Callable[[nn.Parameter, torch.Tensor], None]) -> None:
+    def sum_by(self, add: PartialGradient) -> None:
         """Hand each gradient, which is a part of a sum, to ``add``."""
         self.partial = add
 
@@ -113,24 +119,16 @@ def local_leaf(parameter: nn.Parameter) -> nn.Parameter:
     * As soon as autograd has accumulated into its ``.grad``, `hand_over` moves that to
       ``parameter``, as a DTensor placed alike on the same storage; the leaf's ``.grad`` is None
       outside of a backward. `take_over` switches this off for whoever hands over himself.
-    * It has no name and is in no module's ``parameters()``. Gradients of `torch.autograd.grad` are
-      those of the leaf, not of ``parameter``.
+    * It has no name and is in no module's ``parameters()``.
 
-    Raises RuntimeError for a DTensor that has a graph, whose gradient would go nowhere, and for one
-    to whose ``.data`` something was assigned since it was asked for before.
+    Raises RuntimeError for a DTensor to whose ``.data`` something was assigned since it was asked
+    for before.
 
     A parameter that is no DTensor is returned as it is: whoever manages the module has put its own
     leaf there.
     """
     if not isinstance(parameter, DTensor):
         return parameter
-    if not parameter.is_leaf:
-        raise RuntimeError(
-            f"expected a parameter, found a DTensor of shape {tuple(parameter.shape)} that was "
-            "computed from others, as torch.func.functional_call gives it: modules that "
-            "parallelize_module has cut compute on local tensors, by which its gradient would be "
-            "lost. Write the values into the parameter, or leave that module out"
-        )
     held = vars(parameter).get(_HELD)
     if held is None or held.local is not local_tensor_of(parameter):
         local = local_tensor_of(parameter)
@@ -150,6 +148,73 @@ def local_leaf(parameter: nn.Parameter) -> nn.Parameter:
     if not held.is_hooked and leaf.requires_grad:
         held.hook()
     return leaf
+
+
+def local_part_of(
+    parameter: torch.Tensor, add: PartialGradient | None = None
+) -> torch.Tensor:
+    """Find what a module computes with in place of ``parameter``: its `local_leaf`, in its graph.
+
+    A backward pass accumulates in the leaf. One that is asked for gradients of ``parameter`` itself
+    (`torch.autograd.grad`, ``inputs=``), or for a graph of them, gives it DTensors, as it does a
+    DTensor that is computed from others, as `torch.func.functional_call` may be given. ``add`` is
+    what `sum_partial` takes.
+    """
+    if isinstance(parameter, DTensor) and not parameter.is_leaf:
+        return parameter.to_local(grad_placements=_of_gradient(parameter, add))
+    given = cast("nn.Parameter", parameter)
+    leaf = local_leaf(given) if add is None else sum_partial(given, add)
+    if leaf is parameter or not (leaf.requires_grad and torch.is_grad_enabled()):
+        return leaf
+    held: _Held = vars(parameter)[_HELD]
+    return leaf if held.is_taken else _InGraph.apply(leaf, parameter, held)
+
+
+def _of_gradient(parameter: DTensor, add: PartialGradient | None) -> list[Any]:
+    """List the placements of what a backward pass computes for ``parameter``."""
+    if add is None:
+        return list(parameter.placements)
+    axes = zip(mesh_communicators(parameter.device_mesh, "tensor"), parameter.placements)
+    return [TorchPartial() if c.ranks == add.communicator.ranks else p for c, p in axes]
+
+
+class _InGraph(torch.autograd.Function):
+    """A leaf, computed from itself and its parameter: a gradient goes to one of the two.
+
+    Autograd goes on to both, and would run the hooks of a parameter that has no gradient yet.
+    """
+
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: Any,  # noqa: ANN401 - a node, which has no public type
+        leaf: torch.Tensor,
+        parameter: DTensor,
+        held: _Held,
+    ) -> torch.Tensor:
+        ctx.held = held
+        return leaf.detach()  # no view: autograd refuses writes to those, and ``max_norm`` writes
+
+    @staticmethod
+    def backward(  # pyrefly: ignore[bad-override]
+        ctx: Any,  # noqa: ANN401
+        grad: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        held: _Held = ctx.held
+        parameter: Any = held.parameter
+        held.has_gradient = not torch.is_grad_enabled() and is_executed(ctx.next_functions[0][0])
+        if held.has_gradient:
+            defer_hooks(parameter, held)
+            return grad, None, None
+        part = DTensor.from_local(
+            grad,
+            parameter.device_mesh,
+            _of_gradient(parameter, held.partial),
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+        placements = parameter.placements
+        return None, part if held.partial is None else part.redistribute(None, placements), None
 
 
 def give_up(parameter: nn.Parameter) -> None:
@@ -173,9 +238,7 @@ def take_over(parameter: nn.Parameter) -> nn.Parameter:
     return leaf
 
 
-def sum_partial(
-    parameter: nn.Parameter, add: Callable[[nn.Parameter, torch.Tensor], None]
-) -> nn.Parameter:
+def sum_partial(parameter: nn.Parameter, add: PartialGradient) -> nn.Parameter:
     """Find its `local_leaf`, whose gradient is a part of a sum over ranks: ``add`` receives it.
 
     `hand_over` calls ``add(parameter, gradient)``, and that `deliver` with the sum, now or later.
@@ -204,7 +267,8 @@ def hand_over(parameter: nn.Parameter) -> None:
     pass that is under way, at once when there is none. Hooks that were registered on ``parameter``
     run as if autograd had accumulated into it.
 
-    Raises RuntimeError for a gradient that has a graph of its own (``create_graph=True``).
+    Raises RuntimeError for a gradient that has a graph of its own (``create_graph=True``), of a
+    leaf that somebody has taken over.
     """
     held = vars(parameter).get(_HELD)
     gradient = None if held is None else held.leaf.grad
@@ -226,7 +290,7 @@ def hand_over(parameter: nn.Parameter) -> None:
 @torch.no_grad()
 def deliver(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
     """Add this rank's part of a whole ``gradient`` to ``parameter.grad``; it is not copied."""
-    for hook in tuple((backward_hooks_of(parameter) or {}).values()):
+    for hook in hooks_in(backward_hooks_of(parameter)):
         changed = hook(dtensor_like(gradient, parameter))
         gradient = gradient if changed is None else local_of(changed)
     add_to_gradient(parameter, gradient)

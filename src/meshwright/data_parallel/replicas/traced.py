@@ -470,16 +470,15 @@ class Marking:
         Raises CollectiveMismatchError on every rank, naming the first parameter.
         """
         gradients = [parameter.grad for _, parameter in self._reducer.named]
-        missing = torch.zeros(2, dtype=torch.int64, device=self._communicator.device)
+        missing = torch.zeros(1, dtype=torch.int64, device=self._communicator.device)
         sums = [missing if each is None else checksum(local_of(each)) for each in gradients]
         self._reducer.late.look(torch.cat(sums), self._compare_sums)
 
     def _compare_sums(self, sums: list[float]) -> None:
-        pairs = zip(sums[::2], sums[1::2], strict=True)
-        named = zip(self._reducer.named, pairs, strict=True)
+        named = zip(self._reducer.named, sums, strict=True)
         require_equal(
             self._communicator,
-            {f"the gradient of {name!r}": f"{pair}" for (name, _), pair in named},
+            {f"the gradient of {name!r}": f"{found}" for (name, _), found in named},
             "what the backward pass of a compiled graph leaves",
             label="verify a compiled graph",
             remedy="Is the parameter used outside of the replicated module's forward, or was its "

@@ -41,6 +41,12 @@ _WRITTEN = (
     "optimizer whose settings or state are others there. Do it on every rank, or load one state on "
     "all"
 )
+_BATCHES = (
+    "Give all ranks of the axis the same batches in the same order: seed and shard data by the "
+    "data-parallel rank, not by the global rank. Where each rank holds a part, declare it "
+    "(input_layouts=Shard(dim)) or pass a DTensor. Modules without a style that draw random numbers "
+    "before it need one seed on all of them"
+)
 
 
 @torch.no_grad()
@@ -121,6 +127,8 @@ def verify_weights(
     named: Sequence[tuple[str, torch.Tensor]],
     exchange: Exchange,
     late: LateNumbers,
+    *,
+    is_late: bool,
 ) -> None:
     """Check that parameters that the ranks of ``axis`` hold whole are equal, before a forward.
 
@@ -133,7 +141,34 @@ def verify_weights(
         if everyone:
             _require_close_weights(axis, held, everyone, f"{_WRITTEN}. Or {_SHARES}")
 
-    look_at_bits(weights, late, judge, is_late=not axis.is_on_host)
+    look_at_bits(weights, late, judge, is_late=is_late)
+
+
+def verify_inputs(
+    axis: Communicator,
+    given: tuple[str, torch.Tensor],
+    exchange: Exchange,
+    late: LateNumbers,
+    *,
+    where: str,
+    weights: Callable[[], Sequence[tuple[str, torch.Tensor]]],
+) -> None:
+    """Check that an input that a style declares Replicate is equal on the ranks of ``axis``.
+
+    As `verify_weights`, but for ValueError. ``where`` names the pass, and ``weights`` lists those
+    that may have computed it: where they differ, they are to blame.
+    """
+
+    def judge(held: Sequence[Held], digests: Sequence[str]) -> None:
+        everyone = differing(axis, digests, label=_LABEL, exchange=exchange)
+        if everyone:
+            now = LateNumbers()
+            verify_weights(axis, weights(), exchange, now, is_late=False)
+            now.settle()
+            meaning = f"what a style declares Replicate() in {where}"
+            require_close(axis, held, everyone, meaning, error=ValueError, remedy=_BATCHES)
+
+    look_at_bits([given], late, judge, is_late=not axis.is_on_host)
 
 
 def _require_close_weights(
@@ -173,13 +208,11 @@ def look_at_bits(
     judge: Callable[[Sequence[Held], Sequence[str]], None],
     *,
     is_late: bool,
-    only_telling: bool = False,
 ) -> None:
     """Give ``judge`` the tensors, and a digest of the bits of each: by ``late`` if it ``is_late``.
 
     That is alike on ranks whose judges ask each other, also where one has no tensors. What it is
-    given the judge may keep. Shapes and dtypes belong to digests. With ``only_telling`` one is ""
-    of a single number, however often, or none.
+    given the judge may keep. Shapes and dtypes belong to digests.
     """
     devices = [tensor.device for _, tensor in named if tensor is not None]
     device = next((each for each in devices if not is_host(each)), torch.device("cpu"))
@@ -192,37 +225,14 @@ def look_at_bits(
         sums += [moved(checksum(part), device) for part in parts]
 
     def read(numbers: Sequence[float]) -> None:
-        rest = iter(zip(numbers[::2], numbers[1::2], strict=True))
+        rest = iter(numbers)
         digests = [
-            _digest_of_sums(tensor, list(itertools.islice(rest, span)), only_telling)
+            "missing" if tensor is None else f"{kind_of(tensor)} {[*itertools.islice(rest, span)]}"
             for (_, tensor), span in zip(held, spans, strict=True)
         ]
         judge(held, digests)
 
     late.look(torch.cat(sums) if sums else torch.empty(0, device=device), read, is_late=is_late)
-
-
-def digest_of(tensor: torch.Tensor) -> str:
-    """Make the digest of one tensor that `look_at_bits` makes, now."""
-    found: list[str] = []
-    late = LateNumbers()
-
-    def keep(_: Sequence[Held], said: Sequence[str]) -> None:
-        found.extend(said)
-
-    look_at_bits([("", tensor)], late, keep, is_late=False, only_telling=True)
-    late.settle()
-    return found[0]
-
-
-def _digest_of_sums(
-    tensor: torch.Tensor | None, sums: Sequence[tuple[float, float]], only_telling: bool
-) -> str:
-    if tensor is None:
-        return "missing"
-    if only_telling and len(sums) == 1 and sums[0][1]:
-        return ""
-    return f"{kind_of(tensor)} {[each for each, _ in sums]}"
 
 
 def _replicated(

@@ -12,15 +12,14 @@ Ranks that do the same may do it with other values: where they are to be equal t
 the first time, the second, the fourth, the eighth and so on::
 
     first pass       parameters without a style: a forgotten seed would train a model on each rank
-    passes           what the root is given: a rank that left out a batch computes on other batches
+    passes           what a style declares whole, where it comes from outside: ranks that were given
+                     other batches, or one that left out a batch, would add up what does not fit
     steps            gradients of what each rank holds whole: copies would be trained apart; what
                      the program updates itself, as no optimizer does, before a pass
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -35,22 +34,20 @@ from meshwright.comm.dtensors.dtensor import is_dtensor, known_at_rest, mesh_com
 from meshwright.comm.dtensors.sharded_axes import singles_of
 from meshwright.comm.failures.events import Event, EventCheck
 from meshwright.gradients import (
-    Held,
     is_due,
     look_at_optimizers,
-    require_close,
     warn_without_gradients,
 )
 from meshwright.tensor_parallel.checks.equality import (
     Exchange,
     held_whole,
-    look_at_bits,
     verify_gradients,
+    verify_inputs,
     verify_plain,
     verify_weights,
 )
+from meshwright.torch_internals.autograd import running_backward
 from meshwright.torch_internals.modules import forward_pre_hooks_of
-from meshwright.torch_internals.trees import tree_flatten
 
 _KEPT = "passes of models"
 
@@ -69,6 +66,10 @@ class Passes:
         self._trains = self._has_warned = False
         """True when a forward in training has run since the last step; a step without gradients was
         told of."""
+        self.compared = ""
+        """The pass under way, where it is compared."""
+        self.is_first = True
+        """True until a style of this pass has got an input that it declares whole."""
         look_at_optimizers()
         hook = partial(_before_step, weakref.ref(self))
         weakref.finalize(self, register_optimizer_step_pre_hook(hook).remove)
@@ -80,21 +81,18 @@ class Passes:
             axis.kept[_KEPT] = cls(axis)
         return axis.kept[_KEPT]
 
-    def compare(
-        self, root: nn.Module, plain: Sequence[tuple[str, nn.Parameter]], *, is_layer: bool
-    ) -> None:
+    def compare(self, root: nn.Module, plain: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Compare the forward passes of ``root`` that are to come with those of the other ranks.
 
         ``plain`` parameters, which each rank has for itself, are compared in the first of them, by
         when they may have been loaded; those that something else has replaced until then are left
-        out. Inputs are not compared of what ``is_layer``, which may be given parts. Passes that a
-        compiler traces are not compared.
+        out. Passes that a compiler traces are not compared.
         """
         if self.axis.is_alone:
             return
         known = [hook for hook in forward_pre_hooks_of(root).values() if isinstance(hook, _Begin)]
         begin = known[0] if known else _Begin(self, root)
-        begin.expect(plain, is_layer=is_layer)
+        begin.expect(plain)
         if not known:
             root.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
             root.register_state_dict_pre_hook(settle)
@@ -114,6 +112,24 @@ class Passes:
         is_new = self._check.is_new(event)
         after = "a pass or left out a part of one" if is_new else ""
         self._check.happens(event, after=after)
+
+    def declared_whole(self, tensor: torch.Tensor, name: str) -> None:
+        """Compare an input that module ``name`` declares Replicate, in passes that are compared.
+
+        That is the first one of a pass, and each that no module has computed. A recomputation
+        compares nothing. Raises ValueError on all ranks; of inputs on a device before the next
+        pass.
+        """
+        is_given = torch.is_grad_enabled() and tensor.grad_fn is None
+        if not (self.is_first or is_given) or running_backward() != -1:
+            return
+        self.is_first = False
+        found = held_whole(tensor, self.axis, tensor)
+        if found is not None:
+            exchange = self.exchange(f"the input of {name} in {self.compared}")
+            given, weights = (f"the input of {name}", found), self._without_style
+            where, late = self.compared, self.late
+            verify_inputs(self.axis, given, exchange, late, where=where, weights=weights)
 
     def exchange(self, what: str) -> Exchange:
         """Make an exchange through the store, at the event ``what``."""
@@ -154,11 +170,7 @@ class Passes:
                 yield name, parameter
 
     def _held_whole(self, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-        names: dict[int, str] = {}
-        for held, begin in self._roots:
-            root = held()
-            if root is not None:
-                names.update({id(p): name for name, p in begin.plain_of(root)})
+        names = {id(parameter): name for name, parameter in self._without_style()}
         listed = [p for group in optimizer.param_groups for p in group["params"]]
         for number, parameter in enumerate(p for each in listed for p in singles_of(each)):
             if id(parameter) in names:
@@ -166,11 +178,22 @@ class Passes:
             elif self._is_over_axis(parameter):
                 yield f"its parameter {number}", parameter
 
+    def _without_style(self) -> list[tuple[str, nn.Parameter]]:
+        roots = [(root, begin) for held, begin in self._roots if (root := held()) is not None]
+        return [row for root, begin in roots for row in begin.plain_of(root)]
+
     def _is_over_axis(self, parameter: torch.Tensor) -> bool:
         rest = known_at_rest(parameter)
         if rest is None or held_whole(parameter, self.axis, parameter) is None:
             return False
         return any(a.ranks == self.axis.ranks for a in mesh_communicators(rest.mesh, "tensor"))
+
+
+def check_whole(tensor: torch.Tensor, axis: Communicator, name: str) -> None:
+    """Do as `Passes.declared_whole`, where passes on ``axis`` are compared."""
+    passes: Passes | None = axis.kept.get(_KEPT)
+    if passes is not None and passes.compared:
+        passes.declared_whole(tensor, name)
 
 
 def _before_step(
@@ -192,18 +215,14 @@ class _Begin:
         self._passes = passes
         self._root = type(root).__name__
         self._number = 0
-        self._are_alike: dict[str, bool] = {}
-        """By input, True when ranks were given the same when it came first and had a content."""
         self._plain: dict[str, tuple[int, bool]] = {}
         """Parameters without a style, by name: which it was, and whether it had no values yet."""
         self._is_verified = False
-        self._is_layer = False
 
-    def expect(self, plain: Sequence[tuple[str, nn.Parameter]], *, is_layer: bool) -> None:
+    def expect(self, plain: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Compare these parameters in the next pass."""
         self._plain = {name: (id(p), p.is_meta) for name, p in plain}
         self._is_verified = not plain
-        self._is_layer = self._is_layer or is_layer
 
     def __call__(
         self, module: nn.Module, inputs: tuple[object, ...], options: Mapping[str, object]
@@ -224,9 +243,10 @@ class _Begin:
             and (trained := list(passes.written_by_hand(module, self)))
         ):
             exchange = passes.exchange(f"the weights before pass {self._number} of {self._root}")
-            verify_weights(passes.axis, trained, exchange, passes.late)
-        if is_due(self._number) and not self._is_layer:
-            self._compare_inputs((inputs, options))
+            late, is_late = passes.late, not passes.axis.is_on_host
+            verify_weights(passes.axis, trained, exchange, late, is_late=is_late)
+        passes.compared = f"pass {self._number} of one {self._root}" if is_due(self._number) else ""
+        passes.is_first = True
 
     def __deepcopy__(self, memo: object) -> _Begin:
         return self
@@ -238,50 +258,3 @@ class _Begin:
             is_same = not parameter.is_meta and (known == id(parameter) or was_empty)
             if known and (is_dtensor(parameter) or is_same):
                 yield name, parameter
-
-    def _compare_inputs(self, given: object) -> None:
-        """Raise ValueError where ranks that were given the same are not any more.
-
-        Of inputs on a device before the next pass.
-        """
-        axis = self._passes.axis
-        leaves, structure = tree_flatten(given)
-        tensors: list[Held] = [
-            (f"input {place}", found)
-            for place, leaf in enumerate(leaves)
-            if isinstance(leaf, torch.Tensor)
-            and (found := held_whole(leaf, axis, leaf)) is not None
-        ]
-        of = hashlib.sha256(str(structure).encode()).hexdigest()
-        judge = partial(self._judge_inputs, self._number, of)
-        late, is_late = self._passes.late, not axis.is_on_host
-        look_at_bits(tensors, late, judge, is_late=is_late, only_telling=True)
-
-    def _judge_inputs(
-        self, number: int, structure: str, held: Sequence[Held], digests: Sequence[str]
-    ) -> None:
-        """Raise ValueError where the inputs ``held`` of pass ``number`` are others than before."""
-        axis, tensors = self._passes.axis, dict(held)
-        said = json.dumps([structure, dict(zip(tensors, digests, strict=True))])
-        exchange = self._passes.exchange(f"the inputs of pass {number} of {self._root}")
-        rows: list[tuple[str, dict[str, str]]] = [json.loads(row) for row in exchange(said)]
-        # From here on the same on all ranks: by the structure of the arguments, then by name.
-        differ: list[str] = []
-        for name in sorted({name for _, found in rows for name in found}):
-            together = {(of, found.get(name)) for of, found in rows}
-            keys = [f"{of}/{name}" for of, _ in rows]
-            if len(together) > 1 and any(self._are_alike.get(key) for key in keys):
-                differ.append(name)
-            if together != {(rows[0][0], "")}:
-                for key in keys:
-                    self._are_alike.setdefault(key, len(together) == 1)
-        if differ:
-            require_close(
-                axis,
-                [(name, tensors.get(name)) for name in differ],
-                [[found.get(name) for name in differ] for _, found in rows],
-                f"what is given to pass {number} of one {self._root}, as it was until now,",
-                error=ValueError,
-                remedy="Give all of them the same batches in the same order; parts of a batch give "
-                "as DTensors",
-            )

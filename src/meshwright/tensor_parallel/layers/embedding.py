@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.function import FunctionCtx
 
-from meshwright.comm.dtensors.local_leaves import local_leaf
+from meshwright.comm.dtensors.local_leaves import local_part_of
 from meshwright.comm.streams import is_host
 from meshwright.layout import Partial, Replicate, Shard, chunk
 from meshwright.tensor_parallel.layers.linear import Settings
@@ -106,9 +106,9 @@ class RowEmbedding(nn.Embedding):
             )
 
 
-def _weight(module: nn.Embedding) -> nn.Parameter:
+def _weight(module: nn.Embedding) -> torch.Tensor:
     weight: Any = module.weight  # not the registered one: see `linear`
-    return local_leaf(weight)
+    return local_part_of(weight)
 
 
 class _Lookup(torch.autograd.Function):

@@ -34,8 +34,7 @@ from meshwright.comm.dtensors.gather_dtensor import side_by_side
 from meshwright.comm.dtensors.local_leaves import (
     PartialGradient,
     forget_unsummed,
-    local_leaf,
-    sum_partial,
+    local_part_of,
 )
 from meshwright.errors import LayoutError
 from meshwright.layout import Partial, Placement, Replicate, Shard, chunk
@@ -236,11 +235,10 @@ def _leaves(module: nn.Module, settings: Settings) -> tuple[torch.Tensor, torch.
     # As attributes: data parallelism may keep the whole ones beside the registered parameters.
     given: Any = module.weight
     bias: Any = module.bias
-    weight = local_leaf(given).t() if isinstance(module, _Conv1D) else local_leaf(given)
-    if bias is not None and settings.partial_bias is not None:
+    weight = local_part_of(given).t() if isinstance(module, _Conv1D) else local_part_of(given)
+    if settings.partial_bias is not None:
         forget_unsummed(settings.site.axis)
-        return weight, sum_partial(bias, settings.partial_bias)
-    return weight, None if bias is None else local_leaf(bias)
+    return weight, None if bias is None else local_part_of(bias, settings.partial_bias)
 
 
 def _check_part(weight: torch.Tensor, dim: int, whole: int, site: Site) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from meshwright.comm.dtensors.dtensor import is_dtensor
-from meshwright.comm.dtensors.local_leaves import PartialGradient, forget_unsummed, sum_partial
+from meshwright.comm.dtensors.local_leaves import PartialGradient, forget_unsummed, local_part_of
 from meshwright.layout import Shard
 from meshwright.randomness import Dropout
 from meshwright.tensor_parallel.layouts import Arrival, Site, normal, untraced
@@ -118,7 +119,8 @@ class SequencePart(nn.Module):
                 parameter = getattr(owner, key)
                 if is_dtensor(parameter):
                     at_rest.append((owner._parameters, key, parameter))
-                    owner._parameters[key] = sum_partial(parameter, add)
+                    part: Any = local_part_of(parameter, add)
+                    owner._parameters[key] = part
             yield
         finally:
             for owner, key, parameter in at_rest:

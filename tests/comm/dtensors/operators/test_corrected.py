@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
 
@@ -127,6 +129,32 @@ def body_of_summands() -> None:
 
 def test_summands_are_not_filled_with_a_sum(ranks: Ranks) -> None:
     ranks(2, body_of_summands)
+
+
+def body_of_clipping() -> None:
+    write_through()
+    mesh = init_device_mesh("cpu", (2,))
+    wholes = [torch.linspace(-n, n, 5 * n, dtype=F64).view(5, n) for n in range(1, 5)]
+    wholes[2][4, 1] = 30
+    for order in (2.0, 1.0, 3.0, math.inf):
+        plain = [torch.nn.Parameter(torch.zeros_like(each)) for each in wholes]
+        spread = [torch.nn.Parameter(distribute_tensor(p, mesh, [Shard(0)])) for p in plain]
+        for one, many, whole in zip(plain, spread, wholes, strict=True):
+            one.grad = whole.clone()
+            many.grad = distribute_tensor(whole, mesh, [Shard(0)])
+        expected = torch.nn.utils.clip_grad_norm_(plain, 0.5, order)
+        with CommDebugMode() as counted:
+            found = torch.nn.utils.clip_grad_norm_(spread, 0.5, order)
+        assert counted.get_total_counts() == 1, order
+        assert isinstance(found, DTensor)
+        torch.testing.assert_close(found.full_tensor(), expected)
+        for one, many in zip(plain, spread, strict=True):
+            torch.testing.assert_close(many.grad.full_tensor(), one.grad)
+
+
+def test_clipping_of_dtensors_sends_once(ranks: Ranks) -> None:
+    """By any order of the norm: also by the largest element, which each rank then knows."""
+    ranks(2, body_of_clipping)
 
 
 def body_behind_torch() -> None:

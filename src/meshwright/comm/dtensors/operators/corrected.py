@@ -158,7 +158,7 @@ class _Norm:
         order = _named(op, args, kwargs)["ord"]
         if isinstance(found, torch.Tensor):
             return _known(found, order)
-        return [_known(each, order) for each in found]
+        return _largest(found) if math.isinf(order) else [_known(each, order) for each in found]
 
 
 def _known(norm: torch.Tensor, order: float) -> torch.Tensor:
@@ -169,6 +169,22 @@ def _known(norm: torch.Tensor, order: float) -> torch.Tensor:
         return _replicated(norm)
     _correct_sums()
     return norm
+
+
+def _largest(norms: list[DTensor]) -> list[DTensor]:
+    """Give each rank all of ``norms``, numbers: one collective for those that lie alike."""
+    found = list(norms)
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for index, norm in enumerate(norms):
+        if any(each.is_partial() for each in norm.placements):
+            alike.setdefault((norm.dtype, norm.device_mesh, norm.placements), []).append(index)
+    for (_, mesh, placements), indices in alike.items():
+        rows = torch.stack([local_of(norms[index]) for index in indices])
+        known = _replicated(DTensor.from_local(rows, mesh, placements, run_check=False))
+        for index, row in zip(indices, local_of(known).unbind(), strict=True):
+            whole_on = [Replicate()] * mesh.ndim
+            found[index] = DTensor.from_local(row, mesh, whole_on, run_check=False)
+    return found
 
 
 def _correct_sums() -> None:
