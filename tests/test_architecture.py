@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from support.architecture import table
 from support.architecture.planted import PLANTED, SOUND, long_function
 from support.architecture.rules import RULES, broken
 from support.architecture.source import Tree
@@ -72,5 +73,5 @@ def test_sound_code_is_left_alone(tmp_path: Path, rule: str) -> None:
 
 
 def test_a_docstring_does_not_count_as_length(tmp_path: Path) -> None:
-    long_text = {"plan.py": long_function(60, docstring=40)}
+    long_text = {"plan.py": long_function(table.FUNCTION_LINES, docstring=40)}
     assert broken("function_size", _plant(tmp_path, long_text)) == []

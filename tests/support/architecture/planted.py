@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import textwrap
 
+from support.architecture import table
+
 __all__ = ["PLANTED", "SOUND", "long_function"]
 
 Files = dict[str, str]
@@ -103,7 +105,7 @@ docstrings        plan.py                       def f() -> None: |     x = 1 |  
 """
 
 _MANY: list[tuple[str, str, Files]] = [
-    ("file_size", "plan.py", {"plan.py": "x = 1\n" * 601}),
+    ("file_size", "plan.py", {"plan.py": "x = 1\n" * (table.FILE_LINES + 1)}),
     (
         "folder_size",
         "comm/__init__.py",
@@ -114,7 +116,11 @@ _MANY: list[tuple[str, str, Files]] = [
         "comm/__init__.py",
         {"comm/__init__.py": "", **{f"comm/a{i}/__init__.py": "" for i in range(13)}},
     ),
-    ("foreign_writes", "plan.py", {"plan.py": "import a\n" + "a.b += 1\n" * 62}),
+    (
+        "foreign_writes",
+        "plan.py",
+        {"plan.py": "import a\n" + "a.b += 1\n" * (table.FOREIGN_WRITES + 1)},
+    ),
     *(
         (
             "private_torch",
@@ -166,11 +172,14 @@ _MANY: list[tuple[str, str, Files]] = [
         "comm/__init__.py",
         {"comm/__init__.py": LISTED},
     ),
-    ("function_size", "plan.py", {"plan.py": long_function(61)}),
+    ("function_size", "plan.py", {"plan.py": long_function(table.FUNCTION_LINES + 1)}),
     (
         "function_size",
         "plan.py",
-        {"plan.py": "class A:\n" + textwrap.indent(long_function(61), "    ")},
+        {
+            "plan.py": "class A:\n"
+            + textwrap.indent(long_function(table.FUNCTION_LINES + 1), "    ")
+        },
     ),
     (
         "function_p90",

@@ -49,14 +49,14 @@ PUBLIC_FILES = frozenset(
     }
 )
 
-FILE_LINES = 600
-FUNCTION_LINES = 60
+FILE_LINES = 1000
+FUNCTION_LINES = 100
 FUNCTION_P90 = 30
 FOLDER_MODULES = 14
 
 # Fields of objects that others than these objects write, in all of the library; what belongs to
 # torch (gradients, contexts of autograd, nodes of graphs) is among them, but for these.
-FOREIGN_WRITES = 61
+FOREIGN_WRITES = 66
 NOT_FOREIGN = frozenset({"argtypes", "data", "grad", "restype"})
 
 # The largest rooms show at most so many files and folders on top.
