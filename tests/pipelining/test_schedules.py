@@ -235,6 +235,67 @@ def test_skips(ranks: Ranks, name: str) -> None:
     ranks(4 if chunks_of(name) == 1 else 2, body_skips, name)
 
 
+class Gated(nn.Module):
+    """Reads what came beside x where its microbatch opens a gate, and gives a branch of its own."""
+
+    def __init__(self, seed: int, *, detaches: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layer, self.branch = nn.Linear(8, 8).double(), nn.Linear(8, 8).double()
+        self.detaches = detaches
+
+    def forward(self, x: torch.Tensor, beside: torch.Tensor | None = None) -> Any:
+        is_open = bool(x[0, 0] > 0)
+        y = torch.tanh(self.layer(x))
+        if is_open and beside is not None:
+            y = y + beside
+        branch = torch.tanh(self.branch(x))
+        if self.detaches and not is_open:
+            branch = branch.detach()
+        # The gates of the stages behind see what this one saw.
+        return torch.cat([x[:, :1].detach(), y[:, 1:]], 1), branch
+
+
+GATES = {"opens late": "0011", "closes": "1100", "by turns": "0101", "closed": "0000"}
+
+
+def body_gates(name: str, detaches: bool) -> None:
+    world = communicator()
+    count = world.size * chunks_of(name)
+    microbatches = 4 * world.size
+    loss_fn = lambda output, target: (output[0] - target).square().sum()  # noqa: E731
+    for gates in GATES.values():
+        if detaches and gates[0] == "0":
+            continue
+        layers: list[nn.Module] = [Gated(seed, detaches=detaches) for seed in range(count)]
+        ones = copy.deepcopy(layers)
+        schedule = made(name, layers, microbatches, loss_fn, scale_grads=False)
+        torch.manual_seed(3)
+        x, target = torch.randn(2, 2 * microbatches, 8, dtype=torch.float64)
+        signs = torch.tensor([1.0 if gate == "1" else -1.0 for gate in gates])
+        x[:, 0] = x[:, 0].abs() * signs.repeat_interleave(2).repeat(world.size)
+        args, kwargs = given(name, count, x, target)
+        for times in (1.0, 2.0):
+            schedule.step(*args, **kwargs)
+            for part, wanted in zip(x.split(2), target.split(2), strict=True):
+                value: Any = (part,)
+                for one in ones:
+                    value = one(*value)
+                if times == 1.0:
+                    loss_fn(value, wanted).backward()
+            compare(layers, ones, mine(name, world.size), times)
+
+
+@pytest.mark.few(3)
+@pytest.mark.backends("shm", "gloo")
+@pytest.mark.parametrize("detaches", [False, True], ids=["unused", "detached"])
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
+def test_gradients_may_come_in_some_microbatches_alone(
+    ranks: Ranks, name: str, detaches: bool
+) -> None:
+    ranks(2, body_gates, name, detaches)
+
+
 def body_statistics() -> None:
     """No microbatch runs twice, and random numbers are those of a plain loop."""
     world = communicator()

@@ -56,8 +56,8 @@ class _Stage:
         """By id."""
         self.told: dict[int, set[int]] = {}
         """By id, the ranks that its signature has been sent to."""
-        self.masks: dict[int, dict[int, tuple[bool, ...]]] = {}
-        """By id and reading stage, for each tensor whether it gets a gradient."""
+        self.complete: dict[int, dict[int, bool]] = {}
+        """By id and reading stage, whether all outputs had gradients in the first microbatch."""
         self._order: dict[int, None] = {}
         """Ids. The one used last stands last."""
         self._last: tuple[int, ...] = ()
@@ -81,5 +81,5 @@ class _Stage:
         while len(self._order) > KEPT:
             identity = next(iter(self._order))
             del self._order[identity]
-            for kept in (self.outputs, self.told, self.masks):
+            for kept in (self.outputs, self.told, self.complete):
                 kept.pop(identity, None)

@@ -4,9 +4,10 @@ Between two ranks messages go in one order, which follows from the schedule: sen
 receives are posted, in the order of the sender's row. So no message says which it is. What a
 receiver must know before it can post goes ahead, in a letter. With the first outputs of a stage
 that a rank reads in a step: what the sender takes the schedule to be, the step's number, and an id
-of the shapes of each microbatch. With the first of an id: its signature, or which of its gradients
-are none. With all that have any: constants. Both sides know from the steps before which messages
-have a letter; in a step like those before that is one for each stage and rank that reads it.
+of the shapes of each microbatch. With the first of an id: its signature. With the first gradients
+of an id, and with all later ones where some of these were none: which are none. With all that have
+any: constants. Both sides know from the steps before which messages have a letter; in a step like
+those before that is one for each stage and rank that reads it.
 
 A receive never blocks when it is posted: what it needs to know may not be there yet, and then it,
 and what comes behind it from the same rank, is posted by whoever waits for it. On Gloo, where each
@@ -162,31 +163,27 @@ class Transfers:
     def send_gradients(self, leg: Leg, gradients: Sequence[torch.Tensor | None]) -> None:
         """Send the gradients of what one stage has read from another, leaf by leaf.
 
+        Where all were there in the first microbatch of these shapes, zeros stand for one that is
+        not there now; else each message says which are.
+
         Raises ``PipeliningShapeError`` where one has another shape or dtype than the output it
-        belongs to, or is there for one microbatch and not for another.
+        belongs to.
         """
         _, stage, source, k, _, rank = leg.message
         ids = self._ids.known[source]
         signature = self._known[source].outputs[ids[k]]
         mask = tuple([gradients[number] is not None for number in signature.wanted])
-        masks = self._known[source].masks.setdefault(ids[k], {})
-        known = masks.get(stage)
-        if known is None:
-            masks[stage] = mask
-            if mask:
-                self._write({"gradients": mask}, rank, f"gradients of stage {stage}")
-        elif known != mask:
-            both = zip(signature.wanted, known, mask, strict=True)
-            raise PipeliningShapeError(
-                f"[Stage {stage}] microbatch {k}: the outputs {[n for n, a, b in both if a != b]} "
-                f"of stage {source} got gradients in one microbatch and none in another of the "
-                "same shapes; make the stage use the same inputs in all microbatches"
-            )
+        complete = self._known[source].complete.setdefault(ids[k], {})
+        if not complete.get(stage) and mask:
+            self._write({"gradients": mask}, rank, f"gradients of stage {stage}")
+        is_complete = complete.setdefault(stage, all(mask))
         found: list[torch.Tensor] = []
         for number in signature.wanted:
             gradient, meta = gradients[number], signature.leaves[number]
-            if gradient is None or not isinstance(meta, TensorMeta):
+            if not isinstance(meta, TensorMeta) or (gradient is None and not is_complete):
                 continue
+            if gradient is None:
+                gradient = torch.zeros(meta.shape, dtype=meta.dtype, device=self._carrier.device)
             if gradient.shape != meta.shape or gradient.dtype is not meta.dtype:
                 where = f"[Stage {stage}] gradient for value {number} of stage {source}"
                 text = differences(Signature((meta,)), Values([gradient]), where)
@@ -380,17 +377,15 @@ class Transfers:
         signature = None if ids is None else self._known[source].outputs.get(ids[k])
         if ids is None or signature is None:
             return None
-        masks = self._known[source].masks.setdefault(ids[k], {})
-        mask = masks.get(stage)
-        if mask is None:
-            mask = ()
-            if signature.wanted:
-                letter = self._awaited(leg, f"gradients of stage {stage}", wait=wait)
-                if letter is None:
-                    return None
-                mask = tuple(self._letters.read(letter, self._watch)["gradients"])
-                self._letters.accept(letter)
-            masks[stage] = mask
+        complete = self._known[source].complete.setdefault(ids[k], {})
+        mask = (True,) * len(signature.wanted)
+        if not complete.get(stage) and mask:
+            letter = self._awaited(leg, f"gradients of stage {stage}", wait=wait)
+            if letter is None:
+                return None
+            mask = tuple(self._letters.read(letter, self._watch)["gradients"])
+            self._letters.accept(letter)
+        complete.setdefault(stage, all(mask))
         metas: list[TensorMeta] = []
         for number, flag in zip(signature.wanted, mask, strict=True):
             meta = signature.leaves[number]
@@ -475,8 +470,7 @@ class UnansweredTransfers(Transfers):
         ids = self._ids.of(source)
         signature = None if ids is None else self._known[source].outputs.get(ids[k])
         if ids is not None and signature is not None:
-            masks = self._known[source].masks.setdefault(ids[k], {})
-            masks.setdefault(stage, (True,) * len(signature.wanted))
+            self._known[source].complete.setdefault(ids[k], {}).setdefault(stage, True)
         return super()._post_gradients(leg, wait=wait)
 
     def hear(self, count: int, stage: int) -> list[int]:
