@@ -151,7 +151,7 @@ class FlatParameter(ManyInOne):
         self._check()
         if all(gradient is None for gradient in found):
             return None
-        warn_of_zeros(self, [m.name for m in self.members if m.parameter.grad is None])
+        warn_of_zeros(self, lambda: [m.name for m in self.members if m.parameter.grad is None])
         alone = self._alone(found)
         whole = self._gathered(found) if alone is None else alone
         return gradient_part(whole, self.members[0].name) if is_marked_spread(self) else whole

@@ -213,11 +213,16 @@ def warn_without_gradients(optimizer: Optimizer) -> bool:
     return trained
 
 
-def warn_of_zeros(flat: torch.Tensor, names: Sequence[str]) -> None:
-    """Warn once of parameters of ``flat`` of which no rank had a gradient, while others had one."""
-    if not names or vars(flat).get(_ZEROS):
+def warn_of_zeros(flat: torch.Tensor, find: Callable[[], Sequence[str]]) -> None:
+    """Warn once of parameters of ``flat`` of which no rank had a gradient, while others had one.
+
+    ``find`` names them. It reads values: on a device, where the host would wait, it is asked once.
+    """
+    names = () if vars(flat).get(_ZEROS) else find()
+    if names or not flat.is_cpu:
+        vars(flat)[_ZEROS] = True
+    if not names:
         return
-    vars(flat)[_ZEROS] = True
     rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
     warnings.warn(
         f"no rank has a gradient of {', '.join(names[:5])}{rest}, in one flat parameter with "

@@ -368,8 +368,8 @@ class ExposedTensors(Exposure):
         if hooked:
             self.follow_gradients(group)
         if group in self._flat:
-            names = [s.name for s, has in zip(group.slots, used, strict=True) if not has]
-            warn_of_zeros(self._flat[group], names)
+            unused = [s.name for s, has in zip(group.slots, used, strict=True) if not has]
+            warn_of_zeros(self._flat[group], lambda: unused)
             run_hooks_of_flat(self._flat[group], group.slots[0].name, len(group.slots))
 
     def _has_direct(self, group: ParameterGroup) -> bool:

@@ -283,7 +283,7 @@ class FlatExposure(Exposed):
         if not any(used) and group.is_unused(reduced):
             return
         if not all(used):
-            warn_of_zeros(flat, _unused_in(group, reduced, used))
+            warn_of_zeros(flat, lambda: _unused_in(group, reduced, used))
         change_piece_by_hooks(group, flat, reduced, FLAT)
         if flat.grad is None:
             give_gradient(flat, part_of(reduced, flat, FLAT), self._gradient_dtype)
