@@ -8,13 +8,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
+from typing import Any
 
+import torch
 from torch import nn
 
 from meshwright.comm.dtensors.dtensor import AnyPlacement, our_placement, torch_placements
 from meshwright.comm.dtensors.gather_dtensor import side_by_side
 from meshwright.comm.dtensors.local_leaves import PartialGradient
+from meshwright.comm.dtensors.styled import (
+    as_dtensor,
+    distribute_parameters,
+    given_out,
+    run_on_dtensors,
+)
 from meshwright.layout import Placement, Replicate, Shard
 from meshwright.mesh import DeviceMesh
 from meshwright.tensor_parallel.layers.embedding import (
@@ -49,6 +58,13 @@ class ParallelStyle(ABC):
 
     @abstractmethod
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module: ...
+
+    def _changes(self, *helpers: str) -> bool:
+        """Tell whether a subclass of a user has ``helpers`` of its own: then the module runs by all
+        of them, as torch's style does, on DTensors."""
+        return any(
+            not getattr(type(self), name).__module__.startswith("meshwright.") for name in helpers
+        )
 
     def apply_to(
         self, module: nn.Module, device_mesh: DeviceMesh, *, name: str, src_data_rank: int | None
@@ -88,6 +104,8 @@ class _Layered(ParallelStyle):
     """The layouts of input and output where none are given."""
     _cuts: Mapping[str, tuple[type[nn.Module], Mapping[str, AnyPlacement]]] = MappingProxyType({})
     """By kind of layer, the class that it gets and the placements of its parameters."""
+    _desired: Placement = Replicate()
+    """The layout of the input with which a Linear computes."""
 
     def __init__(
         self,
@@ -98,6 +116,7 @@ class _Layered(ParallelStyle):
     ) -> None:
         self.input_layouts = torch_placements([input_layouts or self._defaults[0]])
         self.output_layouts = torch_placements([output_layouts or self._defaults[1]])
+        self.desired_input_layouts = torch_placements([self._desired])
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -111,7 +130,48 @@ class _Layered(ParallelStyle):
         if isinstance(module, nn.Embedding):
             is_by_rows = self._cuts[kind][0] is RowEmbedding
             check_embedding(module, site.labels.name, is_by_rows=is_by_rows)
+        linear, enter, leave = "_partition_linear_fn", "_prepare_input_fn", "_prepare_output_fn"
+        if self._changes(linear, "_partition_embedding_fn", enter, leave):
+            is_linear = kind == "Linear"
+            desired = self.desired_input_layouts if is_linear else torch_placements([Replicate()])
+            return run_on_dtensors(
+                module,
+                device_mesh,
+                self._partition_linear_fn if is_linear else self._partition_embedding_fn,
+                partial(self._prepare_input_fn, self.input_layouts, desired),
+                partial(self._prepare_output_fn, self.output_layouts, self.use_local_output),
+            )
         return self._become(module, self._settings(module, site), *self._cuts[kind])
+
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        placed = self._cuts["Linear"][1]
+        distribute_parameters(module, device_mesh, placed, self.src_data_rank)
+
+    def _partition_embedding_fn(
+        self, name: str, module: nn.Module, device_mesh: DeviceMesh
+    ) -> None:
+        placed = self._cuts["Embedding"][1]
+        distribute_parameters(module, device_mesh, placed, self.src_data_rank)
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Any,  # noqa: ANN401 - as of torch's style, in all of these
+        desired_input_layouts: Any,  # noqa: ANN401
+        mod: nn.Module,
+        inputs: Any,  # noqa: ANN401
+        device_mesh: DeviceMesh,
+    ) -> torch.Tensor:
+        return as_dtensor(inputs[0], device_mesh, input_layouts, desired_input_layouts)
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Any,  # noqa: ANN401
+        use_local_output: bool,
+        mod: nn.Module,
+        outputs: Any,  # noqa: ANN401
+        device_mesh: DeviceMesh,
+    ) -> torch.Tensor:
+        return given_out(outputs, output_layouts, is_local=use_local_output)
 
     def _settings(self, module: nn.Module, site: Site, *, parts: int = 1) -> Settings:
         """Make the settings of ``module``; refuses parameters that have no part in it."""
@@ -232,6 +292,7 @@ class RowwiseParallel(_Layered):
     """
 
     _defaults = (Shard(-1), Replicate())
+    _desired = Shard(-1)
     _cuts = MappingProxyType(
         {
             "Linear": (RowLinear, {"weight": Shard(1), "bias": Replicate()}),
@@ -254,8 +315,37 @@ class SequenceParallel(ParallelStyle):
         self.sequence_dim: int | None = sequence_dim
         self.use_local_output = use_local_output
 
+    def _replicate_module_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        distribute_parameters(module, device_mesh, {}, self.src_data_rank)
+
+    @staticmethod
+    def _prepare_input_fn(
+        sequence_sharding: Any,  # noqa: ANN401 - as of torch's style, in all of these
+        mod: nn.Module,
+        inputs: Any,  # noqa: ANN401
+        device_mesh: DeviceMesh,
+    ) -> torch.Tensor:
+        return as_dtensor(inputs[0], device_mesh, sequence_sharding, sequence_sharding)
+
+    @staticmethod
+    def _prepare_output_fn(
+        use_local_output: bool,
+        mod: nn.Module,
+        outputs: Any,  # noqa: ANN401
+        device_mesh: DeviceMesh,
+    ) -> torch.Tensor:
+        return given_out(outputs, outputs.placements, is_local=use_local_output)
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         site = self.site_of(module, device_mesh)
+        if self._changes("_replicate_module_fn", "_prepare_input_fn", "_prepare_output_fn"):
+            return run_on_dtensors(
+                module,
+                device_mesh,
+                self._replicate_module_fn,
+                partial(self._prepare_input_fn, self.sequence_sharding),
+                partial(self._prepare_output_fn, self.use_local_output),
+            )
         parameters: list[tuple[str, str, PartialGradient]] = []
         for path, owner in module.named_modules():
             keys = [key for key, parameter in owner._parameters.items() if parameter is not None]
