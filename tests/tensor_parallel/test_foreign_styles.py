@@ -21,7 +21,7 @@ from meshwright.testing import Ranks
 from support.tensor_parallel.samples import WORDS, Block, alike, check_alike, tensor_mesh
 
 
-def by_their_helpers(home: Any) -> type[Any]:  # noqa: ANN401 - torch's module, or ours
+def by_their_helpers(home: Any) -> type[Any]:
     """A style that lays out the parts that its base offers, and gives its output out otherwise."""
 
     class Scattering(home.SequenceParallel):
@@ -49,7 +49,7 @@ def by_one_helper(base: type[Any], name: str) -> type[Any]:
     given = getattr(base, name)
 
     @wraps(given)
-    def counted(*args: Any) -> Any:  # noqa: ANN401
+    def counted(*args: Any) -> Any:
         kind.calls += 1
         return given(*args)
 
@@ -61,7 +61,7 @@ def by_one_helper(base: type[Any], name: str) -> type[Any]:
 
 
 def plan_of(
-    home: Any,  # noqa: ANN401
+    home: Any,
     sequence: Callable[[], object],
     columns: Callable[..., object],
     rows: Callable[..., object],

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -199,18 +199,10 @@ class Site:
             )
 
 
-class HasSite(Protocol):
-    """The settings of a style for a module."""
-
-    @property
-    def site(self) -> Site:
-        """The ranks with which it communicates."""
-
-
 class Cut(nn.Module):
     """A base of the classes that styles give to modules: it shows the axis."""
 
-    _tensor_parallel: HasSite
+    _tensor_parallel: Any
 
     def extra_repr(self) -> str:
         """Add the axis to what the module shows of itself."""

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from functools import partial
+from functools import partial, partialmethod
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import nn
 
 from meshwright.comm.dtensors.dtensor import AnyPlacement, our_placement, torch_placements
 from meshwright.comm.dtensors.gather_dtensor import side_by_side
 from meshwright.comm.dtensors.local_leaves import PartialGradient
 from meshwright.comm.dtensors.styled import (
-    as_dtensor,
+    distribute_module,
     distribute_parameters,
-    given_out,
-    run_on_dtensors,
+    enter,
+    enter_sequence,
+    leave,
+    leave_sequence,
 )
 from meshwright.layout import Placement, Replicate, Shard
 from meshwright.mesh import DeviceMesh
@@ -59,12 +60,13 @@ class ParallelStyle(ABC):
     @abstractmethod
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module: ...
 
-    def _changes(self, *helpers: str) -> bool:
-        """Tell whether a subclass of a user has ``helpers`` of its own: then the module runs by all
-        of them, as torch's style does, on DTensors."""
-        return any(
-            not getattr(type(self), name).__module__.startswith("meshwright.") for name in helpers
-        )
+    def _has_own(self, *parts: str) -> bool:
+        """Tell whether a subclass has changed ``parts`` of a style of ours.
+
+        Then the module runs by all of them, on DTensors, as under torch's style.
+        """
+        owners = [next(c for c in type(self).__mro__ if part in vars(c)) for part in parts]
+        return not all(owner.__module__.startswith("meshwright.") for owner in owners)
 
     def apply_to(
         self, module: nn.Module, device_mesh: DeviceMesh, *, name: str, src_data_rank: int | None
@@ -130,48 +132,25 @@ class _Layered(ParallelStyle):
         if isinstance(module, nn.Embedding):
             is_by_rows = self._cuts[kind][0] is RowEmbedding
             check_embedding(module, site.labels.name, is_by_rows=is_by_rows)
-        linear, enter, leave = "_partition_linear_fn", "_prepare_input_fn", "_prepare_output_fn"
-        if self._changes(linear, "_partition_embedding_fn", enter, leave):
-            is_linear = kind == "Linear"
+        is_linear = kind == "Linear"
+        own = "_partition_linear_fn" if is_linear else "_partition_embedding_fn"
+        if kind != "Conv1D" and self._has_own(own, "_prepare_input_fn", "_prepare_output_fn"):
             desired = self.desired_input_layouts if is_linear else torch_placements([Replicate()])
-            return run_on_dtensors(
-                module,
-                device_mesh,
-                self._partition_linear_fn if is_linear else self._partition_embedding_fn,
-                partial(self._prepare_input_fn, self.input_layouts, desired),
-                partial(self._prepare_output_fn, self.output_layouts, self.use_local_output),
+            prepare: Any = partial(self._prepare_input_fn, self.input_layouts, desired)
+            finish: Any = partial(
+                self._prepare_output_fn, self.output_layouts, self.use_local_output
             )
+            return distribute_module(module, device_mesh, getattr(self, own), prepare, finish)
         return self._become(module, self._settings(module, site), *self._cuts[kind])
 
-    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        placed = self._cuts["Linear"][1]
-        distribute_parameters(module, device_mesh, placed, self.src_data_rank)
+    def _partition(self, kind: str, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        distribute_parameters(module, mesh, self._cuts[kind][1], self.src_data_rank)
 
-    def _partition_embedding_fn(
-        self, name: str, module: nn.Module, device_mesh: DeviceMesh
-    ) -> None:
-        placed = self._cuts["Embedding"][1]
-        distribute_parameters(module, device_mesh, placed, self.src_data_rank)
-
-    @staticmethod
-    def _prepare_input_fn(
-        input_layouts: Any,  # noqa: ANN401 - as of torch's style, in all of these
-        desired_input_layouts: Any,  # noqa: ANN401
-        mod: nn.Module,
-        inputs: Any,  # noqa: ANN401
-        device_mesh: DeviceMesh,
-    ) -> torch.Tensor:
-        return as_dtensor(inputs[0], device_mesh, input_layouts, desired_input_layouts)
-
-    @staticmethod
-    def _prepare_output_fn(
-        output_layouts: Any,  # noqa: ANN401
-        use_local_output: bool,
-        mod: nn.Module,
-        outputs: Any,  # noqa: ANN401
-        device_mesh: DeviceMesh,
-    ) -> torch.Tensor:
-        return given_out(outputs, output_layouts, is_local=use_local_output)
+    # Parts of torch's styles, which subclasses call or change.
+    _partition_linear_fn = partialmethod(_partition, "Linear")
+    _partition_embedding_fn = partialmethod(_partition, "Embedding")
+    _prepare_input_fn = staticmethod(enter)
+    _prepare_output_fn = staticmethod(leave)
 
     def _settings(self, module: nn.Module, site: Site, *, parts: int = 1) -> Settings:
         """Make the settings of ``module``; refuses parameters that have no part in it."""
@@ -318,34 +297,17 @@ class SequenceParallel(ParallelStyle):
     def _replicate_module_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         distribute_parameters(module, device_mesh, {}, self.src_data_rank)
 
-    @staticmethod
-    def _prepare_input_fn(
-        sequence_sharding: Any,  # noqa: ANN401 - as of torch's style, in all of these
-        mod: nn.Module,
-        inputs: Any,  # noqa: ANN401
-        device_mesh: DeviceMesh,
-    ) -> torch.Tensor:
-        return as_dtensor(inputs[0], device_mesh, sequence_sharding, sequence_sharding)
-
-    @staticmethod
-    def _prepare_output_fn(
-        use_local_output: bool,
-        mod: nn.Module,
-        outputs: Any,  # noqa: ANN401
-        device_mesh: DeviceMesh,
-    ) -> torch.Tensor:
-        return given_out(outputs, outputs.placements, is_local=use_local_output)
+    # torch's signatures, of layouts that stay.
+    _prepare_input_fn = staticmethod(enter_sequence)
+    _prepare_output_fn = staticmethod(leave_sequence)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         site = self.site_of(module, device_mesh)
-        if self._changes("_replicate_module_fn", "_prepare_input_fn", "_prepare_output_fn"):
-            return run_on_dtensors(
-                module,
-                device_mesh,
-                self._replicate_module_fn,
-                partial(self._prepare_input_fn, self.sequence_sharding),
-                partial(self._prepare_output_fn, self.use_local_output),
-            )
+        if self._has_own("_replicate_module_fn", "_prepare_input_fn", "_prepare_output_fn"):
+            prepare: Any = partial(self._prepare_input_fn, self.sequence_sharding)
+            finish: Any = partial(self._prepare_output_fn, self.use_local_output)
+            own = self._replicate_module_fn
+            return distribute_module(module, device_mesh, own, prepare, finish)
         parameters: list[tuple[str, str, PartialGradient]] = []
         for path, owner in module.named_modules():
             keys = [key for key, parameter in owner._parameters.items() if parameter is not None]

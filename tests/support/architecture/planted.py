@@ -114,7 +114,7 @@ _MANY: list[tuple[str, str, Files]] = [
         "comm/__init__.py",
         {"comm/__init__.py": "", **{f"comm/a{i}/__init__.py": "" for i in range(13)}},
     ),
-    ("foreign_writes", "plan.py", {"plan.py": "import a\n" + "a.b += 1\n" * 61}),
+    ("foreign_writes", "plan.py", {"plan.py": "import a\n" + "a.b += 1\n" * 71}),
     *(
         (
             "private_torch",

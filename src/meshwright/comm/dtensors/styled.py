@@ -1,12 +1,11 @@
-"""What styles of torch's protocol do: modules whose parameters and activations are DTensors.
+"""Modules whose parameters and activations are DTensors, as under styles of torch's protocol.
 
-For styles of others that are built of the helpers of torch's styles, or change some of them.
+For styles that are built of the parts that torch's styles have, or change some of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -17,8 +16,16 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from meshwright.comm.dtensors.dtensor import AnyPlacement, torch_placements
 from meshwright.layout import Replicate
 
-Partition = Callable[[str, nn.Module, DeviceMesh], None]
-Hook = Callable[[nn.Module, Any, DeviceMesh], Any]
+__all__ = [
+    "distribute_module",
+    "distribute_parameters",
+    "enter",
+    "enter_sequence",
+    "leave",
+    "leave_sequence",
+]
+
+Layouts = Sequence[TorchPlacement]
 
 
 def distribute_parameters(
@@ -30,32 +37,37 @@ def distribute_parameters(
     """
     for key, given in module._parameters.items():
         if given is not None and not isinstance(given, DTensor):
-            placements = torch_placements([placed.get(key, Replicate())])
-            whole = distribute_tensor(given.detach(), mesh, placements, src_data_rank=source)
+            layouts = torch_placements([placed.get(key, Replicate())])
+            whole = distribute_tensor(given.detach(), mesh, layouts, src_data_rank=source)
             module._parameters[key] = nn.Parameter(whole, requires_grad=given.requires_grad)
 
 
-def as_dtensor(
-    tensor: torch.Tensor,
-    mesh: DeviceMesh,
-    found: Sequence[TorchPlacement],
-    wanted: Sequence[TorchPlacement],
-) -> torch.Tensor:
-    """Bring a tensor to ``wanted``. A local one is placed as ``found``, a DTensor says so itself."""
-    given = tensor
-    if not isinstance(given, DTensor):
-        given = DTensor.from_local(given, mesh, found, run_check=False)
+def enter(
+    found: Layouts, wanted: Layouts, mod: nn.Module, inputs: tuple[torch.Tensor], mesh: DeviceMesh
+) -> DTensor:
+    """Bring the first input to ``wanted``; one that is local is placed as ``found``."""
+    x = inputs[0]
+    given = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, found, run_check=False)
     return given.redistribute(placements=wanted)
 
 
-def given_out(tensor: Any, wanted: Sequence[TorchPlacement], *, is_local: bool) -> torch.Tensor:  # noqa: ANN401
-    """Bring a DTensor to ``wanted`` for whoever called the module, local if ``is_local``."""
-    moved = tensor.redistribute(placements=wanted)
+def leave(
+    wanted: Layouts, is_local: bool, mod: nn.Module, outputs: DTensor, mesh: DeviceMesh
+) -> torch.Tensor:
+    """Bring the output to ``wanted``."""
+    moved = outputs.redistribute(placements=wanted)
     return moved.to_local() if is_local else moved
 
 
-def run_on_dtensors(
-    module: nn.Module, mesh: DeviceMesh, partition: Partition, enter: Hook, leave: Hook
-) -> nn.Module:
-    """Have ``module`` compute on DTensors, with hooks for its inputs and outputs."""
-    return distribute_module(module, mesh, partition, enter, leave)
+def enter_sequence(
+    cut: Layouts, mod: nn.Module, inputs: tuple[torch.Tensor], mesh: DeviceMesh
+) -> DTensor:
+    """Bring the first input to ``cut``, as which a local one is placed."""
+    return enter(cut, cut, mod, inputs, mesh)
+
+
+def leave_sequence(
+    is_local: bool, mod: nn.Module, outputs: DTensor, mesh: DeviceMesh
+) -> torch.Tensor:
+    """Leave the output where it is."""
+    return outputs.to_local() if is_local else outputs

@@ -15,7 +15,6 @@ from torch.autograd.function import FunctionCtx
 from meshwright.comm.dtensors.local_leaves import local_part_of
 from meshwright.comm.streams import is_host
 from meshwright.layout import Partial, Replicate, Shard, chunk
-from meshwright.tensor_parallel.layers.linear import Settings
 from meshwright.tensor_parallel.layouts import Arrival, Cut, Site, untraced
 from meshwright.torch_internals.tensors import assert_soon
 
@@ -37,8 +36,6 @@ def check_embedding(module: nn.Embedding, name: str, *, is_by_rows: bool) -> Non
 class ColumnEmbedding(Cut, nn.Embedding):
     """An embedding that holds some of the features of every row. Made by `ColwiseParallel`."""
 
-    _tensor_parallel: Settings
-
     @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Look up the features of this rank, laid out as the style says."""
@@ -57,8 +54,6 @@ class ColumnEmbedding(Cut, nn.Embedding):
 
 class RowEmbedding(Cut, nn.Embedding):
     """An embedding that holds some of the rows. Made by `RowwiseParallel`."""
-
-    _tensor_parallel: Settings
 
     @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:

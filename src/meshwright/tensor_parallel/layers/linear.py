@@ -126,8 +126,6 @@ def is_conv1d(module: nn.Module) -> bool:
 class ColumnLinear(Cut, nn.Linear):
     """A linear layer that holds some of the output features. Made by `ColwiseParallel`."""
 
-    _tensor_parallel: Settings
-
     @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Compute the output features of this rank, laid out as the style says."""
@@ -137,8 +135,6 @@ class ColumnLinear(Cut, nn.Linear):
 
 class RowLinear(Cut, nn.Linear):
     """A linear layer that holds some of the input features. Made by `RowwiseParallel`."""
-
-    _tensor_parallel: Settings
 
     @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -153,7 +149,6 @@ ColumnLinear.__name__ = RowLinear.__name__ = "Linear"  # which a printed model s
 class _Conv1D(Cut):
     """Either of the classes that are put before that of a ``Conv1D``."""
 
-    _tensor_parallel: Settings
     nx: int
     nf: int
 

@@ -49,8 +49,6 @@ class Sequence:
 class SequencePart(Cut):
     """The class that `SequenceParallel` puts before a module's own."""
 
-    _tensor_parallel: Sequence
-
     @untraced
     def forward(self, *inputs: object, **options: object) -> object:
         """Run the module's own forward on local tensors; the first input is the sequence.
