@@ -267,7 +267,7 @@ def _full(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _as_asked(model: nn.Module, ids: torch.Tensor, way: str) -> list[torch.Tensor]:
-    """Gradients of the parameters of ``model``, or of a penalty on those, by one of torch's ways."""
+    """Gradients of parameters of ``model``, or of a penalty on those, by one of torch's ways."""
     parameters = dict(model.named_parameters())
     given = list(parameters.values())
     if way == "functional":
@@ -305,11 +305,12 @@ def test_gradients_of_parameters_are_given_to_whoever_asks(ranks: Ranks, way: st
     def body() -> None:
         fused = {"both": FusedColwiseParallel(2), "down": RowwiseParallel()}
         ids = torch.randint(0, WORDS, (3, 8), generator=torch.Generator().manual_seed(1))
+        calls: list[torch.Size] = []
         whole = {**replicated_plan(), "head": ColwiseParallel(output_layouts=Replicate())}
         for kind, plan in (Block, sequence_plan()), (Block, whole), (Fused, fused):
             one, many = alike(kind())
             parallelize_module(many, tensor_mesh(), plan)
-            calls: list[torch.Size] = []
+            calls.clear()
             for parameter in many.parameters():
                 parameter.register_hook(lambda gradient: calls.append(gradient.shape))
             found = _as_asked(many, ids, way)

@@ -6,6 +6,7 @@ import difflib
 import warnings
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
+from typing import Protocol
 
 from torch import nn
 
@@ -28,10 +29,21 @@ from meshwright.torch_internals.modules import forward_pre_hooks_of, require_mod
 _THEIRS = "_meshwright_styled_by_user"
 
 
+class Style(Protocol):
+    """A style of torch's protocol: one of torch itself, of another package, or of a user."""
+
+    src_data_rank: int | None
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module: ...
+
+
+AnyStyle = ParallelStyle | Style
+
+
 def parallelize_module(
     module: nn.Module,
     device_mesh: DeviceMesh | None = None,
-    parallelize_plan: ParallelStyle | dict[str, ParallelStyle] | None = None,
+    parallelize_plan: AnyStyle | Mapping[str, AnyStyle] | None = None,
     *,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
@@ -42,14 +54,15 @@ def parallelize_module(
     The mesh has one dim: slice a larger one by name. None takes the mesh of the ``with`` block.
 
     The parameters that styles cut or replicate become DTensors, at rest: forward and backward run
-    on local tensors. Values come from rank ``src_data_rank`` of the axis; None takes those that
-    are there, and then parameters that ranks share are compared. Ties are kept.
+    on local tensors. A style of torch's protocol, such as torch's own, runs as it is, on DTensors.
+    Values come from rank ``src_data_rank`` of the axis; None takes those that are there, and then
+    parameters that ranks share are compared. Ties are kept.
 
     Layouts that do not meet are found in the first forward, before what they would send. A rank
     that gave up a pass and begins another is stopped before it mixes the two up, unless the forward
-    is compiled as a whole. In the first, second, fourth pass and so on inputs that a
-    style declares Replicate are compared, ValueError; in such steps of an optimizer the gradients of what
-    each rank holds whole, `LayoutError`.
+    is compiled as a whole. In the first, second, fourth pass and so on inputs that a style declares
+    Replicate are compared, ValueError; in such steps of an optimizer the gradients of what each
+    rank holds whole, `LayoutError`.
 
     Warns for a pattern that matches nothing, and for a plan of None. Raises TypeError for a plan
     of another type, ValueError for a mesh of several dims or for a layer that is never called,
@@ -73,24 +86,26 @@ def parallelize_module(
 def apply_plan(
     module: nn.Module,
     mesh: DeviceMesh,
-    parallelize_plan: ParallelStyle | dict[str, ParallelStyle],
+    parallelize_plan: AnyStyle | Mapping[str, AnyStyle],
     *,
     src_data_rank: int | None,
 ) -> nn.Module:
     """Do as `parallelize_module`, for callers that compare the passes of ranks themselves."""
     take_lists_apart()
     write_through()
-    plan = (
-        {"": parallelize_plan} if isinstance(parallelize_plan, ParallelStyle) else parallelize_plan
-    )
-    _check_plan(plan)
+    _check_plan(parallelize_plan)
+    plan = parallelize_plan if isinstance(parallelize_plan, Mapping) else {"": parallelize_plan}
     check_mesh(mesh)
     for pattern, style in plan.items():
         found = list(matches(module, pattern))
         if not found:
             warnings.warn(_unmatched(module, pattern), stacklevel=3)
         for name, submodule in found:
-            changed = style.apply_to(submodule, mesh, name=name, src_data_rank=src_data_rank)
+            if isinstance(style, ParallelStyle):
+                changed = style.apply_to(submodule, mesh, name=name, src_data_rank=src_data_rank)
+            else:
+                style.src_data_rank = src_data_rank
+                changed = style._apply(submodule, mesh)
             if not type(style).__module__.startswith("meshwright."):
                 for parameter in changed.parameters():
                     vars(parameter)[_THEIRS] = True
@@ -153,16 +168,23 @@ def _look_on(module: nn.Module, inputs: object) -> None:
 
 def _check_plan(plan: object) -> None:
     if isinstance(plan, Mapping):
-        wrong = {key: s for key, s in plan.items() if not isinstance(s, ParallelStyle)}
+        wrong = {key: style for key, style in plan.items() if not _is_style(style)}
         if not wrong:
             return
         found = ", ".join(f"{type(style)} for {key!r}" for key, style in wrong.items())
+    elif _is_style(plan):
+        return
     else:
         found = str(type(plan))
     raise TypeError(
         "Expect Union[ParallelStyle, Dict[str, ParallelStyle]] for parallelize_plan, "
         f"{found} found!"
     )
+
+
+def _is_style(given: object) -> bool:
+    """Check for ``_apply``, which modules and classes of styles have for something else."""
+    return callable(getattr(given, "_apply", None)) and not isinstance(given, nn.Module | type)
 
 
 def _unmatched(module: nn.Module, pattern: str) -> str:

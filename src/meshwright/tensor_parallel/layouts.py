@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -197,6 +197,18 @@ class Site:
                 f"axis {self.axis.axis} cannot hold in equal chunks, and a local tensor does not "
                 "say how long the whole is: pad it, or set use_local_output=False"
             )
+
+
+class Cut(nn.Module):
+    """A base of the classes that styles give to modules: it shows the axis."""
+
+    _tensor_parallel: Any
+
+    def extra_repr(self) -> str:
+        """Add the axis to what the module shows of itself."""
+        axis = self._tensor_parallel.site.axis
+        own = super().extra_repr()
+        return f"{own}{', ' if own else ''}over axis {axis.axis} of {axis.size} ranks"
 
 
 def normal(placement: Placement, ndim: int) -> Placement:

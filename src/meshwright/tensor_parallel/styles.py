@@ -8,13 +8,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import partial, partialmethod
 from types import MappingProxyType
+from typing import Any
 
 from torch import nn
 
 from meshwright.comm.dtensors.dtensor import AnyPlacement, our_placement, torch_placements
 from meshwright.comm.dtensors.gather_dtensor import side_by_side
 from meshwright.comm.dtensors.local_leaves import PartialGradient
+from meshwright.comm.dtensors.styled import (
+    distribute_module,
+    distribute_parameters,
+    enter,
+    enter_sequence,
+    leave,
+    leave_sequence,
+)
 from meshwright.layout import Placement, Replicate, Shard
 from meshwright.mesh import DeviceMesh
 from meshwright.tensor_parallel.layers.embedding import (
@@ -49,6 +59,14 @@ class ParallelStyle(ABC):
 
     @abstractmethod
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module: ...
+
+    def _has_own(self, *parts: str) -> bool:
+        """Tell whether a subclass has changed ``parts`` of a style of ours.
+
+        Then the module runs by all of them, on DTensors, as under torch's style.
+        """
+        owners = [next(c for c in type(self).__mro__ if part in vars(c)) for part in parts]
+        return not all(owner.__module__.startswith("meshwright.") for owner in owners)
 
     def apply_to(
         self, module: nn.Module, device_mesh: DeviceMesh, *, name: str, src_data_rank: int | None
@@ -88,6 +106,8 @@ class _Layered(ParallelStyle):
     """The layouts of input and output where none are given."""
     _cuts: Mapping[str, tuple[type[nn.Module], Mapping[str, AnyPlacement]]] = MappingProxyType({})
     """By kind of layer, the class that it gets and the placements of its parameters."""
+    _desired: Placement = Replicate()
+    """The layout of the input with which a Linear computes."""
 
     def __init__(
         self,
@@ -98,6 +118,7 @@ class _Layered(ParallelStyle):
     ) -> None:
         self.input_layouts = torch_placements([input_layouts or self._defaults[0]])
         self.output_layouts = torch_placements([output_layouts or self._defaults[1]])
+        self.desired_input_layouts = torch_placements([self._desired])
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -111,7 +132,25 @@ class _Layered(ParallelStyle):
         if isinstance(module, nn.Embedding):
             is_by_rows = self._cuts[kind][0] is RowEmbedding
             check_embedding(module, site.labels.name, is_by_rows=is_by_rows)
+        is_linear = kind == "Linear"
+        own = "_partition_linear_fn" if is_linear else "_partition_embedding_fn"
+        if kind != "Conv1D" and self._has_own(own, "_prepare_input_fn", "_prepare_output_fn"):
+            desired = self.desired_input_layouts if is_linear else torch_placements([Replicate()])
+            prepare: Any = partial(self._prepare_input_fn, self.input_layouts, desired)
+            finish: Any = partial(
+                self._prepare_output_fn, self.output_layouts, self.use_local_output
+            )
+            return distribute_module(module, device_mesh, getattr(self, own), prepare, finish)
         return self._become(module, self._settings(module, site), *self._cuts[kind])
+
+    def _partition(self, kind: str, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        distribute_parameters(module, mesh, self._cuts[kind][1], self.src_data_rank)
+
+    # Parts of torch's styles, which subclasses call or change.
+    _partition_linear_fn = partialmethod(_partition, "Linear")
+    _partition_embedding_fn = partialmethod(_partition, "Embedding")
+    _prepare_input_fn = staticmethod(enter)
+    _prepare_output_fn = staticmethod(leave)
 
     def _settings(self, module: nn.Module, site: Site, *, parts: int = 1) -> Settings:
         """Make the settings of ``module``; refuses parameters that have no part in it."""
@@ -232,6 +271,7 @@ class RowwiseParallel(_Layered):
     """
 
     _defaults = (Shard(-1), Replicate())
+    _desired = Shard(-1)
     _cuts = MappingProxyType(
         {
             "Linear": (RowLinear, {"weight": Shard(1), "bias": Replicate()}),
@@ -254,8 +294,20 @@ class SequenceParallel(ParallelStyle):
         self.sequence_dim: int | None = sequence_dim
         self.use_local_output = use_local_output
 
+    def _replicate_module_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        distribute_parameters(module, device_mesh, {}, self.src_data_rank)
+
+    # torch's signatures, of layouts that stay.
+    _prepare_input_fn = staticmethod(enter_sequence)
+    _prepare_output_fn = staticmethod(leave_sequence)
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         site = self.site_of(module, device_mesh)
+        if self._has_own("_replicate_module_fn", "_prepare_input_fn", "_prepare_output_fn"):
+            prepare: Any = partial(self._prepare_input_fn, self.sequence_sharding)
+            finish: Any = partial(self._prepare_output_fn, self.use_local_output)
+            own = self._replicate_module_fn
+            return distribute_module(module, device_mesh, own, prepare, finish)
         parameters: list[tuple[str, str, PartialGradient]] = []
         for path, owner in module.named_modules():
             keys = [key for key, parameter in owner._parameters.items() if parameter is not None]

@@ -8,6 +8,7 @@ Bottom-up:
     dtensor         conversion between local tensors and DTensors, and what was made of parameters
     edges           DTensors that enter and leave what computes on local tensors
     local_leaves    the leaves on which modules compute in place of DTensors
+    styled          modules that compute on DTensors, by styles of torch's protocol
     unreadable      tensors without values, which are refused by name
     ranges          rows from several places along a dim, and the boxes that they make
     shard_view      a flat range of the elements of a tensor, for state dicts

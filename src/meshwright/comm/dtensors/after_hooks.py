@@ -7,9 +7,8 @@ hooks of `register_post_accumulate_grad_hook` are called here, and the optimizer
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,6 +22,7 @@ from meshwright.torch_internals.autograd import (
 from meshwright.torch_internals.modules import STEPPERS, hooks_of_steppers
 
 _CARRIED = "_meshwright_in_backward"
+_ELSEWHERE = "_meshwright_gradient_elsewhere"
 
 Hook = Callable[[Any], Any]
 
@@ -44,31 +44,24 @@ def run_after_hooks(parameter: torch.Tensor) -> None:
     step_in_backward(parameter)
 
 
-class HasGradient(Protocol):
-    """Whoever has a gradient in place of a parameter."""
-
-    has_gradient: bool
-    """True while that is so."""
-
-
 class _Deferred:
     """A hook that autograd does not run where the parameter's gradient is elsewhere."""
 
-    def __init__(self, hook: Hook, elsewhere: HasGradient) -> None:
+    def __init__(self, hook: Hook) -> None:
         self.hook = hook
-        self._elsewhere = weakref.ref(elsewhere)
 
     def __call__(self, given: torch.Tensor | None) -> torch.Tensor | None:
-        elsewhere = self._elsewhere()
-        return None if elsewhere is not None and elsewhere.has_gradient else self.hook(given)
+        is_elsewhere = given is None or vars(given).get(_ELSEWHERE, False)
+        return None if is_elsewhere else self.hook(given)
 
 
-def defer_hooks(parameter: nn.Parameter, elsewhere: HasGradient) -> None:
-    """Keep autograd from running hooks of ``parameter`` while ``elsewhere`` has its gradient."""
+def defer_hooks(parameter: nn.Parameter, *, is_elsewhere: bool) -> None:
+    """Keep autograd from running hooks of ``parameter`` while its gradient ``is_elsewhere``."""
+    vars(parameter)[_ELSEWHERE] = is_elsewhere
     for hooks in (backward_hooks_of(parameter), after_hooks_of(parameter)):
-        for key, hook in zip(tuple(hooks or ()), hooks_in(hooks), strict=True):
-            hooks[key] = _Deferred(hook, elsewhere)
-    if STEPPERS in parameter.__dict__:
+        for key, hook in (hooks or {}).items():
+            hooks[key] = hook if isinstance(hook, _Deferred) else _Deferred(hook)
+    if is_elsewhere and STEPPERS in parameter.__dict__:
         take_over_steps([parameter])
 
 

@@ -8,7 +8,7 @@ gradients of the parameter itself gets them as DTensors: see `local_part_of`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -37,7 +37,6 @@ class _Held:
 
     __slots__ = (
         "__weakref__",
-        "has_gradient",
         "is_hooked",
         "is_taken",
         "leaf",
@@ -54,8 +53,6 @@ class _Held:
         """The tensor whose storage the leaf shares: the parameter's, unless that was replaced."""
         self.storage = parameter.untyped_storage()
         """Another object as soon as something is assigned to ``.data`` of the parameter."""
-        self.has_gradient = False
-        """True where the last backward pass has led to the leaf, and not to the parameter."""
         self.is_hooked = False
         self.is_taken = False
         self.partial: PartialGradient | None = None
@@ -172,8 +169,9 @@ def _of_gradient(parameter: DTensor, add: PartialGradient | None) -> list[Any]:
     """List the placements of what a backward pass computes for ``parameter``."""
     if add is None:
         return list(parameter.placements)
-    axes = zip(mesh_communicators(parameter.device_mesh, "tensor"), parameter.placements)
-    return [TorchPartial() if c.ranks == add.communicator.ranks else p for c, p in axes]
+    axes, over = mesh_communicators(parameter.device_mesh, "tensor"), add.communicator.ranks
+    pairs = zip(axes, parameter.placements, strict=True)
+    return [TorchPartial() if axis.ranks == over else placed for axis, placed in pairs]
 
 
 class _InGraph(torch.autograd.Function):
@@ -199,9 +197,9 @@ class _InGraph(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         held: _Held = ctx.held
         parameter: Any = held.parameter
-        held.has_gradient = not torch.is_grad_enabled() and is_executed(ctx.next_functions[0][0])
-        if held.has_gradient:
-            defer_hooks(parameter, held)
+        to_leaf = not torch.is_grad_enabled() and is_executed(ctx.next_functions[0][0])
+        defer_hooks(parameter, is_elsewhere=to_leaf)
+        if to_leaf:
             return grad, None, None
         part = DTensor.from_local(
             grad,

@@ -44,8 +44,8 @@ _WRITTEN = (
 _BATCHES = (
     "Give all ranks of the axis the same batches in the same order: seed and shard data by the "
     "data-parallel rank, not by the global rank. Where each rank holds a part, declare it "
-    "(input_layouts=Shard(dim)) or pass a DTensor. Modules without a style that draw random numbers "
-    "before it need one seed on all of them"
+    "(input_layouts=Shard(dim)) or pass a DTensor. Modules without a style that draw random "
+    "numbers before it need one seed on all of them"
 )
 
 

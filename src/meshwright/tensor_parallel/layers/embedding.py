@@ -15,8 +15,7 @@ from torch.autograd.function import FunctionCtx
 from meshwright.comm.dtensors.local_leaves import local_part_of
 from meshwright.comm.streams import is_host
 from meshwright.layout import Partial, Replicate, Shard, chunk
-from meshwright.tensor_parallel.layers.linear import Settings
-from meshwright.tensor_parallel.layouts import Arrival, Site, untraced
+from meshwright.tensor_parallel.layouts import Arrival, Cut, Site, untraced
 from meshwright.torch_internals.tensors import assert_soon
 
 
@@ -34,10 +33,8 @@ def check_embedding(module: nn.Embedding, name: str, *, is_by_rows: bool) -> Non
         )
 
 
-class ColumnEmbedding(nn.Embedding):
+class ColumnEmbedding(Cut, nn.Embedding):
     """An embedding that holds some of the features of every row. Made by `ColwiseParallel`."""
-
-    _tensor_parallel: Settings
 
     @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -55,10 +52,8 @@ class ColumnEmbedding(nn.Embedding):
         return site.leave(given, settings.output, is_local=settings.is_local)
 
 
-class RowEmbedding(nn.Embedding):
+class RowEmbedding(Cut, nn.Embedding):
     """An embedding that holds some of the rows. Made by `RowwiseParallel`."""
-
-    _tensor_parallel: Settings
 
     @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -104,6 +99,9 @@ class RowEmbedding(nn.Embedding):
                 f"{site.labels.name}: index out of range: expected ids from 0 to "
                 f"{self.num_embeddings - 1}, found {least} to {most}"
             )
+
+
+ColumnEmbedding.__name__ = RowEmbedding.__name__ = "Embedding"  # which a printed model shows
 
 
 def _weight(module: nn.Embedding) -> torch.Tensor:

@@ -50,7 +50,7 @@ from meshwright.tensor_parallel.functions import (
     start_sum,
     start_sum_part,
 )
-from meshwright.tensor_parallel.layouts import Arrival, Site, normal, untraced
+from meshwright.tensor_parallel.layouts import Arrival, Cut, Site, normal, untraced
 from meshwright.torch_internals.tensors import version_of
 
 
@@ -123,10 +123,8 @@ def is_conv1d(module: nn.Module) -> bool:
     return isinstance(weight, torch.Tensor) and tuple(weight.shape) == shape
 
 
-class ColumnLinear(nn.Linear):
+class ColumnLinear(Cut, nn.Linear):
     """A linear layer that holds some of the output features. Made by `ColwiseParallel`."""
-
-    _tensor_parallel: Settings
 
     @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -135,10 +133,8 @@ class ColumnLinear(nn.Linear):
         return _by_columns(self, self._tensor_parallel, input, features)
 
 
-class RowLinear(nn.Linear):
+class RowLinear(Cut, nn.Linear):
     """A linear layer that holds some of the input features. Made by `RowwiseParallel`."""
-
-    _tensor_parallel: Settings
 
     @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -147,10 +143,12 @@ class RowLinear(nn.Linear):
         return _by_rows(self, self._tensor_parallel, input, features)
 
 
-class _Conv1D(nn.Module):
+ColumnLinear.__name__ = RowLinear.__name__ = "Linear"  # which a printed model shows
+
+
+class _Conv1D(Cut):
     """Either of the classes that are put before that of a ``Conv1D``."""
 
-    _tensor_parallel: Settings
     nx: int
     nf: int
 

@@ -19,7 +19,7 @@ from meshwright.comm.dtensors.dtensor import is_dtensor
 from meshwright.comm.dtensors.local_leaves import PartialGradient, forget_unsummed, local_part_of
 from meshwright.layout import Shard
 from meshwright.randomness import Dropout
-from meshwright.tensor_parallel.layouts import Arrival, Site, normal, untraced
+from meshwright.tensor_parallel.layouts import Arrival, Cut, Site, normal, untraced
 
 _DROPPING = (
     nn.Dropout,
@@ -46,10 +46,8 @@ class Sequence:
         return self
 
 
-class SequencePart(nn.Module):
+class SequencePart(Cut):
     """The class that `SequenceParallel` puts before a module's own."""
-
-    _tensor_parallel: Sequence
 
     @untraced
     def forward(self, *inputs: object, **options: object) -> object:

@@ -174,7 +174,7 @@ def _known(norm: torch.Tensor, order: float) -> torch.Tensor:
 def _largest(norms: list[DTensor]) -> list[DTensor]:
     """Give each rank all of ``norms``, numbers: one collective for those that lie alike."""
     found = list(norms)
-    alike: dict[tuple[object, ...], list[int]] = {}
+    alike: dict[tuple[Any, ...], list[int]] = {}
     for index, norm in enumerate(norms):
         if any(each.is_partial() for each in norm.placements):
             alike.setdefault((norm.dtype, norm.device_mesh, norm.placements), []).append(index)

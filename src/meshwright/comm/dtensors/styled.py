@@ -1,0 +1,73 @@
+"""Modules whose parameters and activations are DTensors, as under styles of torch's protocol.
+
+For styles that are built of the parts that torch's styles have, or change some of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_module, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+
+from meshwright.comm.dtensors.dtensor import AnyPlacement, torch_placements
+from meshwright.layout import Replicate
+
+__all__ = [
+    "distribute_module",
+    "distribute_parameters",
+    "enter",
+    "enter_sequence",
+    "leave",
+    "leave_sequence",
+]
+
+Layouts = Sequence[TorchPlacement]
+
+
+def distribute_parameters(
+    module: nn.Module, mesh: DeviceMesh, placed: Mapping[str, AnyPlacement], source: int | None
+) -> None:
+    """Make DTensors of the parameters of ``module`` itself, replicated where ``placed`` says none.
+
+    Values are those of rank ``source`` of ``mesh``; None takes those that are there.
+    """
+    for key, given in module._parameters.items():
+        if given is not None and not isinstance(given, DTensor):
+            layouts = torch_placements([placed.get(key, Replicate())])
+            whole = distribute_tensor(given.detach(), mesh, layouts, src_data_rank=source)
+            module._parameters[key] = nn.Parameter(whole, requires_grad=given.requires_grad)
+
+
+def enter(
+    found: Layouts, wanted: Layouts, mod: nn.Module, inputs: tuple[torch.Tensor], mesh: DeviceMesh
+) -> DTensor:
+    """Bring the first input to ``wanted``; one that is local is placed as ``found``."""
+    x = inputs[0]
+    given = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, found, run_check=False)
+    return given.redistribute(placements=wanted)
+
+
+def leave(
+    wanted: Layouts, is_local: bool, mod: nn.Module, outputs: DTensor, mesh: DeviceMesh
+) -> torch.Tensor:
+    """Bring the output to ``wanted``."""
+    moved = outputs.redistribute(placements=wanted)
+    return moved.to_local() if is_local else moved
+
+
+def enter_sequence(
+    cut: Layouts, mod: nn.Module, inputs: tuple[torch.Tensor], mesh: DeviceMesh
+) -> DTensor:
+    """Bring the first input to ``cut``, as which a local one is placed."""
+    return enter(cut, cut, mod, inputs, mesh)
+
+
+def leave_sequence(
+    is_local: bool, mod: nn.Module, outputs: DTensor, mesh: DeviceMesh
+) -> torch.Tensor:
+    """Leave the output where it is."""
+    return outputs.to_local() if is_local else outputs
