@@ -68,14 +68,34 @@ def call_of(kind: str, tensors: Sequence[torch.Tensor], **more: Any) -> Call:
 
 
 def overwrite(kind: str, tensors: Iterable[torch.Tensor]) -> None:
-    """Make a backward through ``tensors``, which a call is about to write to, raise.
+    """Make a backward through ``tensors`` raise that is of their values after a call's write.
 
-    Autograd knows nothing of the write: gradients would be those of this rank's value alone.
+    Autograd knows nothing of the write: gradients would be those of this rank's value alone. What
+    was computed from them before keeps its graph.
     """
     for tensor in tensors:
-        if kind != "send" and tensor.grad_fn is not None and torch.is_grad_enabled():
+        if tensor.grad_fn is not None and torch.is_grad_enabled():
             line = users_line(sys._getframe(1))
-            tensor.register_hook(functools.partial(_refuse_backward, kind, line))
+            try:
+                OverwrittenByCollective.apply(tensor, kind, line)
+            except RuntimeError:  # views of parameters and of `split` get no other history
+                tensor.register_hook(functools.partial(_refuse_backward, kind, line))
+
+
+class OverwrittenByCollective(torch.autograd.Function):
+    """The history of a tensor from a collective's write on."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, kind: str, line: str) -> torch.Tensor:
+        """Take the tensor as it is, for one that is written in place."""
+        ctx.mark_dirty(tensor)
+        ctx.kind, ctx.line = kind, line
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> None:
+        """Name the collective."""
+        _refuse_backward(ctx.kind, ctx.line, gradients[0])
 
 
 def _refuse_backward(kind: str, line: str, gradient: torch.Tensor) -> None:
