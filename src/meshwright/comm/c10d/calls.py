@@ -13,6 +13,7 @@ import torch
 
 from meshwright.comm.failures.whereabouts import users_line
 from meshwright.errors import CommunicationError
+from meshwright.torch_internals.tensors import may_be_rewritten
 
 CONTROL_TAGS = 1 << 30
 """The first tag of control data, which on CPUs shares its group with payloads."""
@@ -76,9 +77,9 @@ def overwrite(kind: str, tensors: Iterable[torch.Tensor]) -> None:
     for tensor in tensors:
         if tensor.grad_fn is not None and torch.is_grad_enabled():
             line = users_line(sys._getframe(1))
-            try:
+            if may_be_rewritten(tensor):
                 OverwrittenByCollective.apply(tensor, kind, line)
-            except RuntimeError:  # views of parameters and of `split` get no other history
+            else:  # a view of a parameter, or of `split`
                 tensor.register_hook(functools.partial(_refuse_backward, kind, line))
 
 
