@@ -81,3 +81,58 @@ def test_a_loss_that_is_reduced_for_the_log_is_silent(ranks: Ranks) -> None:
         return [*found, weight.grad.sum().item()]
 
     assert ranks(2, body, backend="shm") == [[3.0, 3.0, 3.0, 3.0, 8.0]] * 2
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_what_was_computed_before_keeps_its_graph(ranks: Ranks, backend: str) -> None:
+    """A part of the loss is reduced for the log before the total's backward."""
+
+    def body() -> None:
+        for calls in [OURS, PLAIN] if backend == "shm" else [OURS]:
+            for write in calls.values():
+                x = torch.ones(2, requires_grad=True)
+                part = x * 3
+                total = part.sum() + x.square().sum()
+                write(part)
+                total.backward()
+                assert x.grad is not None and x.grad.tolist() == [5, 5]
+                for use in (part.sum, (part * 2).sum, lambda part=part: (part + x).sum()):
+                    with pytest.raises(CommunicationError, match="test_overwritten.py:"):
+                        use().backward()
+
+    ranks(2, body, backend=backend)
+
+
+def test_views_and_what_autograd_has_saved(ranks: Ranks) -> None:
+    def body() -> None:
+        def wrong(y: torch.Tensor) -> None:
+            with pytest.raises(CommunicationError, match="test_overwritten.py:"):
+                y.sum().backward()
+
+        x = torch.ones(4, requires_grad=True)
+        y = x * 3
+        before = y.sum()
+        dist.all_reduce(y[:2])  # the base has its values, too
+        before.backward()
+        assert x.grad is not None and x.grad.tolist() == [3] * 4
+        wrong(y)
+        y = x * 3
+        later = y.view(2, 2)
+        dist.all_reduce(y)
+        wrong(later)
+        first, _ = (x * 3).split(2)
+        dist.all_reduce(first)
+        wrong(first)
+        part = x[:2]  # of a parameter
+        dist.all_reduce(part)
+        wrong(part)
+        x.grad = None
+        x.square().sum().backward()  # a leaf itself is what the program makes it
+        assert x.grad is not None and x.grad.tolist() == [4, 4, 2, 2]
+        saved = x.detach().clone().requires_grad_().sigmoid()
+        total = (saved * 2).square().sum() + saved.square().sum()
+        dist.all_reduce(saved)
+        with pytest.raises(RuntimeError, match="OverwrittenByCollective"):
+            total.backward()  # its numbers are gone
+
+    ranks(2, body, backend="shm")

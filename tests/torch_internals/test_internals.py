@@ -237,6 +237,10 @@ def test_users_of_memory_are_counted() -> None:
     assert tensors.storage_users(tensors.storage_id(x.untyped_storage())) == before + 1
     assert tensors.is_view(view)
     assert not tensors.is_view(x)
+    leaf = torch.ones(4, requires_grad=True)
+    y = leaf * 2
+    assert tensors.may_be_rewritten(y) and tensors.may_be_rewritten(y[:2])
+    assert not tensors.may_be_rewritten(leaf[:2]) and not tensors.may_be_rewritten(y.split(2)[0])
 
 
 def test_tensors_without_memory_are_seen() -> None:

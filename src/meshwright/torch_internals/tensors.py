@@ -43,6 +43,7 @@ __all__ = [
     "make_subclass",
     "make_wrapper_subclass",
     "mark_parameter",
+    "may_be_rewritten",
     "memory_of",
     "number_operator",
     "operator_names",
@@ -59,6 +60,7 @@ __all__ = [
     "writes_to",
 ]
 
+_made = required("torch._C._autograd._get_creation_meta", "tells views that keep their history")
 foreach_copy_ = required("torch._foreach_copy_", "copies many tensors in one call")
 foreach_add_ = required("torch._foreach_add_", "adds to many tensors in one call")
 foreach_mul_ = required("torch._foreach_mul_", "scales many tensors in one call")
@@ -141,6 +143,15 @@ def writes_to(value: object) -> int:
 def is_view(tensor: torch.Tensor) -> bool:
     """Check for a tensor that autograd knows as a view of another one."""
     return tensor._is_view()
+
+
+def may_be_rewritten(tensor: torch.Tensor) -> bool:
+    """Tell whether autograd gives a tensor that has a history another one: not to every view."""
+    if not tensor._is_view():
+        return True
+    base = tensor._base
+    is_of_leaf = base is None or (base.is_leaf and base.requires_grad)
+    return not is_of_leaf and _made(tensor).name == "DEFAULT"
 
 
 def set_local_tensor(tensor: Any, local: torch.Tensor) -> None:  # noqa: ANN401

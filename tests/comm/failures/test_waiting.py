@@ -25,7 +25,13 @@ from torch import nn
 
 from meshwright import comm, fully_shard
 from meshwright.comm.failures import membership, waiting, watching
-from meshwright.errors import CollectiveMismatchError, CollectiveTimeoutError, RankFailedError
+from meshwright.comm.failures.board import Notices
+from meshwright.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicationError,
+    RankFailedError,
+)
 from meshwright.testing import Ending, Ranks, RanksFailed
 
 ON_BOTH = pytest.mark.parametrize(
@@ -375,6 +381,54 @@ def test_the_rank_that_hosts_the_store_is_named(
         )
         assert isinstance(outcome.exception, RankFailedError | CollectiveTimeoutError)
         assert "rank 1 failed first" not in text and "rank 2 failed first" not in text
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("first", ["fully_shard", "connect", "communicator"])
+def test_a_store_whose_host_has_left_is_named_at_once(
+    ranks: Ranks, free_port: int, first: str
+) -> None:
+    """Rank 0 hosts it in a group of torch's, and leaves before another rank joins the run."""
+
+    def body() -> float:
+        own_store(free_port)
+        dist.init_process_group("gloo", init_method="env://")
+        dist.barrier()
+        if dist.get_rank() == 0:
+            time.sleep(1.0)  # the others have left the barrier
+            os._exit(0)
+        time.sleep(2.0)
+        start = time.monotonic()
+        with pytest.raises(RankFailedError, match=r"rank 0's, unless a launcher.* has ended"):
+            if first == "fully_shard":
+                fully_shard(nn.Linear(2, 2))
+            elif first == "connect":
+                comm.connect()
+            else:
+                Notices(comm.communicator(), "topic").read("key")
+        return time.monotonic() - start
+
+    with pytest.raises(RanksFailed) as caught:
+        ranks(3, body, connected=False, grace=30.0)
+    for outcome in caught.value.outcomes[1:]:
+        assert outcome.value is not None and outcome.value < 5, outcome
+
+
+@pytest.mark.few(1)
+def test_a_host_that_is_stopped_before_ranks_come_is_named(ranks: Ranks, free_port: int) -> None:
+    def body() -> None:
+        own_store(free_port)
+        if os.environ["RANK"] == "0":
+            store = comm.host_store(port=free_port)
+            assert store.port == free_port
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.5)
+        with pytest.raises(CommunicationError, match="store of rank 0.*does not answer"):
+            comm.connect(timeout=0.5)
+
+    with pytest.raises(RanksFailed) as caught:
+        ranks(2, body, connected=False, grace=30.0)
+    assert caught.value.outcomes[1].ending == Ending.RETURNED
 
 
 @pytest.fixture

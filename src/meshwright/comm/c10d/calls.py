@@ -13,6 +13,7 @@ import torch
 
 from meshwright.comm.failures.whereabouts import users_line
 from meshwright.errors import CommunicationError
+from meshwright.torch_internals.tensors import may_be_rewritten
 
 CONTROL_TAGS = 1 << 30
 """The first tag of control data, which on CPUs shares its group with payloads."""
@@ -68,14 +69,34 @@ def call_of(kind: str, tensors: Sequence[torch.Tensor], **more: Any) -> Call:
 
 
 def overwrite(kind: str, tensors: Iterable[torch.Tensor]) -> None:
-    """Make a backward through ``tensors``, which a call is about to write to, raise.
+    """Make a backward through ``tensors`` raise that is of their values after a call's write.
 
-    Autograd knows nothing of the write: gradients would be those of this rank's value alone.
+    Autograd knows nothing of the write: gradients would be those of this rank's value alone. What
+    was computed from them before keeps its graph.
     """
     for tensor in tensors:
-        if kind != "send" and tensor.grad_fn is not None and torch.is_grad_enabled():
+        if tensor.grad_fn is not None and torch.is_grad_enabled():
             line = users_line(sys._getframe(1))
-            tensor.register_hook(functools.partial(_refuse_backward, kind, line))
+            if may_be_rewritten(tensor):
+                OverwrittenByCollective.apply(tensor, kind, line)
+            else:  # a view of a parameter, or of `split`
+                tensor.register_hook(functools.partial(_refuse_backward, kind, line))
+
+
+class OverwrittenByCollective(torch.autograd.Function):
+    """The history of a tensor from a collective's write on."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, kind: str, line: str) -> torch.Tensor:
+        """Take the tensor as it is, for one that is written in place."""
+        ctx.mark_dirty(tensor)
+        ctx.kind, ctx.line = kind, line
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> None:
+        """Name the collective."""
+        _refuse_backward(ctx.kind, ctx.line, gradients[0])
 
 
 def _refuse_backward(kind: str, line: str, gradient: torch.Tensor) -> None:

@@ -59,7 +59,8 @@ class Board:
         self.look: Callable[[], None] | None = None
         """Called in the thread now and then."""
         self._given = store  # with it goes the server, where this process is the host
-        self._store = _own_client(store)
+        self._client: Store | None = None
+        """The client of the thread, which makes it with its first request."""
         self._free: list[Store] = []
         """Clients that wait for nothing now."""
         self._arrivals: list[Arrival] = []
@@ -74,7 +75,9 @@ class Board:
         if self.host != STORE:
             return "its process"
         is_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return "torchrun's agent" if is_agent else "the process that hosts it"
+        if is_agent:
+            return "torchrun's agent"
+        return "the process that hosts it (rank 0's, unless a launcher serves it)"
 
     @property
     def silence(self) -> float:
@@ -144,7 +147,7 @@ class Board:
         Each wait has a client of its own, since it blocks all other calls of that; one whose wait
         has ended serves the next.
         """
-        client = self._free.pop() if self._free else _own_client(self._given)
+        client = self._free.pop() if self._free else self._request(self._connect)
         arrival = self.clock.arrival(client, key, lambda: self._free.append(client))
         self._arrivals = [each for each in self._arrivals if not each.has_come]
         self._arrivals.append(arrival)
@@ -164,6 +167,27 @@ class Board:
         self._request(lambda: self._store.delete_key(key))
 
     # ---------------------------------------------------------------- private
+
+    @property
+    def _store(self) -> Store:
+        if self._client is None:
+            self._client = self._connect()
+        return self._client
+
+    def _connect(self) -> Store:
+        """Make a client of the store: it serves one request at a time, and so one thread.
+
+        In the thread of the board: where nobody listens, c10d tries for long, in silence.
+        """
+        try:
+            self._given.check(["host"])  # raises at once where the host has gone
+            client: Store = self._given.clone()  # pyrefly: ignore[missing-attribute]
+            return client
+        except RuntimeError as error:
+            # A store that is written in Python has no `clone`; it is shared, and has its own locks.
+            if "pure virtual function" not in str(error):
+                raise
+            return self._given
 
     def _found(self, key: str) -> str | None:
         # Not `get`, which would wait for a key that another rank has removed in between.
@@ -248,18 +272,6 @@ def hosts(store: Store) -> bool:
 
 def _text(value: bytes | str) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else value
-
-
-def _own_client(store: Store) -> Store:
-    """Make a client of ``store`` for one thread: a client serves one request at a time."""
-    try:
-        client: Store = store.clone()  # pyrefly: ignore[missing-attribute]
-        return client
-    except RuntimeError as error:
-        # A store that is written in Python has no `clone`; it is shared, and has its own locks.
-        if "pure virtual function" not in str(error):
-            raise
-        return store
 
 
 class Gathering:

@@ -121,13 +121,13 @@ class _Thread:
         if self._has_stopped or threading.current_thread() is self._thread:
             return work()
         order: Future[T] = Future()
-        self._orders.put(functools.partial(_carry_out, work, order))
+        self._orders.put(functools.partial(carry_out, work, order))
         while not wait([order], timeout=_SLICE).done:
             refuse()
         return order.result()
 
     def later(self, work: Callable[[], object]) -> None:
-        self._orders.put(functools.partial(_carry_out, work, Future()))
+        self._orders.put(functools.partial(carry_out, work, Future()))
 
     def stop(self, seconds: float) -> None:
         self._orders.put(None)
@@ -177,7 +177,8 @@ class _Arrival:
             self._bell.set()
 
 
-def _carry_out(work: Callable[[], T], order: Future[T]) -> None:
+def carry_out(work: Callable[[], T], order: Future[T]) -> None:
+    """Do ``work``, and give its value or error to those who wait for ``order``."""
     try:
         order.set_result(work())
     except BaseException as error:  # whoever waits gets it

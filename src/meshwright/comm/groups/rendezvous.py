@@ -12,13 +12,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from meshwright.comm.failures.clock import carry_out
 from meshwright.comm.failures.failure import FailureMonitor
 from meshwright.comm.failures.waiting import LINE_EVERY, UNSEEN
 from meshwright.comm.failures.whereabouts import one_line
@@ -27,6 +31,8 @@ from meshwright.environment import cluster
 from meshwright.errors import CommunicationError
 
 _log = logging.getLogger("meshwright")
+
+T = TypeVar("T")
 
 
 def open_store(
@@ -99,12 +105,27 @@ def _reach(host: str, port: int, world_size: int, limit: float, serves: bool) ->
         seconds = timedelta(seconds=max(0.1, min(left, LINE_EVERY)))
         asked = time.monotonic()
         try:
-            return dist.TCPStore(host, port, world_size, serves, seconds, wait_for_workers=False)
+            return _within(
+                2 * seconds.total_seconds() + 5,
+                lambda: dist.TCPStore(
+                    host, port, world_size, serves, seconds, wait_for_workers=False
+                ),
+            )
         except RuntimeError:
             now = time.monotonic()
             if serves or now - begun >= limit or now - asked < seconds.total_seconds() / 2:
                 raise
             _log.warning("nobody listens on %s:%d after %.0f s", host, port, now - begun)
+
+
+def _within(seconds: float, work: Callable[[], T]) -> T:
+    """Have a thread do ``work``: no limit of c10d's ends it where the store's host is stopped."""
+    order: Future[T] = Future()
+    threading.Thread(target=carry_out, args=(work, order), daemon=True).start()
+    try:
+        return order.result(seconds)
+    except FutureTimeout:
+        raise RuntimeError("its process does not answer (stopped, or cut off)") from None
 
 
 def sign_in(

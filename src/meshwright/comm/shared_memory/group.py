@@ -405,9 +405,10 @@ class SharedMemoryGroup(PythonGroup):
 
     def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> SharedWork:
         """Receive a tensor from a rank of the group."""
+        buffer = dense(tensors[0])
         overwrite("recv", tensors)
         with _in_ranges("recv") if is_profiled() else _UNSEEN:
-            return self._note(self._transfers.receive(dense(tensors[0]), peer, tag, self._label()))
+            return self._note(self._transfers.receive(buffer, peer, tag, self._label()))
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> SharedWork:
         """Receive a tensor from whichever rank sends one with this tag."""
