@@ -550,9 +550,9 @@ def _wait_for(started: list[Pending]) -> None:
 
 
 def zero_kept(units: Iterable[Unit], *, set_to_none: bool) -> None:
-    """Zero the gradients of those units whose modules list whole parameters now."""
+    """Zero the gradients of ``units``, also where modules list whole parameters now."""
     for unit in units:
-        for parameter in unit.exposure.parameters(unit) if unit.phase is Phase.FULL else ():
+        for parameter in unit.exposure.parameters(unit):
             if set_to_none:
                 parameter.grad = None
             elif parameter.grad is not None:
