@@ -230,7 +230,7 @@ def test_a_part_that_runs_by_itself_may_list_its_parameters(ranks: Ranks) -> Non
     ranks(2, body_asks_itself)
 
 
-def body_zeroed_before_backward() -> None:
+def body_listed_before_backward() -> None:
     def labels(model: Any, zero: Callable[[Any], object]) -> list[tuple[str, str]]:
         model(batch()).sum().backward()
         model(batch()).sum().backward()
@@ -241,14 +241,16 @@ def body_zeroed_before_backward() -> None:
             loss.backward()
         return recorder.kinds()
 
+    listing = communicator().rank == 0  # alone, to count elements, say
     for ours, other in zip(every_kind(net()), every_kind(net()), strict=True):
         found = labels(ours, lambda model: model.zero_grad())
-        assert found == labels(other, lambda model: None)
+        assert found == labels(other, lambda model: listing and [*model.parameters()])
         one = net()
         one(batch()).sum().backward()
         norm = clip_grad_norm_(one.parameters(), 1.0)
         torch.testing.assert_close(whole(clip_sharded(ours.parameters(), 1.0)), norm)
+        torch.testing.assert_close(whole(clip_sharded(other.parameters(), 1.0)), 3 * norm)
 
 
-def test_zeroing_between_forward_and_backward_gathers_nothing_more(ranks: Ranks) -> None:
-    ranks(2, body_zeroed_before_backward)
+def test_zeroing_or_listing_between_forward_and_backward_sends_nothing_more(ranks: Ranks) -> None:
+    ranks(2, body_listed_before_backward)

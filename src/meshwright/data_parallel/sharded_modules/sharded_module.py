@@ -315,7 +315,10 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 
 
 def show_gradients(module: nn.Module) -> None:
-    """Reshard what forwards have left whole, if gradients are there and no pass runs."""
+    """Show parameters at rest where forwards have left whole ones, if gradients are there.
+
+    Nothing is sent for it: one rank may do it alone, as the backward uses what is kept.
+    """
     if torch.compiler.is_compiling():
         return
     own = driver_of(module)
@@ -332,7 +335,7 @@ def show_gradients(module: nn.Module) -> None:
         held = (p for unit in iteration.units for p in unit.exposure.parameters(unit))
         if any(parameter.grad is not None for parameter in held):
             for unit in whole:
-                unit.reshard()
+                unit.show_at_rest(True)
 
 
 def _driver(module: nn.Module) -> Driver:
