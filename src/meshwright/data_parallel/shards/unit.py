@@ -321,7 +321,7 @@ class Unit:
         self.trainable_groups = tuple(filter(_IS_TRAINABLE, self.groups))
 
     def show_at_rest(self, is_shown: bool) -> None:
-        """Let modules hold what optimizers do, or again the whole ones that are kept meanwhile."""
+        """Put what optimizers hold into the modules, or again the whole ones kept meanwhile."""
         if self._phase is Phase.FULL and self._is_at_rest is not is_shown:
             self._is_at_rest = is_shown
             (self.exposure.show_sharded if is_shown else self.exposure.show_full)(self)
