@@ -25,6 +25,7 @@ from meshwright.data_parallel.modules.nested import Loan
 from meshwright.data_parallel.modules.of_this_process import OfThisProcess
 from meshwright.data_parallel.residency import ShardedResidency
 from meshwright.data_parallel.sharded_modules.module_hooks import Driver
+from meshwright.data_parallel.sharded_modules.sharded_module import show_gradients
 from meshwright.data_parallel.shards.replaced_parameters import is_given_for_call
 from meshwright.data_parallel.shards.unit import Phase, Unit, zero_kept
 from meshwright.fsdp import checks
@@ -299,9 +300,9 @@ class UnitWrapper(OfThisProcess, SteppedOver):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero as any module, also where whole parameters are listed in the others' place."""
-        super().zero_grad(set_to_none)
         root = self._driver.iteration if self._driver.is_root else None
         zero_kept(self._units() if root is None else root.units, set_to_none=set_to_none)
+        super().zero_grad(set_to_none)  # without gradients, what is whole stays so
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Call ``fn`` on every module below, each with its whole parameters; changes are kept."""
@@ -464,6 +465,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
 
         torch's checkpoint functions find a flat parameter under all names of its parameters.
         """
+        show_gradients(self)
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
             yield clean_name(name) if self._is_summoned else name, parameter
         if not recurse and asked("tensors") is not None:

@@ -409,6 +409,7 @@ def test_methods_of_a_sharded_module(ranks: Ranks, part: int) -> None:
 ELSEWHERE = {
     "compile": "tests/compiler/test_sharded.py",
     "join": "test_uneven_inputs",
+    "named_parameters": "test_between_passes",
     "pipeline_residency": "tests/pipelining/stepping/test_residency.py",
     "register_comm_hook": "test_shard_hooks",
     "set_requires_all_reduce": "test_sums_may_wait_for_the_replicating_axis",

@@ -376,8 +376,9 @@ class Iteration:
             self.is_of_inputs = self.keeps_sums and not self._reaches_parameters()
             if self._events is not None:
                 self._events.happens(Event(OF_INPUTS if self.is_of_inputs else OF_PARAMETERS))
-            self.is_in_backward = True
-            self.keeps_graph = keeps_graph()
+            for unit in self.units:
+                unit.show_at_rest(False)
+            self.is_in_backward, self.keeps_graph = True, keeps_graph()
             # Only `create_graph=True` leaves gradients enabled within a backward pass.
             self.makes_graph = torch.is_grad_enabled()
             if self.makes_graph:

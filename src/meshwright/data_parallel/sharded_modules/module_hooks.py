@@ -137,7 +137,7 @@ class Driver:
         self._parts = frozenset(map(id, parts))
         self._to_run: set[int] = set()
         self._below: dict[nn.Module, list[nn.Module]] = {}
-        self._loans: list[Loan | None] = []
+        self.loans: list[Loan | None] = []
         """Lists and dicts that running forwards have been given; None where there are none."""
         self._uses = 0
         """Forwards whose backward has not ended in the pass of now."""
@@ -341,7 +341,7 @@ class Driver:
         if not is_traced and is_profiled() and not self._is_shown:
             with self._shown("post_forward"):
                 return Driver.after_forward(self, module, args, output)
-        loan = self._loans.pop() if self._loans else None
+        loan = self.loans.pop() if self.loans else None
         escaped = loan.hand_back() if loan is not None and loan.lent else []
         dtype = self.cast.outputs
         if dtype is not None:
@@ -374,7 +374,7 @@ class Driver:
             self.position = len(iteration.finished)
             iteration.finished.append(self)
         # Not one that has called itself, and goes on, nor what stays whole until the backward.
-        unit = None if self._loans or self._unseen is not None else self.unit
+        unit = None if self.loans or self._unseen is not None else self.unit
         if unit is not None and not is_training:
             unit.reshard()
         elif (
@@ -385,7 +385,7 @@ class Driver:
             iteration.in_blocks.append(unit)
         if self.is_root:
             for driver in iteration.drivers:
-                driver.leave_forward(is_outermost=not self._loans)
+                driver.leave_forward(is_outermost=not self.loans)
             iteration.end_forward()
         return output
 
@@ -400,11 +400,11 @@ class Driver:
 
     def leave_forward(self, *, is_outermost: bool) -> None:
         """End the root's forward: modules of one unit that did not run or raised will not come."""
-        has_raised, unit = is_outermost and bool(self._loans), self.unit
+        has_raised, unit = is_outermost and bool(self.loans), self.unit
         if self._to_run or has_raised:
             self._to_run.clear()
             if has_raised:
-                self._loans.clear()
+                self.loans.clear()
             if unit is not None and (has_raised or not unit.settings.keep_full_after_forward):
                 unit.reshard()
 
@@ -447,7 +447,7 @@ class Driver:
         args = tuple([give(value) for value in args])
         if kwargs:
             kwargs = {key: give(value) for key, value in kwargs.items()}
-        self._loans.append(loan)
+        self.loans.append(loan)
         self._is_inner = bool(watched)
         if len(watched) == 1:
             watched[0].register_hook(self.after_backward)
@@ -469,7 +469,7 @@ class Driver:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Cast what is floating-point to the dtype of the computation, if that is set."""
         loan = None if self.cast.inputs is None else Loan(self._cast_input)
-        self._loans.append(loan)
+        self.loans.append(loan)
         if loan is None:
             return args, kwargs
         return loan.give(args), {key: loan.give(value) for key, value in kwargs.items()}
@@ -556,7 +556,7 @@ class Driver:
             self._in_graphs = 0
             self._unseen = self._unseen and self._unseen.stop()
         self._uses, self.has_run = self._in_graphs, False
-        self._loans.clear()  # of forwards that were computed anew as far as was needed
+        self.loans.clear()  # of forwards that were computed anew as far as was needed
         if unit is not None and (has_run or unit.has_gradient or unit.phase is not Phase.SHARDED):
             self._end(iteration, unit, is_due=has_run)
 
@@ -564,7 +564,7 @@ class Driver:
         """Give up an iteration that ended in an exception."""
         self._uses, self._in_graphs, self.has_run = 0, 0, False
         self._to_run.clear()
-        self._loans.clear()
+        self.loans.clear()
         self._unseen = self._unseen and self._unseen.stop()
         if self.unit is not None:
             self.unit.drop()

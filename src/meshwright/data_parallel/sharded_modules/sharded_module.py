@@ -50,7 +50,7 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
         A forward for a log, or an evaluation with gradients, leaves whole parameters, which have
         no gradients: clipping would find none.
         """
-        _show_gradients(self)
+        show_gradients(self)
         return super().named_parameters(*args, **kwargs)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -86,11 +86,11 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
         Whole gradients of this rank that wait for a reduction are dropped, too. An optimizer's
         ``zero_grad`` does not see those.
         """
-        super().zero_grad(set_to_none)
         driver = _driver(self)
         root = driver.iteration if driver.is_root else None
         units = _units(self, recurse=True) if root is None else root.units
         zero_kept(units, set_to_none=set_to_none)
+        super().zero_grad(set_to_none)  # without gradients, what is whole stays so
         for unit in units:
             unit.forget_gradients()
 
@@ -314,18 +314,28 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     _prefetched(modules)
 
 
-def _show_gradients(module: nn.Module) -> None:
-    """Reshard what forwards have left whole, if gradients are there and no pass runs."""
-    drivers = _drivers(module, recurse=True)
-    iteration = next((each.iteration for each in drivers if each.iteration is not None), None)
-    if iteration is None or iteration.is_in_forward or iteration.is_in_backward:
+def show_gradients(module: nn.Module) -> None:
+    """Show parameters at rest where forwards have left whole ones, if gradients are there.
+
+    Nothing is sent for it: one rank may do it alone, as the backward uses what is kept.
+    """
+    if torch.compiler.is_compiling():
         return
-    left = [each.unit for each in drivers if each.has_run or iteration.keeps_graph]
-    whole = [unit for unit in left if unit is not None and unit.phase is Phase.FULL]
-    held = (p for unit in iteration.units for p in unit.exposure.parameters(unit))
-    if whole and any(parameter.grad is not None for parameter in held):
-        for unit in whole:
-            unit.reshard()
+    own = driver_of(module)
+    # Before it has run itself, parts of it may have, each as a root.
+    has_begun = own is not None and own.iteration is not None
+    drivers = [own] if own is not None and has_begun else _drivers(module, recurse=True)
+    for iteration in dict.fromkeys(driver.iteration for driver in drivers):
+        if iteration is None or iteration.is_in_forward or iteration.is_in_backward:
+            continue
+        left = (each.unit for each in iteration.drivers if each.has_run or iteration.keeps_graph)
+        whole = [unit for unit in left if unit is not None and unit.phase is Phase.FULL]
+        if not whole or any(each.loans for each in iteration.drivers):  # a part runs by itself
+            continue
+        held = (p for unit in iteration.units for p in unit.exposure.parameters(unit))
+        if any(parameter.grad is not None for parameter in held):
+            for unit in whole:
+                unit.show_at_rest(True)
 
 
 def _driver(module: nn.Module) -> Driver:

@@ -226,6 +226,7 @@ class Unit:
         """The groups in which a parameter requires grad, as of when they were last whole."""
         self._hidden: tuple[Sequence[torch.Tensor], Sequence[int]] = (), ()
         """Parameters whose memory is gone, with their versions; graphs find others meanwhile."""
+        self._is_at_rest = False  # in modules, while the whole ones are kept
         self.find_trainable()
         self.exposure.show_sharded(self)
 
@@ -276,6 +277,8 @@ class Unit:
 
         On a device a gather that ``is_late`` begins before the computation has come to its end.
         """
+        if self._is_at_rest:  # who has seen them may have written to them
+            self.reshard()
         if self._phase in (Phase.FULL, Phase.GATHERING):
             if self._phase is Phase.GATHERING or not any(map(_IS_STALE, self.groups)):
                 return
@@ -316,6 +319,12 @@ class Unit:
         self._become(Phase.FULL)
         self.shows_all = self.exposure.show_full(self)
         self.trainable_groups = tuple(filter(_IS_TRAINABLE, self.groups))
+
+    def show_at_rest(self, is_shown: bool) -> None:
+        """Put what optimizers hold into the modules, or again the whole ones kept meanwhile."""
+        if self._phase is Phase.FULL and self._is_at_rest is not is_shown:
+            self._is_at_rest = is_shown
+            (self.exposure.show_sharded if is_shown else self.exposure.show_full)(self)
 
     def reshard_for_backward(self) -> bool:
         """Do as `reshard`, but what the backward gathers stays among fewer ranks if set so.
@@ -367,6 +376,7 @@ class Unit:
         self.trainable_groups = tuple(filter(_IS_TRAINABLE, self.groups))
 
     def _put_away(self) -> None:
+        self._is_at_rest = False
         self.exposure.show_sharded(self)
         lost = self.take_written()
         if self.settings.unshard_in_backward:
@@ -550,9 +560,9 @@ def _wait_for(started: list[Pending]) -> None:
 
 
 def zero_kept(units: Iterable[Unit], *, set_to_none: bool) -> None:
-    """Zero the gradients of those units whose modules list whole parameters now."""
+    """Zero the gradients of ``units``, also where modules list whole parameters now."""
     for unit in units:
-        for parameter in unit.exposure.parameters(unit) if unit.phase is Phase.FULL else ():
+        for parameter in unit.exposure.parameters(unit):
             if set_to_none:
                 parameter.grad = None
             elif parameter.grad is not None:
