@@ -53,6 +53,7 @@ __all__ = [
     "storage_users",
     "to_copy_operator",
     "version_of",
+    "viewed_by",
     "without_dispatch",
     "without_function",
     "without_rules",
@@ -141,6 +142,11 @@ def writes_to(value: object) -> int:
 def is_view(tensor: torch.Tensor) -> bool:
     """Check for a tensor that autograd knows as a view of another one."""
     return tensor._is_view()
+
+
+def viewed_by(tensor: torch.Tensor) -> torch.Tensor:
+    """Find the tensor that ``tensor`` is a view of; itself where it is none."""
+    return tensor if tensor._base is None else tensor._base
 
 
 def set_local_tensor(tensor: Any, local: torch.Tensor) -> None:  # noqa: ANN401
