@@ -54,6 +54,7 @@ __all__ = [
     "storage_users",
     "to_copy_operator",
     "version_of",
+    "viewed_by",
     "without_dispatch",
     "without_function",
     "without_rules",
@@ -152,6 +153,11 @@ def may_be_rewritten(tensor: torch.Tensor) -> bool:
     base = tensor._base
     is_of_leaf = base is None or (base.is_leaf and base.requires_grad)
     return not is_of_leaf and _made(tensor).name == "DEFAULT"
+
+
+def viewed_by(tensor: torch.Tensor) -> torch.Tensor:
+    """Find the tensor that ``tensor`` is a view of; itself where it is none."""
+    return tensor if tensor._base is None else tensor._base
 
 
 def set_local_tensor(tensor: Any, local: torch.Tensor) -> None:  # noqa: ANN401

@@ -68,6 +68,8 @@ class Iteration:
     _follow: Callable[[], None] | None = None
     _was_training: bool | None = None
     _written: BatchBuffers | None = None
+    ended_in_forward = False
+    """True when the last backward pass ended inside of a forward, whose unit it has resharded."""
 
     def __init__(self, drivers: Sequence[Driver], options: OrderOptions | None) -> None:
         self.drivers = tuple(drivers)
@@ -197,7 +199,7 @@ class Iteration:
         if self.is_in_backward or self.is_in_forward:
             self.reset()
         raised_in, self._raised_in = self._raised_in, ""
-        self.is_in_forward = True
+        self.is_in_forward, self.ended_in_forward = True, False
         if self.statistics is not None and self.statistics.is_due and torch.is_grad_enabled():
             self.statistics.tell()
         for unit in self.units:
@@ -448,6 +450,7 @@ class Iteration:
         if self.makes_graph:
             self._end_graph()
             return
+        self.ended_in_forward = self.is_in_forward
         for driver in reversed(self.drivers):
             driver.finish_backward(self)
         self._end_streams()

@@ -39,6 +39,7 @@ from meshwright.data_parallel.shards.policies import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
+from meshwright.data_parallel.shards.replaced_parameters import name_what_is_mixed
 from meshwright.data_parallel.shards.sharding import (
     ShardOptions,
     below,
@@ -168,6 +169,7 @@ class FullyShard:
         look_at_optimizers()
         write_through()
         take_lists_apart()
+        name_what_is_mixed()
         options = ShardOptions(
             target=target_of(_mesh(mesh), dp_mesh_dims),
             reshard_after_forward=reshard_after_forward,

@@ -40,7 +40,7 @@ from meshwright.data_parallel.shards.replaced_parameters import (
     is_given_for_call,
     replaced,
 )
-from meshwright.data_parallel.shards.slot import Slot
+from meshwright.data_parallel.shards.slot import HOME, Slot
 from meshwright.data_parallel.shards.unit import Exposure, Unit
 from meshwright.errors import InternalError
 from meshwright.gradients import mark_mean, warn_of_zeros
@@ -52,9 +52,6 @@ from meshwright.torch_internals.tensors import (
     set_local_tensor,
     version_of,
 )
-
-HOME = "_meshwright_home"
-"""The attribute of a parameter that was taken over: a weak reference to its slot."""
 
 
 class _Entry:

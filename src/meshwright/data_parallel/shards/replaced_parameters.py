@@ -10,12 +10,17 @@ not put there itself, it does not write over it::
     anything else, or nothing                 an error that names parameter, module and rank
 
 An optimizer would train what is refused here on each rank alone, or not at all.
+
+Outside of its unit a sharded parameter is a DTensor. Where an operator gets it beside a plain
+tensor, torch's error is raised in words that name the parameter and its unit.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -27,13 +32,22 @@ from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import is_dtensor
 from meshwright.comm.dtensors.unreadable import retire
 from meshwright.data_parallel.shards.gradient_lines import COUNTS, OURS
-from meshwright.data_parallel.shards.slot import Memory, Slot, memory_of_plain
+from meshwright.data_parallel.shards.slot import HOME, Memory, Slot, memory_of_plain
+from meshwright.torch_internals.distributed import dtensor_handlers, without_handler
+from meshwright.torch_internals.tensors import viewed_by
+from meshwright.torch_internals.trees import tree_leaves
 
 BEFORE = (
     "Change modules before they are sharded (weight_norm, parametrizations, pruning, adapters and "
     "ties too). To change values, write to the sharded parameter or load a state dict; to compute "
     "with other ones for a call, use torch.func.functional_call with plain tensors of whole shape"
 )
+
+_READS = (
+    *("addmm", "baddbmm", "bmm", "convolution", "copy_", "embedding", "index.Tensor", "linear"),
+    *("matmul", "mm", "mul.Tensor", "mv", "native_layer_norm"),
+)
+"""The operators by which programs read parameters, or load them; each costs a second dispatch."""
 
 
 def is_given_for_call() -> bool:
@@ -176,3 +190,62 @@ def _refuse_overlap(named: Iterable[tuple[str, Memory]]) -> None:
                 "as assigned to .data: sharded, a step of one would no longer change the other. "
                 "Hold one parameter in both places: b.weight = a.weight"
             )
+
+
+@functools.cache
+def name_what_is_mixed() -> None:
+    """Name a sharded parameter that is read or loaded beside a plain tensor, from now on."""
+    handlers = dtensor_handlers()
+    for name in _READS:
+        kind, _, overload = name.partition(".")
+        operator = getattr(getattr(torch.ops.aten, kind), overload or "default")
+        handlers[operator] = partial(_named, handlers.get(operator, without_handler))
+
+
+def _named(before: Any, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:  # noqa: ANN401
+    try:
+        return before(op, args, kwargs)
+    except RuntimeError as error:
+        is_mixed = "got mixed torch.Tensor and DTensor" in str(error)
+        slots = map(_slot_of, tree_leaves((args, dict(kwargs)))) if is_mixed else ()
+        slot = next((found for found in slots if found is not None), None)
+        if slot is None:
+            raise
+        raise _mixed(slot, op) from error
+
+
+def _slot_of(given: object) -> Slot | None:
+    """Find the slot of a sharded parameter, of a view of one, or of what it was cast to."""
+    if not isinstance(given, torch.Tensor) or not is_dtensor(given):
+        return None
+    behind, node = viewed_by(given), given.grad_fn
+    while node is not None and HOME not in behind.__dict__:
+        behind = getattr(node, "variable", behind)
+        node = next((each for each, _ in node.next_functions if each is not None), None)
+    held = behind.__dict__.get(HOME)
+    return None if held is None else held()
+
+
+def _mixed(slot: Slot, op: object) -> RuntimeError:
+    driver, (module, _) = slot.driver, slot.places[0]
+    unit = repr(driver.name) if driver and driver.name else f"of its {type(module).__name__}"
+    now = driver and driver.iteration
+    why = "outside of its unit it is sharded. Read it in the forward of the unit's module"
+    remedy = (
+        ", or in a method of that module after register_fsdp_forward_method(module, 'the_method'); "
+        "elsewhere full_tensor(grad_placements=[Partial('avg')]) gathers it for a term beside data"
+    )
+    if now and now.is_in_forward and now.ended_in_forward:
+        why = "a backward pass (backward, autograd.grad) inside of this forward has resharded it"
+        remedy = ". Run that after the last use of a parameter, or keep the graph (create_graph)"
+    elif op is torch.ops.aten.copy_.default:
+        why = "it is sharded. Load plain tensors of full shape by torch.distributed.checkpoint."
+        remedy = (
+            "state_dict.set_model_state_dict(model, state, "
+            "options=StateDictOptions(full_state_dict=True))"
+        )
+    return RuntimeError(
+        f"rank {rank_in(slot.place.axes.communicators if slot.place else ())}: expected DTensors "
+        f"alone in {op}, found parameter {slot.name!r} of the unit {unit} beside a plain tensor: "
+        f"{why}{remedy}"
+    )

@@ -15,11 +15,10 @@ from torch import nn
 
 from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.data_parallel.sharded_modules.module_hooks import Driver
-from meshwright.data_parallel.shards.dtensor_exposure import HOME
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup
 from meshwright.data_parallel.shards.parameter_hooks import carry_hooks
 from meshwright.data_parallel.shards.replaced_parameters import is_ours_alone, retire_sharded
-from meshwright.data_parallel.shards.slot import Slot
+from meshwright.data_parallel.shards.slot import HOME, Slot
 from meshwright.data_parallel.shards.tensor_extensions import whole_parameter
 from meshwright.data_parallel.shards.unit import Unit
 from meshwright.errors import InternalError

@@ -18,6 +18,8 @@ from meshwright.data_parallel.shards.placement import Place
 from meshwright.data_parallel.shards.tensor_extensions import Extension
 from meshwright.torch_internals.tensors import has_storage, storage_id, storage_users
 
+HOME = "_meshwright_home"
+"""The attribute of a parameter that was taken over: a weak reference to its slot."""
 AS_IT_IS = LocalParameter()
 ALONE = 2
 """Uses, seen from a function, of a storage that one tensor has."""
