@@ -150,9 +150,7 @@ def local_leaf(parameter: nn.Parameter) -> nn.Parameter:
     return leaf
 
 
-def local_part_of(
-    parameter: torch.Tensor, add: PartialGradient | None = None
-) -> torch.Tensor:
+def local_part_of(parameter: torch.Tensor, add: PartialGradient | None = None) -> torch.Tensor:
     """Find what a module computes with in place of ``parameter``: its `local_leaf`, in its graph.
 
     A backward pass accumulates in the leaf. One that is asked for gradients of ``parameter`` itself
