@@ -26,9 +26,10 @@ from meshwright.composition.checks import recomputed
 from meshwright.composition.data_layout import Peers, ReplicatedLayout, ShardedLayout
 from meshwright.composition.example_run import Inputs
 from meshwright.composition.tensor_axis.tensor_rules import STYLES, ModelCut
-from meshwright.data_parallel import ReductionSettings, ReplicateOptions, flat_groups, replicate
+from meshwright.data_parallel import ReductionSettings, ReplicateOptions, flat_groups
 from meshwright.data_parallel.checks.starting_state import broadcast_tensors, compare_parameters
 from meshwright.data_parallel.flat_parameters import parts_of_flat
+from meshwright.data_parallel.replicas.replicated import replica_state, replicate_with
 from meshwright.data_parallel.sharded_modules.module_hooks import driver_of
 from meshwright.data_parallel.sharded_modules.sharded import fully_shard
 from meshwright.data_parallel.shards.policies import MixedPrecisionPolicy
@@ -163,9 +164,9 @@ def replicate_module(model: nn.Module, plan: Plan, peers: Peers) -> ReplicatedLa
             is_watched=True,
         ),
     )
-    replicate.apply(model, options)
+    replicate_with(model, options)
     is_cut = plan.axes.size("tensor") > 1
-    return ReplicatedLayout(replicate.state(model).replica, model, is_cut=is_cut)
+    return ReplicatedLayout(replica_state(model).replica, model, is_cut=is_cut)
 
 
 def shard_module(model: nn.Module, plan: Plan, peers: Peers) -> ShardedLayout:

@@ -27,11 +27,10 @@ from meshwright.data_parallel.replicas.gradient_bucket import GradBucket
 from meshwright.data_parallel.replicas.low_precision import MixedPrecision
 from meshwright.data_parallel.replicas.options import (
     ReductionSettings,
-    ReplicateKeywords,
     ReplicateOptions,
 )
 from meshwright.data_parallel.replicas.replica import Replica
-from meshwright.data_parallel.replicas.replicated import replicate
+from meshwright.data_parallel.replicas.replicated import ReplicatedModule, replicate
 from meshwright.data_parallel.sharded_modules.sharded import (
     fully_shard,
     register_fsdp_forward_method,
@@ -60,8 +59,8 @@ __all__ = [
     "OffloadPolicy",
     "ReductionSettings",
     "Replica",
-    "ReplicateKeywords",
     "ReplicateOptions",
+    "ReplicatedModule",
     "ShardPlacementResult",
     "UnshardHandle",
     "batch_norms",

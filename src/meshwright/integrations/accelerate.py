@@ -23,10 +23,10 @@ from typing import Any
 from torch import nn
 
 from meshwright import checkpoint
-from meshwright.data_parallel import DistributedDataParallel, FSDPModule, replicate
+from meshwright.data_parallel import DistributedDataParallel, FSDPModule
 from meshwright.data_parallel.modules.of_this_process import OfThisProcess
 from meshwright.data_parallel.replicas.reducer import GradientReducer
-from meshwright.data_parallel.replicas.replicated import ReplicatedModule
+from meshwright.data_parallel.replicas.replicated import ReplicatedModule, replica_state
 from meshwright.fsdp import FullyShardedDataParallel
 from meshwright.gradients import clip_grad_norm_
 from meshwright.integrations import torch_names
@@ -205,7 +205,7 @@ def _reducer_of(model: nn.Module) -> GradientReducer | None:
     if isinstance(model, DistributedDataParallel):
         return model.reducer
     if isinstance(model, ReplicatedModule):
-        return replicate.state(model).replica.reducer
+        return replica_state(model).replica.reducer
     return None
 
 

@@ -6,7 +6,7 @@ import difflib
 import warnings
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
-from typing import Protocol
+from typing import Protocol, TypeVar, cast
 
 from torch import nn
 
@@ -26,6 +26,7 @@ from meshwright.tensor_parallel.layouts import Site, check_mesh
 from meshwright.tensor_parallel.styles import ParallelStyle
 from meshwright.torch_internals.modules import forward_pre_hooks_of, require_module
 
+M = TypeVar("M", bound=nn.Module)
 _THEIRS = "_meshwright_styled_by_user"
 
 
@@ -41,12 +42,12 @@ AnyStyle = ParallelStyle | Style
 
 
 def parallelize_module(
-    module: nn.Module,
+    module: M,
     device_mesh: DeviceMesh | None = None,
     parallelize_plan: AnyStyle | Mapping[str, AnyStyle] | None = None,
     *,
     src_data_rank: int | None = 0,
-) -> nn.Module:
+) -> M:
     """Run ``module`` over the ranks of ``device_mesh``, in place, and return it.
 
     ``parallelize_plan`` is a style for the module itself, or names styles by patterns of module
@@ -84,12 +85,12 @@ def parallelize_module(
 
 
 def apply_plan(
-    module: nn.Module,
+    module: M,
     mesh: DeviceMesh,
     parallelize_plan: AnyStyle | Mapping[str, AnyStyle],
     *,
     src_data_rank: int | None,
-) -> nn.Module:
+) -> M:
     """Do as `parallelize_module`, for callers that compare the passes of ranks themselves."""
     take_lists_apart()
     write_through()
@@ -109,7 +110,7 @@ def apply_plan(
             if not type(style).__module__.startswith("meshwright."):
                 for parameter in changed.parameters():
                     vars(parameter)[_THEIRS] = True
-            module = _put(module, name, submodule, changed)
+            module = cast("M", _put(module, name, submodule, changed))
     _call_what_was_cut(module)
     follow_first_forward(module, check_ties)
     if src_data_rank is None:

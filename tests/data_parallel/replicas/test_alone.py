@@ -11,8 +11,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.comm import Recorder, communicator, observe
-from meshwright.data_parallel import ReductionSettings, ReplicateOptions, replicate
+from meshwright.data_parallel import ReductionSettings, ReplicateOptions
 from meshwright.data_parallel.checks.alignment import NOTES
+from meshwright.data_parallel.replicas.replicated import replicate_with
 from meshwright.data_parallel.replicas.slots import GradientSlot, plan_buckets
 from meshwright.testing import Ranks
 from support.data_parallel.replica_samples import Branches, Breaks, batch, loss, same_gradients
@@ -28,7 +29,7 @@ ON_HOSTS = pytest.mark.devices("host", reason="what is zeroed while it is summed
 def pair(settings: ReductionSettings) -> tuple[Branches, Branches]:
     one = Branches()
     ours = copy.deepcopy(one)
-    replicate.apply(ours, ReplicateOptions(reduction=settings))
+    replicate_with(ours, ReplicateOptions(reduction=settings))
     return one, ours
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any, Unpack, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,19 +17,14 @@ from meshwright.comm.graphs.untraced import constant, inlined, untraced
 from meshwright.data_parallel.modules.checkpoint_names import SteppedOver, place_of, rename
 from meshwright.data_parallel.replicas.gradient_bucket import check_hook
 from meshwright.data_parallel.replicas.join import uneven_inputs
-from meshwright.data_parallel.replicas.low_precision import compute_in
-from meshwright.data_parallel.replicas.options import ReplicateKeywords, resolved
+from meshwright.data_parallel.replicas.low_precision import LowPrecision, compute_in
+from meshwright.data_parallel.replicas.options import UnusedGradient, resolved
 from meshwright.data_parallel.replicas.reducer import GradientReducer
 from meshwright.data_parallel.replicas.replica import Replica, move_inputs, watch_first_steps
 from meshwright.data_parallel.residency import ReplicaResidency
+from meshwright.mesh import DeviceMesh
 from meshwright.torch_internals.autograd import is_profiled, outside_of_transforms
 from meshwright.torch_internals.modules import IGNORED_NAMES, require_module
-
-_BY_POSITION = (
-    *("broadcast_buffers", "init_sync", "process_group", "bucket_cap_mb"),
-    *("find_unused_parameters", "check_reduction", "gradient_as_bucket_view", "static_graph"),
-)
-"""Keywords in the order in which torch's class takes them behind ``dim``."""
 
 
 class DistributedDataParallel(SteppedOver):
@@ -43,10 +38,7 @@ class DistributedDataParallel(SteppedOver):
     Until the backward pass has ended a gradient is this rank's: `torch.autograd.grad` returns that,
     and so hooks of parameters, both kinds, see it; what they change is what is summed.
 
-    ``keywords`` are those of `ReplicateKeywords`; ``more`` are the first of them, in torch's order.
-    On a GPU ``device_ids`` holds the one device that inputs are moved to. ``output_device``,
-    ``dim`` and ``check_reduction`` are accepted as torch's class accepts them. Errors are those of
-    torch's class of this name.
+    Errors are those of torch's class of this name.
 
     `copy.deepcopy` and `torch.save` take it: a copy is set up, a collective, in its first forward
     pass that trains, and evaluates without the other ranks until then.
@@ -69,20 +61,75 @@ class DistributedDataParallel(SteppedOver):
         device_ids: Sequence[int | torch.device] | None = None,
         output_device: int | torch.device | None = None,
         dim: int = 0,
-        *more: Any,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: Any = None,  # noqa: ANN401 - c10d's type stays in comm
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
         check_reduction: bool = False,
-        **keywords: Unpack[ReplicateKeywords],
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Iterable[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: LowPrecision | None = None,
+        device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        unused_gradient: UnusedGradient = "none",
+        stop_on_non_finite: bool = False,
     ) -> None:
+        """Wrap ``module``; a collective.
+
+        :param module: the module.
+        :param device_ids: on a GPU the one device that inputs are moved to.
+        :param output_device: accepted as torch's class accepts it; outputs stay where they are.
+        :param dim: accepted as torch's class accepts it.
+        :param broadcast_buffers: the older name of ``forward_sync_buffers``, which counts where
+            both are given; False leaves all ranks the buffers that they have at set-up, too.
+        :param init_sync: give all ranks the parameters and buffers of rank 0 at set-up.
+        :param process_group: the axis, as a process group; all ranks when neither this nor
+            ``device_mesh`` is given.
+        :param bucket_cap_mb: MiB that close a gradient bucket (25 when None); the first is closed
+            at 1.
+        :param find_unused_parameters: unused parameters are always found, without a walk: either
+            value gives the same.
+        :param check_reduction: accepted as torch's class accepts it.
+        :param gradient_as_bucket_view: leave each ``.grad`` as a view of its bucket.
+        :param static_graph: check that every iteration uses the same parameters.
+        :param delay_all_reduce_named_params: names and parameters whose gradients wait for that of
+            ``param_to_hook_all_reduce``.
+        :param param_to_hook_all_reduce: the delayed ones are reduced right after the bucket that
+            holds this parameter.
+        :param mixed_precision: compute in other dtypes, see `MixedPrecision`.
+        :param device_mesh: the axis, as a mesh with one dim.
+        :param skip_all_reduce_unused_params: leave what no rank used in the first reduction out of
+            all later ones.
+        :param bucket_cap_mb_list: MiB that close the buckets one by one, the last for all that
+            follow.
+        :param batched_grad_copy: small gradients are always copied together: either value gives the
+            same.
+        :param forward_sync_buffers: give all ranks the buffers of rank 0 in each forward pass,
+            which None does too.
+        :param unused_gradient: the value of ``.grad`` where no rank had a gradient: ``"none"``
+            leaves it, so that optimizers skip the parameter; ``"zeros"`` lets them decay it. A
+            parameter that was used on other ranks only gets the mean either way, or the ranks would
+            diverge.
+        :param stop_on_non_finite: raise `NonFiniteError` on every rank at the end of a backward
+            pass in which a gradient was not finite. Not with a gradient scaler, which skips such
+            passes.
+        """
+        given = locals()
         super().__init__()
         require_module(module, "DistributedDataParallel")
-        if more:
-            keywords = _with_positions(keywords, more)
         options = resolved(
             module,
-            keywords,
+            given,
             device_ids=one_device(module, device_ids, output_device),
             wrong_mesh=RuntimeError(
-                f"Only 1D device mesh is supported, but got {keywords.get('device_mesh')}. "
+                f"Only 1D device mesh is supported, but got {device_mesh}. "
                 'Select one axis of it, for example mesh["replicate"]'
             ),
         )
@@ -91,7 +138,7 @@ class DistributedDataParallel(SteppedOver):
         self.device_ids = None if options.device_ids is None else list(options.device_ids)
         self.output_device = output_device
         self.dim = dim
-        self.find_unused_parameters = keywords.get("find_unused_parameters", False)
+        self.find_unused_parameters = find_unused_parameters
         self._replica: Replica | None = None
         self._residency = ReplicaResidency(self._set_up)
         self._set_up()
@@ -347,17 +394,3 @@ def one_device(
             "parameters on the CPU. Leave both out"
         )
     return list(device_ids) if device_ids else None
-
-
-def _with_positions(keywords: ReplicateKeywords, more: Sequence[object]) -> ReplicateKeywords:
-    """Add to ``keywords`` what was given behind ``dim``, in torch's order."""
-    given = dict(zip(_BY_POSITION, more, strict=False))
-    twice = sorted(given.keys() & keywords.keys())
-    if len(more) > len(given) or twice:
-        raise TypeError(
-            f"expected at most {', '.join(_BY_POSITION)} behind dim, each once; found {len(more)} "
-            f"by position{f' and {twice[0]} by keyword, too' if twice else ''}: give them by "
-            "keyword"
-        )
-    given.pop("check_reduction", None)
-    return cast("ReplicateKeywords", {**given, **keywords})

@@ -2,16 +2,16 @@
 
 ::
 
-    ReplicateKeywords     the keywords that both take, one list for both
+    keywords              those that both take, with their values
         | resolved        checked against the module and each other, before any collective
     ReplicateOptions      frozen; names instead of objects, sizes in bytes
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -24,49 +24,6 @@ AXIS = "replicate"
 """The name of the axis when no mesh names it."""
 
 UnusedGradient = Literal["none", "zeros"]
-
-
-class ReplicateKeywords(TypedDict, total=False):
-    """The keywords of `replicate` and of `DistributedDataParallel`; all may be left out."""
-
-    process_group: Any
-    """The axis, as a process group; all ranks when neither this nor ``device_mesh`` is given."""
-    device_mesh: DeviceMesh | None
-    """The axis, as a mesh with one dim."""
-    init_sync: bool
-    """Give all ranks the parameters and buffers of rank 0 at set-up (True)."""
-    broadcast_buffers: bool | None
-    """The older name of ``forward_sync_buffers``, which counts where both are given; False leaves
-    all ranks the buffers that they have at set-up, too."""
-    forward_sync_buffers: bool | None
-    """Give all ranks the buffers of rank 0 in each forward pass (True)."""
-    bucket_cap_mb: float | None
-    """MiB that close a gradient bucket (25); the first is closed at 1."""
-    bucket_cap_mb_list: Sequence[float] | None
-    """MiB that close the buckets one by one, the last for all that follow."""
-    gradient_as_bucket_view: bool
-    """Leave each ``.grad`` as a view of its bucket (False)."""
-    static_graph: bool
-    """Check that every iteration uses the same parameters (False), see `StaticGraph`."""
-    find_unused_parameters: bool
-    """Unused parameters are always found, without a walk: either value gives the same."""
-    batched_grad_copy: bool
-    """Small gradients are always copied together: either value gives the same."""
-    skip_all_reduce_unused_params: bool
-    """Leave what no rank used in the first reduction out of all later ones (False)."""
-    unused_gradient: UnusedGradient
-    """The value of ``.grad`` where no rank had a gradient: ``"none"`` leaves it, so that optimizers
-    skip the parameter; ``"zeros"`` lets them decay it. A parameter that was used on other ranks
-    only gets the mean either way, or the ranks would part."""
-    delay_all_reduce_named_params: Iterable[tuple[str, nn.Parameter]] | None
-    """Parameters whose gradients wait for that of ``param_to_hook_all_reduce``."""
-    param_to_hook_all_reduce: nn.Parameter | None
-    """The delayed ones are reduced right after the bucket that holds this parameter."""
-    mixed_precision: LowPrecision | None
-    """Compute in other dtypes, see `MixedPrecision`."""
-    stop_on_non_finite: bool
-    """Raise `NonFiniteError` on every rank at the end of a backward pass in which a gradient was
-    not finite (False). Not with a gradient scaler, which skips such passes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +84,7 @@ class ReplicateOptions:
 
 def resolved(
     module: nn.Module,
-    keywords: ReplicateKeywords,
+    keywords: Mapping[str, Any],
     *,
     ignored: Collection[nn.Module] = (),
     device_ids: Sequence[int | torch.device] | None = None,
@@ -135,27 +92,20 @@ def resolved(
 ) -> ReplicateOptions:
     """Check what ``keywords`` ask for ``module``, and make options of it.
 
-    Raises TypeError for a keyword that there is none of, RuntimeError for a group and a mesh,
-    ``wrong_mesh`` for a mesh with more than one dim, and ValueError for values out of range or that
-    exclude each other.
+    Raises RuntimeError for a group and a mesh, ``wrong_mesh`` for a mesh with more than one dim,
+    and ValueError for values out of range or that exclude each other.
     """
-    unknown = sorted(keywords.keys() - ReplicateKeywords.__annotations__.keys())
-    if unknown:
-        raise TypeError(
-            f"got an unexpected keyword argument {unknown[0]!r}; there are "
-            f"{', '.join(ReplicateKeywords.__annotations__)}"
-        )
     group, axis = _axis_of(keywords, wrong_mesh)
-    precision = keywords.get("mixed_precision")
-    older, newer = keywords.get("broadcast_buffers"), keywords.get("forward_sync_buffers")
+    precision = keywords["mixed_precision"]
+    older, newer = keywords["broadcast_buffers"], keywords["forward_sync_buffers"]
     return ReplicateOptions(
         process_group=group,
-        mesh=keywords.get("device_mesh"),
+        mesh=keywords["device_mesh"],
         axis=axis,
         ignored=frozenset(ignored),
         ignored_names=frozenset(getattr(module, IGNORED_NAMES, ())),
         device_ids=tuple(device_ids) if device_ids else None,
-        init_sync=keywords.get("init_sync", True),
+        init_sync=keywords["init_sync"],
         init_buffers=newer is not None or older is not False,
         broadcast_buffers=(older if newer is None else newer) is not False,
         mixed_precision=precision,
@@ -164,38 +114,38 @@ def resolved(
 
 
 def _reduction(
-    module: nn.Module, keywords: ReplicateKeywords, precision: LowPrecision | None
+    module: nn.Module, keywords: Mapping[str, Any], precision: LowPrecision | None
 ) -> ReductionSettings:
-    asked = keywords.get("bucket_cap_mb")
-    listed = tuple(keywords.get("bucket_cap_mb_list") or ())
+    asked = keywords["bucket_cap_mb"]
+    listed = tuple(keywords["bucket_cap_mb_list"] or ())
     cap = 25 if asked is None else asked
     if min(cap, *listed, cap) <= 0:
         raise ValueError(
             f"expected bucket sizes above 0 MiB, found bucket_cap_mb={asked}, "
             f"bucket_cap_mb_list={listed}"
         )
-    unused = keywords.get("unused_gradient", "none")
+    unused = keywords["unused_gradient"]
     if unused not in ("none", "zeros"):
         raise ValueError(f'expected unused_gradient="none" or "zeros", found {unused!r}')
     trigger, delayed = _delayed(module, keywords)
     return ReductionSettings(
         first_bytes=int(min(1, cap) * 2**20),
         cap_bytes=int(cap * 2**20),
-        is_gradient_view=keywords.get("gradient_as_bucket_view", False),
+        is_gradient_view=keywords["gradient_as_bucket_view"],
         reduce_dtype=None if precision is None else precision.reduce_dtype,
         listed_bytes=tuple(int(size * 2**20) for size in listed),
         delayed=delayed,
         trigger=trigger,
-        is_static=keywords.get("static_graph", False),
-        skips_unused=keywords.get("skip_all_reduce_unused_params", False),
+        is_static=keywords["static_graph"],
+        skips_unused=keywords["skip_all_reduce_unused_params"],
         zeros_for_unused=unused == "zeros",
-        is_watched=keywords.get("stop_on_non_finite", False),
-        stops_on_non_finite=keywords.get("stop_on_non_finite", False),
+        is_watched=keywords["stop_on_non_finite"],
+        stops_on_non_finite=keywords["stop_on_non_finite"],
     )
 
 
-def _axis_of(keywords: ReplicateKeywords, wrong_mesh: Exception) -> tuple[Any, str]:
-    group, mesh = keywords.get("process_group"), keywords.get("device_mesh")
+def _axis_of(keywords: Mapping[str, Any], wrong_mesh: Exception) -> tuple[Any, str]:
+    group, mesh = keywords["process_group"], keywords["device_mesh"]
     if mesh is None:
         return group, AXIS
     if group is not None:
@@ -208,10 +158,10 @@ def _axis_of(keywords: ReplicateKeywords, wrong_mesh: Exception) -> tuple[Any, s
     return mesh.get_group(), names[0] if names else AXIS
 
 
-def _delayed(module: nn.Module, keywords: ReplicateKeywords) -> tuple[str | None, frozenset[str]]:
+def _delayed(module: nn.Module, keywords: Mapping[str, Any]) -> tuple[str | None, frozenset[str]]:
     """Name the parameter that is waited for, and those that wait."""
-    asked = keywords.get("delay_all_reduce_named_params")
-    trigger = keywords.get("param_to_hook_all_reduce")
+    asked = keywords["delay_all_reduce_named_params"]
+    trigger = keywords["param_to_hook_all_reduce"]
     if (asked is None) != (trigger is None):
         raise ValueError(
             "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the "

@@ -14,7 +14,7 @@ import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn, Unpack
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -26,17 +26,20 @@ from meshwright.data_parallel.modules.of_this_process import OfThisProcess, home
 from meshwright.data_parallel.replicas.distributed import one_device
 from meshwright.data_parallel.replicas.gradient_bucket import CommunicationHook, check_hook
 from meshwright.data_parallel.replicas.join import uneven_inputs
-from meshwright.data_parallel.replicas.low_precision import compute_in
-from meshwright.data_parallel.replicas.options import ReplicateKeywords, ReplicateOptions, resolved
+from meshwright.data_parallel.replicas.low_precision import LowPrecision, compute_in
+from meshwright.data_parallel.replicas.options import ReplicateOptions, UnusedGradient, resolved
 from meshwright.data_parallel.replicas.replica import Replica, watch_first_steps
 from meshwright.data_parallel.replicas.traced import Route, TracedForward
 from meshwright.data_parallel.residency import ReplicaResidency
 from meshwright.gradients import look_at_optimizers
+from meshwright.mesh import DeviceMesh
 from meshwright.torch_internals.autograd import outside_of_transforms
 from meshwright.torch_internals.modules import lent_now, require_module
 
 STATES = "_meshwright_states"
 """The attribute of a module that holds the state of each composable function applied to it."""
+
+M = TypeVar("M", bound=nn.Module)
 
 NAME = "replicate"
 
@@ -195,7 +198,7 @@ class ReplicatedModule(OfThisProcess):
 
         Gradients of passes without one stay on this rank and are part of the next reduction.
         """
-        replicate.state(self).set_requires_gradient_sync(requires_gradient_sync)
+        replica_state(self).set_requires_gradient_sync(requires_gradient_sync)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -205,7 +208,7 @@ class ReplicatedModule(OfThisProcess):
         ...     loss(model(first)).backward()
         >>> loss(model(second)).backward()  # reduces the sum of both
         """
-        state = replicate.state(self)
+        state = replica_state(self)
         before = state.is_synchronised
         state.set_requires_gradient_sync(False)
         try:
@@ -226,7 +229,7 @@ class ReplicatedModule(OfThisProcess):
         if not enable:
             return contextlib.nullcontext()
         return uneven_inputs(
-            replicate.state(self).replica,
+            replica_state(self).replica,
             divides_by_all=divide_by_initial_world_size,
             throws_on_early_termination=throw_on_early_termination,
         )
@@ -236,11 +239,11 @@ class ReplicatedModule(OfThisProcess):
 
         Raises TypeError or ValueError for what cannot be one, RuntimeError for a second hook.
         """
-        replicate.state(self).register_hook(state, hook)
+        replica_state(self).register_hook(state, hook)
 
     def pipeline_residency(self) -> ReplicaResidency:
         """Return the switch by which a pipeline's schedule drives reductions and broadcasts."""
-        return replicate.state(self).residency
+        return replica_state(self).residency
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise AssertionError(
@@ -248,103 +251,151 @@ class ReplicatedModule(OfThisProcess):
         )
 
 
-class Replicate:
-    """The composable function behind `replicate`; call it, or ask it for a module's state."""
+def replicate(
+    module: M,
+    ignored_modules: Iterable[nn.Module] | None = None,
+    device_id: int | torch.device | None = None,
+    device_ids: Sequence[int | torch.device] | None = None,
+    *,
+    broadcast_buffers: bool | None = None,
+    init_sync: bool = True,
+    process_group: Any = None,  # noqa: ANN401 - c10d's type stays in comm
+    bucket_cap_mb: float | None = None,
+    find_unused_parameters: bool = False,
+    gradient_as_bucket_view: bool = False,
+    static_graph: bool = False,
+    delay_all_reduce_named_params: Iterable[tuple[str, nn.Parameter]] | None = None,
+    param_to_hook_all_reduce: nn.Parameter | None = None,
+    mixed_precision: LowPrecision | None = None,
+    device_mesh: DeviceMesh | None = None,
+    skip_all_reduce_unused_params: bool = False,
+    bucket_cap_mb_list: Sequence[float] | None = None,
+    batched_grad_copy: bool = False,
+    forward_sync_buffers: bool | None = None,
+    unused_gradient: UnusedGradient = "none",
+    stop_on_non_finite: bool = False,
+) -> M:
+    """Keep ``module`` equal on all ranks of one axis; returns the same module.
 
-    def __call__(
-        self,
-        module: nn.Module,
-        ignored_modules: Iterable[nn.Module] | None = None,
-        device_id: int | torch.device | None = None,
-        device_ids: Sequence[int | torch.device] | None = None,
-        **keywords: Unpack[ReplicateKeywords],
-    ) -> nn.Module:
-        """Keep ``module`` equal on all ranks of one axis; returns the same module.
+    Parameters and buffers are broadcast from rank 0 in the first forward pass, gradients become
+    their mean over the ranks during each backward pass, and buffers are broadcast in each
+    forward pass. A parameter that got no gradient on some ranks counts as zero there; one that
+    got none on any rank keeps ``.grad`` None. Sparse gradients stay sparse.
 
-        Parameters and buffers are broadcast from rank 0 in the first forward pass, gradients become
-        their mean over the ranks during each backward pass, and buffers are broadcast in each
-        forward pass. A parameter that got no gradient on some ranks counts as zero there; one that
-        got none on any rank keeps ``.grad`` None. Sparse gradients stay sparse.
+    Until the backward pass has ended a gradient is this rank's: `torch.autograd.grad` returns
+    that, and so hooks of parameters, both kinds, see it; what they change is what is summed.
 
-        Until the backward pass has ended a gradient is this rank's: `torch.autograd.grad` returns
-        that, and so hooks of parameters, both kinds, see it; what they change is what is summed.
+    Parameters may be DTensors of tensor parallelism, on axes beside ``device_mesh``: they stay
+    registered as they are, and the gradients of this rank's parts become means.
 
-        Parameters may be DTensors of tensor parallelism, on axes beside ``device_mesh``: they stay
-        registered as they are, and the gradients of this rank's parts become means.
+    The module's class gets the methods of `ReplicatedModule`: to type checkers
+    ``isinstance(model, ReplicatedModule)`` says so.
 
-        Gradients of ``ignored_modules`` are left alone. On a GPU ``device_id``, or the one entry of
-        ``device_ids``, is where inputs are moved to. ``keywords`` are those of `ReplicateKeywords`.
+    :param module: the module, which stays where it is.
+    :param ignored_modules: modules below it whose gradients are left alone.
+    :param device_id: on a GPU the device that inputs are moved to.
+    :param device_ids: the same, as a list of one.
+    :param broadcast_buffers: the older name of ``forward_sync_buffers``, which counts where both
+        are given; False leaves all ranks the buffers that they have at set-up, too.
+    :param init_sync: give all ranks the parameters and buffers of rank 0 at set-up.
+    :param process_group: the axis, as a process group; all ranks when neither this nor
+        ``device_mesh`` is given.
+    :param bucket_cap_mb: MiB that close a gradient bucket (25 when None); the first is closed at 1.
+    :param find_unused_parameters: unused parameters are always found, without a walk: either value
+        gives the same.
+    :param gradient_as_bucket_view: leave each ``.grad`` as a view of its bucket.
+    :param static_graph: check that every iteration uses the same parameters.
+    :param delay_all_reduce_named_params: names and parameters whose gradients wait for that of
+        ``param_to_hook_all_reduce``.
+    :param param_to_hook_all_reduce: the delayed ones are reduced right after the bucket that holds
+        this parameter.
+    :param mixed_precision: compute in other dtypes, see `MixedPrecision`.
+    :param device_mesh: the axis, as a mesh with one dim.
+    :param skip_all_reduce_unused_params: leave what no rank used in the first reduction out of all
+        later ones.
+    :param bucket_cap_mb_list: MiB that close the buckets one by one, the last for all that follow.
+    :param batched_grad_copy: small gradients are always copied together: either value gives the
+        same.
+    :param forward_sync_buffers: give all ranks the buffers of rank 0 in each forward pass, which
+        None does too.
+    :param unused_gradient: the value of ``.grad`` where no rank had a gradient: ``"none"`` leaves
+        it, so that optimizers skip the parameter; ``"zeros"`` lets them decay it. A parameter that
+        was used on other ranks only gets the mean either way, or the ranks would diverge.
+    :param stop_on_non_finite: raise `NonFiniteError` on every rank at the end of a backward pass in
+        which a gradient was not finite. Not with a gradient scaler, which skips such passes.
 
-        Raises AssertionError when the module is replicated already, RuntimeError for a
-        ``device_id`` of another type, TypeError for a keyword that there is none of, ValueError
-        for a mesh with more than one dimension and for values out of range.
+    Raises AssertionError when the module is replicated already, RuntimeError for a
+    ``device_id`` of another type, ValueError for a mesh with more than one dimension and for
+    values out of range.
 
-        >>> model = replicate(Net(), bucket_cap_mb=10)
-        >>> loss(model(batch)).backward()  # .grad is the mean over all ranks
-        """
-        require_module(module, "replicate")
-        mesh = keywords.get("device_mesh")
-        options = resolved(
-            module,
-            keywords,
-            ignored=frozenset(ignored_modules or ()),
-            device_ids=_device_ids(device_id) or one_device(module, device_ids),
-            wrong_mesh=ValueError(
-                f"replicate expects a 1D DeviceMesh but got {mesh}. "
-                'Select one axis of it, for example mesh["replicate"]'
-            ),
+    >>> model = replicate(Net(), bucket_cap_mb=10)
+    >>> loss(model(batch)).backward()  # .grad is the mean over all ranks
+    """
+    given = locals()
+    require_module(module, "replicate")
+    options = resolved(
+        module,
+        given,
+        ignored=frozenset(ignored_modules or ()),
+        device_ids=_device_ids(device_id) or one_device(module, device_ids),
+        wrong_mesh=ValueError(
+            f"replicate expects a 1D DeviceMesh but got {device_mesh}. "
+            'Select one axis of it, for example mesh["replicate"]'
+        ),
+    )
+    return replicate_with(module, options)
+
+
+def replicate_with(module: M, options: ReplicateOptions) -> M:
+    """Apply to ``module`` what ``options`` say, for callers that have made them up."""
+    look_at_optimizers()
+    states: dict[str, Any] = module.__dict__.setdefault(STATES, {})
+    if NAME in states:
+        raise AssertionError(
+            "Each distinct composable distributed API can only be applied to a module once. "
+            f"replicate has been applied to this {type(module).__name__} before"
         )
-        return self.apply(module, options)
-
-    def apply(self, module: nn.Module, options: ReplicateOptions) -> nn.Module:
-        """Apply to ``module`` what ``options`` say; `__call__` with the arguments made up."""
-        look_at_optimizers()
-        states: dict[str, Any] = module.__dict__.setdefault(STATES, {})
-        if NAME in states:
-            raise AssertionError(
-                "Each distinct composable distributed API can only be applied to a module once. "
-                f"replicate has been applied to this {type(module).__name__} before"
-            )
-        if "fully_shard" in states:
-            raise RuntimeError(
-                "Cannot apply `replicate()` on a Module already managed by `fully_shard`. "
-                "Apply replicate to the modules beside it"
-            )
-        before = _names(module)
-        state = ReplicateState(module, options)
-        states[NAME] = state
-        cls = type(module)
-        # Under its own name, by which programs of others know what a model is, and save it.
-        names = {"__qualname__": cls.__qualname__, **home_of(cls)}
-        members = {"forward": _traceable(cls.forward), **names}
-        module.__class__ = type(cls.__name__, (ReplicatedModule, cls), members)
-        if options.mixed_precision is not None:
-            # Before the other hooks, which then run outside of the casts.
-            compute_in(
-                module,
-                options.mixed_precision,
-                _with_managed(module, options.ignored),
-                options.ignored_names,
-            )
-        module.register_forward_pre_hook(state.before_forward, prepend=True, with_kwargs=True)
-        module.register_forward_hook(state.after_forward)
-        module.register_state_dict_pre_hook(settle)
-        state.watch_children(module)
-        check_names("replicate", before, _names(module))
-        return module
-
-    def state(self, module: nn.Module) -> ReplicateState:
-        """Find the state of a replicated ``module``. Raises ValueError for any other."""
-        state = module.__dict__.get(STATES, {}).get(NAME)
-        if not isinstance(state, ReplicateState):
-            raise ValueError(
-                f"expected a replicated module, found a {type(module).__name__} that replicate was "
-                "not applied to"
-            )
-        return state
+    if "fully_shard" in states:
+        raise RuntimeError(
+            "Cannot apply `replicate()` on a Module already managed by `fully_shard`. "
+            "Apply replicate to the modules beside it"
+        )
+    before = _names(module)
+    state = ReplicateState(module, options)
+    states[NAME] = state
+    cls: type[nn.Module] = type(module)
+    # Under its own name, by which programs of others know what a model is, and save it.
+    names = {"__qualname__": cls.__qualname__, **home_of(cls)}
+    members = {"forward": _traceable(cls.forward), **names}
+    module.__class__ = type(cls.__name__, (ReplicatedModule, cls), members)
+    if options.mixed_precision is not None:
+        # Before the other hooks, which then run outside of the casts.
+        compute_in(
+            module,
+            options.mixed_precision,
+            _with_managed(module, options.ignored),
+            options.ignored_names,
+        )
+    module.register_forward_pre_hook(state.before_forward, prepend=True, with_kwargs=True)
+    module.register_forward_hook(state.after_forward)
+    module.register_state_dict_pre_hook(settle)
+    state.watch_children(module)
+    check_names("replicate", before, _names(module))
+    return module
 
 
-replicate = Replicate()
+def replica_state(module: nn.Module) -> ReplicateState:
+    """Find the state of a replicated ``module``. Raises ValueError for any other."""
+    state = module.__dict__.get(STATES, {}).get(NAME)
+    if not isinstance(state, ReplicateState):
+        raise ValueError(
+            f"expected a replicated module, found a {type(module).__name__} that replicate was "
+            "not applied to"
+        )
+    return state
+
+
+setattr(replicate, "state", replica_state)  # noqa: B010 - type checkers know no such attributes
 
 
 def check_names(function: str, before: Sequence[str], after: Sequence[str]) -> None:
@@ -372,7 +423,7 @@ def _traceable(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def traceable(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        return replicate.state(self).forward(forward, args, kwargs)
+        return replica_state(self).forward(forward, args, kwargs)
 
     return traceable
 

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from types import FunctionType, MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -53,6 +53,8 @@ from meshwright.errors import CommunicationError
 from meshwright.gradients import look_at_optimizers
 from meshwright.mesh import DeviceMesh, init_device_mesh
 from meshwright.torch_internals.modules import require_module
+
+M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
 NAME = "fully_shard"
 
@@ -97,120 +99,126 @@ class ShardedState:
         return MappingProxyType(self.driver.without_effect)
 
 
-class FullyShard:
-    """The composable function behind `fully_shard`; call it, or ask it for a module's state."""
+def fully_shard(
+    module: M,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: PlacementChoice | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: Collection[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    stop_on_non_finite: bool = False,
+    sync_module_states: bool = False,
+) -> M:
+    """Shard the parameters of ``module`` that no earlier call has taken; returns it.
 
-    def __call__(
-        self,
-        module: nn.Module | Sequence[nn.Module],
-        *,
-        mesh: DeviceMesh | None = None,
-        reshard_after_forward: bool | int | None = None,
-        shard_placement_fn: PlacementChoice | None = None,
-        mp_policy: MixedPrecisionPolicy | None = None,
-        offload_policy: OffloadPolicy | None = None,
-        ignored_params: Collection[nn.Parameter] | None = None,
-        dp_mesh_dims: DataParallelMeshDims | None = None,
-        stop_on_non_finite: bool = False,
-        sync_module_states: bool = False,
-    ) -> Any:  # noqa: ANN401 - returns what it was given
-        """Shard the parameters of ``module`` that no earlier call has taken; returns it.
+    Apply it to inner modules first. One call is one unit: its parameters are gathered in one
+    collective before the forward pass and again before the backward pass, and their gradients
+    are reduced in one. Each module's class gets the methods of `FSDPModule`: to type checkers
+    ``isinstance(model, FSDPModule)`` says so.
 
-        Apply it to inner modules first. One call is one unit: its parameters are gathered in one
-        collective before the forward pass and again before the backward pass, and their gradients
-        are reduced in one. A list of modules is one unit too.
+    :param module: a module, or several that are one unit.
+    :param mesh: one dim, or two with names: ranks along the first then hold the same shards. All
+        ranks when None.
+    :param reshard_after_forward: True frees full parameters after the forward pass, False keeps
+        them until the backward pass, None does so for the root only; a number spreads them among
+        that many neighboring ranks until then. Call `FSDPModule.reshard` where something writes to
+        parameters in between.
+    :param shard_placement_fn: gives for a parameter a placement with the ``dim`` it is sharded
+        along, a `ShardPlacementResult` with a mesh of its own too, or None for dim 0.
+    :param mp_policy: the dtypes of computation, reduction and outputs.
+    :param offload_policy: `CPUOffloadPolicy()` keeps shards in the memory of the CPU.
+    :param ignored_params: parameters that stay as they are.
+    :param dp_mesh_dims: the axes of ``mesh`` for data, where parameters are DTensors on all of it.
+    :param stop_on_non_finite: for the root and all below it: every rank raises `NonFiniteError` at
+        the end of a backward pass in which a gradient was not finite. Not with a gradient scaler,
+        which skips such passes.
+    :param sync_module_states: give all ranks the parameters and buffers of rank 0 of the mesh
+        before they are sharded.
 
-        ``mesh`` has one dim, or two with names: ranks along the first then hold the same shards.
-        ``reshard_after_forward=False`` keeps whole parameters until the backward pass; None does so
-        for the root only; a number spreads them among that many neighbouring ranks until then.
-        Call `FSDPModule.reshard` where something writes to parameters in between.
-        ``shard_placement_fn`` gives for a parameter a placement with the ``dim`` it is cut along,
-        a `ShardPlacementResult` with a mesh of its own too, or None for dim 0.
+    Parameters may be DTensors already, for tensor parallelism: their parts are sharded. They
+    compute as local tensors in modules of this library, elsewhere as they are. They lie on
+    other axes than ``mesh``, or, with ``dp_mesh_dims``, on
+    all axes of ``mesh``, of which that names those for data. Parameters below ``module`` that
+    tensor parallelism has left whole are replicated over its axes, on the same mesh.
 
-        Parameters may be DTensors already, for tensor parallelism: their parts are sharded. They
-        compute as local tensors in modules of this library, elsewhere as they are. They lie on
-        other axes than ``mesh``, or, with ``dp_mesh_dims``, on
-        all axes of ``mesh``, of which that names those for data. Parameters below ``module`` that
-        tensor parallelism has left whole are replicated over its axes, on the same mesh.
+    A parameter that is a tensor subclass with ``fsdp_pre_all_gather`` and
+    ``fsdp_post_all_gather`` is gathered by these: as torch's, but for inputs that are short of
+    the padding, which is added. It has its values in one plain tensor of its shape and dtype.
 
-        A parameter that is a tensor subclass with ``fsdp_pre_all_gather`` and
-        ``fsdp_post_all_gather`` is gathered by these: as torch's, but for inputs that are short of
-        the padding, which is added. It has its values in one plain tensor of its shape and dtype.
+    Ranks must hold the same values: what they have sharded is compared when the root runs for
+    the first time, but for what was written or loaded since.
 
-        Ranks must hold the same values: what they have sharded is compared when the root runs for
-        the first time, but for what was written or loaded since. ``sync_module_states=True`` gives
-        all ranks the parameters and buffers that rank 0 of the mesh has, before they are cut.
+    Hooks of parameters run when gradients have been reduced: those of `Tensor.register_hook`
+    on the mean, a DTensor, those of ``register_post_accumulate_grad_hook`` when ``.grad`` is
+    set. `torch.autograd.grad` of inputs returns this rank's gradient; for parameters it raises,
+    as the graph has whole tensors in their place.
 
-        Hooks of parameters run when gradients have been reduced: those of `Tensor.register_hook`
-        on the mean, a DTensor, those of ``register_post_accumulate_grad_hook`` when ``.grad`` is
-        set. `torch.autograd.grad` of inputs returns this rank's gradient; for parameters it raises,
-        as the graph has whole tensors in their place.
+    ``p.full_tensor()`` outside of the module is for terms of parameters alone, equal on all
+    ranks. In a term with this rank's data its gradient would be this rank's, without a mean:
+    ``p.full_tensor(grad_placements=[Partial("avg")])`` takes that, as with torch's.
 
-        ``p.full_tensor()`` outside of the module is for terms of parameters alone, equal on all
-        ranks. In a term with this rank's data its gradient would be this rank's, without a mean:
-        ``p.full_tensor(grad_placements=[Partial("avg")])`` takes that, as with torch's.
+    Raises ValueError for a container without forward, a scalar parameter or another kind of
+    mesh, TypeError for another tensor subclass with operators of its own, AssertionError when
+    the module is sharded already.
 
-        With ``stop_on_non_finite``, which holds for the whole root, every rank raises
-        `NonFiniteError` at the end of a backward pass in which a gradient was not finite. Not with
-        a gradient scaler, which skips such passes.
+    >>> for layer in model.layers:
+    ...     fully_shard(layer)
+    >>> fully_shard(model)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    """
+    is_one = isinstance(module, nn.Module) or not isinstance(module, Iterable)
+    modules = [module] if is_one else list(module)
+    _check_modules(modules)
+    look_at_optimizers()
+    write_through()
+    take_lists_apart()
+    name_what_is_mixed()
+    options = ShardOptions(
+        target=target_of(_mesh(mesh), dp_mesh_dims),
+        reshard_after_forward=reshard_after_forward,
+        placement_of=shard_placement_fn,
+        precision=MixedPrecisionPolicy.of(mp_policy),
+        offload=OffloadPolicy.of(offload_policy),
+        ignored=frozenset(id(parameter) for parameter in ignored_params or ()),
+    )
+    _check_reshard(options)
+    axes = options.target.axes.communicators
+    found = below(modules)
+    inside = [part for _, part in found.own]
+    unit = build_unit(modules, found, options, synchronises=sync_module_states)
+    buffers = () if sync_module_states else starting_buffers(inside, options.ignored, axes)
+    driver = _ShardedDriver(
+        unit,
+        cast=_cast(options.precision),
+        parts=modules if len(modules) > 1 else (),
+        ignored=places_in(inside, options.ignored),
+        buffers=buffers,
+        keeps_as_root=reshard_after_forward is None,
+        stops_on_non_finite=stop_on_non_finite,
+    )
+    remember(driver)
+    for part in modules:
+        _install(part, driver, options)
+    on_one_mesh([driver, *found.drivers])
+    return module
 
-        Raises ValueError for a container without forward, a scalar parameter or another kind of
-        mesh, TypeError for another tensor subclass with operators of its own, AssertionError when
-        the module is sharded already.
 
-        >>> for layer in model.layers:
-        ...     fully_shard(layer)
-        >>> fully_shard(model)
-        >>> optimizer = torch.optim.AdamW(model.parameters())
-        """
-        is_one = isinstance(module, nn.Module) or not isinstance(module, Iterable)
-        modules = [module] if is_one else list(module)
-        _check_modules(modules)
-        look_at_optimizers()
-        write_through()
-        take_lists_apart()
-        name_what_is_mixed()
-        options = ShardOptions(
-            target=target_of(_mesh(mesh), dp_mesh_dims),
-            reshard_after_forward=reshard_after_forward,
-            placement_of=shard_placement_fn,
-            precision=MixedPrecisionPolicy.of(mp_policy),
-            offload=OffloadPolicy.of(offload_policy),
-            ignored=frozenset(id(parameter) for parameter in ignored_params or ()),
+def sharded_state(module: nn.Module) -> ShardedState:
+    """Find the state of the sharded ``module``. Raises ValueError when it is not sharded."""
+    state = module.__dict__.get(STATES, {}).get(NAME)
+    if not isinstance(state, ShardedState):
+        raise ValueError(
+            f"expected a module that fully_shard was applied to, found a "
+            f"{type(module).__name__} that it was not applied to"
         )
-        _check_reshard(options)
-        axes = options.target.axes.communicators
-        found = below(modules)
-        inside = [part for _, part in found.own]
-        unit = build_unit(modules, found, options, synchronises=sync_module_states)
-        buffers = () if sync_module_states else starting_buffers(inside, options.ignored, axes)
-        driver = _ShardedDriver(
-            unit,
-            cast=_cast(options.precision),
-            parts=modules if len(modules) > 1 else (),
-            ignored=places_in(inside, options.ignored),
-            buffers=buffers,
-            keeps_as_root=reshard_after_forward is None,
-            stops_on_non_finite=stop_on_non_finite,
-        )
-        remember(driver)
-        for part in modules:
-            _install(part, driver, options)
-        on_one_mesh([driver, *found.drivers])
-        return module
-
-    def state(self, module: nn.Module) -> ShardedState:
-        """Find the state of the sharded ``module``. Raises ValueError when it is not sharded."""
-        state = module.__dict__.get(STATES, {}).get(NAME)
-        if not isinstance(state, ShardedState):
-            raise ValueError(
-                f"expected a module that fully_shard was applied to, found a "
-                f"{type(module).__name__} that it was not applied to"
-            )
-        return state
+    return state
 
 
-fully_shard = FullyShard()
+# As torch's has it; type checkers know no attributes of functions.
+setattr(fully_shard, "state", sharded_state)  # noqa: B010
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
