@@ -185,6 +185,7 @@ class _Training:
             write,
             steps=options.steps,
             every=options.log_every,
+            rank=communicator.rank,
             done=self._step,
             unit=self._speed_unit,
         )

@@ -138,22 +138,30 @@ ProgressDisplay = LineProgress | LiveProgress
 
 
 def show_progress(
-    write: Callable[[str], None], *, steps: int, every: int, done: int = 0, unit: str = "tokens"
+    write: Callable[[str], None],
+    *,
+    steps: int,
+    every: int,
+    rank: int = 0,
+    done: int = 0,
+    unit: str = "tokens",
 ) -> ProgressDisplay:
-    """Make a live line where standard output is a terminal and rich is there, else plain lines.
+    """Make a live line on rank 0 if standard output is a terminal and rich is there.
 
-    ``done`` steps have been taken before; the speed is that of ``unit``.
+    Elsewhere plain lines. ``done`` steps have been taken before; the speed is that of ``unit``.
     """
-    if sys.stdout.isatty():
+    if rank == 0 and sys.stdout.isatty():
         try:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+            from rich.table import Column
         except ImportError:
             pass
         else:
             columns = (
                 TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=24),
+                MofNCompleteColumn(table_column=Column(no_wrap=True)),
+                # It alone shrinks where the line is wider than the terminal.
+                BarColumn(bar_width=None, table_column=Column(max_width=24)),
                 TextColumn("{task.fields[detail]}"),
             )
             return LiveProgress(Progress(*columns), steps=steps, done=done, unit=unit)
