@@ -22,7 +22,7 @@ from meshwright.environment import cluster, is_launched
 from meshwright.errors import CheckpointMismatchError, LaunchError, MeshwrightError, PlanError
 from meshwright.integrations.trackers import tracker_of
 from meshwright.recipes.config import TrainConfig, option_lines, read_config
-from meshwright.recipes.loop import Outcome, nats, train
+from meshwright.recipes.loop import Outcome, carrier, nats, train
 from meshwright.recipes.run_folder import (
     describe_run,
     folder_of,
@@ -162,12 +162,12 @@ def _train_here(config: TrainConfig) -> int:
 def _summary(outcome: Outcome) -> list[str]:
     minutes, seconds = divmod(round(outcome.seconds), 60)
     state = "finished" if outcome.is_finished else "stopped on request"
-    carrier = "shared memory" if outcome.backend == "meshwright" else outcome.backend
     of = nats(outcome.unit)
     unit = "samples" if outcome.unit == "sample" else "tokens"
     lines = [
         f"{state} at step {outcome.step} of {outcome.steps} on {outcome.ranks} ranks over "
-        f"{carrier}, {minutes}:{seconds:02} now, {outcome.tokens_per_second:,.0f} {unit}/s"
+        f"{carrier(outcome.backend)}, {minutes}:{seconds:02} now, "
+        f"{outcome.tokens_per_second:,.0f} {unit}/s"
     ]
     if outcome.loss is None and outcome.is_finished:
         lines = [
