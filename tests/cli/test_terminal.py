@@ -9,9 +9,11 @@ import struct
 import subprocess
 import sys
 import termios
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyte
+import pytest
 
 from support.recipes.runs import CONFIG, write_text
 
@@ -48,12 +50,24 @@ def screen_of(folder: Path, *words: str) -> list[str]:
     return [line.rstrip() for line in screen.display if line.strip()]
 
 
+@pytest.fixture
+def one_core() -> Iterator[None]:
+    """One core for this process and those that it starts."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    yield
+    os.sched_setaffinity(0, before)
+
+
+@pytest.mark.usefixtures("one_core")
 def test_a_terminal_shows_one_bar_and_each_note_once(tmp_path: Path) -> None:
     write_text(tmp_path)
     axes = "\nsave_every = 3\n[axes]\nreplicate = 2\n"
     (tmp_path / "tiny.toml").write_text(CONFIG + axes)
     given = ("--data.path=text.txt", "--run.folder=run")
     lines = screen_of(tmp_path, "-m", "meshwright", "train", "tiny.toml", *given)
+    assert lines[0].startswith("2 ranks share ")
+    assert lines[0].endswith("expect each step to take several times as long")
     bars = [line for line in lines if "━" in line or "╸" in line]
     assert len(bars) == 1, lines
     assert bars[0].startswith("step 6/6 ━") and bars[0].endswith("tokens/s  0:00 left"), bars

@@ -49,9 +49,10 @@ from meshwright.recipes.run_folder import (
     restore_run,
     save_run,
 )
-from meshwright.recipes.task import Built, Samples, Task, model_text, open_task, to_device
+from meshwright.recipes.task import Built, Task, model_text, open_task, to_device
 from meshwright.recipes.tensors.rows import Header, trace_file
 from meshwright.recipes.tensors.trace import TensorTrace, open_trace
+from meshwright.recipes.text import Samples
 from meshwright.recipes.usage import matrix_flops, memory_of, memory_of_ranks
 from meshwright.report import METRICS, read_run, write_runs
 from meshwright.sampling import Sampler
@@ -164,7 +165,7 @@ class _Training:
             config.plan,
             optimizer=task.optimizer,
             loss=built.loss,
-            example=to_device(task.example(built), torch.device("cpu"), self._dtype),
+            example=to_device(task.example(built.model), torch.device("cpu"), self._dtype),
         )
         self._sampler: Sampler = self._trainable.sampler(
             len(task.data.training), config.data.batch_size

@@ -89,7 +89,7 @@ def check_parity(task: Task, communicator: Communicator) -> Parity:
         train=replace(config.plan.train, dropout="local", per_rank=()),
     )
     built = task.build(drops=False)
-    example = to_device(task.example(built), torch.device("cpu"), torch.float64)
+    example = to_device(task.example(built.model), torch.device("cpu"), torch.float64)
     casts = _casts(built.model.double(), example)
     trainable = parallelize(
         built.model,
