@@ -165,6 +165,10 @@ def test_a_wrong_command_is_one_line(
             ["--axes.replicate=1", "--axes.pipeline=2", "--pipeline.microbatches=1"],
             "[pipeline] Number of microbatches (1) must be",
         ),
+        (
+            ["--axes.replicate=1", "--axes.pipeline=16", "--pipeline.microbatches=16"],
+            "the model has 6 modules in a row that a stage may begin with, which is too few for 16",
+        ),
     ],
 )
 def test_a_wrong_configuration_is_found_before_any_process_starts(

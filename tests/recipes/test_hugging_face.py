@@ -11,7 +11,7 @@ import torch
 from meshwright.checkpoint import load_tensors
 from meshwright.cli import main
 from meshwright.recipes.config import TrainConfig
-from meshwright.recipes.task import open_task
+from meshwright.recipes.task import open_task, sketch
 from meshwright.testing import Ranks
 from meshwright.toml_source import read
 from support.recipes.llama import CONFIG, run_llama, write_llama
@@ -62,7 +62,7 @@ def test_a_llama_is_trained_over_shard_and_tensor_resumed_elsewhere_and_exported
 
 def sketched(folder: Path, *overrides: str) -> torch.nn.Module:
     given = [f"model.hugging_face={folder / 'model'}", f"data.tokens={folder / 'tokens.npy'}"]
-    return open_task(read(CONFIG, TrainConfig, overrides=[*given, *overrides])).sketch()
+    return sketch(read(CONFIG, TrainConfig, overrides=[*given, *overrides]))
 
 
 def test_the_class_is_that_of_architectures_or_one_of_causal_language(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import math
 import os
 import resource
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ from meshwright.errors import (
 from meshwright.recipes.loop import Outcome, train
 from meshwright.recipes.usage import flops_a_token
 from meshwright.report import read_chrome_trace, read_metrics
+from meshwright.report import read_run as report_of
 from meshwright.testing import Ranks
 from support.checkpoint.jobs import job
 from support.recipes.runs import (
@@ -85,7 +87,42 @@ def test_metrics_tell_speed_and_memory_and_become_a_report(ranks: Ranks, tmp_pat
     assert memory["parameters"] < memory["optimizer"] / 2 < 1.2 * memory["parameters"]
     assert memory["peak"] > memory["parameters"] + memory["optimizer"]
     page = Path(outcome.report).read_text(encoding="utf-8")
-    assert page.count("<svg") == 8 + len(others) and "gather parameters" in page
+    facts = report_of(tmp_path / "run").facts
+    assert [*facts][:4] == ["layout", "hosts", "ranks", "backend"] and facts["steps"] == "6 of 6"
+    assert facts["hosts"] == socket.gethostname() and facts["backend"] == "shared memory"
+    assert f"torch {torch.__version__}, Python 3." in facts["versions"]
+    for name, fact in facts.items():
+        assert f"<td>{name}</td><td>{fact}</td>" in page
+    assert "Configuration of run" in page and "peak_tflops = 0.001" in page
+    # What does not change is a line of text in place of a chart.
+    assert page.count("<svg") + page.count(" in every step") == 8 + len(others)
+    assert "gather parameters" in page
+
+
+def facts_in_step_3(folder: Path, *overrides: str) -> dict[str, str]:
+    """What a report says of a run while it goes on, on rank 0."""
+    facts: list[dict[str, str]] = []
+
+    def tell(line: str) -> None:
+        if line.startswith("step 3/"):
+            facts.append({**report_of(folder / "run").facts})
+
+    run_tiny(folder, "run.log_every=1", *overrides, tell=tell)
+    return facts[0] if facts else {}
+
+
+@pytest.mark.parametrize("given", ["run.resume=never", "run.accept_changes=true"])
+def test_a_report_of_a_run_that_goes_on_has_its_facts(
+    ranks: Ranks, tmp_path: Path, given: str
+) -> None:
+    if given == "run.accept_changes=true":  # the summary of what had ended is not that of this run
+        ranks(2, run_tiny, tmp_path, TWO, "run.steps=2")
+    facts, _ = ranks(2, facts_in_step_3, tmp_path, TWO, given, "run.check_parity=true")
+    assert facts["layout"] == "replicate 2" and facts["ranks"] == "2"
+    assert facts["steps"] == "3, the run has not ended"
+    assert facts["parity"].startswith("parity: replicate=2 equals one process over")
+    assert float(facts["training loss"]) > 0 and float(facts["tokens a second"]) > 0
+    assert facts["time"].endswith(" s") and "Python 3." in facts["versions"]
 
 
 def run_that_cannot_be_drawn(folder: Path) -> tuple[list[str], str]:
@@ -94,7 +131,7 @@ def run_that_cannot_be_drawn(folder: Path) -> tuple[list[str], str]:
     def refuse(*_: object, **__: object) -> None:
         raise ScheduleError("no schedule has this order")
 
-    loop.write_page = refuse
+    loop.write_runs = refuse
     lines: list[str] = []
     outcome = run_tiny(folder, tell=lines.append)
     assert outcome.is_finished

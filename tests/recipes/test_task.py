@@ -18,7 +18,7 @@ from meshwright.comm import connect
 from meshwright.errors import PlanError
 from meshwright.recipes.config import TrainConfig
 from meshwright.recipes.loop import Outcome, train
-from meshwright.recipes.task import cross_entropy, open_task, without_dropout
+from meshwright.recipes.task import cross_entropy, sketch, without_dropout
 from meshwright.sampling import Sampler
 from meshwright.testing import Ranks
 from meshwright.toml_source import read
@@ -178,6 +178,18 @@ OWN = "support.recipes.own"
             ["model.weights=x", "model.factory=", "model.options={}"],
             "key 'weights' in [model] is for 'hugging_face'",
         ),
+        (
+            ["axes.replicate=1", "axes.pipeline=8", "pipeline.microbatches=8"],
+            "the model has 4 modules in a row that a stage may begin with, which is too few for 8",
+        ),
+        (
+            [
+                f"model.factory={OWN}:dropping",
+                "model.options={}",
+                "train.dropout=global",
+            ],
+            "'1' draws random numbers that depend on the layout",
+        ),
         (["data.batch_size=64"], "expected at least 64 items of the training data, found 40"),
         (["--run.export", "{here}"], "it exists and is never overwritten"),
         (
@@ -219,13 +231,21 @@ def test_a_module_beside_the_file_is_found_and_none_that_is_not_named(tmp_path: 
     file = tmp_path / "own.toml"
     file.write_text(CONFIG.replace("support.recipes.own:build", "beside:plain"))
     config = read(file.read_text(), TrainConfig, source=str(file))
-    assert len(list(open_task(config).sketch().parameters())) == 4
+    assert len(list(sketch(config).parameters())) == 4
     assert "beside" in sys.modules and "other" not in sys.modules
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_that_meta_cannot_run_is_left_to_its_ranks(tmp_path: Path) -> None:
+    file = tmp_path / "own.toml"
+    file.write_text(CONFIG)
+    given = [f"model.factory={OWN}:needs_numbers", "model.options={}", "train.dropout=global"]
+    assert main(["train", str(file), f"--run.folder={tmp_path / 'run'}", *given]) == 0
+
+
 def test_a_model_that_needs_its_memory_gets_it(tmp_path: Path) -> None:
-    task = open_task(config_of(tmp_path, f"model.factory={OWN}:looks_at_its_weights"))
-    assert not next(task.sketch().parameters()).is_meta
+    config = config_of(tmp_path, f"model.factory={OWN}:looks_at_its_weights")
+    assert not next(sketch(config).parameters()).is_meta
 
 
 # ---------------------------------------------------------------------------------- small parts

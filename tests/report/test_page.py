@@ -102,11 +102,14 @@ def test_checks_are_no_gathers(tmp_path: Path) -> None:
 def test_a_run_says_how_it_was_laid_out_and_how_it_ended(tmp_path: Path) -> None:
     folder = tmp_path / "run_a"
     folder.mkdir()
+    pace = {"tokens a second": "200", "time": "2.0 s"}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(4)))
     (folder / "config.toml").write_text("[axes]\nshard = 2\ntensor = 3\n")
     (folder / "run.json").write_text(json.dumps({"hosts": "a, b"}))
     assert not read_run(folder).is_finished
     assert read_run(folder).facts["steps"] == "4, the run has not ended"
+    told = dict(list(read_run(folder).facts.items())[3:])
+    assert told == {"training loss": "1.2500", "validation loss": "1.5000", **pace}
     ended = {"ranks": 6, "step": 4, "steps": 9, "loss": 1.25, "validation_loss": 1.5}
     (folder / "summary.json").write_text(json.dumps({**ended, "parity": "equal"}))
     run = read_run(folder)
@@ -119,6 +122,7 @@ def test_a_run_says_how_it_was_laid_out_and_how_it_ended(tmp_path: Path) -> None
         "training loss": "1.2500",
         "validation loss": "1.5000",
         "parity": "equal",
+        **pace,
     }
     write_runs([run, replace(run, name="b", facts={"ranks": "1"})], tmp_path / "two.html", title="")
     text = (tmp_path / "two.html").read_text(encoding="utf-8")

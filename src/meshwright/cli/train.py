@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shlex
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import tyro
+from torch import nn
 
 from meshwright.cli.words import fail, one_line
 from meshwright.comm import connect, disconnect, phase
 from meshwright.comm.failures.membership import record_failure
 from meshwright.comm.groups.launch import launch
 from meshwright.composition import check_model
+from meshwright.composition.example_run import Inputs, left_as_it_is
+from meshwright.composition.pipelines.stages import cut_model
+from meshwright.composition.tensor_axis.tensor_rules import ModelCut
+from meshwright.doctor.survey import usable_cores
 from meshwright.environment import cluster, is_launched
 from meshwright.errors import CheckpointMismatchError, LaunchError, MeshwrightError, PlanError
+from meshwright.gradients import call_module
 from meshwright.integrations.trackers import tracker_of
+from meshwright.plan import Plan
 from meshwright.recipes.config import TrainConfig, option_lines, read_config
-from meshwright.recipes.loop import Outcome, nats, train
+from meshwright.recipes.loop import Outcome, carrier, nats, train
 from meshwright.recipes.run_folder import (
     describe_run,
     folder_of,
@@ -32,7 +42,7 @@ from meshwright.recipes.run_folder import (
     require_start,
     resume_hint,
 )
-from meshwright.recipes.task import Task, model_text, open_task, sketch
+from meshwright.recipes.task import Task, model_text, open_task, sketch, to_device
 from meshwright.recipes.tensors.trace import traced_modules
 from meshwright.report import METRICS
 from meshwright.settings import split_overrides
@@ -79,6 +89,12 @@ class TrainCommand:
             _check(config, ranks)
         if is_launched() or ranks == 1:
             return _train_here(config)
+        if ranks > (cores := usable_cores()) and not torch.cuda.is_available():
+            print(
+                f"{ranks} ranks share {cores:g} core{'s' * (cores != 1)}: expect each step to take "
+                "several times as long",
+                flush=True,
+            )
         os.environ[_UNDER_LAUNCHER] = "1"
         folder = folder_of(config)
         given = [*words, f"--run.folder={folder}"]
@@ -97,42 +113,68 @@ class TrainCommand:
 def _check(config: TrainConfig, ranks: int) -> None:
     """Find, before any process starts, what can be known to go wrong."""
     problems: list[str] = []
+
+    @contextlib.contextmanager
+    def gathering(key: str = "") -> Iterator[None]:
+        try:
+            yield
+        except PlanError as error:
+            problems.extend(key + line for line in str(error).splitlines())
+
     task: Task | None = None
-    try:
+    with gathering():
         task = open_task(config)
-    except PlanError as error:
-        problems.extend(error.problems)
-    try:
-        model = sketch(config) if task is None else task.sketch()
+    with gathering():
+        model = sketch(config)
         problems += [
             f"[run] trace_modules: {pattern!r} matches no module of the model"
             for pattern in config.run.trace_modules
             if not traced_modules([pattern], model)
         ]
         problems += task.problems(model) if task is not None else ()
-        check_model(model, config.plan, ranks)
-    except PlanError as error:
-        problems.extend(str(error).splitlines())
+        _check_model(model, config.plan, ranks, task)
     for name in config.run.trackers:
-        try:
+        with gathering("[run] trackers: "):
             tracker_of(name)
-        except PlanError as error:
-            problems.append(f"[run] trackers: {error}")
     resume = config.run.resume
-    try:
+    with gathering():
         require_start(resume)
         is_named = resume not in ("auto", "never")
         require_folder(Path(config.run.folder or (resume if is_named else "runs")))
         if config.run.export:
             require_free(Path(config.run.export))
-    except PlanError as error:
-        problems.extend(str(error).splitlines())
     if problems or task is None:
         raise PlanError([*dict.fromkeys(problems)])
     try:
         look_ahead(config, describe_run(config, task.data.fingerprint, model_text(config)))
     except CheckpointMismatchError as error:
         raise PlanError(str(error)) from error
+
+
+def _check_model(model: nn.Module, plan: Plan, ranks: int, task: Task | None) -> None:
+    """Raise PlanError for what ``plan`` and ``model``, which may be on meta, contradict."""
+    stages = plan.axes.size("pipeline")
+    example: Inputs | None = None
+    if task is not None and (stages > 1 or plan.train.dropout == "global"):
+        held = next(model.parameters(), torch.empty(0, device="cpu"))
+        example = to_device(task.example(model), held.device, held.dtype)
+        try:
+            with left_as_it_is(model), torch.no_grad():
+                call_module(model, example)
+        except Exception:
+            # Many a model needs numbers, which meta lacks; the ranks have them, and say the rest.
+            example = None
+    check_model(model, plan, ranks, example)
+    if example is None or stages == 1:
+        return
+    try:
+        cut_model(
+            model, plan.pipeline, stages, example, tensor=ModelCut(styles={}, widths={}, ranks=1)
+        )
+    except PlanError as error:
+        # A trace may fail on meta alone.
+        if not isinstance(error.__cause__, RuntimeError):
+            raise
 
 
 def _train_here(config: TrainConfig) -> int:
@@ -162,12 +204,12 @@ def _train_here(config: TrainConfig) -> int:
 def _summary(outcome: Outcome) -> list[str]:
     minutes, seconds = divmod(round(outcome.seconds), 60)
     state = "finished" if outcome.is_finished else "stopped on request"
-    carrier = "shared memory" if outcome.backend == "meshwright" else outcome.backend
     of = nats(outcome.unit)
     unit = "samples" if outcome.unit == "sample" else "tokens"
     lines = [
         f"{state} at step {outcome.step} of {outcome.steps} on {outcome.ranks} ranks over "
-        f"{carrier}, {minutes}:{seconds:02} now, {outcome.tokens_per_second:,.0f} {unit}/s"
+        f"{carrier(outcome.backend)}, {minutes}:{seconds:02} now, "
+        f"{outcome.tokens_per_second:,.0f} {unit}/s"
     ]
     if outcome.loss is None and outcome.is_finished:
         lines = [

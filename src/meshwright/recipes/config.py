@@ -274,32 +274,23 @@ class TrainConfig:
         """True for the model that comes with the package."""
         return not self.model.factory and not self.model.hugging_face
 
-    def _gives(self, table: str, key: str) -> bool:
-        """Check that a key was given, with whatever value."""
-        record = getattr(self, table)
-        default = getattr(type(record)(), key)
-        given = (table, key)
-        is_written = given in self.origin.lines or given in self.origin.overrides
-        return is_written or getattr(record, key) != default
-
     def _conflicts(self) -> Iterator[Problem]:
         """Find keys of which one makes the other meaningless."""
+        given = {*self.origin.lines, *self.origin.overrides}
         for table, key, others in _EXCLUSIVE:
-            if not getattr(getattr(self, table), key):
-                continue
-            for other in others:
-                if self._gives(table, other):
+            for other in others if getattr(getattr(self, table), key) else ():
+                if (table, other) in given:
                     yield Problem(
                         (table, other),
-                        f"key '{other}' in [{table}] beside '{key}': {_named(table, key)}, so "
-                        f"remove one of them",
+                        f"key '{other}' in [{table}] beside '{key}': either has what the other "
+                        "would, so remove one of them",
                     )
         for table, key, needed in _NEEDED:
             if getattr(getattr(self, table), key) and not getattr(getattr(self, table), needed):
                 yield Problem(
                     (table, key), f"key '{key}' in [{table}] is for '{needed}': give that, too"
                 )
-        if "lr" in self.optimizer.options and self._gives("optimizer", "learning_rate"):
+        if "lr" in self.optimizer.options and ("optimizer", "learning_rate") in given:
             yield Problem(
                 ("optimizer", "learning_rate"),
                 "key 'learning_rate' in [optimizer] beside 'lr' in its options: both are the "
@@ -336,17 +327,6 @@ _NEEDED = (
     ("optimizer", "options", "factory"),
 )
 """A table, a key in it, and the one that it is for."""
-
-
-def _named(table: str, key: str) -> str:
-    """Say what is there when ``key`` is given."""
-    return {
-        ("model", "factory"): "your function builds the model",
-        ("model", "hugging_face"): "its configuration describes the model",
-        ("data", "factory"): "your function returns the data",
-        ("data", "tokens"): "the file has the data",
-        ("optimizer", "factory"): "its options are its keys",
-    }[table, key]
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:

@@ -15,11 +15,13 @@ import json
 import logging
 import math
 import os
+import platform
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Self, cast
@@ -47,11 +49,12 @@ from meshwright.recipes.run_folder import (
     restore_run,
     save_run,
 )
-from meshwright.recipes.task import Built, Samples, Task, model_text, open_task, to_device
+from meshwright.recipes.task import Built, Task, model_text, open_task, to_device
 from meshwright.recipes.tensors.rows import Header, trace_file
 from meshwright.recipes.tensors.trace import TensorTrace, open_trace
+from meshwright.recipes.text import Samples
 from meshwright.recipes.usage import matrix_flops, memory_of, memory_of_ranks
-from meshwright.report import METRICS, read_chrome_trace, read_metrics, write_page
+from meshwright.report import METRICS, read_run, write_runs
 from meshwright.sampling import Sampler
 from meshwright.toml_source import dump
 
@@ -127,10 +130,10 @@ def train(config: TrainConfig, communicator: Communicator, write: Write) -> Outc
             write(f"parity: training {steps} steps twice in float64")
             parity = check_parity(task, communicator)
     with phase("set up"):
-        training = _Training(task, run, folder, communicator, write)
+        training = _Training(task, run, folder, communicator, write, parity)
     with StopRequest(communicator) as stop:
         training.run(stop)
-    return training.finish(parity)
+    return training.finish()
 
 
 class _Training:
@@ -143,6 +146,7 @@ class _Training:
         folder: RunFolder,
         communicator: Communicator,
         write: Write,
+        parity: Parity | None,
     ) -> None:
         self._config = config = task.config
         self._task = task
@@ -155,12 +159,13 @@ class _Training:
         self._run = run
         self._folder = folder
         self._world = communicator
+        self._parity = parity
         self._trainable: Trainable = parallelize(
             built.model,
             config.plan,
             optimizer=task.optimizer,
             loss=built.loss,
-            example=to_device(task.example(built), torch.device("cpu"), self._dtype),
+            example=to_device(task.example(built.model), torch.device("cpu"), self._dtype),
         )
         self._sampler: Sampler = self._trainable.sampler(
             len(task.data.training), config.data.batch_size
@@ -185,6 +190,7 @@ class _Training:
             write,
             steps=options.steps,
             every=options.log_every,
+            rank=communicator.rank,
             done=self._step,
             unit=self._speed_unit,
         )
@@ -226,18 +232,18 @@ class _Training:
                     file.close()
             self._track(lambda tracker: tracker.finish())
 
-    def finish(self, parity: Parity | None) -> Outcome:
-        """Validate, write trace and summary, and return how the run ended."""
+    def finish(self) -> Outcome:
+        """Validate, write trace, summary, report and export; return how the run ended."""
         with phase("finish"):
             is_finished = self._step >= self._config.run.steps
             validation = self._validate() if is_finished else None
             trace = self._trace.write(self._folder.path / "timeline.json", self._world)
-            report = self._report(trace)
             peak = memory_of(self._trainable, self._world.device)["peak"]
             peaks = [int(of) for (of,) in self._world.gather_numbers([peak], label="peak memory")]
         is_sound = validation is None or math.isfinite(validation)
-        export = self._export() if is_finished and is_sound else None
+        is_exported = is_finished and is_sound and self._saved is not None
         count = len(self._losses)
+        parity = self._parity
         outcome = Outcome(
             step=self._step,
             steps=self._config.run.steps,
@@ -255,15 +261,17 @@ class _Training:
             folder=str(self._folder.path),
             checkpoint=str(self._saved or ""),
             trace=str(trace or ""),
-            report=str(report or ""),
+            report="" if trace is None else str(self._folder.path / "report.html"),
             tensors=str(trace_file(self._folder.path, 0).parent)
             if self._config.run.trace_tensors
             else "",
-            export=str(export or ""),
+            export=self._config.run.export if is_exported else "",
         )
         if self._world.rank == 0:
-            summary = json.dumps(asdict(outcome), indent=2) + "\n"
-            (self._folder.path / "summary.json").write_text(summary, encoding="utf-8")
+            outcome = self._tell(outcome)
+        if outcome.export and self._saved is not None:
+            with phase("export"):
+                self._task.export(self._saved, self._world)
         if not is_sound:
             raise NonFiniteError(
                 f"the validation loss is {validation:g} after step {self._step}: the weights in "
@@ -272,19 +280,41 @@ class _Training:
             )
         return outcome
 
-    def _export(self) -> Path | None:
-        """Write the weights of the last checkpoint where [run] export says."""
-        if not self._config.run.export or self._saved is None:
-            return None
-        with phase("export"):
-            return self._task.export(self._saved, self._world)
+    def _tell(self, outcome: Outcome) -> Outcome:
+        """Write the summary and draw the report; without one the run is as good."""
+        self._write("summary.json", asdict(outcome))
+        if outcome.report:
+            try:
+                run = read_run(self._folder.path)
+                write_runs([run], outcome.report, title=f"Run {run.name}")
+            except (OSError, ValueError, ScheduleError) as error:
+                self._note(f"error: {outcome.report} cannot be written: {error}")
+                outcome = replace(outcome, report="")
+                self._write("summary.json", asdict(outcome))
+        return outcome
+
+    def _write(self, name: str, values: Mapping[str, object]) -> None:
+        text = json.dumps(dict(values), indent=2) + "\n"
+        (self._folder.path / name).write_text(text, encoding="utf-8")
 
     def _open_metrics(self) -> MetricsFile | None:
+        hosts = self._world.gather_values(socket.gethostname(), label="hosts")
         if self._world.rank:
             return None
         path = self._folder.path
         path.mkdir(parents=True, exist_ok=True)
         (path / "config.toml").write_text(dump(self._config), encoding="utf-8")
+        (path / "summary.json").unlink(missing_ok=True)  # a run that is resumed has not ended
+        facts = {
+            "hosts": ", ".join(dict.fromkeys(hosts)),
+            "ranks": str(self._world.size),
+            "backend": carrier(self._world.backend),
+            "versions": f"meshwright {meshwright.__version__}, torch {torch.__version__}, "
+            f"Python {platform.python_version()}",
+        }
+        if self._parity is not None:
+            facts["parity"] = self._parity.finding
+        self._write("run.json", facts)
         return MetricsFile(path / METRICS, step=self._step)
 
     def _start_trackers(self) -> dict[str, Tracker]:
@@ -315,24 +345,6 @@ class _Training:
             else matrix_flops(self._world.device, str(precision.compute))
         )
         return one * self._world.size
-
-    def _report(self, trace: Path | None) -> Path | None:
-        """Draw the run for a browser; what cannot be drawn or written is no reason to lose it."""
-        if trace is None:
-            return None
-        path, metrics = self._folder.path / "report.html", self._folder.path / METRICS
-        if self._world.rank == 0:
-            try:
-                write_page(
-                    read_chrome_trace(trace),
-                    path,
-                    title=f"Run {self._folder.path.name}",
-                    metrics=read_metrics(metrics),
-                )
-            except (OSError, ValueError, ScheduleError) as error:
-                self._note(f"error: {path} cannot be written: {error}")
-                return None
-        return path
 
     def _note(self, text: str) -> None:
         self._progress.note(text)
@@ -494,6 +506,11 @@ def validation_loss(
     total = communicator.all_reduce(sums, label="validation").wait()
     summed, count = (sums if total is None else total).tolist()
     return summed / count if count else math.nan
+
+
+def carrier(backend: str) -> str:
+    """Name what carries the collectives of ``backend``."""
+    return "shared memory" if backend == "meshwright" else backend
 
 
 def nats(unit: str) -> str:

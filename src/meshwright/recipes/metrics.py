@@ -10,16 +10,15 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.table import Column
 
 from meshwright.comm import Clock, Communicator, Timer, observe
 from meshwright.report import write_chrome_trace
 from meshwright.timeline import Timeline
-
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
 
 
 class MetricsFile:
@@ -138,26 +137,28 @@ ProgressDisplay = LineProgress | LiveProgress
 
 
 def show_progress(
-    write: Callable[[str], None], *, steps: int, every: int, done: int = 0, unit: str = "tokens"
+    write: Callable[[str], None],
+    *,
+    steps: int,
+    every: int,
+    rank: int = 0,
+    done: int = 0,
+    unit: str = "tokens",
 ) -> ProgressDisplay:
-    """Make a live line where standard output is a terminal and rich is there, else plain lines.
+    """Make a live line on rank 0 if standard output is a terminal; elsewhere plain lines.
 
     ``done`` steps have been taken before; the speed is that of ``unit``.
     """
-    if sys.stdout.isatty():
-        try:
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-        except ImportError:
-            pass
-        else:
-            columns = (
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=24),
-                TextColumn("{task.fields[detail]}"),
-            )
-            return LiveProgress(Progress(*columns), steps=steps, done=done, unit=unit)
-    return LineProgress(write, steps=steps, every=every, unit=unit)
+    if rank or not sys.stdout.isatty():
+        return LineProgress(write, steps=steps, every=every, unit=unit)
+    columns = (
+        TextColumn("step"),
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        # It alone shrinks where the line is wider than the terminal.
+        BarColumn(bar_width=None, table_column=Column(max_width=24)),
+        TextColumn("{task.fields[detail]}"),
+    )
+    return LiveProgress(Progress(*columns), steps=steps, done=done, unit=unit)
 
 
 def _lines_until(path: Path, step: int) -> list[str]:

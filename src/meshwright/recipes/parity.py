@@ -52,6 +52,16 @@ class Parity:
     casts: bool = False
     """True when the model casts to float32."""
 
+    @property
+    def finding(self) -> str:
+        """One line for readers, without the real run."""
+        return (
+            f"parity: {self.layout} equals one process over {_steps(len(self.losses))} in float64: "
+            f"losses, gradients and weights agree to {self.error:.1e} relative "
+            f"(limit {self.tolerance:.0e}{', since the model casts to float32' * self.casts}"
+            f"{self.place})"
+        )
+
     def line(self, losses: Sequence[float]) -> str:
         """Write one line for readers; ``losses`` are those of the real run from its first step."""
         count = min(len(losses), len(self.losses))
@@ -62,12 +72,7 @@ class Parity:
             if count
             else "the real run did not begin at step 1, so its losses are not compared"
         )
-        return (
-            f"parity: {self.layout} equals one process over {_steps(len(self.losses))} in float64: "
-            f"losses, gradients and weights agree to {self.error:.1e} relative "
-            f"(limit {self.tolerance:.0e}{', since the model casts to float32' * self.casts}"
-            f"{self.place}); {real}"
-        )
+        return f"{self.finding}; {real}"
 
 
 def check_parity(task: Task, communicator: Communicator) -> Parity:
@@ -84,7 +89,7 @@ def check_parity(task: Task, communicator: Communicator) -> Parity:
         train=replace(config.plan.train, dropout="local", per_rank=()),
     )
     built = task.build(drops=False)
-    example = to_device(task.example(built), torch.device("cpu"), torch.float64)
+    example = to_device(task.example(built.model), torch.device("cpu"), torch.float64)
     casts = _casts(built.model.double(), example)
     trainable = parallelize(
         built.model,

@@ -4,12 +4,13 @@
 
     runs/train-20260101-120000/
     ├── config.toml              the configuration with its overrides
+    ├── run.json                 its hosts, backend and versions
     ├── metrics.jsonl            one object a step
     ├── checkpoints/
     │   └── step_00000300/       what `resume` takes
     ├── summary.json
     ├── timeline.json            a Chrome trace of the last steps
-    └── report.html              curves and timeline, for a browser
+    └── report.html              all that, for a browser
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,62 +28,16 @@ from meshwright import checkpoint
 from meshwright.checkpoint.exchange.weights import weights_of
 from meshwright.comm import Communicator
 from meshwright.composition import Loss
+from meshwright.composition.checks import DROPOUTS
 from meshwright.data import IGNORED
 from meshwright.errors import PlanError
 from meshwright.integrations import pretrained
 from meshwright.recipes.config import TrainConfig
 from meshwright.recipes.factories import Factory, factory, told
 from meshwright.recipes.language_model import LanguageModel, adamw, initialize
-from meshwright.recipes.text import (
-    Windows,
-    fingerprint,
-    open_text,
-    open_tokens,
-    unigram_loss,
-)
+from meshwright.recipes.text import Data, Windows, open_text, open_tokens, unigram_loss
 from meshwright.recipes.usage import flops_a_token, flops_of
 from meshwright.torch_internals.trees import tree_map
-
-_DROPOUTS = (
-    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
-    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
-)
-
-
-class Samples(Protocol):
-    """Samples by number, as batches."""
-
-    def __len__(self) -> int: ...
-
-    def batch(self, indices: Sequence[int]) -> object:
-        """Make the batch of these samples: ``(input, target)``, or a mapping."""
-
-
-class Data(NamedTuple):
-    """The samples that are trained on, and those that are held out."""
-
-    training: Samples
-    validation: Samples | None
-    description: str
-    """One line: where it comes from, and how much of it there is."""
-    unit: str
-    """``byte``, ``token`` or ``sample``."""
-    size: int
-    """Units of one sample."""
-
-    @property
-    def fingerprint(self) -> dict[str, str]:
-        """A text for each part that other data do not have, for a run's description."""
-        found = {"training": fingerprint(self.training)}
-        if self.validation is not None:
-            found["held out"] = fingerprint(self.validation)
-        return found
-
-    def validation_sample(self, count: int) -> list[int]:
-        """List at most ``count`` indices spread evenly over the held-out samples."""
-        total = 0 if self.validation is None else len(self.validation)
-        count = min(count, total)
-        return [position * total // count for position in range(count)]
 
 
 class Built(NamedTuple):
@@ -112,37 +66,31 @@ class Task:
         model = self.make()
         if not drops:
             without_dropout(model)
+        return Built(model, self.loss or cross_entropy, self._reader(model))
+
+    def _reader(self, model: nn.Module) -> Callable[[object], tuple[object, object]]:
         base = getattr(model, "get_base_model", lambda: model)()
         is_causal = self.loss is None and type(base).__name__.endswith(
             ("ForCausalLM", "LMHeadModel")
         )
         takes_labels = "labels" in inspect.signature(base.forward).parameters and not is_causal
-        read = partial(_read, takes_labels=takes_labels, shifts=is_causal)
-        return Built(model, self.loss or cross_entropy, read)
+        return partial(_read, takes_labels=takes_labels, shifts=is_causal)
 
-    def sketch(self) -> nn.Module:
-        """See `sketch`."""
-        return sketch(self.config, self.make)
-
-    def example(self, built: Built) -> object:
+    def example(self, model: nn.Module) -> object:
         """Make a small batch of inputs, for layouts that look at how a model runs."""
         indices = [0, min(1, len(self.data.training) - 1)]
-        batch = built.read(self.data.training.batch(indices))[0]
+        batch = self._reader(model)(self.data.training.batch(indices))[0]
         return (batch,) if isinstance(batch, Tensor) else batch
 
     def problems(self, model: nn.Module) -> Iterator[str]:
         """Find what data and ``model``, or the size of a batch, contradict."""
         count, wanted = len(self.data.training), self.config.data.batch_size
         if count < wanted:
-            what = (
-                "items of the training data"
-                if self.data.unit == "sample"
-                else f"windows of [model] context = {self.data.size} {self.data.unit}s of training "
-                "text"
-            )
+            of = f"windows of [model] context = {self.data.size}"
             yield (
-                f"[data] batch_size: expected at least {wanted} {what}, found {count}; give more "
-                "data, or a smaller batch_size or context"
+                f"[data] batch_size: expected at least {wanted} "
+                f"{'items' if self.data.unit == 'sample' else of} of the training data, found "
+                f"{count}; give more data, or a smaller batch_size or context"
             )
         words = getattr(getattr(model, "config", None), "vocab_size", None)
         if isinstance(self.data.training, Windows) and isinstance(words, int):
@@ -166,19 +114,17 @@ class Task:
             return flops_a_token(self.config.model) * self.data.size
         return 0 if self.data.unit == "sample" else flops_of(model) * self.data.size
 
-    def export(self, path: Path, world: Communicator) -> Path:
+    def export(self, path: Path, world: Communicator) -> None:
         """Write the weights of the checkpoint ``path`` where [run] export says; all ranks call."""
         config, target = self.config, Path(self.config.run.export)
-        model = self.sketch() if config.model.peft or not config.is_byte_model else None
+        model = sketch(self.config) if config.model.peft or not config.is_byte_model else None
         if config.model.peft:
             if world.rank == 0:
                 _export_adapter(cast(nn.Module, model), config, path, target)
             world.barrier(label="export").wait()
-            return target
-        about, folder = getattr(model, "config", None), None
-        if config.model.hugging_face:
-            folder = config.find(config.model.hugging_face)
-            about = pretrained.read_description(folder)
+            return
+        folder = config.find(config.model.hugging_face) if config.model.hugging_face else None
+        about = pretrained.read_description(folder) if folder else getattr(model, "config", None)
         text = None
         if model is not None and hasattr(about, "to_dict"):
             dtype = config.plan.precision.parameters
@@ -186,12 +132,11 @@ class Task:
         checkpoint.export_weights(path, target, to="hf", config=text, communicator=world)
         if world.rank == 0 and folder is not None and folder.is_dir():
             pretrained.copy_beside(folder, target)
-        return target
 
 
-def sketch(config: TrainConfig, make: Callable[[], nn.Module] | None = None) -> nn.Module:
+def sketch(config: TrainConfig) -> nn.Module:
     """Build the model without memory, or, where its function needs that, with it."""
-    make = make or _open_model(config)
+    make = _open_model(config)
     try:
         with torch.device("meta"):
             return make()
@@ -213,24 +158,21 @@ def open_task(config: TrainConfig) -> Task:
             problems.extend(error.problems)
 
     data, make, loss, optimizer = (
-        attempt(each) for each in (open_data, _open_model, _open_loss, _open_optimizer)
+        attempt(each) for each in (_open_data, _open_model, _open_loss, _open_optimizer)
     )
     if problems:
-        raise PlanError(problems, config.origin.source)
+        raise PlanError(problems)
     return Task(config=config, data=data, make=make, loss=loss, optimizer=optimizer)
 
 
-def open_data(config: TrainConfig) -> Data:
+def _open_data(config: TrainConfig) -> Data:
     """Open what [data] names: text as bytes, a row of tokens, or a data set."""
     if config.data.factory:
         return _open_items(config)
     context = config.model.context
     if config.data.tokens:
-        path = config.find(config.data.tokens)
-        training, validation, about = open_tokens(path, config.data, context)
-        return Data(training, validation, f"tokens: {about}", "token", context)
-    text = open_text(config.data, context)
-    return Data(text.training, text.validation, f"text: {text.description}", "byte", context)
+        return open_tokens(config.find(config.data.tokens), config.data, context)
+    return open_text(config.data, context)
 
 
 # ------------------------------------------------------------------------------------ data sets
@@ -378,7 +320,7 @@ def cross_entropy(output: object, target: Tensor | None = None) -> Tensor | tupl
 def without_dropout(model: nn.Module) -> None:
     """Set every share that ``model`` drops to zero: in modules, and by names with "drop"."""
     for module in model.modules():
-        if isinstance(module, _DROPOUTS):
+        if isinstance(module, (*DROPOUTS, nn.FeatureAlphaDropout)):
             vars(module)["p"] = 0.0
         about = getattr(module, "config", None)
         for holder in (module, about if hasattr(about, "to_dict") else None):

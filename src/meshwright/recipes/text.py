@@ -14,10 +14,10 @@ import os
 import sysconfig
 import warnings
 import zlib
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy
 import torch
@@ -51,14 +51,38 @@ class Windows:
         return rows[:, :-1], rows[:, 1:]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ByteText:
-    """A training text and the held-out text that validates it."""
+class Samples(Protocol):
+    """Samples by number, as batches."""
 
-    training: Windows
-    validation: Windows
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: Sequence[int]) -> object:
+        """Make the batch of these samples: ``(input, target)``, or a mapping."""
+
+
+class Data(NamedTuple):
+    """The samples that are trained on, and those that are held out."""
+
+    training: Samples
+    validation: Samples | None
     description: str
-    """One line: where the text comes from and how much of it there is."""
+    """One line: where it comes from, and how much of it there is."""
+    unit: str
+    """``byte``, ``token`` or ``sample``."""
+    size: int
+    """Units of one sample."""
+
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """A text for each part that other data do not have, for a run's description."""
+        parts = {"training": self.training, "held out": self.validation}
+        return {name: _fingerprint(part) for name, part in parts.items() if part is not None}
+
+    def validation_sample(self, count: int) -> list[int]:
+        """List at most ``count`` indices spread evenly over the held-out samples."""
+        total = 0 if self.validation is None else len(self.validation)
+        count = min(count, total)
+        return [position * total // count for position in range(count)]
 
 
 class _File(NamedTuple):
@@ -73,7 +97,7 @@ class _File(NamedTuple):
         return int.from_bytes(hashlib.sha256(name).digest()[:8], "big")
 
 
-def open_text(config: DataConfig, context: int) -> ByteText:
+def open_text(config: DataConfig, context: int) -> Data:
     """Read the text that ``config`` names.
 
     In a folder, every ``validation_every``-th file by a hash of its relative path is held out, at
@@ -93,22 +117,10 @@ def open_text(config: DataConfig, context: int) -> ByteText:
             f"[data] path: expected a file or a folder of text, found nothing at {root}; "
             "name one that exists, or leave it out to train on Python's standard library"
         )
-    for part, data in (("training", training), ("held-out", validation)):
-        if data.numel() < context + 1:
-            raise PlanError(
-                f"[data] path: expected at least {context + 1} bytes of {part} text (one window of "
-                f"[model] context = {context}, and one byte more), found {data.numel()} in {root}; "
-                "give more text or a smaller context"
-            )
-    summary = f"{description}: {training.numel():,} bytes, {validation.numel():,} held out"
-    return ByteText(
-        training=Windows(data=training, context=context),
-        validation=Windows(data=validation, context=context),
-        description=summary,
-    )
+    return _windows((training, validation), context, "path", root, description, "byte")
 
 
-def open_tokens(path: Path, config: DataConfig, context: int) -> tuple[Windows, Windows, str]:
+def open_tokens(path: Path, config: DataConfig, context: int) -> Data:
     """Map the row of token numbers in ``path``; the last ``1/validation_every`` is held out.
 
     Raises ``PlanError`` when there is none, or it is too short.
@@ -122,18 +134,26 @@ def open_tokens(path: Path, config: DataConfig, context: int) -> tuple[Windows, 
         raise PlanError(f"{label}, found {row.dtype} of shape {row.shape}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # nothing writes to what is mapped
-        training, validation = _split_tail(torch.from_numpy(row), config.validation_every)
-    for part, data in (("training", training), ("held-out", validation)):
+        parts = _split_tail(torch.from_numpy(row), config.validation_every)
+    return _windows(parts, context, "tokens", path, str(path), "token")
+
+
+def _windows(
+    parts: tuple[Tensor, Tensor], context: int, key: str, path: Path, about: str, unit: str
+) -> Data:
+    for part, data in zip(("training", "held-out"), parts, strict=True):
         if data.numel() < context + 1:
             raise PlanError(
-                f"[data] tokens: expected at least {context + 1} {part} tokens (one window of "
-                f"[model] context = {context}, and one token more), found {data.numel()} in {path}"
+                f"[data] {key}: expected at least {context + 1} {unit}s of {part} text (one window "
+                f"of [model] context = {context}, and one {unit} more), found {data.numel()} in "
+                f"{path}; give more text or a smaller context"
             )
-    about = f"{path}: {training.numel():,} tokens, {validation.numel():,} held out"
-    return Windows(training, context), Windows(validation, context), about
+    training, validation = (Windows(data, context) for data in parts)
+    sizes = f"{parts[0].numel():,} {unit}s, {parts[1].numel():,} held out"
+    return Data(training, validation, f"{about}: {sizes}", unit, context)
 
 
-def fingerprint(samples: Sized) -> str:
+def _fingerprint(samples: Samples) -> str:
     """Write size and checksum of a text; beyond 64 MiB, the checksum of its beginning.
 
     Of a data set only the size is known.

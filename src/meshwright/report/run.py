@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 from meshwright.report.chrome_trace import read_chrome_trace
 from meshwright.report.curves import METRICS, read_metrics
@@ -62,23 +63,30 @@ def _facts(
     config: Mapping[str, object],
     rows: Sequence[Mapping[str, object]],
 ) -> Iterator[tuple[str, str]]:
-    """Say what is known, of a run that goes on from its metrics."""
+    """Say what is known; speed and time, and losses of a run that goes on, are of its metrics."""
     axes = config.get("axes")
     cut = [f"{axis} {size}" for axis, size in axes.items()] if isinstance(axes, Mapping) else []
-    steps = [row["step"] for row in rows if "loss" in row]
+    steps = [row for row in rows if "loss" in row]
+    last: Mapping[str, Any] = steps[-1] if steps else {}
+    known: dict[str, object] = {}
+    for each in (*rows, {key: value for key, value in summary.items() if value is not None}):
+        known.update(each)
     yield "layout", " × ".join(cut) or "one process"
     yield from ((name, str(value)) for name, value in place.items())
-    if not summary:
-        yield "steps", f"{steps[-1] if steps else 0}, the run has not ended"
-        return
-    yield "ranks", str(summary["ranks"])
-    yield "steps", f"{summary['step']} of {summary['steps']}"
+    if summary:
+        yield "ranks", str(summary["ranks"])
+        yield "steps", f"{summary['step']} of {summary['steps']}"
+    else:
+        yield "steps", f"{last.get('step', 0)}, the run has not ended"
     for name, key in (("training loss", "loss"), ("validation loss", "validation_loss")):
-        if isinstance(value := summary.get(key), float):
+        if isinstance(value := known.get(key), float):
             yield name, f"{value:.4f}"
     if parity := summary.get("parity"):
         yield "parity", str(parity)
-    if isinstance(speed := summary.get("tokens_per_second"), float):
-        yield "tokens a second", f"{speed:,.0f}"
-    if isinstance(took := summary.get("seconds"), float):
+    took = sum(cast(float, row.get("seconds", 0.0)) for row in steps)
+    for unit in ("tokens", "samples"):
+        if took and unit in last:
+            speed = last[unit] / last["step"] * len(steps) / took
+            yield f"{unit} a second", f"{speed:,.0f}"
+    if took:
         yield "time", f"{took:,.1f} s"

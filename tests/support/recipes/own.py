@@ -57,6 +57,28 @@ def mean_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output, target)
 
 
+class Dropping(nn.Module):
+    """A model that drops by a function."""
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        return F.dropout(points, 0.1, self.training)
+
+
+def dropping() -> nn.Module:
+    return nn.Sequential(nn.Dropout(0.1), Dropping(), nn.Linear(6, 3))
+
+
+class NeedsNumbers(nn.Module):
+    """A model whose forward looks at what it computes, which meta does not have."""
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        return points if points.sum().item() > 0 else -points
+
+
+def needs_numbers() -> nn.Module:
+    return nn.Sequential(nn.Dropout(0.1), NeedsNumbers(), nn.Linear(6, 3))
+
+
 class Labelled(nn.Module):
     """A model of dicts that knows its loss."""
 
