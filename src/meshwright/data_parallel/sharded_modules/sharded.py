@@ -301,8 +301,11 @@ def _put_away(driver: Driver, *_: object) -> None:
 
 
 def _loaded(driver: Driver, module: nn.Module, keys: object) -> None:
-    if driver.unit is not None:
-        driver.unit.has_changed()
+    unit = driver.unit
+    if unit is not None and driver.has_parts:  # others of it may be loaded yet
+        unit.has_changed()
+    elif unit is not None:
+        unit.exposure.take_over(unit)
 
 
 def _mesh(mesh: DeviceMesh | None) -> DeviceMesh:
