@@ -32,6 +32,7 @@ from meshwright.errors import (
     CommunicationError,
     RankFailedError,
 )
+from meshwright.fsdp import FullyShardedDataParallel
 from meshwright.testing import Ending, Ranks, RanksFailed
 
 ON_BOTH = pytest.mark.parametrize(
@@ -341,6 +342,32 @@ def test_who_has_raised_is_not_waited_for_at_the_end(ranks: Ranks, alike: bool) 
     ranks(3, body, timeout=30.0)
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize("kind", [fully_shard, FullyShardedDataParallel])
+def test_uneven_batches_of_evaluation_are_named_within_ten_seconds(
+    ranks: Ranks, kind: Callable[[nn.Module], nn.Module]
+) -> None:
+    """The rank with fewer waits at a barrier, for good."""
+
+    @torch.no_grad()
+    def evaluate(model: nn.Module, world: comm.Communicator) -> None:
+        for _ in range(3 - world.rank):
+            model(torch.ones(2, 4))
+        world.barrier()
+
+    def body() -> float:
+        world = comm.communicator()
+        model = kind(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        model(torch.ones(2, 4)).sum().backward()
+        world.barrier()
+        start = time.monotonic()
+        with pytest.raises(CommunicationError, match="not equally many, evaluate the plain module"):
+            evaluate(model.eval(), world)
+        return time.monotonic() - start
+
+    assert max(ranks(2, body)) < 10
+
+
 def own_store(port: int) -> None:
     """Let rank 0 host the store, at ``port``, as without torchrun."""
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="False", MASTER_PORT=str(port))
@@ -383,8 +410,15 @@ def test_the_rank_that_hosts_the_store_is_named(
         assert "rank 1 failed first" not in text and "rank 2 failed first" not in text
 
 
+FIRST: dict[str, Callable[[], object]] = {
+    "fully_shard": lambda: fully_shard(nn.Linear(2, 2)),
+    "connect": comm.connect,
+    "communicator": lambda: Notices(comm.communicator(), "topic").read("key"),
+}
+
+
 @pytest.mark.few(1)
-@pytest.mark.parametrize("first", ["fully_shard", "connect", "communicator"])
+@pytest.mark.parametrize("first", FIRST)
 def test_a_store_whose_host_has_left_is_named_at_once(
     ranks: Ranks, free_port: int, first: str
 ) -> None:
@@ -400,12 +434,7 @@ def test_a_store_whose_host_has_left_is_named_at_once(
         time.sleep(2.0)
         start = time.monotonic()
         with pytest.raises(RankFailedError, match=r"rank 0's, unless a launcher.* has ended"):
-            if first == "fully_shard":
-                fully_shard(nn.Linear(2, 2))
-            elif first == "connect":
-                comm.connect()
-            else:
-                Notices(comm.communicator(), "topic").read("key")
+            FIRST[first]()
         return time.monotonic() - start
 
     with pytest.raises(RanksFailed) as caught:

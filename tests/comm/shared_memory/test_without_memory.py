@@ -100,6 +100,7 @@ def test_a_tensor_without_memory_is_named(ranks: Ranks, kind: str, check: bool) 
 
     for found in ranks(2, body, connected=False):
         # Ragged shapes are numbered, by which calls that are checked are told apart before that.
-        numbered = ("[2, j", "float32[j") if kind == "nested" and check else ()
+        numbered = ("[2, j", "float32[j", "call different things, at number")
+        numbered = numbered if kind == "nested" and check else ()
         words = (KINDS[kind][1], *numbered)
         assert not {k: text for k, text in found.items() if not any(w in text for w in words)}

@@ -87,14 +87,14 @@ class OverwrittenByCollective(torch.autograd.Function):
     """The history of a tensor from a collective's write on."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, kind: str, line: str) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, kind: str, line: str) -> torch.Tensor:  # noqa: ANN401
         """Take the tensor as it is, for one that is written in place."""
         ctx.mark_dirty(tensor)
         ctx.kind, ctx.line = kind, line
         return tensor
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> None:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> None:  # noqa: ANN401
         """Name the collective."""
         _refuse_backward(ctx.kind, ctx.line, gradients[0])
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,7 +42,8 @@ REMEMBERED = 8
 REMEDY = (
     "Every rank must run the same passes with the same settings: as many forward and backward "
     "passes, all in training or all in evaluation, all with or all without a reduction, with the "
-    "same parameters frozen, in the same compiled graphs or in none"
+    "same parameters frozen, in the same compiled graphs or in none. Where batches of evaluation "
+    "are not equally many, evaluate the plain module"
 )
 
 State = Mapping[str, list[Any]]
@@ -302,6 +304,7 @@ class Registration:
 class Axis(Protocol):
     """The part of a `Communicator` that a wait looks at."""
 
+    name: str
     rank: int
     ranks: tuple[int, ...]
     size: int
@@ -327,6 +330,8 @@ class Coming(Awaited):
     ) -> None:
         self.communicator = communicator
         self.ranks = [r for n, r in enumerate(communicator.ranks) if n != communicator.rank]
+        # Who waits for a collective of the axis that this rank has not issued never comes.
+        self.collective = (communicator.name, sys.maxsize)
         self._place = place
         self._name = name
         self._come = come
@@ -342,6 +347,10 @@ class Coming(Awaited):
     def has_come(self, rank: int, answer: Mapping[str, Any]) -> bool:
         """Tell whether ``rank``, which says ``answer``, has come."""
         return self._come(answer)
+
+    def last_of(self, answer: Mapping[str, Any]) -> str:
+        """Say what every rank must do, where another waits for something else."""
+        return f". {REMEDY}" if answer["waiting"] else ""
 
     def differences(self, answers: Answers) -> list[str]:
         """Say which ranks will never come."""

@@ -333,7 +333,7 @@ class Watch:
         They issue the next when their wait has ended, so that none ever does. True when it was so
         at the last roll call, too: an answer is of a moment.
         """
-        if self._awaited.collective is None:
+        if self._awaited.collective is None or not self._missing(answers):
             return False
         group = self._awaited.collective[0].removesuffix(CONTROL)
         ranks = [self._monitor.rank, *self._awaited.ranks]

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -105,12 +106,8 @@ def _reach(host: str, port: int, world_size: int, limit: float, serves: bool) ->
         seconds = timedelta(seconds=max(0.1, min(left, LINE_EVERY)))
         asked = time.monotonic()
         try:
-            return _within(
-                2 * seconds.total_seconds() + 5,
-                lambda: dist.TCPStore(
-                    host, port, world_size, serves, seconds, wait_for_workers=False
-                ),
-            )
+            make = partial(dist.TCPStore, host, port, world_size, serves, seconds)
+            return _within(2 * seconds.total_seconds() + 5, partial(make, wait_for_workers=False))
         except RuntimeError:
             now = time.monotonic()
             if serves or now - begun >= limit or now - asked < seconds.total_seconds() / 2:

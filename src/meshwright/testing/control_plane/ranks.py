@@ -45,6 +45,7 @@ class Used:
 class _World:
     """The part of a communicator that a wait looks at."""
 
+    name: str
     rank: int
     ranks: tuple[int, ...]
     size: int
@@ -93,7 +94,7 @@ class SimulatedRank:
     def wait_for(self, place: str, timeout: float | None = None) -> None:
         """Come to ``place`` of the program, and wait until all ranks have come."""
         size = self.monitor.world_size
-        axis = _World(self.rank, tuple(range(size)), size, timeout)
+        axis = _World("world", self.rank, tuple(range(size)), size, timeout)
 
         def has_come(answer: Mapping[str, Any]) -> bool:
             return place in answer["described"]["places"]["come to"]
