@@ -10,20 +10,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import distribute_module as distribute_module  # for styles
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from meshwright.comm.dtensors.dtensor import AnyPlacement, torch_placements
 from meshwright.layout import Replicate
-
-__all__ = [
-    "distribute_module",
-    "distribute_parameters",
-    "enter",
-    "enter_sequence",
-    "leave",
-    "leave_sequence",
-]
 
 Layouts = Sequence[TorchPlacement]
 
