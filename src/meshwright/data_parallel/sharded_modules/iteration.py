@@ -68,8 +68,7 @@ class Iteration:
     _follow: Callable[[], None] | None = None
     _was_training: bool | None = None
     _written: BatchBuffers | None = None
-    ended_in_forward = False
-    """True when the last backward pass ended inside of a forward, whose unit it has resharded."""
+    ended_in_forward = False  # the last backward, inside of a forward whose unit it resharded
 
     def __init__(self, drivers: Sequence[Driver], options: OrderOptions | None) -> None:
         self.drivers = tuple(drivers)
