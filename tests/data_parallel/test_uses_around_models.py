@@ -352,6 +352,20 @@ class Keeps(nn.Module):
         return self.layer(x) @ kept
 
 
+class MadeOf(nn.Module):
+    """Keeps the tensor that its weight was made of, and reads it where it is told to."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.initial = torch.randn(6, 6).double()
+        self.weight = nn.Parameter(self.initial)
+        self.reads = reads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight + (x @ self.initial if self.reads else 0)
+
+
 class Shares(nn.Module):
     """Has two parameters in one memory: the same elements, some of them, or none."""
 
@@ -413,6 +427,26 @@ def body_kept(kind: str) -> None:
 @pytest.mark.parametrize("kind", SHARDS)
 def test_what_a_module_keeps_of_its_parameters_is_refused(ranks: Ranks, kind: str) -> None:
     ranks(2, body_kept, kind)
+
+
+def body_made_of(kind: str) -> None:
+    one, many = MadeOf(reads=False), SHARDS[kind](MadeOf(reads=False))
+    for model, share in ((one, tuple), (many, mine)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            loss_of(model, *share(batches(step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    x = batches(2)[0]
+    with torch.no_grad():
+        torch.testing.assert_close(many(x), one(x))
+    with pytest.raises(RuntimeError, match=r"'initial' was in the memory of parameter 'weight'"):
+        SHARDS[kind](MadeOf(reads=True))(x)
+
+
+@pytest.mark.parametrize("kind", SHARDS)
+def test_the_tensor_that_a_parameter_was_made_of_may_be_kept(ranks: Ranks, kind: str) -> None:
+    ranks(2, body_made_of, kind)
 
 
 # ------------------------------------------------------------- rows, statistics, schedulers

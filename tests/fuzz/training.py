@@ -297,6 +297,10 @@ def is_refusal(error: BaseException, case: Case) -> bool:
     if isinstance(error, RuntimeError) and TORCH_REFUSES.search(str(error)):
         return True
     frames = traceback.extract_tb(error.__traceback__)
+    if MIXED in str(error):
+        # The library looks at what torch refuses, and raises it as it is where it names nothing.
+        names = [frame.name for frame in frames]
+        frames = frames[: names.index("_explained")] if "_explained" in names else frames
     if MIXED in str(error) and not any("/meshwright/" in frame.filename for frame in frames):
         # Torch's function for norms, or a loss of the program's own that reads a weight.
         in_norm = any(frame.filename.endswith("nn/utils/clip_grad.py") for frame in frames)

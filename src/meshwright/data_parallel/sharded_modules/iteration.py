@@ -68,8 +68,6 @@ class Iteration:
     _follow: Callable[[], None] | None = None
     _was_training: bool | None = None
     _written: BatchBuffers | None = None
-    ended_in_forward = False
-    """True when the last backward pass ended inside of a forward, whose unit it has resharded."""
 
     def __init__(self, drivers: Sequence[Driver], options: OrderOptions | None) -> None:
         self.drivers = tuple(drivers)
@@ -85,7 +83,7 @@ class Iteration:
         """The most reductions that may be under way; `IN_FLIGHT` for each sum when None."""
         self.in_blocks: list[Unit] = []
         """Units whose whole parameters are spread among fewer ranks than their shards."""
-        self.is_in_backward = self.is_in_forward = False
+        self.is_in_backward = self.is_in_forward = self.ended_in_forward = False
         self.keeps_graph = self.makes_graph = False
         """Of the last backward pass: its graph may be run again; its gradients have gradients."""
         self.keeps_sums = self.is_of_inputs = False

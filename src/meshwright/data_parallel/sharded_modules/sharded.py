@@ -19,7 +19,7 @@ from torch import nn
 
 from meshwright import comm
 from meshwright.comm import settle
-from meshwright.comm.dtensors.operators.mixed_lists import take_lists_apart
+from meshwright.comm.dtensors.operators.mixed_lists import explain_reads, take_lists_apart
 from meshwright.comm.dtensors.operators.written_parts import write_through
 from meshwright.data_parallel.checks.starting_state import starting_buffers
 from meshwright.data_parallel.modules.nested import tensors_in
@@ -39,7 +39,7 @@ from meshwright.data_parallel.shards.policies import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
-from meshwright.data_parallel.shards.replaced_parameters import name_what_is_mixed
+from meshwright.data_parallel.shards.replaced_parameters import mixed
 from meshwright.data_parallel.shards.sharding import (
     ShardOptions,
     below,
@@ -175,7 +175,7 @@ def fully_shard(
     look_at_optimizers()
     write_through()
     take_lists_apart()
-    name_what_is_mixed()
+    explain_reads(mixed)
     options = ShardOptions(
         target=target_of(_mesh(mesh), dp_mesh_dims),
         reshard_after_forward=reshard_after_forward,

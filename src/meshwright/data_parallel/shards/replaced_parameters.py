@@ -17,10 +17,8 @@ tensor, torch's error is raised in words that name the parameter and its unit.
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -30,24 +28,16 @@ from torch.nn.utils import stateless
 
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import is_dtensor
-from meshwright.comm.dtensors.unreadable import retire
+from meshwright.comm.dtensors.unreadable import make_unreadable, retire
 from meshwright.data_parallel.shards.gradient_lines import COUNTS, OURS
 from meshwright.data_parallel.shards.slot import HOME, Memory, Slot, memory_of_plain
-from meshwright.torch_internals.distributed import dtensor_handlers, without_handler
-from meshwright.torch_internals.tensors import viewed_by
-from meshwright.torch_internals.trees import tree_leaves
+from meshwright.torch_internals.tensors import is_view, viewed_by
 
 BEFORE = (
     "Change modules before they are sharded (weight_norm, parametrizations, pruning, adapters and "
     "ties too). To change values, write to the sharded parameter or load a state dict; to compute "
     "with other ones for a call, use torch.func.functional_call with plain tensors of whole shape"
 )
-
-_READS = (
-    *("addmm", "baddbmm", "bmm", "convolution", "copy_", "embedding", "index.Tensor", "linear"),
-    *("matmul", "mm", "mul.Tensor", "mv", "native_layer_norm"),
-)
-"""The operators by which programs read parameters, or load them; each costs a second dispatch."""
 
 
 def is_given_for_call() -> bool:
@@ -139,7 +129,8 @@ def refuse_views(modules: Iterable[nn.Module], slots: Iterable[Slot]) -> None:
     """Raise ValueError for what lies in the memory that a parameter of ``slots`` had.
 
     That is an attribute or a buffer of a module, or another parameter: it would keep the values of
-    then. What a hook computes anew in each forward from ``<name>_orig`` is let through.
+    then. What a hook computes anew in each forward from ``<name>_orig`` is let through. A tensor
+    that a parameter was made of may be kept, but no longer read.
     """
     lying: dict[int, list[tuple[str, Memory]]] = {}
     places: set[tuple[nn.Module, str]] = set()
@@ -158,17 +149,24 @@ def refuse_views(modules: Iterable[nn.Module], slots: Iterable[Slot]) -> None:
                 continue
             listed: Sequence[Any] = [value] if isinstance(value, torch.Tensor) else value
             memories = [memory_of_plain(each) for each in listed if type(each) is torch.Tensor]
-            found = next(
+            found, held = next(
                 (
-                    name
+                    (name, held)
                     for memory in memories
                     if memory is not None
                     for name, held in lying.get(id(memory.storage), ())
                     if held.meets(memory)
                 ),
-                None,
+                (None, None),
             )
-            if found is not None and f"{attribute}_orig" not in module._parameters:
+            if held is not None and f"{attribute}_orig" not in module._parameters:
+                is_attribute = isinstance(value, torch.Tensor) and attribute in vars(module)
+                if is_attribute and held == memories[0] and not is_view(value):
+                    text = f"attribute {attribute!r} was in the memory of parameter {found!r}"
+                    make_unreadable(
+                        value, f"{text} before that was sharded", "Keep a clone() of it"
+                    )
+                    continue
                 raise ValueError(
                     f"attribute {attribute!r} of a {type(module).__name__} is a view of parameter "
                     f"{found!r}, which is sharded: it would keep the values of then. "
@@ -192,28 +190,6 @@ def _refuse_overlap(named: Iterable[tuple[str, Memory]]) -> None:
             )
 
 
-@functools.cache
-def name_what_is_mixed() -> None:
-    """Name a sharded parameter that is read or loaded beside a plain tensor, from now on."""
-    handlers = dtensor_handlers()
-    for name in _READS:
-        kind, _, overload = name.partition(".")
-        operator = getattr(getattr(torch.ops.aten, kind), overload or "default")
-        handlers[operator] = partial(_named, handlers.get(operator, without_handler))
-
-
-def _named(before: Any, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:  # noqa: ANN401
-    try:
-        return before(op, args, kwargs)
-    except RuntimeError as error:
-        is_mixed = "got mixed torch.Tensor and DTensor" in str(error)
-        slots = map(_slot_of, tree_leaves((args, dict(kwargs)))) if is_mixed else ()
-        slot = next((found for found in slots if found is not None), None)
-        if slot is None:
-            raise
-        raise _mixed(slot, op) from error
-
-
 def _slot_of(given: object) -> Slot | None:
     """Find the slot of a sharded parameter, of a view of one, or of what it was cast to."""
     if not isinstance(given, torch.Tensor) or not is_dtensor(given):
@@ -226,7 +202,11 @@ def _slot_of(given: object) -> Slot | None:
     return None if held is None else held()
 
 
-def _mixed(slot: Slot, op: object) -> RuntimeError:
+def mixed(op: object, given: Iterable[object]) -> RuntimeError | None:
+    """Find the refusal of a sharded parameter that ``op`` was given beside a plain tensor."""
+    slot = next((found for each in given if (found := _slot_of(each)) is not None), None)
+    if slot is None:
+        return None
     driver, (module, _) = slot.driver, slot.places[0]
     unit = repr(driver.name) if driver and driver.name else f"of its {type(module).__name__}"
     now = driver and driver.iteration

@@ -9,10 +9,13 @@ torch refuses DTensors beside plain tensors, or on two meshes. Here the list is 
     _foreach_copy_                         on each rank's parts: torch has none for DTensors
 
 A plain tensor counts as what every rank holds whole.
+
+Where another operator refuses a DTensor beside a plain tensor, who has made it may say why.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -22,8 +25,14 @@ from torch.distributed.tensor import DTensor
 from meshwright.comm.dtensors.sharded_axes import local_part
 from meshwright.torch_internals.distributed import dtensor_handlers, without_handler
 from meshwright.torch_internals.tensors import operator_names, without_rules
+from meshwright.torch_internals.trees import tree_leaves
 
 _Operator = Callable[..., Any]
+_READS = (
+    *("addmm", "baddbmm", "bmm", "convolution", "copy_", "embedding", "index.Tensor", "linear"),
+    *("matmul", "mm", "mul.Tensor", "mv", "native_layer_norm"),
+)
+"""The operators by which programs read parameters, or load them; each costs a second dispatch."""
 
 
 def take_lists_apart() -> None:
@@ -125,3 +134,27 @@ def _picked(value: Any, indices: Sequence[int], count: int) -> Any:  # noqa: ANN
     """Pick what of one argument belongs to the tensors at ``indices``."""
     is_list = isinstance(value, Sequence) and len(value) == count
     return [value[index] for index in indices] if is_list else value
+
+
+@functools.cache
+def explain_reads(why: Callable[[object, Sequence[object]], RuntimeError | None]) -> None:
+    """Raise from now on what ``why`` finds where a DTensor is read or loaded beside plain ones."""
+    handlers = dtensor_handlers()
+    for name in _READS:
+        kind, _, overload = name.partition(".")
+        operator = getattr(getattr(torch.ops.aten, kind), overload or "default")
+        before = handlers.get(operator, without_handler)
+        handlers[operator] = functools.partial(_explained, before, why)
+
+
+def _explained(
+    before: _Operator, why: _Operator, op: _Operator, args: object, kwargs: Mapping[str, Any]
+) -> object:
+    try:
+        return before(op, args, kwargs)
+    except RuntimeError as error:
+        is_mixed = "got mixed torch.Tensor and DTensor" in str(error)
+        found = why(op, tree_leaves((args, dict(kwargs)))) if is_mixed else None
+        if found is None:
+            raise
+        raise found from error
