@@ -20,7 +20,7 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help venv train test test-all soak check format bench docs wheel clients gpu-check gpu-bench clean
-.PHONY: check-format check-lint check-types check-spelling check-architecture
+.PHONY: check-format check-lint check-types check-programs check-spelling check-architecture
 
 help:
 	@echo 'make train      train the default language model on 4 processes of this machine'
@@ -83,7 +83,7 @@ test-all: $(READY)
 soak: $(READY)
 	$(BIN)/python tests/soak/run.py $(PART)
 
-check: check-format check-lint check-types check-spelling check-architecture
+check: check-format check-lint check-types check-programs check-spelling check-architecture
 
 check-format: $(READY)
 	$(BIN)/ruff format --check .
@@ -93,6 +93,10 @@ check-lint: $(READY)
 
 check-types: $(READY)
 	$(BIN)/pyrefly check
+
+# Of README, the tutorial and the examples.
+check-programs: $(READY)
+	$(BIN)/python tests/typed_programs.py
 
 check-spelling: $(READY)
 	$(BIN)/codespell
@@ -137,4 +141,4 @@ gpu-bench:
 	PYTHONPATH=src python3 benchmarks/device_ranks.py
 
 clean:
-	rm -rf docs/_build build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf docs/_build build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

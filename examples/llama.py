@@ -8,6 +8,7 @@ torchrun --nproc-per-node 4 examples/llama.py examples/llama.toml axes.shard=1 a
 from __future__ import annotations
 
 import sys
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,8 @@ from meshwright.comm import connect
 
 
 def next_token_loss(output: CausalLMOutputWithPast, tokens: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(output.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    logits = cast("torch.Tensor", output.logits)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
 if len(sys.argv) < 2:

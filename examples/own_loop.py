@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,8 +29,15 @@ scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
 inputs = torch.randn(256, 8, generator=torch.Generator().manual_seed(1))
 samples = [(x, x.sum().view(1)) for x in inputs]
 # 32 samples a step over all ranks, in an order that does not depend on them.
-loader = DataLoader(samples, 32, seed=1, data_rank=world.rank, data_size=world.size)
-state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": loader}
+loader: DataLoader[list[torch.Tensor]] = DataLoader(
+    samples, 32, seed=1, data_rank=world.rank, data_size=world.size
+)
+state: dict[str, Any] = {
+    "model": model,
+    "optimizer": optimizer,
+    "scheduler": scheduler,
+    "data": loader,
+}
 step, loss = 0, torch.tensor(float("nan"))
 if checkpoint.latest(folder):
     step = checkpoint.load(folder, **state).step

@@ -34,7 +34,9 @@ def loop(config: Mapping[str, object]) -> None:
     model = mw.replicate(torch.nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     # A folder for each attempt: Ray may not have kept the last report of one that failed.
-    attempt = int(world.broadcast(torch.tensor(time.time_ns())).wait())
+    started = torch.tensor(time.time_ns())
+    world.broadcast(started).wait()
+    attempt = int(started)
     with ray.latest_checkpoint() as kept:
         if kept is not None:
             checkpoint.load(kept, model=model, optimizer=optimizer, data=loader)

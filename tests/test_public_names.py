@@ -8,6 +8,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -206,3 +207,37 @@ def test_what_the_pages_import_and_name_is_in_the_reference() -> None:
     packages = {name.rpartition(".")[2] for name in _modules()}
     assert len(used) > 30
     assert not used - packages - shown_in_the_reference() - {"NAME"}
+
+
+@pytest.mark.parametrize(
+    "door",
+    [
+        meshwright.fully_shard,
+        meshwright.replicate,
+        meshwright.DistributedDataParallel.__init__,
+    ],
+    ids=lambda door: door.__qualname__,
+)
+def test_every_parameter_of_a_wrapper_is_named_and_described(door: Callable[..., object]) -> None:
+    assert inspect.isfunction(door)
+    parameters = inspect.signature(door).parameters.values()
+    assert not [each for each in parameters if each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
+    described = re.findall(r":param (\w+): \S", inspect.getdoc(door) or "")
+    assert described == [each.name for each in parameters if each.name != "self"]
+
+
+def test_ddp_has_the_positions_and_defaults_of_torch() -> None:
+    theirs = importlib.import_module("torch.nn.parallel").DistributedDataParallel
+    (mine, other) = (
+        {name: (each.kind, each.default) for name, each in inspect.signature(of).parameters.items()}
+        for of in (meshwright.DistributedDataParallel, theirs)
+    )
+    assert list(mine.items())[: len(other)] == list(other.items())
+
+
+def test_a_composable_function_knows_the_state_of_a_module() -> None:
+    home = "meshwright.data_parallel"
+    replicated = importlib.import_module(f"{home}.replicas.replicated")
+    sharded = importlib.import_module(f"{home}.sharded_modules.sharded")
+    assert vars(meshwright.replicate)["state"] is replicated.replica_state
+    assert vars(meshwright.fully_shard)["state"] is sharded.sharded_state
