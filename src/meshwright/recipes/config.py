@@ -282,7 +282,7 @@ class TrainConfig:
                 if (table, other) in given:
                     yield Problem(
                         (table, other),
-                        f"key '{other}' in [{table}] beside '{key}': either has what the other "
+                        f"key '{other}' in [{table}] beside '{key}': either says what the other "
                         "would, so remove one of them",
                     )
         for table, key, needed in _NEEDED:

@@ -105,12 +105,12 @@ def a_dict(ranks: Ranks, folder: Path) -> str:
     return told(lambda: Plan(axes=axes))
 
 
-def no_module(ranks: Ranks, tmp_path: Path) -> str:
+def no_module(ranks: Ranks, folder: Path) -> str:
     config = read('[model]\nfactory = "my_models:build"\n', TrainConfig, source="my.toml")
     return told(lambda: open_task(config))
 
 
-def two_models(ranks: Ranks, tmp_path: Path) -> str:
+def two_models(ranks: Ranks, folder: Path) -> str:
     text = '[model]\nfactory = "my_models:build"\nlayers = 2\n'
     return told(lambda: read(text, TrainConfig, source="my.toml"))
 
