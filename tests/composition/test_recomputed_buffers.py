@@ -70,13 +70,25 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+class Block(nn.Module):
+    """One link of the chain."""
+
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        self.middle = middle
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.out(self.middle(x)))
+
+
 class Net(nn.Module):
     """A chain around ``b``."""
 
     def __init__(self, middle: str) -> None:
         super().__init__()
         self.a = nn.Linear(3, 4)
-        self.b = nn.Sequential(MIDDLES[middle](), nn.Linear(4, 4), nn.Tanh())
+        self.b = Block(MIDDLES[middle]())
         self.c = nn.Linear(4, 6)
         self.d = nn.Linear(6, 2)
 
@@ -175,7 +187,7 @@ def body_example() -> None:
     model = build("own")
     plan = Plan(axes=Axes.of({"tensor": 2}), tensor=CUT)
     parallelize(model, plan, optimizer=sgd, loss=F.mse_loss, example=batch(0)[:1])
-    assert [model.get_buffer(f"b.0.{name}").item() for name in ("count", "again")] == [0, 0]
+    assert [model.get_buffer(f"b.middle.{name}").item() for name in ("count", "again")] == [0, 0]
 
 
 def test_the_example_run_of_what_recomputes_itself_leaves_nothing(ranks: Ranks) -> None:
