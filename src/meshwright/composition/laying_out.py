@@ -244,8 +244,8 @@ def recompute_modules(model: nn.Module, plan: Plan) -> None:
 def _checkpointed(
     module: nn.Module,
     forward: Callable[..., Any],
-    *args: Any,  # noqa: ANN401
-    **kwargs: Any,  # noqa: ANN401
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:  # noqa: ANN401
     # A frame of ours, which a compiler traces: torch's own it runs uncompiled.
     if torch.compiler.is_compiling():
