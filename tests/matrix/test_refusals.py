@@ -35,10 +35,6 @@ def plan_of(precision: Precision | None = None, axis: str = "replicate", **train
 
 SETTINGS: dict[str, tuple[str, Plan]] = {
     "the model has BatchNorm": ("batch_norm", plan_of()),
-    "running statistics would move twice a step": (
-        "batch_norm",
-        plan_of(batch_norm="local", recompute=("1",)),
-    ),
     "has no effect: the model has no BatchNorm": ("sequential", plan_of(batch_norm="sync")),
     "no module of the model is a dropout": ("sequential", plan_of(dropout="global")),
     "per_rank has no effect with dropout": ("dropout", plan_of(per_rank=("1",))),

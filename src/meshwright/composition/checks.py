@@ -142,13 +142,6 @@ def _train_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
             ("train", "per_rank"),
             'per_rank has no effect with dropout = "local": each rank draws for itself everywhere',
         )
-    again = [name for name in recomputed(model, plan) if batch_norms(model.get_submodule(name))]
-    if again:
-        yield Problem(
-            ("train", "recompute"),
-            f"recompute matches {again[0]!r}, which has BatchNorm: its running statistics would "
-            "move twice a step; leave it out",
-        )
 
 
 def _draw_problems(model: nn.Module, plan: Plan, example: Inputs) -> Iterator[Problem]:

@@ -10,7 +10,8 @@ until it has been cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,9 @@ from meshwright.randomness import DimPart, Draws, Dropout, replace_dropout
 from meshwright.randomness.initialization import HeldBoxes, held_whole, initialize
 from meshwright.tensor_parallel.apply import apply_plan
 from meshwright.torch_internals.trees import tree_map_only
+
+Buffers = dict[str, torch.Tensor | None]
+"""Those of one module by name."""
 
 
 def optimized_parameters(module: nn.Module, plan: Plan) -> Iterable[nn.Parameter]:
@@ -229,14 +233,53 @@ def _blocks(model: nn.Module) -> list[str]:
 def recompute_modules(model: nn.Module, plan: Plan) -> None:
     """Compute the activations of the matching modules again in the backward pass."""
     for name in recomputed(model, plan):
-        module = model.get_submodule(name)
+        module, run = model.get_submodule(name), _checkpointed
+        if plan.train.compile and any(True for _ in module.buffers()):
+            # A graph would recompute with buffers that it has written.
+            run = torch.compiler.disable(run, recursive=False)
         # An attribute of the instance: names, state dict and class stay as they are.
-        module.forward = partial(_checkpointed, module.forward)
+        module.forward = partial(run, module, module.forward)
 
 
-def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+def _checkpointed(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:  # noqa: ANN401
     # A frame of ours, which a compiler traces: torch's own it runs uncompiled.
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    if torch.compiler.is_compiling():
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    held = [part._buffers for part in module.modules() if part._buffers]
+    begun, first = _copies(held), iter([contextlib.nullcontext()])
+
+    def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        with next(first, None) or _exchanged(held, _copies(begun)):
+            return forward(*args, **kwargs)
+
+    return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+
+@contextlib.contextmanager
+def _exchanged(held: Sequence[Buffers], begun: Sequence[Buffers]) -> Iterator[None]:
+    """Have the buffers that are ``held`` be those that a forward has ``begun`` with."""
+    now = [dict(each) for each in held]
+    try:
+        for each, values in zip(held, begun, strict=True):
+            each.update(values)
+        yield
+    finally:
+        for each, values in zip(held, now, strict=True):
+            each.update(values)
+
+
+def _copies(buffers: Sequence[Buffers]) -> list[Buffers]:
+    """Copy all values, each once: a write to ``.data`` is in no version, so any may change."""
+    memo: dict[int, torch.Tensor] = {}
+    return [
+        {k: None if v is None else memo.setdefault(id(v), v.clone()) for k, v in each.items()}
+        for each in buffers
+    ]
 
 
 def moved_to(example: Inputs, everyone: Communicator) -> Inputs:

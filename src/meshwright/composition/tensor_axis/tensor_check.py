@@ -106,7 +106,8 @@ class WholeRun:
         self._outputs = self._forward(model) if found is None else found
         # Now: what is checkpointed is computed again in the backward, by modules as they are then.
         seeds = [_seed(output) for output in self._outputs]
-        self._gradients = _gradients(self._outputs, seeds, self._parameters, is_kept=True)
+        with left_as_it_is(model):
+            self._gradients = _gradients(self._outputs, seeds, self._parameters, is_kept=True)
 
     def compare(self, model: nn.Module) -> None:
         """Run ``model`` as it is cut now. All ranks of the axis call it together.
@@ -136,7 +137,8 @@ class WholeRun:
             if len(alike) < len(self._outputs):
                 expected = _gradients([whole for _, whole in alike], seeds, self._parameters)
             self._outputs = [whole.detach() for whole in self._outputs]
-            found = _gradients([mine for mine, _ in alike], seeds, parameters)
+            with left_as_it_is(model):
+                found = _gradients([mine for mine, _ in alike], seeds, parameters)
             self._agree(_gradient_problems(found, expected, parameters))
 
     def traffic(self, model: nn.Module, computing: AbstractContextManager[object]) -> TensorTraffic:
@@ -152,7 +154,8 @@ class WholeRun:
             pairs = zip(outputs, self._outputs, strict=True)
             alike = [mine for mine, whole in pairs if mine.shape == whole.shape]
             seeds = [_seed(mine) for mine in alike]
-            _gradients(alike, seeds, dict(model.named_parameters()))
+            with left_as_it_is(model):
+                _gradients(alike, seeds, dict(model.named_parameters()))
         sent = [
             tuple(c for c in each if c.axis == self._axis.axis and c.label != _PARTIAL)
             for each in (recorder.collectives[:count], recorder.collectives[count:])
