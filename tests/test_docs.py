@@ -266,7 +266,7 @@ def test_an_unchanged_program_of_readme_gets_our_classes(ranks: Ranks, tmp_path:
         names: dict[str, Any] = {}
         exec(code, names)
         program = names["train"]
-        return program.DDP.__module__, type(program.fully_shard).__module__
+        return program.DDP.__module__, program.fully_shard.__module__
 
     for module in ranks(1, body, connected=False)[0]:
         assert module.startswith("meshwright")

@@ -90,7 +90,7 @@ def test_the_first_difference_is_named() -> None:
     assert found is not None
     assert (found.kind, found.step, found.name) == ("gradient", 1, "2.bias")
     assert found.error == pytest.approx(1e-6, rel=1e-3)
-    assert str(found).startswith("step 1: the gradient of '2.bias' differs from one process by 1.0")
+    assert str(found).startswith("step 2: the gradient of '2.bias' differs from one process by 1.0")
     assert first_difference(reference, reference, 0.0) is None
 
 

@@ -271,7 +271,7 @@ def test_train_prints_parity_baseline_checkpoint_and_trace(config: Path, tmp_pat
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     for words in (
-        "text: ",
+        "text.txt: ",
         "step 6/6  loss ",
         "finished at step 6 of 6 on 2 ranks over shared memory, ",
         "unigram byte frequencies give",

@@ -121,7 +121,9 @@ def test_a_report_of_a_run_that_goes_on_has_its_facts(
     assert facts["layout"] == "replicate 2" and facts["ranks"] == "2"
     assert facts["steps"] == "3, the run has not ended"
     assert facts["parity"].startswith("parity: replicate=2 equals one process over")
-    assert float(facts["training loss"]) > 0 and float(facts["tokens a second"]) > 0
+    assert (
+        float(facts["training loss"]) > 0 and float(facts["tokens a second"].replace(",", "")) > 0
+    )
     assert facts["time"].endswith(" s") and "Python 3." in facts["versions"]
 
 

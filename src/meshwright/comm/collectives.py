@@ -529,7 +529,8 @@ class Communicator:
             group = self.group  # raises; where it does not, the property would cost a call more
         self.issued.append(issued := Issued(self._next(kind, peer), kind, label, peer))
         value = tensor if value is None else value
-        overwrite(kind, () if self._is_labelled else (value,))  # or the group does so
+        if value.grad_fn is not None and not self._is_labelled:  # or the group does so
+            overwrite(kind, (value,))
         pending = Pending(self, issued, value)
         if PROCESS.observers:
             shape, dtype = shares.amount_of(tensor, more)

@@ -537,7 +537,7 @@ def body_raised() -> None:
         trainable.step(rows, rows)
     if rank == 1:
         # Rank 0 still waits for the rest of that pass, or has ended for it.
-        with pytest.raises(CollectiveMismatchError, match=r"raised in step 2\b"):
+        with pytest.raises(CollectiveMismatchError, match=r"raised in step 3\b"):
             trainable.step(rows, rows)
 
 

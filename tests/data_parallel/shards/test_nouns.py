@@ -95,7 +95,7 @@ def classes_on_the_way(side: int) -> set[tuple[str, ...]]:
 
 @pytest.mark.parametrize("side", [8, 1024], ids=["small", "with pages of its own"])
 def test_at_most_eleven_classes_and_all_on_the_page(ranks: Ranks, side: int) -> None:
-    page = PAGE.read_text(encoding="utf-8").partition("nouns of the code")[2]
+    page = PAGE.read_text(encoding="utf-8").partition("# Terms of the code")[2]
     for found in ranks(2, classes_on_the_way, side):
         # A class is on the page by its own name or by that of the kind that it is.
         assert [names for names in found if not any(f"`{name}`" in page for name in names)] == []

@@ -226,7 +226,7 @@ def body_bounded() -> None:
     assert sorted(known) == ([0, 1, 2] if 0 not in mine else [0, 2, 3])
     for stage in known.values():
         assert len(stage._order) == 3
-        for kept in (stage.outputs, stage.told, stage.masks):
+        for kept in (stage.outputs, stage.told, stage.complete):
             assert len(kept) <= 3
 
 

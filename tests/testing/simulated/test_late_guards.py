@@ -297,7 +297,7 @@ def body_not_finite(axes: str, end: str) -> None:
         many.step(spoiled if is_spoiled else x, target)
     whole = [whole_of(parameter) for parameter in many.module.parameters()]
     assert all(parameter.isfinite().all() for parameter in whole), "a step without gradients"
-    said = r"step 2: the loss is [0-9.]+ and the gradient norm nan: not finite: .* on ranks .1."
+    said = r"step 3: the loss is [0-9.]+ and the gradient norm nan: not finite: .* on ranks .1."
     with pytest.raises(NonFiniteError, match=said) as raised:
         many.state_dict() if end == "state" else many.step(x, target)
     assert "Its gradients were set to zero" in str(raised.value)

@@ -87,7 +87,12 @@ class OverwrittenByCollective(torch.autograd.Function):
     """The history of a tensor from a collective's write on."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, kind: str, line: str) -> torch.Tensor:  # noqa: ANN401
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: Any,  # noqa: ANN401
+        tensor: torch.Tensor,
+        kind: str,
+        line: str,
+    ) -> torch.Tensor:
         """Take the tensor as it is, for one that is written in place."""
         ctx.mark_dirty(tensor)
         ctx.kind, ctx.line = kind, line

@@ -463,7 +463,9 @@ class SharedMemoryGroup(PythonGroup):
     def _submit(
         self, call: RecordedCall, body: Steps, outputs: Tensors, opts: Options, *held: torch.Tensor
     ) -> SharedWork:
-        overwrite(call.kind, outputs)
+        for output in outputs:  # rare, and on the path of each step
+            if output.grad_fn is not None:
+                overwrite(call.kind, (output,))
         run_now = not getattr(opts, "asyncOp", True)
         if is_profiled():
             with _in_ranges(call.kind):
