@@ -406,7 +406,8 @@ class SharedMemoryGroup(PythonGroup):
     def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> SharedWork:
         """Receive a tensor from a rank of the group."""
         buffer = dense(tensors[0])
-        overwrite("recv", tensors)
+        if buffer.grad_fn is not None:
+            overwrite("recv", (buffer,))
         with _in_ranges("recv") if is_profiled() else _UNSEEN:
             return self._note(self._transfers.receive(buffer, peer, tag, self._label()))
 
