@@ -304,3 +304,29 @@ def body_overlaps() -> None:
 @pytest.mark.devices("host", reason="no host waits for a device's message, and looks")
 def test_the_part_of_an_overlap_that_failed_is_named(ranks: Ranks) -> None:
     ranks(2, body_overlaps, timeout=60)
+
+
+def body_dtypes(is_declared: bool, has_stepped: bool) -> None:
+    rank = communicator().rank
+    x = torch.ones(4, 3, dtype=torch.float64)
+    declared = (x[:2],) if is_declared else None
+    module = nn.Linear(3, 3).double()
+    stage = PipelineStage(module, rank, 2, torch.device("cpu"), input_args=declared)
+    schedule = ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
+    if has_stepped:
+        schedule.step(*((x,) if rank == 0 else ()), **({} if rank == 0 else {"target": x}))
+    text = "argument 0 has a dtype mismatch: expected torch.float64 actual torch.float32"
+    if rank == 0:
+        with pytest.raises(PipeliningShapeError, match=text):
+            schedule.step(x.float())
+    else:
+        with pytest.raises(PipelinePeerError, match=text):
+            schedule.step(target=x)
+
+
+@pytest.mark.parametrize("has_stepped", [False, True], ids=["first step", "later"])
+@pytest.mark.parametrize("is_declared", [False, True], ids=["learned", "declared"])
+def test_a_wrong_dtype_into_the_first_stage_is_one_error(
+    ranks: Ranks, is_declared: bool, has_stepped: bool
+) -> None:
+    ranks(2, body_dtypes, is_declared, has_stepped)

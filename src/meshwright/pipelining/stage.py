@@ -265,6 +265,9 @@ class PipelineStage:
         except PipeliningShapeError:
             raise
         except Exception as error:
+            wrong = self._other_dtypes(given) if self.is_first else ""
+            if wrong:
+                raise PipeliningShapeError(f"{wrong}: {error}") from error
             raise RuntimeError(
                 f"{self.name} failed to run forward: args: {shapes(given)} kwargs: "
                 f"{shapes(named)}: {error}{advice(error)}"
@@ -278,6 +281,19 @@ class PipelineStage:
         if self.is_last and save_forward_output:
             self.results[fwd_chunk_id] = result
         return result
+
+    def _other_dtypes(self, given: Sequence[Any]) -> str:
+        """Name floating-point arguments of other dtypes than the parameters; "" if there are none.
+
+        A stage that declares its inputs checks them before they are used.
+        """
+        own = {p.dtype for p in self.submod.parameters() if p.is_floating_point()}
+        return "; ".join(
+            f"{self.name} argument {number} has a dtype mismatch: expected {dtype} actual {x.dtype}"
+            for number, x in enumerate(given)
+            for dtype in sorted(own, key=str)[:1]
+            if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype not in own
+        )
 
     def _arguments(
         self, microbatch: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
