@@ -20,7 +20,7 @@ from meshwright.recipes.config import TrainConfig
 from meshwright.recipes.loop import Outcome, train
 from meshwright.recipes.task import cross_entropy, sketch, without_dropout
 from meshwright.sampling import Sampler
-from meshwright.testing import Ranks
+from meshwright.testing import Ranks, RanksFailed
 from meshwright.toml_source import read
 from support.recipes import own
 from support.recipes.own import CONFIG
@@ -110,6 +110,15 @@ def test_dicts_are_keyword_arguments_and_labels_the_target(
     outcome = ranks(2, run_own, tmp_path, *options, f"loss.factory={loss}")[0]
     assert "equals one process over 6 steps" in outcome.parity
     assert outcome.validation_loss is None
+
+
+def test_labels_that_a_models_own_mean_leaves_out_are_rejected(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    options = ["model.factory=support.recipes.own:Labelled", "model.options={}", TWO]
+    options += ["data.factory=support.recipes.own:ignored", "loss.factory="]
+    with pytest.raises(RanksFailed, match=r"labels of -100 .* give \[loss\] factory"):
+        ranks(2, run_own, tmp_path, *options)
 
 
 def test_a_row_of_tokens_is_read_in_windows(ranks: Ranks, tmp_path: Path) -> None:

@@ -231,6 +231,13 @@ def _read(batch: object, *, takes_labels: bool, shifts: bool) -> tuple[object, o
     target = inputs.get("labels")
     if not takes_labels:
         inputs.pop("labels", None)
+    elif isinstance(target, Tensor) and not target.is_floating_point() and IGNORED in target:
+        # A mean over what each share counts, and shares count differently.
+        raise PlanError(
+            f"[loss]: labels of {IGNORED} are left out by the loss that the model takes itself, a "
+            "mean that weighs the ranks' shares alike however many labels each has: give [loss] "
+            "factory, a function of output and target that returns (sum, count)"
+        )
     if shifts and isinstance(target, Tensor):  # each position predicts the next token
         target = functional.pad(target[..., 1:], (0, 1), value=IGNORED)
     return inputs, target
