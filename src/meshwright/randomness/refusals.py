@@ -40,6 +40,8 @@ def declared(model: nn.Module, per_rank: Sequence[str]) -> set[str]:
 def let_draw(names: Iterable[str]) -> str:
     """Say what lets the modules ``names`` draw on each rank, their numbers left out."""
     patterns = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names if name)
+    if not patterns:  # the root itself, of which a pattern would name all
+        return "put it into a module of its own, and name that in [train] per_rank"
     listed = ", ".join(f'"{pattern}"' for pattern in patterns)
     return f"let each rank draw for itself there: [train] per_rank = [{listed}]"
 
