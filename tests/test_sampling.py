@@ -52,7 +52,7 @@ def test_every_sample_comes_equally_often_to_every_place(size: int) -> None:
     assert statistic < freedom + 6 * (2 * freedom) ** 0.5
 
 
-def test_neighbours_do_not_stay_neighbours() -> None:
+def test_neighbors_do_not_stay_neighbors() -> None:
     order = Permutation(100_000, 1, 0)
     steps = [abs(order[i + 1] - order[i]) for i in range(2000)]
     assert sum(step < 1000 for step in steps) < 100

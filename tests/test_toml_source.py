@@ -22,7 +22,7 @@ from meshwright.toml_source import dump, plain, read, read_file, read_tree, revi
 quick = settings(max_examples=60, deadline=None)
 
 
-class Colour(StrEnum):
+class Color(StrEnum):
     RED = "red"
     BLUE = "blue"
 
@@ -39,7 +39,7 @@ class Every:
     ratio: float = 0.5
     name: str = "x"
     path: Path = Path("here")
-    colour: Colour = Colour.RED
+    color: Color = Color.RED
     mode: Literal["auto", "never", 3] = "auto"
     limit: Annotated[float, Above(0)] | None = None
     names: tuple[str, ...] = ()
@@ -89,7 +89,7 @@ def test_every_type_is_read() -> None:
     ratio = 2
     name = "y"
     path = "/tmp/x"
-    colour = "blue"
+    color = "blue"
     mode = 3
     limit = 1.5
     names = ["a", "b"]
@@ -105,7 +105,7 @@ def test_every_type_is_read() -> None:
         ratio=2.0,
         name="y",
         path=Path("/tmp/x"),
-        colour=Colour.BLUE,
+        color=Color.BLUE,
         mode=3,
         limit=1.5,
         names=("a", "b"),
@@ -132,7 +132,7 @@ def test_every_type_is_read() -> None:
         ("ratio = false", "key 'ratio': expected a number, found false"),
         ("name = 1", "key 'name': expected text, found 1"),
         ("path = 1", "key 'path': expected a path, found 1"),
-        ('colour = "rde"', 'expected "red" or "blue", found the text "rde"; did you mean "red"?'),
+        ('color = "rde"', 'expected "red" or "blue", found the text "rde"; did you mean "red"?'),
         ('mode = "nver"', '"auto", "never" or 3, found the text "nver"; did you mean "never"?'),
         ("mode = true", '"auto", "never" or 3, found true'),
         ("limit = 0", "key 'limit': expected a number above 0, found 0"),
@@ -297,7 +297,7 @@ everything = st.builds(
     ratio=finite,
     name=texts,
     path=texts.map(Path),
-    colour=st.sampled_from(Colour),
+    color=st.sampled_from(Color),
     mode=st.sampled_from(["auto", "never", 3]),
     limit=st.none() | st.floats(0, 1e300, exclude_min=True),
     names=st.lists(texts).map(tuple),

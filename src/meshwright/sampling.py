@@ -36,7 +36,7 @@ class Permutation:
     than two steps on average.
 
     Alternatives considered: a shuffled list, whose memory grows with the data set on every rank;
-    an affine map modulo ``size``, whose neighbours stay evenly spaced.
+    an affine map modulo ``size``, whose neighbors stay evenly spaced.
     """
 
     size: int

@@ -52,7 +52,7 @@ class Through:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A mistake: the key at fault, what is wrong, and other keys that the judgement rests on.
+    """A mistake: the key at fault, what is wrong, and other keys that the judgment rests on.
 
     A problem whose keys could not be read is not reported, because it may vanish with the cause.
     """

@@ -118,13 +118,13 @@ def test_a_sharded_piece_is_a_leaf() -> None:
     assert unflatten(structure, tensors) == {"w": piece}
 
 
-class Colour(enum.IntEnum):
+class Color(enum.IntEnum):
     RED = 1
 
 
 @pytest.mark.parametrize(
     "value",
-    [{1, 2}, Colour.RED, object(), 1j, len, torch.float32, {"a": [range(3)]}, {torch.ones(1): 1}],
+    [{1, 2}, Color.RED, object(), 1j, len, torch.float32, {"a": [range(3)]}, {torch.ones(1): 1}],
 )
 def test_what_would_come_back_as_something_else_is_refused(value: object) -> None:
     with pytest.raises(TypeError, match="cannot be"):

@@ -1,4 +1,4 @@
-"""Small neighbours are read together, and each is verified by itself."""
+"""Small neighbors are read together, and each is verified by itself."""
 
 from __future__ import annotations
 

@@ -268,7 +268,7 @@ def test_a_folder_that_one_rank_does_not_share(tmp_path: Path) -> None:
     assert_old_intact(folder)
 
 
-def test_the_exchanges_of_a_save_are_labelled(tmp_path: Path) -> None:
+def test_the_exchanges_of_a_save_are_labeled(tmp_path: Path) -> None:
     def body(group: ThreadRank) -> list[str]:
         sharded(tmp_path, group)
         return group.labels

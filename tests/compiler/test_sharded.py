@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:
 Gradients = dict[str, torch.Tensor]
 
 WORDS, WIDTH = 11, 8
-SYNCHRONISED = (True, False, True)
+SYNCHRONIZED = (True, False, True)
 """Of each step, whether it reduces."""
 
 
@@ -170,14 +170,14 @@ def train(case: Case, backend: Any = "aot_eager") -> Run:
     own: Any = getattr(net, "_orig_mod", net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     run = Run([], [], {})
-    for step, is_synchronised in enumerate(SYNCHRONISED):
+    for step, is_synchronized in enumerate(SYNCHRONIZED):
         words = words_of(step).chunk(dist.get_world_size())[dist.get_rank()]
         recorder = Recorder()
-        block = contextlib.nullcontext() if is_synchronised else own.no_sync()
+        block = contextlib.nullcontext() if is_synchronized else own.no_sync()
         with observe(recorder), block:
             net(words).square().mean().backward()
         run.issued.append([(c.kind, clean(c.label)) for c in recorder.collectives])
-        if is_synchronised:
+        if is_synchronized:
             run.gradients.append(whole_gradients(case, own))
             optimizer.step()
             optimizer.zero_grad()
@@ -203,9 +203,9 @@ def in_one_process(case: Case) -> Run:
     net = replace(case, recomputes=False).plain()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     run = Run([], [], {})
-    for step, is_synchronised in enumerate(SYNCHRONISED):
+    for step, is_synchronized in enumerate(SYNCHRONIZED):
         net(words_of(step)).square().mean().backward()
-        if is_synchronised:
+        if is_synchronized:
             run.gradients.append({n: p.grad.clone() for n, p in net.named_parameters()})
             optimizer.step()
             optimizer.zero_grad()

@@ -94,7 +94,7 @@ class Case:
     """Whether blocks are two products and a sum, which compilers move behind other gradients."""
     recomputes: bool = False
     freezes: bool = False
-    synchronised: tuple[bool, ...] = (True, True, True)
+    synchronized: tuple[bool, ...] = (True, True, True)
     """Of each step, whether it reduces."""
     passes: int = 1
     """Forwards to one backward."""
@@ -175,9 +175,9 @@ def train(case: Case, backend: Any = aot_backend) -> Run:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     run = Run([], [], [], {}, 0)
     size, rank = dist.get_world_size(), dist.get_rank() if case.is_sharded else None
-    for step, is_synchronised in enumerate(case.synchronised):
+    for step, is_synchronized in enumerate(case.synchronized):
         if case.is_sharded:
-            net.set_requires_gradient_sync(is_synchronised)
+            net.set_requires_gradient_sync(is_synchronized)
         recorder = Recorder()
         with observe(recorder), most_whole() as most:
             words = [batch(10 * step + n, rank, size=size) for n in range(case.passes)]
@@ -186,7 +186,7 @@ def train(case: Case, backend: Any = aot_backend) -> Run:
         run.most = max(run.most, most[0])
         run.losses.append(loss.item())
         run.issued.append([(c.kind, c.label) for c in recorder.collectives])
-        if is_synchronised:
+        if is_synchronized:
             run.gradients.append({n: full(p.grad) for n, p in net.named_parameters()})
             torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
             optimizer.step()
@@ -259,7 +259,7 @@ def test_twelve_blocks_are_one_graph_and_two_of_them_whole(ranks: Ranks) -> None
         Case(is_tied=True),
         Case(freezes=True),
         Case(recomputes=True),
-        Case(synchronised=(False, True, False, False, True)),
+        Case(synchronized=(False, True, False, False, True)),
         Case(passes=2),
     ],
     ids=str,
@@ -277,7 +277,7 @@ def test_hybrid_shards(ranks: Ranks) -> None:
 def test_generated_code(ranks: Ranks) -> None:
     cases = (
         *(Case(), Case(is_bare=True), Case(keeps=False, is_mixed=True)),
-        Case(synchronised=(False, True, True)),
+        Case(synchronized=(False, True, True)),
     )
     ranks(2, body_cases, *cases, compiler="inductor", exactly=False, timeout=300.0)
 

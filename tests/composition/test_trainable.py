@@ -100,7 +100,7 @@ def reused() -> nn.Module:
     return nn.Sequential(layer, nn.Tanh(), layer)
 
 
-def normalised() -> nn.Module:
+def normalized() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
 
 
@@ -113,7 +113,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "uneven": uneven,
     "reused": reused,
     "keywords": Keywords,
-    "batch_norm": normalised,
+    "batch_norm": normalized,
 }
 
 
@@ -556,7 +556,7 @@ optimizer = "float64"
 """
     )
     with pytest.raises(PlanError) as caught:
-        parallelize(normalised(), bad, optimizer=sgd, loss=mean)
+        parallelize(normalized(), bad, optimizer=sgd, loss=mean)
     problems = "\n".join(caught.value.problems)
     for text in (
         "line 4: axis tensor = 2 has nothing to cut: give [tensor] rules",
@@ -566,7 +566,7 @@ optimizer = "float64"
     ):
         assert text in problems
     with pytest.raises(PlanError, match=r"the model has BatchNorm \('1'\): say in \[train\]"):
-        parallelize(normalised(), plan_of(2), optimizer=sgd, loss=mean)
+        parallelize(normalized(), plan_of(2), optimizer=sgd, loss=mean)
     wrong_world = Plan(axes=Axes.of({"replicate": 3}))
     with pytest.raises(PlanError, match="axes multiply to 3"):
         parallelize(sequential(), wrong_world, optimizer=sgd, loss=mean)

@@ -118,13 +118,13 @@ def body_autograd_grad() -> None:
             torch.testing.assert_close(found[0], expected)
             for gradient, (name, _) in zip(found[1:], one.named_parameters(), strict=False):
                 assert kind(gradient, name) == "own", name
-        penalised = wrap(net())
+        penalized = wrap(net())
         if wrap in SHARDED:
             with pytest.raises(RuntimeError, match="does not support gradients of gradients"):
-                penalty(penalised, x)
+                penalty(penalized, x)
         else:
-            penalty(penalised, x).backward()
-            means = [p.grad for p in penalised.parameters()]
+            penalty(penalized, x).backward()
+            means = [p.grad for p in penalized.parameters()]
             torch.testing.assert_close(means, list(penalties))
         assert all(parameter.grad is None for parameter in ours.parameters())
         loss(ours, mine).backward()

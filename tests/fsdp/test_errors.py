@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.comm import communicator
-from meshwright.data_parallel.checks.starting_state import synchronise
+from meshwright.data_parallel.checks.starting_state import synchronize
 from meshwright.fsdp import (
     CPUOffload,
     CustomPolicy,
@@ -670,4 +670,4 @@ def test_states_on_the_cpu_are_not_sent_between_gpus() -> None:
     axis: Any = OnGpu()
     text = "^The module has CPU parameters or buffers when `sync_module_states=True`"
     with pytest.raises(ValueError, match=text):
-        synchronise([("weight", torch.ones(2))], axis, None)
+        synchronize([("weight", torch.ones(2))], axis, None)

@@ -159,7 +159,7 @@ def test_the_facade_trains_cut_modules_as_one_process(ranks: Ranks, use_orig_par
 # ------------------------------------------------------------- reading weights in a forward
 
 
-class Penalised(samples.Net):
+class Penalized(samples.Net):
     """A net whose forward reads weights beside the layers that hold them."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -167,9 +167,9 @@ class Penalised(samples.Net):
         return super().forward(ids) * (1 + 0.1 * torch.stack(sizes).sum())
 
 
-def penalised() -> Penalised:
+def penalized() -> Penalized:
     model = samples.net()
-    model.__class__ = Penalised
+    model.__class__ = Penalized
     return model  # pyrefly: ignore
 
 
@@ -177,13 +177,13 @@ def body_read_in_forward() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
     for use_orig_params in (False, True):
-        one = penalised()
+        one = penalized()
         cut = samples.cut(one, mesh["tensor"])
         model = FullyShardedDataParallel(
             cut, device_mesh=mesh["shard"], use_orig_params=use_orig_params
         )
         steps(model, one, (adam(model), adam(one)), place(mesh), 2)
-    one = penalised()
+    one = penalized()
     sharded = fully_shard(samples.cut(one, mesh["tensor"]), mesh=mesh["shard"])
     samples.train(sharded, one, torch.optim.AdamW, place(mesh), steps=2)
 

@@ -1,4 +1,4 @@
-"""One wrapper: what it shows, summons, converts, initialises and survives."""
+"""One wrapper: what it shows, summons, converts, initializes and survives."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_conversion_converts_the_shards(ranks: Ranks, use_orig_params: bool) -> 
     ranks(2, body_convert, use_orig_params)
 
 
-def initialise(module: nn.Module) -> None:
+def initialize(module: nn.Module) -> None:
     module.to_empty(device="cpu", recurse=False)
     for parameter in module.parameters(recurse=False):
         nn.init.constant_(parameter, 0.5)
@@ -185,7 +185,7 @@ def initialise(module: nn.Module) -> None:
 def body_meta() -> None:
     with torch.device("meta"):
         empty = net()
-    model = FSDP(empty, auto_wrap_policy=LINEARS, param_init_fn=initialise)
+    model = FSDP(empty, auto_wrap_policy=LINEARS, param_init_fn=initialize)
     assert all((v == 0.5).all() for v in model.state_dict().values())
     with torch.device("meta"):
         empty = net()
@@ -197,7 +197,7 @@ def body_meta() -> None:
     assert len(set(everyone)) == 1
 
 
-def test_meta_modules_are_materialised(ranks: Ranks) -> None:
+def test_meta_modules_are_materialized(ranks: Ranks) -> None:
     ranks(2, body_meta)
 
 

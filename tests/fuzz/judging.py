@@ -41,7 +41,7 @@ class Verdict:
         return self.kind not in ("same", "told", "no program", "refused")
 
     @property
-    def normalised(self) -> str:
+    def normalized(self) -> str:
         """Its text without names and numbers."""
         text = self.text.splitlines()[0] if self.text else ""
         text = re.sub(r"'[^']*'|\"[^\"]*\"|\[[^\]]*\]|\([^)]*\)|\S*[\d._]\w\S*|\S*\d\S*", "…", text)
@@ -174,7 +174,7 @@ def shrink(verdict: Verdict) -> tuple[list[str], Verdict]:
         is_smaller = False
         for word, case in simpler(verdict.case):
             left = _alone(case, nullcontext)
-            if left.kind == verdict.kind and left.normalised == verdict.normalised:
+            if left.kind == verdict.kind and left.normalized == verdict.normalized:
                 words.append(word)
                 verdict, is_smaller = left, True
                 break
@@ -209,7 +209,7 @@ class Report:
         by_text: dict[str, list[Verdict]] = defaultdict(list)
         for verdict in verdicts:
             kind = f"{verdict.kind}: " if verdict.is_finding else ""
-            by_text[kind + verdict.normalised].append(verdict)
+            by_text[kind + verdict.normalized].append(verdict)
         rows = sorted(by_text.items(), key=lambda row: -len(row[1]))
         lines = [f"{title}:"] if rows else []
         for text, found in rows:

@@ -150,7 +150,7 @@ class HookedModule(Square):
         return torch.tanh(self.layer(x))
 
 
-class Penalised(Square):
+class Penalized(Square):
     """A weight that is read beside its layer."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -256,7 +256,7 @@ BLOCKS: Mapping[str, type[Block]] = MappingProxyType(
         for cls in (
             *USUAL,
             *(Counted, CountedInPlace, Remembered, Recomputed, OwnFunction, HookedActivation),
-            *(HookedGradient, HookedAfter, HookedModule, Penalised, Borrowed, WithoutGradient),
+            *(HookedGradient, HookedAfter, HookedModule, Penalized, Borrowed, WithoutGradient),
             *(Alternating, InPlace, Deciding, Dropped, Subclassed, Called),
         )
     }

@@ -6,7 +6,7 @@ says of two signatures stands in the table anyway: a note says why.
 
 from __future__ import annotations
 
-__all__ = ["ABSENT", "BEHAVIOUR", "DIFFERENT"]
+__all__ = ["ABSENT", "BEHAVIOR", "DIFFERENT"]
 
 WORK_OF_A_STAGE = (
     "schedules of ours move tensors between stages themselves, so that a lost rank is named at its "
@@ -67,7 +67,7 @@ DIFFERENT: dict[str, str] = {
     "merge_chunks": "None cuts rows, as `split_args_kwargs_into_chunks` does by default",
 }
 # Names whose signature is torch's, and whose work is not.
-BEHAVIOUR: dict[str, str] = {
+BEHAVIOR: dict[str, str] = {
     "FSDPModule.set_reshard_after_forward": (
         "with False a pass of evaluation gathers again, and torch reads what the pass before "
         "gathered: a write through `.data` or of an optimizer leaves no trace that either could see"

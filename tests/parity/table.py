@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from parity.names import SUBJECTS, Row, Subject, rows
-from parity.notes import ABSENT, BEHAVIOUR, DIFFERENT
+from parity.notes import ABSENT, BEHAVIOR, DIFFERENT
 
 __all__ = ["BY_HAND", "PAGE", "ROOT", "note_of", "render"]
 
@@ -24,7 +24,7 @@ What torch 2.13 shows of its training wrappers, and what the same name is here. 
 signatures are read from both by a script (`tests/parity`), and a test holds this page to them.
 **Same**: the same signature, or one that a call of torch's fits. **Different** (in its signature,
 or in what it does) and **absent** say why. The last column is the file of tests, under `tests/`,
-that shows it. Below that, by hand: the texts of errors, behaviours, and defects of torch.
+that shows it. Below that, by hand: the texts of errors, behaviors, and defects of torch.
 """
 BY_HAND = "\n## Texts of errors and warnings"
 """The beginning of the tables that are kept by hand, which `test_rows.py` holds to the tests."""
@@ -57,8 +57,8 @@ def _line(row: Row, tests: Mapping[str, str], before: str) -> str:
     test = _shown_by(row.name, tests, before)
     if not row.found:
         return f"| `{row.name}` | absent | {note_of(row)} | |\n"
-    if row.name in BEHAVIOUR:
-        return f"| `{row.name}` | different | {BEHAVIOUR[row.name]} | `{test}` |\n"
+    if row.name in BEHAVIOR:
+        return f"| `{row.name}` | different | {BEHAVIOR[row.name]} | `{test}` |\n"
     if not row.differs:
         return f"| `{row.name}` | same | | `{test}` |\n"
     return f"| `{row.name}` | different | {row.differs}: {note_of(row)} | `{test}` |\n"

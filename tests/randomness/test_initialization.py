@@ -241,7 +241,7 @@ class Meddler(nn.Module):
         self.inner.reset_parameters()
 
 
-def test_what_cannot_be_initialised_is_refused_by_name() -> None:
+def test_what_cannot_be_initialized_is_refused_by_name() -> None:
     class Bare(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -249,7 +249,7 @@ def test_what_cannot_be_initialised_is_refused_by_name() -> None:
 
     model = nn.ModuleDict({"a": Bare(), "b": nn.Linear(2, 2), "c": Bare()})
     for route in (initialize, initialize_by_blocks, module_initializer):
-        with pytest.raises(ValueError, match=r"nobody can initialise a \(Bare\), c \(Bare\): give"):
+        with pytest.raises(ValueError, match=r"nobody can initialize a \(Bare\), c \(Bare\): give"):
             route(model, 0)
 
     def init(module: nn.Module) -> None:
@@ -273,7 +273,7 @@ def test_what_cannot_be_initialised_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
-def test_models_of_hugging_face_keep_their_own_initialisation(kind: str) -> None:
+def test_models_of_hugging_face_keep_their_own_initialization(kind: str) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 29, "n_positions": 16}
     if kind == "llama":

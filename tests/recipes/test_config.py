@@ -84,7 +84,7 @@ def test_every_mistake_is_reported_at_once_with_its_line() -> None:
         ("run.steps=0", "at least 1"),
         ("pipeline.schedule=1f2b", "did you mean"),
         ("axes.replicat=2", "did you mean 'replicate'"),
-        ("optimiser.betas=1", "did you mean [optimizer]"),
+        ("optimizer.betas=1", "did you mean [optimizer]"),
     ],
 )
 def test_a_wrong_value_says_what_to_do(override: str, words: str) -> None:
@@ -100,7 +100,7 @@ KEYS = [
 
 
 @pytest.mark.parametrize(("table", "key"), KEYS)
-def test_every_misspelt_key_names_its_line_and_the_right_one(table: str, key: str) -> None:
+def test_every_misspelled_key_names_its_line_and_the_right_one(table: str, key: str) -> None:
     wrong = key[:-1] + "x" + key[-1]
     (problem,) = problems_of(f"[{table}]\n{wrong} = 1\n")
     assert problem.startswith(f"line 2: unknown key '{wrong}' in [{table}]")

@@ -105,7 +105,7 @@ def test_it_resumes_on_another_number_of_ranks(ranks: Ranks, tmp_path: Path) -> 
 def test_dicts_are_keyword_arguments_and_labels_the_target(
     ranks: Ranks, tmp_path: Path, loss: str
 ) -> None:
-    options = ["model.factory=support.recipes.own:Labelled", "model.options={}", TWO]
+    options = ["model.factory=support.recipes.own:Labeled", "model.options={}", TWO]
     options += ["data.factory=support.recipes.own:dicts", "run.check_parity=true"]
     outcome = ranks(2, run_own, tmp_path, *options, f"loss.factory={loss}")[0]
     assert "equals one process over 6 steps" in outcome.parity
@@ -115,7 +115,7 @@ def test_dicts_are_keyword_arguments_and_labels_the_target(
 def test_labels_that_a_models_own_mean_leaves_out_are_rejected(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    options = ["model.factory=support.recipes.own:Labelled", "model.options={}", TWO]
+    options = ["model.factory=support.recipes.own:Labeled", "model.options={}", TWO]
     options += ["data.factory=support.recipes.own:ignored", "loss.factory="]
     with pytest.raises(RanksFailed, match=r"labels of -100 .* give \[loss\] factory"):
         ranks(2, run_own, tmp_path, *options)

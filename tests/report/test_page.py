@@ -133,7 +133,7 @@ def test_a_run_says_how_it_was_laid_out_and_how_it_ended(tmp_path: Path) -> None
     assert '<meta http-equiv="refresh" content="5">' in (tmp_path / "live.html").read_text()
 
 
-def test_every_kind_of_event_has_a_colour_that_the_legend_names(tmp_path: Path) -> None:
+def test_every_kind_of_event_has_a_color_that_the_legend_names(tmp_path: Path) -> None:
     file = tmp_path / "report.html"
     write_page(layouts(), file)
     text = file.read_text(encoding="utf-8")

@@ -390,7 +390,7 @@ def test_hooks_of_all_modules_are_seen() -> None:
     assert not any(hook in hooks.values() for hooks in modules.HOOKS_OF_ALL.values())
 
 
-def test_attention_is_initialised_by_its_own_method() -> None:
+def test_attention_is_initialized_by_its_own_method() -> None:
     assert callable(getattr(nn.MultiheadAttention(2, 1), modules.RESET_ATTENTION))
 
 

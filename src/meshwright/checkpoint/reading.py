@@ -1,7 +1,7 @@
 """Reading a checkpoint: nothing is believed before it is verified, nothing outside is opened.
 
 The manifest says which bytes hold which box of which tensor, so any layout reads what any other has
-written: only pieces that overlap the wanted boxes are read, each verified whole. Small neighbours
+written: only pieces that overlap the wanted boxes are read, each verified whole. Small neighbors
 in a file are read in one call, each into its own memory. Files are opened relative to the
 checkpoint's own directory, links are refused, and no byte of a file is ever interpreted except as
 the elements of a tensor.
@@ -431,7 +431,7 @@ class Reader:
         copies.clear()
 
     def _damages(self, reads: list[_Read]) -> Iterator[CheckpointDamagedError]:
-        """Read all, neighbours in one call; list what is damaged, headers of files included."""
+        """Read all, neighbors in one call; list what is damaged, headers of files included."""
         reads.sort(key=itemgetter(0, 1))
         run: list[_Read] = []
         file, start, end = "", 0, 0

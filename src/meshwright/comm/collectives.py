@@ -52,7 +52,7 @@ class Communicator:
     which it does not hinder, every operation raises `CommunicationError`.
     """
 
-    _is_labelled = False
+    _is_labeled = False
     """True where the group's backend is told labels, for errors, or to compare them."""
     _is_functional = False
     """True while `functional` is entered."""
@@ -84,7 +84,7 @@ class Communicator:
         self.name: str = group.group_name
         """The name by which c10d and traced graphs know the group."""
         self.clock = Clock(device)
-        self._is_labelled = isinstance(group, PythonGroup)
+        self._is_labeled = isinstance(group, PythonGroup)
         self._begin()
 
     def _begin(self) -> None:
@@ -466,7 +466,7 @@ class Communicator:
         return read
 
     def empty_shared(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Make a 1-D tensor in the memory that this backend moves fastest, uninitialised."""
+        """Make a 1-D tensor in the memory that this backend moves fastest, uninitialized."""
         if self.is_on_host:
             return shared_memory.allocate(self.group, numel, dtype)
         return torch.empty(numel, dtype=dtype, device=self.device)
@@ -487,7 +487,7 @@ class Communicator:
         """
         if PROCESS.checks is not None:
             PROCESS.checks.forgo_labels()
-        if self._is_labelled:
+        if self._is_labeled:
             self.group.forgo_labels()  # pyrefly: ignore[missing-attribute]
 
     # ------------------------------------------------------------------ the door
@@ -497,7 +497,7 @@ class Communicator:
     ) -> Pending:
         """Issue what ``start`` begins for each of ``pairs`` as one operation."""
         calls = [partial(start, self, *pair) for pair in pairs]
-        text = f"{label} on axis {self.axis}" if self._is_labelled and label else ""
+        text = f"{label} on axis {self.axis}" if self._is_labeled and label else ""
         launch = partial(shares.together, self, calls, text)
         if kind == "all_gather":
             first, *more = [output for output, _ in pairs]
@@ -529,7 +529,7 @@ class Communicator:
             group = self.group  # raises; where it does not, the property would cost a call more
         self.issued.append(issued := Issued(self._next(kind, peer), kind, label, peer))
         value = tensor if value is None else value
-        if value.grad_fn is not None and not self._is_labelled:  # or the group does so
+        if value.grad_fn is not None and not self._is_labeled:  # or the group does so
             overwrite(kind, (value,))
         pending = Pending(self, issued, value)
         if PROCESS.observers:
@@ -555,17 +555,17 @@ class Communicator:
         text = f"{label} on axis {self.axis}" if label else ""
         try:
             if PROCESS.checks is not None:
-                with PROCESS.checks.labelled(text, is_control=self._first_tag > 0):
+                with PROCESS.checks.labeled(text, is_control=self._first_tag > 0):
                     pending.launched(*launch(group))
                 return pending
-            if self._is_labelled:
+            if self._is_labeled:
                 group.label_next(text)
             pending.launched(*launch(group))
         except RuntimeError as error:
             pending.explain_call(error)
             raise
         finally:
-            if self._is_labelled:
+            if self._is_labeled:
                 group.label_next("")
         return pending
 

@@ -314,7 +314,7 @@ class _StandIn(Communicator):
         self.timeout: float | None = None
         self.axis, self.backend = "world", ""
         self.is_on_host, self.is_followed = is_host(self.device), False
-        self.waits_on_host, self._is_labelled = self.is_on_host, False
+        self.waits_on_host, self._is_labeled = self.is_on_host, False
         self.clock = Clock(self.device)
         self.rank, self.size = group.rank(), group.size()
         self.is_alone = self.size == 1

@@ -279,7 +279,7 @@ class _Placing:
 
 
 def _named(gathers: Sequence[Gather]) -> str:
-    """Name the units of ``gathers``, of neighbours the first and the last."""
+    """Name the units of ``gathers``, of neighbors the first and the last."""
     runs: list[list[Gather]] = []
     for gather in gathers:
         if runs and abs(gather.number - runs[-1][-1].number) == 1:

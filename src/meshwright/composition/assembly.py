@@ -21,7 +21,7 @@ from meshwright.composition.laying_out import (
     apply_dropout,
     compiled,
     cut_over_tensor,
-    equalise,
+    equalize,
     is_drawn_in_parts,
     is_on_meta,
     moved_to,
@@ -97,7 +97,7 @@ def parallelize(
     draws = apply_dropout(model, plan)
     whole: WholeRun | None = None
     if plan.axes.size("tensor") > 1:
-        equalise(model, everyone)
+        equalize(model, everyone)
         whole = WholeRun(model, moved_to(inputs, everyone), peers.tensor, draws)
         cut_over_tensor(model, ModelCut.of(model, plan), peers)
         whole.compare(model)
@@ -107,7 +107,7 @@ def parallelize(
     traffic = None if whole is None else whole.traffic(model, autocast_of(plan, everyone.device))
     if plan.axes.size("shard") > 1:
         if plan.axes.size("tensor") == 1 and not is_on_meta(model):
-            equalise(model, everyone)
+            equalize(model, everyone)
         layout: DataLayout = shard_module(model, plan, peers)
     else:
         layout = replicate_module(model, plan, peers)

@@ -97,12 +97,12 @@ def _pipeline_problems(plan: Plan) -> Iterator[Problem]:
 
 def _train_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     train = plan.train
-    normalised = list(batch_norms(model))
+    normalized = list(batch_norms(model))
     is_cut = plan.data_size > 1 or plan.pipeline.microbatches > 1
-    if normalised and train.batch_norm is None and is_cut:
+    if normalized and train.batch_norm is None and is_cut:
         yield Problem(
             ("train", "batch_norm"),
-            f"the model has BatchNorm ({normalised[0]!r}): say in [train] whether its statistics "
+            f"the model has BatchNorm ({normalized[0]!r}): say in [train] whether its statistics "
             'are those of each rank\'s share, batch_norm = "local", or of all ranks, "sync"',
         )
     running = list(running_instance_norms(model))
@@ -120,7 +120,7 @@ def _train_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
             f"{scaled[0]!r} has scale_grad_by_freq=True: its gradient would be divided by how "
             "often each row is looked up in one share of the batch, and not in all; leave it out",
         )
-    if not normalised and not running and train.batch_norm is not None:
+    if not normalized and not running and train.batch_norm is not None:
         yield Problem(
             ("train", "batch_norm"),
             f"batch_norm = {train.batch_norm!r} has no effect: the model has no BatchNorm",

@@ -137,8 +137,8 @@ class ShardedLayout(DataLayout):
     def reduce_next(self, is_wanted: bool) -> None:
         """See `DataLayout`."""
         for unit in self._units:
-            if unit.settings.synchronise is not is_wanted:
-                unit.change(synchronise=is_wanted)
+            if unit.settings.synchronize is not is_wanted:
+                unit.change(synchronize=is_wanted)
 
     def scale_by(self, scale: Callable[[], Factor]) -> None:
         """See `DataLayout`."""

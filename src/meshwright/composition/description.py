@@ -276,7 +276,7 @@ def _settings(plan: Plan, axis: Communicator) -> Iterator[str]:
 
 _STATISTICS = MappingProxyType(
     {
-        "local": "each rank normalises by its own share; running statistics are those of rank 0",
+        "local": "each rank normalizes by its own share; running statistics are those of rank 0",
         "sync": "each BatchNorm gathers statistics in every forward pass and reduces their "
         "gradients in every backward pass, beside the collectives above",
     }

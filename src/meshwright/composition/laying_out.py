@@ -85,7 +85,7 @@ def _draw(model: nn.Module, plan: Plan, device: torch.device, held: HeldBoxes = 
     """Give ``model`` memory on ``device`` and the values of the plan's seed.
 
     ``held`` tells which parts of parameters this rank has. Raises PlanError for modules that nobody
-    can initialise.
+    can initialize.
     """
     try:
         initialize(model, plan.train.seed, device=device, held=held)
@@ -123,7 +123,7 @@ def place(model: nn.Module, plan: Plan, axis: Communicator) -> None:
         model._apply(cast)
 
 
-def equalise(model: nn.Module, everyone: Communicator) -> None:
+def equalize(model: nn.Module, everyone: Communicator) -> None:
     """Make every rank's parameters and buffers those of rank 0."""
     compare_parameters(everyone, list(model.named_parameters()))
     tensors = [*model.parameters(), *model.buffers()]

@@ -213,7 +213,7 @@ class Trainable:
         if is_last and (buffers := self._layout.buffers_now()):
             with phase("buffers", step=self.steps + 1):
                 for each in buffers:
-                    each.synchronise()
+                    each.synchronize()
 
     def optimizer_step(self) -> StepResult:
         """Do the second half of `step`: norm, stop or skip, clip, optimizer, zero."""

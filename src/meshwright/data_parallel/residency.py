@@ -53,7 +53,7 @@ class ReplicaResidency:
         if not self._has_begun:
             replica.begin()
         self._has_begun = True
-        replica.reducer.synchronise(False)
+        replica.reducer.synchronize(False)
         replica.be_driven(True)
 
     def unshard(self) -> None:
@@ -196,7 +196,7 @@ class ShardedResidency:
         All of them at once: their whole gradients are there in any case.
         """
         for unit in reversed(self._units):
-            if unit.settings.synchronise and unit.trainable_groups:
+            if unit.settings.synchronize and unit.trainable_groups:
                 self._iteration.start_reduction(unit, is_limited=False)
 
     def finish(self) -> None:

@@ -65,7 +65,7 @@ def findings_of_gpus(ranks: int, answer: dict[str, Any]) -> Iterator[Finding]:
     yield Finding(
         name="communicators",
         value=f"1 of {ranks} ranks takes {answer['bytes'] / 2**20:.0f} MiB of each GPU; "
-        "a run has one for each axis, and pipelines some for neighbours",
+        "a run has one for each axis, and pipelines some for neighbors",
     )
 
 

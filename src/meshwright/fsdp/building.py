@@ -1,4 +1,4 @@
-"""From a module to a unit: materialised, moved, made equal on all ranks, and cut into shards."""
+"""From a module to a unit: materialized, moved, made equal on all ranks, and cut into shards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from meshwright.comm.dtensors.dtensor import check_ties, is_dtensor
 from meshwright.comm.streams import is_host
 from meshwright.data_parallel.checks.forward_writes import refuse_frequencies, refuse_max_norm
-from meshwright.data_parallel.checks.starting_state import synchronise
+from meshwright.data_parallel.checks.starting_state import synchronize
 from meshwright.data_parallel.distributed_parameters import local_parameters
 from meshwright.data_parallel.shards.buffer import BufferTypes, DataAxes
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup, UnitSettings
@@ -37,7 +37,7 @@ from meshwright.torch_internals.modules import CHECKPOINTED
 REFUSED = "FullyShardedDataParallel gathers as a part of one line"
 ALIGNMENT = 16
 """Bytes: where parameters begin that keep their identity, as in torch."""
-SYNCHRONISED = "_meshwright_is_synchronised"
+SYNCHRONIZED = "_meshwright_is_synchronized"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class UnitPlan:
     use_orig_params: bool
     offloads: bool = False
     """True when shards and gradients stay on the CPU."""
-    is_synchronised: bool = False
+    is_synchronized: bool = False
     """True where all ranks have just been given the same values."""
 
 
@@ -133,7 +133,7 @@ def resolve_device_id(device_id: int | str | torch.device | None) -> torch.devic
     return device
 
 
-def materialise(
+def materialize(
     modules: Collection[nn.Module],
     named: Sequence[tuple[str, nn.Parameter]],
     device: torch.device,
@@ -182,13 +182,13 @@ def send_states(
     buffers = [
         (name, buffer)
         for name, buffer in root.named_buffers()
-        if id(buffer) not in apart and not hasattr(buffer, SYNCHRONISED)
+        if id(buffer) not in apart and not hasattr(buffer, SYNCHRONIZED)
     ]
     paths = paths_alike(root, ignored.left_out(root))
     alike = [(name_alike(name, paths), tensor) for name, tensor in [*named, *buffers]]
-    synchronise(alike, axes.shard, axes.replicate)
+    synchronize(alike, axes.shard, axes.replicate)
     for _, buffer in buffers:
-        setattr(buffer, SYNCHRONISED, True)
+        setattr(buffer, SYNCHRONIZED, True)
 
 
 def build_unit(below: Below, plan: UnitPlan) -> Unit | None:
@@ -210,7 +210,7 @@ def build_unit(below: Below, plan: UnitPlan) -> Unit | None:
     name = type(root).__name__
     cut = [slots] if not plan.use_orig_params else group_slots(slots, by_training=False)
     groups = [_group(members, plan) for members in cut]
-    for group in () if plan.is_synchronised else groups:
+    for group in () if plan.is_synchronized else groups:
         group.note_starts(group.slots)
     precision = plan.precision
     kept = precision.param_dtype if precision.keep_low_precision_grads else None

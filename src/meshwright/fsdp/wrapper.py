@@ -187,7 +187,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         settings: UnitSettings,
         start: tuple[torch.device | None, Callable[[nn.Module], object] | None, bool],
     ) -> None:
-        device_id, init, synchronises = start
+        device_id, init, synchronizes = start
         below, inside = self._look_below(module, ignored)
         named = below.unmanaged()
         devices = {parameter.device for _, parameter in named}
@@ -195,7 +195,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         self._device = checks.choose_device(
             devices, device_id, self._groups.shard.device, self._groups.shard.rank
         )
-        if building.materialise(inside, named, self.compute_device, init):
+        if building.materialize(inside, named, self.compute_device, init):
             below, inside = self._look_below(module, ignored)
             named = below.unmanaged()
         _move(named, self.compute_device, device_id)
@@ -207,10 +207,10 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
             device=self.compute_device,
             offloads=self._offloads,
             use_orig_params=self._use_orig_params,
-            is_synchronised=synchronises,
+            is_synchronized=synchronizes,
         )
         axes = self._groups.axes
-        if synchronises:
+        if synchronizes:
             building.send_states(module, named, ignored, axes)
         del named  # who else holds them is counted
         self._unit = building.build_unit(below, plan)
@@ -226,7 +226,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
             sends_use_counts=self._use_orig_params,
             ignored=places_in((part for _, part in below.named), left_out) if left_out else (),
             leaves_out=ignored.left_out(module),
-            buffers=() if synchronises else starting_buffers(inside, left_out, axes.communicators),
+            buffers=() if synchronizes else starting_buffers(inside, left_out, axes.communicators),
         )
         self._is_inner = self._is_summoned = self._is_checked = False
         self._mode = PrecisionMode(self._precision, self._unit)
@@ -275,7 +275,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
             for unit in fsdp_units(self):
                 keeps = unit.settings.keep_full_after_forward
                 settings.enter_context(
-                    unit.changed(synchronise=False, keep_full_after_backward=keeps)
+                    unit.changed(synchronize=False, keep_full_after_backward=keeps)
                 )
             yield
 

@@ -77,7 +77,7 @@ def _trigger_sync_in_backward(theirs: Callable[..., Any], model: nn.Module) -> I
         with theirs(model):
             yield
         return
-    reducer.synchronise(True)
+    reducer.synchronize(True)
     yield
 
 

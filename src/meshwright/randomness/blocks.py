@@ -25,7 +25,7 @@ from meshwright.randomness.initialization import (
     held_whole,
     initializer_of,
     like_whole,
-    materialise,
+    materialize,
 )
 from meshwright.torch_internals.tensors import TorchDispatchMode, schema_of
 
@@ -50,7 +50,7 @@ def initialize_by_blocks(
     ``reset_parameters``, or ``init(module)``, runs on the meta device to learn what is written to
     each parameter: operators that treat all elements alike, as ``normal_`` and ``zero_`` do.
 
-    Raises ValueError for modules that nobody can initialise, and for those that write in another
+    Raises ValueError for modules that nobody can initialize, and for those that write in another
     way, such as orthogonal matrices, truncated normals or the zero row of a padding index.
     """
     check_initializers(model, init)
@@ -59,14 +59,14 @@ def initialize_by_blocks(
         for name, module in model.named_modules()
         if (step := initializer_of(module, init)) is not None
     }
-    undefined = materialise(model, device)
+    undefined = materialize(model, device)
     for name, module in model.named_modules():
         for _, key, tensor in cells_of(module, recurse=False):
             calls = plans.get(name, {}).get(key, [])
             path = f"{name}.{key}".lstrip(".")
             if not calls and (id(tensor) in undefined or hasattr(tensor, "device_mesh")):
                 raise ValueError(
-                    f"{path!r}: its module's initialisation writes nothing to it on the meta "
+                    f"{path!r}: its module's initialization writes nothing to it on the meta "
                     "device, so it cannot be drawn in blocks: use initialize"
                 )
             for box, memory in held(tensor):
@@ -99,7 +99,7 @@ def _fill(
 
 
 def _recorded(module: nn.Module, name: str, step: Step) -> dict[str, list[_Call]]:
-    """Record what the initialisation of ``module`` calls on its own tensors, by their names."""
+    """Record what the initialization of ``module`` calls on its own tensors, by their names."""
     kept = dict(module._parameters), dict(module._buffers)
     twins: dict[str, torch.Tensor] = {}
     for where, key, tensor in cells_of(module, recurse=False):
@@ -141,8 +141,8 @@ class _Recorder(TorchDispatchMode):
             return args[0]
         if any(id(value) in self._keys for value in (*args, *others)):
             raise ValueError(
-                f"the initialisation of {self._name!r} calls {func} on "
+                f"the initialization of {self._name!r} calls {func} on "
                 f"{key or 'its parameters'!r}, which does not treat all elements alike, so it "
-                "cannot be drawn in blocks: use initialize, or another initialisation"
+                "cannot be drawn in blocks: use initialize, or another initialization"
             )
         return func(*args, **(kwargs or {}))

@@ -4,7 +4,7 @@ The bits of element ``i`` are half of word ``i // 2``, and word ``n`` is the ``n
 generator SplitMix64 (Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, 2014),
 whose state moves by a constant, so that any of its numbers is computed without those before.
 
-Alternatives considered: Philox, whose ten rounds cost 5 times as much in vectorised torch
+Alternatives considered: Philox, whose ten rounds cost 5 times as much in vectorized torch
 operations; torch's own generators, one for each block of elements, which draw whole rows where a
 rank holds a slice of each, and start a kernel for each block on a GPU.
 """

@@ -5,7 +5,7 @@ module: no rank talks to another, and at no time is more held than one module's 
 parts. The numbers are those of one process that seeds torch's generator and calls
 ``reset_parameters`` in the order of ``modules()``. Parameters may be on the meta device.
 
-A model of Hugging Face's, which initialises its modules by ``_init_weights``, is walked in the
+A model of Hugging Face's, which initializes its modules by ``_init_weights``, is walked in the
 order in which it does so itself, children first; a module's children stay whole until it is done,
 since it may write to them.
 """
@@ -30,7 +30,7 @@ HeldBoxes = Callable[[torch.Tensor], Sequence[tuple[Box, torch.Tensor]]]
 that holds it."""
 
 Step = Callable[[nn.Module], object]
-"""Initialises the own parameters and buffers of one module."""
+"""Initializes the own parameters and buffers of one module."""
 
 
 def held_whole(tensor: torch.Tensor) -> Sequence[tuple[Box, torch.Tensor]]:
@@ -59,13 +59,13 @@ def initialize(
     that are spread over ranks. torch's generators are left as they were.
 
     Raises ValueError, naming all of them and before anything is drawn, for modules that hold
-    parameters and that nobody can initialise; RuntimeError for a module that leaves elements as
+    parameters and that nobody can initialize; RuntimeError for a module that leaves elements as
     they were where they cannot be known.
     """
     is_nested = init is None and hasattr(model, "_init_weights")
     if not is_nested:
         check_initializers(model, init)
-    walk = _Walk(model, materialise(model, device), held)
+    walk = _Walk(model, materialize(model, device), held)
     with _seeded(model, seed):
         if is_nested:
             walk.close(walk.children_first(model, model))
@@ -76,14 +76,14 @@ def initialize(
 
 
 def module_initializer(model: nn.Module, seed: int, *, init: Step | None = None) -> Step:
-    """Make a ``param_init_fn``: initialises one module of ``model`` as `initialize` does all.
+    """Make a ``param_init_fn``: initializes one module of ``model`` as `initialize` does all.
 
     For `FullyShardedDataParallel`, which wants modules in an order of its own: each module is
     drawn twice, once here to learn where its numbers begin. ``model`` is on the meta device.
     """
     if hasattr(model, "_init_weights") and init is None:
         raise ValueError(
-            f"{type(model).__name__} initialises modules together with their children: pass init, "
+            f"{type(model).__name__} initializes modules together with their children: pass init, "
             "or use initialize"
         )
     check_initializers(model, init)
@@ -93,14 +93,14 @@ def module_initializer(model: nn.Module, seed: int, *, init: Step | None = None)
         for module in model.modules():
             states[module] = torch.get_rng_state()
             kept = dict(module._parameters), dict(module._buffers)
-            materialise(module, None, recurse=False)
+            materialize(module, None, recurse=False)
             _draw(module, names[module], init)
             module._parameters.update(kept[0])
             module._buffers.update(kept[1])
 
     @torch.no_grad()
     def draw(module: nn.Module) -> None:
-        walk = _Walk(model, materialise(module, None, recurse=False), held_whole)
+        walk = _Walk(model, materialize(module, None, recurse=False), held_whole)
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(states[module])
             walk.draw(module, init)
@@ -108,7 +108,7 @@ def module_initializer(model: nn.Module, seed: int, *, init: Step | None = None)
     return draw
 
 
-def materialise(
+def materialize(
     model: nn.Module, device: torch.device | str | None, *, recurse: bool = True
 ) -> set[int]:
     """Give tensors on the meta device memory; return the ids of those without known values.
@@ -179,7 +179,7 @@ class _Walk:
                 raise RuntimeError(f"{cell.name!r} was replaced by {drawn} while it was drawn")
             if not cell.is_known and _is_marked(drawn):
                 raise RuntimeError(
-                    f"{cell.name!r} has elements that its module's initialisation leaves as they "
+                    f"{cell.name!r} has elements that its module's initialization leaves as they "
                     "were, and no other rank is asked: let it write all of them, or pass init"
                 )
             cell.where[cell.key] = rest
@@ -207,7 +207,7 @@ def like_whole(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor
 
 
 def _mark(tensor: torch.Tensor | None) -> None:
-    """Fill ``tensor`` with a value that no initialisation gives."""
+    """Fill ``tensor`` with a value that no initialization gives."""
     if tensor is not None and tensor.numel():
         tensor.detach().fill_(_marker(tensor))
 
@@ -226,7 +226,7 @@ def _marker(tensor: torch.Tensor) -> float | int | bool:
     return False if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).min
 
 
-# ------------------------------------------------------------------------ who initialises
+# ------------------------------------------------------------------------ who initializes
 
 
 def initializer_of(module: nn.Module, init: Step | None) -> Step | None:
@@ -241,7 +241,7 @@ def initializer_of(module: nn.Module, init: Step | None) -> Step | None:
 
 
 def check_initializers(model: nn.Module, init: Step | None) -> None:
-    """Raise ValueError, naming all modules that hold tensors and that nobody initialises."""
+    """Raise ValueError, naming all modules that hold tensors and that nobody initializes."""
     lost = [
         f"{name or 'the model itself'} ({type(module).__name__})"
         for name, module in model.named_modules()
@@ -249,13 +249,13 @@ def check_initializers(model: nn.Module, init: Step | None) -> None:
     ]
     if lost:
         raise ValueError(
-            f"nobody can initialise {', '.join(lost)}: give these classes a method "
+            f"nobody can initialize {', '.join(lost)}: give these classes a method "
             "reset_parameters, or pass init, which is called for every module"
         )
 
 
 def _draw(module: nn.Module, name: str, init: Step | None) -> None:
-    """Initialise the own tensors of ``module``, and see to it that those below are left alone."""
+    """Initialize the own tensors of ``module``, and see to it that those below are left alone."""
     step = initializer_of(module, init)
     if step is None:
         return
@@ -266,7 +266,7 @@ def _draw(module: nn.Module, name: str, init: Step | None) -> None:
         return
     if versions != [version_of(local) for local in map(memory_of, below)]:
         raise RuntimeError(
-            f"the initialisation of {name!r} ({type(module).__name__}) writes to parameters of "
+            f"the initialization of {name!r} ({type(module).__name__}) writes to parameters of "
             "modules below it, of which this rank may hold a part: let it write to its own alone"
         )
 

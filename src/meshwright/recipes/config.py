@@ -212,7 +212,7 @@ class RunConfig:
     """Receivers of the numbers of each step, from rank 0: tensorboard, wandb, mlflow, trackio, or
     package.module:Class of your own."""
     peak_tflops: Annotated[float, Above(0)] | None = None
-    """Floating-point operations of a rank's device, in 1e12 a second, for the utilisation in the
+    """Floating-point operations of a rank's device, in 1e12 a second, for the utilization in the
     metrics; by default what one large matrix product reaches when the run begins."""
     timeout: Annotated[float, Above(0)] | None = None
     """Seconds after which a wait for another rank ends in any case; by default a rank is waited for

@@ -213,12 +213,12 @@ class Schedule:
     @cached_property
     def sources(self) -> tuple[tuple[int, ...], ...]:
         """For each stage the stages whose outputs it reads, ascending."""
-        return _neighbours(self.stages, ((target, source) for source, target in self.edges))
+        return _neighbors(self.stages, ((target, source) for source, target in self.edges))
 
     @cached_property
     def targets(self) -> tuple[tuple[int, ...], ...]:
         """For each stage the stages that read its outputs, ascending."""
-        return _neighbours(self.stages, self.edges)
+        return _neighbors(self.stages, self.edges)
 
     @cached_property
     def remote_sources(self) -> tuple[tuple[int, ...], ...]:
@@ -247,7 +247,7 @@ class Schedule:
         return tuple(other for other in others if self.stage_ranks[other] != rank)
 
 
-def _neighbours(stages: int, pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
+def _neighbors(stages: int, pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
     found: list[set[int]] = [set() for _ in range(stages)]
     for here, there in pairs:
         found[here].add(there)

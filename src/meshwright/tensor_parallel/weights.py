@@ -52,7 +52,7 @@ def distribute(
     if known_at_rest(given) is not None:
         raise ValueError(
             f"{name} is a DTensor already, placed {list(given.placements)} on "  # pyrefly: ignore[missing-attribute]
-            f"{given.device_mesh}: parallelise each module once"  # pyrefly: ignore[missing-attribute]
+            f"{given.device_mesh}: parallelize each module once"  # pyrefly: ignore[missing-attribute]
         )
     became = what_became(given)
     if became is None:

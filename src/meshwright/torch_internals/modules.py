@@ -114,7 +114,7 @@ IGNORED_NAMES = "_ddp_params_and_buffers_to_ignore"
 STEPPERS = "_in_backward_optimizers"
 """The attribute of a parameter with the optimizers that step it in the backward."""
 _HOME = "torch.distributed.optim.apply_optimizer_in_backward"
-_OWN = required("torch.nn.MultiheadAttention._reset_parameters", "initialises attention")
+_OWN = required("torch.nn.MultiheadAttention._reset_parameters", "initializes attention")
 RESET_ATTENTION: str = _OWN.__name__
 _LENDING = required(
     "torch.nn.utils.stateless._functional_call", "sees what a functional call lends"

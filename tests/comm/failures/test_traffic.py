@@ -21,7 +21,7 @@ SETTLED = 31.0
 
 
 def spread(rank: int, seconds: float) -> float:
-    """A moment for ``rank`` within ``seconds``, another one than its neighbours'."""
+    """A moment for ``rank`` within ``seconds``, another one than its neighbors'."""
     return seconds * (rank * 0.7548 % 1)
 
 

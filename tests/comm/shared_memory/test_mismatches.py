@@ -164,7 +164,7 @@ def test_mismatches_are_named_on_every_rank(ranks: Ranks, kind: str) -> None:
     ranks(3, body, connected=False)
 
 
-def test_an_unlabelled_call_fits_a_labelled_one(ranks: Ranks) -> None:
+def test_an_unlabeled_call_fits_a_labeled_one(ranks: Ranks) -> None:
     def body() -> None:
         group = join()
         tensor = torch.ones(3)

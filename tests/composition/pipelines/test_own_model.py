@@ -823,7 +823,7 @@ def body_modules() -> None:
     assert not chain.head.training
 
 
-class Penalised(nn.Module):
+class Penalized(nn.Module):
     """Reads its head once more behind it, so that tracing gives the head to two stages."""
 
     def __init__(self) -> None:
@@ -835,13 +835,13 @@ class Penalised(nn.Module):
         return y, 0.1 * sum(p.square().sum() for p in self.head.parameters())
 
 
-def penalised_loss(output: tuple[torch.Tensor, torch.Tensor], y: torch.Tensor) -> torch.Tensor:
+def penalized_loss(output: tuple[torch.Tensor, torch.Tensor], y: torch.Tensor) -> torch.Tensor:
     return (output[0] - y).square().mean() + output[1]
 
 
 def late_hooks_on_what_two_stages_of_a_rank_hold(schedule: str) -> None:
     torch.manual_seed(0)
-    model = Penalised().double()
+    model = Penalized().double()
     one = copy.deepcopy(model)
     x, y = torch.randn(8, 4).double(), torch.randn(8, 3).double()
     plan = f'[axes]\npipeline = 2\n[pipeline]\nschedule = "{schedule}"\nmicrobatches = 4\n'
@@ -849,7 +849,7 @@ def late_hooks_on_what_two_stages_of_a_rank_hold(schedule: str) -> None:
         model,
         Plan.from_toml(plan),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
-        loss=penalised_loss,
+        loss=penalized_loss,
         example=x,
     )
     optimizer = torch.optim.SGD(one.parameters(), lr=0.5)
@@ -859,7 +859,7 @@ def late_hooks_on_what_two_stages_of_a_rank_hold(schedule: str) -> None:
                 parameter.register_hook(lambda gradient: 0.5 * gradient)
     for _ in range(2):
         optimizer.zero_grad()
-        penalised_loss(one(x), y).backward()
+        penalized_loss(one(x), y).backward()
         trainable.forward_backward(x, y)
         found = trainable.gradients()
         for name, parameter in one.named_parameters():

@@ -197,7 +197,7 @@ CASES: dict[str, tuple[Case, str]] = {
     "frozen later": (frozen_later, "left.weight"),
     "one more backward": (one_more_backward, "backward pass"),
     "one more step": (one_more_step, r"leaves the run .*\(batches\) on every rank.*join\(\)"),
-    "without a reduction": (without_a_reduction, "synchronise=False|backward pass 1"),
+    "without a reduction": (without_a_reduction, "synchronize=False|backward pass 1"),
     "evaluates": (evaluates, "a forward pass in evaluation"),
     "without gradients": (without_gradients, "a forward pass in evaluation|leaves the run"),
     "more microbatches": (more_microbatches, "passes"),

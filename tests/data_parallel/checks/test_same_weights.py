@@ -239,7 +239,7 @@ def body_by_right() -> None:
 
 
 def body_ascent() -> None:
-    """Sharpness-aware minimisation: each rank ascends by its own batch before the pass of all."""
+    """Sharpness-aware minimization: each rank ascends by its own batch before the pass of all."""
     loop = Loop(of_class)
     for _ in range(9):
         start = [held.detach().clone() for held in loop.held()]

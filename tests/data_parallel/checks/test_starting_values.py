@@ -139,7 +139,7 @@ def loaded_with_buffers(strategy: str) -> Any:
     return model
 
 
-def materialised_since(strategy: str) -> Any:
+def materialized_since(strategy: str) -> Any:
     with torch.device("meta"):
         model = build()
     if strategy != "fully_shard":
@@ -204,7 +204,7 @@ SAME = [
     seeded_since,
     loaded_since,
     loaded_with_buffers,
-    materialised_since,
+    materialized_since,
     sent_from_rank_0,
     own_buffers,
     left_out,

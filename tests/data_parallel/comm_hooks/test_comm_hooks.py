@@ -401,7 +401,7 @@ def test_power_sgd_of_torch_runs(ranks: Ranks) -> None:
     ranks(2, body_torch_power_sgd)
 
 
-# ------------------------------------------------------------------- local SGD, quantisation
+# ------------------------------------------------------------------- local SGD, quantization
 
 
 def body_local_sgd(is_torch: bool) -> None:
@@ -451,7 +451,7 @@ def rounded(gradients: list[torch.Tensor], row: int | None) -> list[torch.Tensor
     return [piece.view(g.shape) for piece, g in zip(pieces, gradients[::-1], strict=True)][::-1]
 
 
-def body_quantised(hook: Any, row: int | None) -> None:
+def body_quantized(hook: Any, row: int | None) -> None:
     model = nn.Linear(60, 30)
     ours = DistributedDataParallel(model)
     ours.register_comm_hook(communicator().group, hook)
@@ -468,10 +468,10 @@ def body_quantised(hook: Any, row: int | None) -> None:
     same(ours, exact, rtol=0, atol=spread)
 
 
-# torch's own quantisation reads the futures of another backend than Gloo.
+# torch's own quantization reads the futures of another backend than Gloo.
 @pytest.mark.parametrize(("name", "row"), [("pertensor", None), ("perchannel", 512)])
-def test_quantisation(ranks: Ranks, name: str, row: int | None) -> None:
-    ranks(2, body_quantised, getattr(hooks, f"quantization_{name}_hook"), row)
+def test_quantization(ranks: Ranks, name: str, row: int | None) -> None:
+    ranks(2, body_quantized, getattr(hooks, f"quantization_{name}_hook"), row)
 
 
 # ------------------------------------------------------------------- optimizer in the backward

@@ -84,24 +84,24 @@ def body() -> None:
         assert (before, then) == ("", "")
         assert bool(first) is is_first
         if is_first:
-            assert "BatchNorm '0.1' normalises by the batch of each of 2 ranks alone" in first
+            assert "BatchNorm '0.1' normalizes by the batch of each of 2 ranks alone" in first
             assert "synchronize_batch_norm(model, communicator())" in first
             assert "keep_batch_norm_local(model)" in first
 
         # What is no BatchNorm over the batch, or not of this rank alone, or is meant.
         frozen = net()
         frozen[0][1].eval()
-        synchronised = net()
-        assert synchronize_batch_norm(synchronised, communicator()) is synchronised
+        synchronized = net()
+        assert synchronize_batch_norm(synchronized, communicator()) is synchronized
         meant = net()
         keep_batch_norm_local(meant)
-        for silent in (frozen, synchronised, meant, net(nn.Identity)):
+        for silent in (frozen, synchronized, meant, net(nn.Identity)):
             inner = wrap(silent)
             assert said(lambda inner=inner: loss(inner, x).backward()) == [""]
     # What is frozen may train later; all else is asked once and never again.
     due = {
         kind: LocalStatistics(silent, [communicator()])
-        for kind, silent in {"frozen": frozen, "synchronised": synchronised, "meant": meant}.items()
+        for kind, silent in {"frozen": frozen, "synchronized": synchronized, "meant": meant}.items()
     }
     for statistics in due.values():
         statistics.tell()
@@ -132,7 +132,7 @@ def body_later() -> None:
     model[1] = nn.BatchNorm1d(4).double()
     (text,) = said(train)
     assert bool(text) is is_first
-    assert not text or "BatchNorm '1' normalises" in text
+    assert not text or "BatchNorm '1' normalizes" in text
     # What a warning has named is not named again, by whichever replica; nothing is left to ask.
     model[2] = replicate(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)).double())
     again = DistributedDataParallel(model)

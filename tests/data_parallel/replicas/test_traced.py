@@ -49,7 +49,7 @@ class Graph:
     def step(self, *plans: str, updates: bool = True, gradient: float = 1.0) -> None:
         """Run graphs with ``plans`` in one backward pass, and step."""
         reducer: Any = self.marking._reducer
-        reducer.synchronise(False)
+        reducer.synchronize(False)
         x = torch.ones(2, requires_grad=True)
         y = x * 2
         for _ in range(LAG):  # what is queued before is through by then

@@ -67,7 +67,7 @@ def evaluated(model: nn.Module, x: torch.Tensor) -> None:
     model.train()
 
 
-def penalised(model: nn.Module, x: torch.Tensor) -> None:
+def penalized(model: nn.Module, x: torch.Tensor) -> None:
     """The term is taken while gradients of the first pass are there."""
     model(x).square().mean().backward()
     loss = model(x).square().mean()
@@ -78,7 +78,7 @@ def penalised(model: nn.Module, x: torch.Tensor) -> None:
 
 def body(nested: bool, after: bool | None) -> None:
     x = batch()
-    for passes in (retained_once, retained, logged, evaluated, penalised):
+    for passes in (retained_once, retained, logged, evaluated, penalized):
         one = net()
         model = sharded(one, nested=nested, after=after)
         optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, one)]
@@ -173,7 +173,7 @@ def body_class(strategy: str, original: bool, nested: bool) -> None:
         assert [*model.state_dict()] == [*one.state_dict()]
         same_when_summoned(model, one, gradients=original)
         with pytest.raises(RuntimeError, match="the loss has read"):
-            penalised(model, mine(x))
+            penalized(model, mine(x))
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -114,7 +114,7 @@ def test_dtypes_and_frozen_parameters_mix(ranks: Ranks) -> None:
     ranks(2, body_mixed_dtypes)
 
 
-class Quantised(nn.Module):
+class Quantized(nn.Module):
     """A frozen table of a dtype that backends do not sum, beside a layer that trains."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -133,7 +133,7 @@ def body_tables() -> None:
     x = torch.ones(2, 4)
     for dtype in (torch.float8_e4m3fn, torch.int16, torch.uint16, torch.int8, torch.bool):
         torch.manual_seed(0)
-        one = Quantised(dtype)
+        one = Quantized(dtype)
         for apply in (fully_shard, replicate, DistributedDataParallel):
             model: Any = apply(copy.deepcopy(one))
             for _ in range(2):

@@ -365,7 +365,7 @@ def converted_between_forward_and_backward(run: Run) -> None:
     raise AssertionError("one process keeps what it has used")
 
 
-# ------------------------------------------------------------- removed, tied, reparametrised
+# ------------------------------------------------------------- removed, tied, reparametrized
 
 
 @program(all=GONE)

@@ -89,7 +89,7 @@ class Levels(torch.Tensor):
         return func(*args, **(kwargs or {}))
 
 
-class Quantised(Rounded):
+class Quantized(Rounded):
     """As `Rounded`, and computes as `Levels`."""
 
     def fsdp_pre_all_gather(  # pyrefly: ignore[bad-override]
@@ -191,7 +191,7 @@ class Straight(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         plain = self.weight.detach()
         seen = plain
-        if self.cls in (Rounded, Quantised):
+        if self.cls in (Rounded, Quantized):
             scale = plain.abs().amax() / LEVELS
             seen = (plain / scale).round() * scale
         return nn.functional.linear(x, self.weight + (seen - plain), self.bias)
@@ -278,7 +278,7 @@ def compare(cls: Any, *, mesh: Any = None, after: Any = None) -> None:
 
 
 def body() -> None:
-    for cls in (Rounded, Quantised, Marked, Asis):
+    for cls in (Rounded, Quantized, Marked, Asis):
         for after in (None, False):
             compare(cls, after=after)
     model = build(Rounded, is_one=False)
@@ -344,7 +344,7 @@ def body_of_classes() -> None:
 
 def body_over_axes() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for cls in (Rounded, Quantised, Marked, Asis):
+    for cls in (Rounded, Quantized, Marked, Asis):
         compare(cls, mesh=mesh)
         compare(cls)
 

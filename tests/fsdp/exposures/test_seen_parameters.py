@@ -111,7 +111,7 @@ def plain_gradients(run: Callable[[Net], object]) -> list[torch.Tensor]:
 
 
 def body_between_forward_and_backward() -> None:
-    def penalised(model: nn.Module) -> None:
+    def penalized(model: nn.Module) -> None:
         loss = model(numbers()) + sum(p.square().sum() for p in model.parameters())
         loss.backward()
 
@@ -160,7 +160,7 @@ def body_between_forward_and_backward() -> None:
         for changes in ("kept", "halved", "zeroed", "dropped"):
             check(lambda m, changes=changes: accumulated(m, changes=changes))
         check(penalty_of_gradient)  # a root keeps its own parameters until the backward
-        check(penalised)
+        check(penalized)
         if strategy == "FULL_SHARD":
             net = Net()
             net.first = wrapped(net.first, strategy, use_orig_params)

@@ -151,9 +151,9 @@ def body_ours(name: str, kinds: Sequence[str]) -> None:
         schedule = kind(stages if is_multi else stages[0], 8, loss_fn=nn.MSELoss())
         nn.MSELoss()(nn.Sequential(*ones)(x), target).backward()
         # The second step reduces nothing; the third reduces what both have left.
-        for number, is_synchronised in enumerate((True, False, True)):
+        for number, is_synchronized in enumerate((True, False, True)):
             with contextlib.ExitStack() as stack:
-                if not is_synchronised:
+                if not is_synchronized:
                     for s in mine:
                         stack.enter_context(layers[s].no_sync())
                         if wrap is replicated_around:
@@ -161,10 +161,10 @@ def body_ours(name: str, kinds: Sequence[str]) -> None:
                 with observe(recorder := Recorder()):
                     schedule.step(*args, **kwargs)
             if replicas > 1:
-                due = reductions if is_synchronised else 0
+                due = reductions if is_synchronized else 0
                 assert moved(recorder) == (gathers * len(mine), due * len(mine)), spread
             schedule.eval(*args)
-            if not is_synchronised:
+            if not is_synchronized:
                 continue
             for s in mine:
                 found = gradients(layers[s])

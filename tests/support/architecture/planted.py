@@ -242,12 +242,12 @@ SOUND: Files = {
         import json
         from dataclasses import dataclass
         from meshwright.axes import Axes
-        __all__ = ["Colour", "Plan", "Rule"]
+        __all__ = ["Color", "Plan", "Rule"]
         NAMES = {"a": 1}
         @dataclass(frozen=True, slots=True)
-        class Colour:
-            """A colour."""
-        RED = Colour()
+        class Color:
+            """A color."""
+        RED = Color()
         class Rule:
             """Calls nothing its own."""
             def __call__(self) -> None: ...

@@ -381,7 +381,7 @@ class HookOnATensor(Case):
         return self.b(hidden.tanh())
 
 
-class Vectorised(Case):
+class Vectorized(Case):
     refused = dict.fromkeys(("fully_shard", "flat", "original"), "inside of a transform of torch")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

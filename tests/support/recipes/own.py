@@ -79,7 +79,7 @@ def needs_numbers() -> nn.Module:
     return nn.Sequential(nn.Dropout(0.1), NeedsNumbers(), nn.Linear(6, 3))
 
 
-class Labelled(nn.Module):
+class Labeled(nn.Module):
     """A model of dicts that knows its loss."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class Labelled(nn.Module):
 
 
 class Output(NamedTuple):
-    """The result of `Labelled`."""
+    """The result of `Labeled`."""
 
     loss: torch.Tensor | None
     logits: torch.Tensor

@@ -66,12 +66,12 @@ def stop_in_step(folder: Path, step: int, *overrides: str) -> Outcome:
     """A run in which rank 1 alone is asked to stop, while ``step`` runs on rank 0."""
     world = connect()
     config = read_run(folder, *overrides)
-    neighbour = int(world.gather_bytes(str(os.getpid()).encode(), label="process ids")[-1])
+    neighbor = int(world.gather_bytes(str(os.getpid()).encode(), label="process ids")[-1])
 
     def tell(line: str) -> None:
         if world.rank == 0 and line.startswith(f"step {step}/"):
-            os.kill(neighbour, signal.SIGTERM)
-            # The neighbour gets it while it waits for this rank, and not some steps later.
+            os.kill(neighbor, signal.SIGTERM)
+            # The neighbor gets it while it waits for this rank, and not some steps later.
             time.sleep(0.2)
 
     return train(config, world, tell)

@@ -265,7 +265,7 @@ PAIRS: dict[str, Callable[[], Step]] = {
     "replicate, buffers": lambda: training(buffered()),
     "replicate, hook": lambda: training(hooked(allreduce_hook)),
     "replicate, half precision": lambda: training(hooked(bf16_compress_hook)),
-    "replicate, quantised": lambda: training(hooked(quantization_pertensor_hook)),
+    "replicate, quantized": lambda: training(hooked(quantization_pertensor_hook)),
     "replicate, PowerSGD": lambda: training(
         hooked(powerSGD_hook, lambda: PowerSGDState(start_powerSGD_iter=2))
     ),

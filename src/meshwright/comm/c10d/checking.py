@@ -439,7 +439,7 @@ class CallChecks:
         """``find`` gives the communicator of a group."""
         self._find = find
         self._thread = _Thread()
-        self._is_labelled = True
+        self._is_labeled = True
         self._groups: weakref.WeakKeyDictionary[Any, _Group] = weakref.WeakKeyDictionary()
         self._undo: list[Callable[[], object]] = []
 
@@ -462,9 +462,9 @@ class CallChecks:
         self._undo.clear()
 
     @contextmanager
-    def labelled(self, label: str, *, is_control: bool) -> Iterator[None]:
+    def labeled(self, label: str, *, is_control: bool) -> Iterator[None]:
         """Give what this thread issues in the block ``label``; it may be control data."""
-        self._thread.mark(label if self._is_labelled else "", is_control=is_control)
+        self._thread.mark(label if self._is_labeled else "", is_control=is_control)
         try:
             yield
         finally:
@@ -472,7 +472,7 @@ class CallChecks:
 
     def forgo_labels(self) -> None:
         """Compare no labels of this rank from now on: it is known to differ from its peers."""
-        self._is_labelled = False
+        self._is_labeled = False
 
     def finish(self) -> None:
         """Raise where a message was never received."""

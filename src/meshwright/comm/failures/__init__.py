@@ -12,7 +12,7 @@ Bottom-up:
     failure      the first failure, and what a rank says of itself
     waiting      the one rule of all waits
     stuck_calls  calls of c10d that a thread does not come out of
-    watching     the thread that watches this process and its neighbours
+    watching     the thread that watches this process and its neighbors
     membership   the time of a rank in a run, from its first word to its last
     sameness     the one comparison of what all ranks must have alike
     events       comparisons of what ranks are about to do

@@ -6,7 +6,7 @@ Nobody waits on the way, and each rank then waits for one key and reads it::
     rank 0 ─┐
     rank 1 ─┼─> 0/0 ──merged──┐                     a key holds one line for each of its FAN
      ...   ─┘   0/1 ──merged──┼─> 1/0 ──> ... all   children: a table with a column for each field,
-    rank W ───> ...           ┘                     which packs well, as neighbours say the same
+    rank W ───> ...           ┘                     which packs well, as neighbors say the same
 
 Processes matter to the ranks of their own host alone, which have a list of theirs.
 """

@@ -1,4 +1,4 @@
-"""The thread that watches this process and its neighbours, and touches neither store nor network.
+"""The thread that watches this process and its neighbors, and touches neither store nor network.
 
 It sees what others cannot say: a rank of this host whose process has ended; the store's host, when
 that does not answer; a call of `torch.distributed` that the main thread does not come out of; an
@@ -86,7 +86,7 @@ class Watcher:
         self._monitor = monitor
         self._end = end
         self._calls = CallWatch(monitor.ranks.is_watched)
-        self._neighbours = _Neighbours()
+        self._neighbors = _Neighbors()
         self._stillness = Stillness()
         self._silent_since: float | None = None
         self._known_since: float | None = None
@@ -107,10 +107,10 @@ class Watcher:
     def stop(self) -> None:
         """End the thread."""
         self._stop.set()
-        self._neighbours.wake()
+        self._neighbors.wake()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5.0)
-        self._neighbours.close()
+        self._neighbors.close()
         if self._renewed is not None:
             faulthandler.cancel_dump_traceback_later()
 
@@ -126,17 +126,17 @@ class Watcher:
 
     def _run(self) -> None:
         while True:
-            self._neighbours.wait(EVERY)
+            self._neighbors.wait(EVERY)
             if self._stop.is_set():
                 return
             try:
                 self._renew()
                 self._look()
             except Exception:  # without this thread, ranks would hang in silence
-                _log.exception("rank %d: a look at its neighbours failed", self._monitor.rank)
+                _log.exception("rank %d: a look at its neighbors failed", self._monitor.rank)
 
     def _look(self) -> None:
-        for rank in self._neighbours.ended(self._monitor):
+        for rank in self._neighbors.ended(self._monitor):
             self._monitor.found_ended(rank)
         self._look_at_store()
         call = self._calls.look()
@@ -278,7 +278,7 @@ class Watcher:
             self._end(error)
 
 
-class _Neighbours:
+class _Neighbors:
     """Processes of other ranks on this host, by descriptors that tell when one has ended.
 
     They are waited for, not looked at now and then: a launcher ends all other ranks within a tenth

@@ -77,7 +77,7 @@ class ProcessState:
     monitor: FailureMonitor | None = None
     """Publishes this rank's failure and answers for it; None before `connect`."""
     watcher: Watcher | None = None
-    """Watches this process and its neighbours, as long as there is a monitor."""
+    """Watches this process and its neighbors, as long as there is a monitor."""
     flights: Flights = field(default_factory=Flights)
     """Operations of devices that are under way."""
     stopped: CommunicationError | None = None

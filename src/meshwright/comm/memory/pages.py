@@ -78,7 +78,7 @@ class _Kernel:
 
 @dataclass(slots=True)
 class _Extent:
-    """Neighbouring pages that move together."""
+    """Neighboring pages that move together."""
 
     home: int
     nbytes: int

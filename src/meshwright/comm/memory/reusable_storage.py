@@ -33,7 +33,7 @@ class Line(ABC):
 
     @abstractmethod
     def restore(self) -> None:
-        """Have memory, uninitialised unless it is there already."""
+        """Have memory, uninitialized unless it is there already."""
 
 
 class _StorageLine(Line):
@@ -81,7 +81,7 @@ class _PagedLine(Line):
 
 
 def line_of(numel: int, dtype: torch.dtype, device: torch.device) -> Line:
-    """Make a line of ``numel`` elements that has memory, uninitialised."""
+    """Make a line of ``numel`` elements that has memory, uninitialized."""
     is_large = numel * dtype.itemsize >= LARGE
     if is_large and is_host(device) and PROCESS.pages.is_available:
         return _PagedLine(numel, dtype, PROCESS.pages)

@@ -33,7 +33,7 @@ class LateNumbers:
         """Give it a ``name`` by which `known` finds it as long as something is outstanding."""
         self._key = name or str(id(self))
         self.coming: list[Callable[[], object]] = []
-        """Judgements of what the device or other ranks may not have come to: each waits first."""
+        """Judgments of what the device or other ranks may not have come to: each waits first."""
 
     @classmethod
     def known(cls, name: str) -> LateNumbers:

@@ -158,7 +158,7 @@ class SharedTensors:
         self._mapped: dict[tuple[int, int], Segment] = {}
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Make an uninitialised 1-D tensor whose elements lie in shared memory.
+        """Make an uninitialized 1-D tensor whose elements lie in shared memory.
 
         It is an ordinary one when it has no elements, and when segments are half of all files that
         this process may open.

@@ -88,7 +88,7 @@ def register() -> None:
 
 
 def allocate(group: dist.ProcessGroup | None, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Make an uninitialised 1-D tensor that the ranks of every group gather and reduce in place.
+    """Make an uninitialized 1-D tensor that the ranks of every group gather and reduce in place.
 
     ``group`` is any group of this backend. On others, and on None, it is an ordinary tensor. A
     process forked from this one sees the same memory: it must not write to it.

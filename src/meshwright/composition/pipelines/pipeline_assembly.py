@@ -17,7 +17,7 @@ from meshwright.composition.laying_out import (
     apply_dropout,
     compiled,
     cut_over_tensor,
-    equalise,
+    equalize,
     moved_to,
     place,
     recompute_modules,
@@ -56,7 +56,7 @@ def pipelined(
     everyone, pipeline = peers.everyone, peers.pipeline
     place(model, plan, everyone)
     given.carry(model)
-    equalise(model, everyone)
+    equalize(model, everyone)
     names = list(model.state_dict())
     draws = apply_dropout(model, plan)
     cut = ModelCut.of(model, plan)

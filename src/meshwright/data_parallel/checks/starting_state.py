@@ -189,7 +189,7 @@ def _changed(buffer: torch.Tensor, targets: Sequence[torch.Tensor]) -> list[int]
     return found
 
 
-def synchronise(
+def synchronize(
     named: Sequence[tuple[str, torch.Tensor]],
     shard: Communicator | None,
     replicate: Communicator | None,
@@ -207,7 +207,7 @@ def synchronise(
             if tensor.is_meta:
                 raise ValueError(
                     f"sync_module_states broadcasts values, and {name!r} is on the meta device: "
-                    "materialise it first (to_empty), or load a state dict after sharding"
+                    "materialize it first (to_empty), or load a state dict after sharding"
                 )
             if is_host(tensor.device) and not axis.is_on_host:
                 raise ValueError(

@@ -16,7 +16,7 @@ were written for torch's protocol work beside them, unchanged::
 
 Bottom-up:
 
-    sums         sums, half precision, quantisation, sums in subgroups and steps
+    sums         sums, half precision, quantization, sums in subgroups and steps
     power_sgd    two thin matrices
     shard_hooks  hooks of sharded and hybrid units
 """

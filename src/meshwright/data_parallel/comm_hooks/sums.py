@@ -63,7 +63,7 @@ noop_hook.__dict__["is_local"] = True
 def quantization_pertensor_hook(state: object, bucket: GradBucket) -> Future:
     """Compute the mean of gradients that were rounded to 256 levels between a bucket's extremes."""
     buffer = bucket.buffer()
-    return _quantised(state, bucket, buffer.view(1, -1))
+    return _quantized(state, bucket, buffer.view(1, -1))
 
 
 def quantization_perchannel_hook(
@@ -72,7 +72,7 @@ def quantization_perchannel_hook(
     """Do as `quantization_pertensor_hook`, for each ``bucket_size`` elements on their own."""
     buffer = bucket.buffer()
     rows = torch.nn.functional.pad(buffer, (0, -len(buffer) % bucket_size))
-    return _quantised(state, bucket, rows.view(-1, bucket_size))
+    return _quantized(state, bucket, rows.view(-1, bucket_size))
 
 
 for _hook in (quantization_perchannel_hook, quantization_pertensor_hook):
@@ -185,7 +185,7 @@ def _narrowed(hook: CommunicationHook, dtype: torch.dtype) -> CommunicationHook:
     return narrowed
 
 
-def _quantised(state: object, bucket: GradBucket, rows: torch.Tensor) -> Future:
+def _quantized(state: object, bucket: GradBucket, rows: torch.Tensor) -> Future:
     """Compute the mean of ``rows``, each sent with a scale and an offset of its own."""
     axis, buffer = reduction_axis(state, bucket.communicator), bucket.buffer()
     low = rows.amin(1, keepdim=True).clamp(max=0)

@@ -81,7 +81,7 @@ def keep_batch_norm_local(module: nn.Module) -> None:
 
 
 class LocalStatistics:
-    """Says once, on one rank, which BatchNorm modules normalise by the batch of each rank alone."""
+    """Says once, on one rank, which BatchNorm modules normalize by the batch of each rank alone."""
 
     def __init__(self, module: nn.Module, axes: Sequence[Communicator]) -> None:
         """``axes`` are those over which ranks train on different batches."""
@@ -131,7 +131,7 @@ class LocalStatistics:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         ranks = " x ".join(str(axis.size) for axis in self._axes)
         warnings.warn(
-            f"BatchNorm {', '.join(map(repr, names[:3]))}{more} normalises by the batch of each of "
+            f"BatchNorm {', '.join(map(repr, names[:3]))}{more} normalizes by the batch of each of "
             f"{ranks} ranks alone, so this trains to other numbers than one process would. For the "
             "statistics of all ranks call synchronize_batch_norm(model, communicator()) of "
             "meshwright.data_parallel and meshwright.comm before the first forward; if those of "

@@ -50,7 +50,7 @@ class EqualBuffers:
             self._alike = buffers
         return buffers
 
-    def synchronise(self, source: int = 0) -> None:
+    def synchronize(self, source: int = 0) -> None:
         """Give every rank the buffers of rank ``source`` of the axis; a collective.
 
         Raises CollectiveMismatchError as `follow` does.
@@ -59,7 +59,7 @@ class EqualBuffers:
         self.broadcast(source)
 
     def broadcast(self, source: int) -> None:
-        """Do as `synchronise`, where `follow` has just been called."""
+        """Do as `synchronize`, where `follow` has just been called."""
         found = self._alike.values()
         broadcast_tensors(self._communicator, found, label="broadcast buffers", source=source)
 

@@ -58,7 +58,7 @@ class KeptMemory:
     def tensor(
         self, shape: Sequence[int], stride: Sequence[int], device: torch.device
     ) -> torch.Tensor | None:
-        """Make an uninitialised tensor, unless somebody holds also what was allocated just now.
+        """Make an uninitialized tensor, unless somebody holds also what was allocated just now.
 
         It is no view of another tensor: the user may detach it in place.
         """

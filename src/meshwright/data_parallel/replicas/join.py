@@ -140,7 +140,7 @@ def uneven_inputs(
             if found[0] is Notice.REDUCE:
                 reducer.shadow()
             else:
-                replica.buffers.synchronise(attendance.active[0])
+                replica.buffers.synchronize(attendance.active[0])
     if attendance.was_uneven:
-        replica.synchronise_all(attendance.active[0])
+        replica.synchronize_all(attendance.active[0])
     reducer.alignment.start_over()

@@ -89,7 +89,7 @@ class GradientReducer:
         self.communicator = communicator
         self.is_wanted = True
         """True when forward passes from now on lead to a reduction."""
-        self.is_synchronising = True
+        self.is_synchronizing = True
         """True when the next backward pass reduces, as was wanted when its forward pass began."""
         self.phase = ReductionPhase.IDLE
         self._mean = 1.0 / communicator.size
@@ -190,7 +190,7 @@ class GradientReducer:
 
     def begin_forward(self) -> None:
         """Get ready for the gradients of a forward pass that has just begun."""
-        self.synchronise(self.is_wanted)
+        self.synchronize(self.is_wanted)
         if self.marking is not None and not self.is_wanted:
             self.marking.keep()
         self.alignment.begin_forward()
@@ -228,9 +228,9 @@ class GradientReducer:
         """Reduce the gradients of forward passes from now on, or leave them on this rank."""
         self.is_wanted = is_wanted
 
-    def synchronise(self, is_due: bool) -> None:
+    def synchronize(self, is_due: bool) -> None:
         """Reduce gradients in the hooks of the pass of now, or do not."""
-        self.is_synchronising = is_due
+        self.is_synchronizing = is_due
         self._arrivals.open(False)
 
     def ask_before_reductions(self, ask: Callable[[], float | None] | None) -> None:
@@ -243,7 +243,7 @@ class GradientReducer:
 
     def begin_backward(self) -> None:
         """Open a backward pass, unless one is open; must be called from inside it."""
-        if self.phase is ReductionPhase.BACKWARD or not self.is_synchronising:
+        if self.phase is ReductionPhase.BACKWARD or not self.is_synchronizing:
             return
         self._open()
         at_end_of_backward(self.finish)
@@ -252,7 +252,7 @@ class GradientReducer:
         if self.late.coming:
             self.late.settle()  # before any of this pass is sent
         self.phase = ReductionPhase.BACKWARD
-        self._arrivals.open(self.is_synchronising)
+        self._arrivals.open(self.is_synchronizing)
         marking = self.marking
         if marking is not None and marking.has_begun and marking.took_forward():
             self.alignment.begin_forward()
@@ -381,7 +381,7 @@ class GradientReducer:
         home = self._homes[index]
         if self._is_strict and not self.is_in_backward and self._sharing.is_of_other(parameter):
             return
-        if not self.is_synchronising:
+        if not self.is_synchronizing:
             if not self.is_wanted and self.communicator.size > 1:
                 self.alignment.stays_local(index)
             if self.marking is not None:
@@ -416,7 +416,7 @@ class GradientReducer:
             if self.marking is not None:
                 self.marking.accumulated_at_leaf(index, leaf)
             return
-        if self.is_synchronising:
+        if self.is_synchronizing:
             self.begin_backward()
             self.leaves.collect(index)
         else:

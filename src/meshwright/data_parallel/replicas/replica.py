@@ -286,7 +286,7 @@ class Replica:
             if tensor.requires_grad:
                 tensor.register_hook(self._backward_begins)
 
-    def synchronise_all(self, source: int) -> None:
+    def synchronize_all(self, source: int) -> None:
         """Give every rank the parameters and buffers of rank ``source`` of the axis."""
         buffers = self.buffers.look().values()
         tensors = [*(parameter for _, parameter in self.reducer.named), *buffers]
@@ -299,7 +299,7 @@ class Replica:
             if self._was_lent:
                 self._take_up()
             self.reducer.begin_backward()
-            if self._stepped and self.reducer.is_synchronising and not self._is_stepping:
+            if self._stepped and self.reducer.is_synchronizing and not self._is_stepping:
                 self._is_stepping = True
                 at_end_of_backward(self._step)
 

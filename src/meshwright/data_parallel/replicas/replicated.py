@@ -49,7 +49,7 @@ class ReplicateState:
 
     def __init__(self, module: nn.Module, options: ReplicateOptions) -> None:
         self.options = options
-        self.is_synchronised = True
+        self.is_synchronized = True
         """True when forward passes lead to a reduction; taken over by the replica."""
         # The module holds this state, so a strong reference back would be a cycle.
         self._module = weakref.ref(module)
@@ -93,7 +93,7 @@ class ReplicateState:
                 handle.remove()
             self._watched.clear()
             self._steps = None
-            self._replica.reducer.want(self.is_synchronised)
+            self._replica.reducer.want(self.is_synchronized)
             if self._hook is not None:
                 self._replica.reducer.register_hook(*self._hook)
         return self._replica
@@ -114,7 +114,7 @@ class ReplicateState:
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Set whether forward passes from now on lead to a reduction of their gradients."""
-        self.is_synchronised = requires_gradient_sync
+        self.is_synchronized = requires_gradient_sync
         if self._replica is not None:
             self._replica.reducer.want(requires_gradient_sync)
 
@@ -209,7 +209,7 @@ class ReplicatedModule(OfThisProcess):
         >>> loss(model(second)).backward()  # reduces the sum of both
         """
         state = replica_state(self)
-        before = state.is_synchronised
+        before = state.is_synchronized
         state.set_requires_gradient_sync(False)
         try:
             yield

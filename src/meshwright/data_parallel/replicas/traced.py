@@ -211,7 +211,7 @@ class Marking:
     def begin(self) -> None:
         """Begin a forward pass that is traced."""
         reducer = self._reducer
-        reducer.synchronise(reducer.is_wanted)
+        reducer.synchronize(reducer.is_wanted)
         self.has_begun = True
         if not reducer.is_wanted:
             self.keep()
@@ -234,7 +234,7 @@ class Marking:
         reducer, leaves = self._reducer, self._reducer.leaves
         is_due = torch.is_grad_enabled() and reducer.is_wanted
         if is_due:
-            reducer.synchronise(False)
+            reducer.synchronize(False)
         above = "module." if isinstance(module, TracedForward) else ""
         found: dict[str, torch.Tensor] = {}
         for name, parameter in module.named_parameters():
@@ -265,7 +265,7 @@ class Marking:
 
     def accumulated(self, index: int, parameter: torch.Tensor) -> None:
         """Mark the whole gradient of one parameter, in a hook of a compiled backward."""
-        if not self._reducer.is_synchronising:
+        if not self._reducer.is_synchronizing:
             if not self._reducer.is_wanted and self._ranks > 1:
                 stays(self._token, index, self.name)
             return
@@ -279,7 +279,7 @@ class Marking:
         gradient = leaf.grad
         if gradient is None:
             return
-        if not self._reducer.is_synchronising:
+        if not self._reducer.is_synchronizing:
             self.accumulated(index, leaf)
         else:
             self._check_hooks()
@@ -360,7 +360,7 @@ class Marking:
         )
         judge = partial(self._judge, indices, plan, alignment.place)
         late.compare(started, judge, is_late=is_late)
-        if count.bit_count() == 1 and not self._reducer.is_synchronising:
+        if count.bit_count() == 1 and not self._reducer.is_synchronizing:
             at_end_of_backward(self._verify)
         compiler_of_marks().ran(plan)
 
@@ -388,7 +388,7 @@ class Marking:
 
     def _rest(self, indices: Sequence[int]) -> _Rest:
         """Find when to reduce gradients of passes without a reduction that this graph leaves."""
-        in_hooks = self._reducer.is_synchronising
+        in_hooks = self._reducer.is_synchronizing
         takes, self._takes = self._takes or in_hooks, False
         kept, self.is_open = self.keeps, self.is_open and not in_hooks
         self.keeps = self.is_open
@@ -419,7 +419,7 @@ class Marking:
 
     def _refuse_hooks(self) -> None:
         reducer = self._reducer
-        if reducer.is_synchronising or not reducer.leaves.has_hooks_of_others:
+        if reducer.is_synchronizing or not reducer.leaves.has_hooks_of_others:
             return
         self.renewals += 1
         raise RuntimeError(

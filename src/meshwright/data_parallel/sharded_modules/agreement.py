@@ -48,7 +48,7 @@ SAME_MODEL = (
     "rank's own is registered with persistent=False"
 )
 SAME_COPIES = (
-    "These are copies of one part, and would train apart. Initialise or load them alike on ranks "
+    "These are copies of one part, and would train apart. Initialize or load them alike on ranks "
     "that hold the same part, or pass sync_module_states=True where the model is sharded"
 )
 
@@ -234,7 +234,7 @@ class UnitStates:
         return found
 
     def _essence(self) -> Essence:
-        """Summarise for every forward: cheap where settings are the objects of before."""
+        """Summarize for every forward: cheap where settings are the objects of before."""
         rows: list[tuple[object, ...]] = []
         for number, driver in enumerate(self._drivers):
             unit = driver.unit
@@ -295,5 +295,5 @@ def check_meta(drivers: Iterable[Driver]) -> None:
         raise RuntimeError(
             "FSDP parameters should be materialized from meta device before training, but the "
             f"following were still on meta device: {names}{rest}. Call "
-            "module.to_empty(device=...), and initialise the parameters"
+            "module.to_empty(device=...), and initialize the parameters"
         )

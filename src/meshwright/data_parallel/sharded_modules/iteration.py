@@ -455,7 +455,7 @@ class Iteration:
         self.showing = [
             unit
             for unit in self.units
-            if (self.is_of_inputs or not unit.settings.synchronise)
+            if (self.is_of_inputs or not unit.settings.synchronize)
             and unit.exposure.show_waiting(unit)
         ]
         if self.is_of_inputs or not self.drivers[0].is_last_backward:

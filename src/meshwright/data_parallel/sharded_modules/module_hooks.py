@@ -248,7 +248,7 @@ class Driver:
         iteration.look_at(module, ModuleTree(module, ignored, _unit_of, self.clean))
         check_meta(drivers)
         for driver in drivers:
-            driver.check_materialised()
+            driver.check_materialized()
         compare_values(list(drivers), names)
         for driver in drivers:
             driver.join_root(iteration)
@@ -269,7 +269,7 @@ class Driver:
     def adopt_names(self, modules: Mapping[nn.Module, str]) -> None:
         """Take up the names of all modules, seen from the root, which have become known."""
 
-    def check_materialised(self) -> None:
+    def check_materialized(self) -> None:
         """Raise RuntimeError when parameters are not where they compute from."""
 
     # --------------------------------------------------------------------------- forward
@@ -576,9 +576,9 @@ class Driver:
             return
         self.has_run = False
         settings, is_of_inputs = unit.settings, not unit.has_gradient
-        if not settings.synchronise or not settings.all_reduce:
+        if not settings.synchronize or not settings.all_reduce:
             iteration.keep_sums()
-        if not settings.synchronise or iteration.is_of_inputs:
+        if not settings.synchronize or iteration.is_of_inputs:
             unit.keep_gradients()
         elif unit.trainable_groups and (is_due or unit.has_gradient):
             iteration.start_reduction(unit)

@@ -67,7 +67,7 @@ class _ShardedDriver(TracedDriver):
             self.unit.rename(self.name, modules)
             check_settled(self.unit)
 
-    def check_materialised(self) -> None:
+    def check_materialized(self) -> None:
         if self.unit is not None:
             _check_offloaded(self.unit)
 
@@ -188,7 +188,7 @@ def fully_shard(
     axes = options.target.axes.communicators
     found = below(modules)
     inside = [part for _, part in found.own]
-    unit = build_unit(modules, found, options, synchronises=sync_module_states)
+    unit = build_unit(modules, found, options, synchronizes=sync_module_states)
     buffers = () if sync_module_states else starting_buffers(inside, options.ignored, axes)
     driver = _ShardedDriver(
         unit,
@@ -380,5 +380,5 @@ def _check_offloaded(unit: Unit) -> None:
             raise RuntimeError(
                 "FSDP parameters should be materialized on CPU when enabling CPU offloading. "
                 f"Found {group.slots[0].name!r} on {found}: load a state dict on the CPU, or call "
-                'module.to_empty(device="cpu") and initialise the parameters'
+                'module.to_empty(device="cpu") and initialize the parameters'
             )

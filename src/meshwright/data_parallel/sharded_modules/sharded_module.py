@@ -98,18 +98,18 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
         """Set whether backward passes reduce. Without it whole gradients gather on this rank."""
-        self._set(recurse, synchronise=requires_gradient_sync)
+        self._set(recurse, synchronize=requires_gradient_sync)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes in the block do not reduce; the next one outside reduces the sum."""
-        before = {unit: unit.settings.synchronise for unit in _units(self, recurse=True)}
+        before = {unit: unit.settings.synchronize for unit in _units(self, recurse=True)}
         self.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            for unit, synchronise in before.items():
-                unit.change(synchronise=synchronise)
+            for unit, synchronize in before.items():
+                unit.change(synchronize=synchronize)
 
     def pipeline_residency(self) -> ShardedResidency:
         """Return what lets a pipeline's schedule drive this module's unit and those below."""

@@ -308,7 +308,7 @@ class GraphedRoot:
         driver, unit = self._at(number)
         slots = unit.slots if self._is_wanted else ()
         # What is not sent at once must not lie where the graph writes next.
-        is_sent = driver.ends_next and unit.settings.synchronise
+        is_sent = driver.ends_next and unit.settings.synchronize
         for index, gradient in zip(indices, gradients, strict=True):
             if slots and slots[index].full.requires_grad:
                 leaf = slots[index].leaf

@@ -47,7 +47,7 @@ class KeptLine:
         self._line: torch.Tensor | None = None
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Make a line, uninitialised, that nobody else uses."""
+        """Make a line, uninitialized, that nobody else uses."""
         line = self._line
         if line is None or line.dtype != dtype or line.device != device or line.numel() != numel:
             return self._renew(numel, dtype, device)

@@ -59,7 +59,7 @@ class UnitSettings:
     that follow from them.
     """
 
-    synchronise: bool = True
+    synchronize: bool = True
     """True when a backward pass ends in a reduction; without one gradients stay whole, here."""
     all_reduce: bool = True
     """True when a reduction also runs over ``replicate``. Without one, sums wait in the shard."""

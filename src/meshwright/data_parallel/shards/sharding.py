@@ -15,7 +15,7 @@ from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import check_ties, is_dtensor, local_of
 from meshwright.comm.dtensors.subclasses import values_of
 from meshwright.data_parallel.checks.forward_writes import refuse_frequencies
-from meshwright.data_parallel.checks.starting_state import is_of_one_rank, synchronise
+from meshwright.data_parallel.checks.starting_state import is_of_one_rank, synchronize
 from meshwright.data_parallel.distributed_parameters import local_parameters
 from meshwright.data_parallel.sharded_modules.module_hooks import Driver, driver_of
 from meshwright.data_parallel.sharded_modules.module_tree import STATES
@@ -62,11 +62,11 @@ def build_unit(
     below: Below,
     options: ShardOptions,
     *,
-    synchronises: bool,
+    synchronizes: bool,
 ) -> Unit | None:
     """Make the unit of all parameters of ``modules`` that no other call has taken, if any.
 
-    ``below`` is what lies `below` them. With ``synchronises`` it has the values of the first rank.
+    ``below`` is what lies `below` them. With ``synchronizes`` it has the values of the first rank.
     """
     own, collected = below.own, collect_slots(below.own)
     for module in modules:
@@ -87,9 +87,9 @@ def build_unit(
     for slot in slots:
         at = _place(slot, options, known)
         slot.settle(at, _extension(slot, at, options))
-    if synchronises:
-        _synchronise(own, slots, options)
-    compared = () if synchronises else dict.fromkeys(slots)
+    if synchronizes:
+        _synchronize(own, slots, options)
+    compared = () if synchronizes else dict.fromkeys(slots)
     slots += moved
     if not slots:
         return None
@@ -143,7 +143,7 @@ def on_one_mesh(drivers: Iterable[Driver]) -> None:
         unit.exposure.follow_places()
 
 
-def _synchronise(
+def _synchronize(
     own: Iterable[tuple[str, nn.Module]], slots: Iterable[Slot], options: ShardOptions
 ) -> None:
     """Give all ranks the parameters and buffers of the first."""
@@ -157,7 +157,7 @@ def _synchronise(
             named = module.named_buffers(path, recurse=False)
             by_axes[data] += [(name, buffer) for name, buffer in named]
     for axes, tensors in by_axes.items():
-        synchronise(tensors, axes.shard, axes.replicate)
+        synchronize(tensors, axes.shard, axes.replicate)
 
 
 def _move_buffers(own: Iterable[tuple[str, nn.Module]], options: ShardOptions) -> None:
@@ -243,7 +243,7 @@ def _group(slots: Sequence[Slot], options: ShardOptions) -> ParameterGroup:
 
 
 def _device(slot: Slot, target: Target) -> torch.device:
-    """Return where a parameter computes: on the meta device until it is materialised elsewhere."""
+    """Return where a parameter computes: on the meta device until it is materialized elsewhere."""
     return slot.original.device if slot.original.is_meta else _device_of(target)
 
 

@@ -106,7 +106,7 @@ class TensorMeta:
         return True
 
     def laid_out(self, received: torch.Tensor) -> torch.Tensor:
-        """Give what has travelled its strides; as it is where elements shared memory."""
+        """Give what has traveled its strides; as it is where elements shared memory."""
         if 0 in self.stride:
             return received
         made = torch.empty_strided(

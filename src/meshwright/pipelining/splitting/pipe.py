@@ -311,7 +311,7 @@ def pipeline(
 
     A stage is one graph. The modules within it are there for the names of parameters, and what the
     model has decided in Python while it was traced, by its mode or by constants, stays decided.
-    ``train`` and ``eval`` of a stage switch dropout and normalisation, also dropout that the model
+    ``train`` and ``eval`` of a stage switch dropout and normalization, also dropout that the model
     keeps on in evaluation.
 
     Raises ``ValueError`` for both ways at once, and for what a graph would drop: hooks of modules

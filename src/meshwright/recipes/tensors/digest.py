@@ -109,7 +109,7 @@ def _places(
 
 
 def _mix(words: Tensor) -> Tensor:
-    """Compute the finaliser of SplitMix64 (Steele, Lea and Flood, 2014): a bijection of 64 bits."""
+    """Compute the finalizer of SplitMix64 (Steele, Lea and Flood, 2014): a bijection of 64 bits."""
     words = words + _signed(0x9E3779B97F4A7C15)
     words = (words ^ _shifted(words, 30)) * _signed(0xBF58476D1CE4E5B9)
     words = (words ^ _shifted(words, 27)) * _signed(0x94D049BB133111EB)

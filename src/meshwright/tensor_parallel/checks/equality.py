@@ -66,7 +66,7 @@ def verify_replicated(module: nn.Module, communicator: Communicator | None = Non
             if not axis.is_alone and local.device.type != "meta":
                 by_axis.setdefault(axis, []).append((name, local))
     for axis, named in by_axis.items():
-        hint = "Seed all ranks alike, or parallelise with src_data_rank=0"
+        hint = "Seed all ranks alike, or parallelize with src_data_rank=0"
         _verify(axis, named, hint, functools.partial(axis.gather_values, label=_LABEL))
 
 

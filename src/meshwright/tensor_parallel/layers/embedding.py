@@ -20,7 +20,7 @@ from meshwright.torch_internals.tensors import assert_soon
 
 
 def check_embedding(module: nn.Embedding, name: str, *, is_by_rows: bool) -> None:
-    """Raise ValueError for what a table that is cut cannot honour."""
+    """Raise ValueError for what a table that is cut cannot honor."""
     if module.sparse:
         raise ValueError(
             f"{name}: expected an embedding with dense gradients, found sparse=True: a part of a "

@@ -176,7 +176,7 @@ def test_parts_older_than_the_last_write_are_refused(ranks: Ranks) -> None:
 
 
 def body_of_models() -> None:
-    """Layers that are initialised after sharding, with rows that are not drawn."""
+    """Layers that are initialized after sharding, with rows that are not drawn."""
     found = []
     for is_sharded in (False, True):
         with torch.device("meta"):
@@ -198,5 +198,5 @@ def body_of_models() -> None:
     assert not found[1][0][3].any()
 
 
-def test_padding_rows_are_zero_in_models_initialised_after_sharding(ranks: Ranks) -> None:
+def test_padding_rows_are_zero_in_models_initialized_after_sharding(ranks: Ranks) -> None:
     ranks(2, body_of_models)

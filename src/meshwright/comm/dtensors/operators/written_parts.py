@@ -1,7 +1,7 @@
 """Writes to parts of DTensors, as ``weight[0].zero_()``, which change the DTensor itself.
 
 torch gathers a DTensor before it takes rows along the dim that is cut, and what is written to them
-would be lost with the copy: the padding row of an `nn.Embedding` that is initialised after it was
+would be lost with the copy: the padding row of an `nn.Embedding` that is initialized after it was
 sharded. Here each rank takes its part out of the copy again; nothing is sent::
 
     weight          Shard(0)      rows 0 1 on rank 0, 2 3 on rank 1
