@@ -3,8 +3,8 @@ r"""A whole training step under `torch.compile`, with a replica, against torch's
     python benchmarks/compiled_step.py --rounds 9
     python benchmarks/compiled_step.py --backend shm --profile
 
-The program is that of contrastive models: two towers and their loss are one module, whose features
-are gathered from all ranks; forward, loss, backward, clipping, the optimizer's step and the clamp
+The program is that of contrastive models: two towers are one module, whose features are gathered
+from all ranks for the loss; forward, loss, backward, clipping, the optimizer's step and the clamp
 of the temperature are one function, which is compiled. Torch's arm always runs on Gloo. Arms take
 turns in short rounds; a ratio is taken within a round; printed is the median of the rounds, and
 their quartiles. ``--profile`` prints what rank 0 calls in steps of our arm.
@@ -41,29 +41,37 @@ PEERS = ("ddp",)
 
 
 class Towers(nn.Module):
-    """Two encoders of sequences and their contrastive loss over the batches of all ranks."""
+    """Two encoders of sequences, which return features and the temperature of their loss."""
 
-    def __init__(self, group: object, layers: int = 1, dim: int = 128) -> None:
+    def __init__(self, layers: int = 1, dim: int = 128) -> None:
         super().__init__()
         self.towers = nn.ModuleList([encoder(layers, dim, 4) for _ in range(2)])
         self.heads = nn.ModuleList([nn.Linear(dim, dim, bias=False) for _ in range(2)])
         self.scale = nn.Parameter(torch.tensor(2.66))
-        self.group = [group]  # no state
 
-    def forward(self, images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, images: torch.Tensor, texts: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         image, text = (
             F.normalize(head(tower(x).mean(1)), dim=-1)
             for tower, head, x in zip(self.towers, self.heads, (images, texts), strict=True)
         )
-        images, texts = (
-            torch.cat(dist_functional.all_gather(x, group=self.group[0])) for x in (image, text)
-        )
-        scores = self.scale.exp() * images @ texts.T
-        labels = torch.arange(len(scores))
-        return (F.cross_entropy(scores, labels) + F.cross_entropy(scores.T, labels)) / 2
+        return image, text, self.scale.exp()
 
 
-def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
+def contrast(
+    image: torch.Tensor, text: torch.Tensor, scale: torch.Tensor, group: object
+) -> torch.Tensor:
+    """Compute the loss of a batch over the features of all ranks."""
+    images, texts = (torch.cat(dist_functional.all_gather(x, group=group)) for x in (image, text))
+    scores = scale * images @ texts.T
+    labels = torch.arange(len(scores))
+    return (F.cross_entropy(scores, labels) + F.cross_entropy(scores.T, labels)) / 2
+
+
+def step_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, group: object
+) -> Callable[..., torch.Tensor]:
     """Make the compiled step."""
     scale = dict(model.named_parameters())[
         next(name for name, each in model.named_parameters() if each.ndim == 0)
@@ -71,7 +79,7 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[...,
 
     def step(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
-        loss: torch.Tensor = model(images, texts)
+        loss = contrast(*model(images, texts), group)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -96,9 +104,9 @@ def measure(rank: int, options: argparse.Namespace) -> None:
     steps = {}
     for arm in options.arms:
         torch.manual_seed(0)
-        model = WRAPS[arm](Towers(group), group)
+        model = WRAPS[arm](Towers(), group)
         rate = torch.tensor(1e-4)  # a number would be compiled anew when it changes
-        steps[arm] = step_of(model, torch.optim.AdamW(model.parameters(), rate))
+        steps[arm] = step_of(model, torch.optim.AdamW(model.parameters(), rate), group)
     torch.manual_seed(1 + rank)
     batch = torch.randn(8, 16, 128), torch.randn(8, 16, 128)
     losses = {arm: [step(*batch).item() for _ in range(6)] for arm, step in steps.items()}

@@ -35,6 +35,7 @@ from meshwright.comm.dtensors.sharded_axes import (
     local_part,
     singles_of,
 )
+from meshwright.comm.graphs.untraced import apart
 from meshwright.errors import LayoutError
 
 Class = TypeVar("Class", bound=type)
@@ -175,6 +176,7 @@ class _Watch:
         self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._warned: weakref.WeakSet[type] = weakref.WeakSet()
 
+    @apart
     def __call__(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

@@ -20,7 +20,7 @@ from typing import Protocol
 
 import torch
 
-from meshwright.comm.graphs.untraced import untraced
+from meshwright.comm.graphs.untraced import apart
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.errors import InternalError
 from meshwright.torch_internals.distributed import graph_operators
@@ -74,6 +74,7 @@ for _name, _arguments in (
 
 
 @torch.library.impl("meshwright::grad_reduce", "CompositeExplicitAutograd")
+@apart
 def _grad_reduce(
     gradient: torch.Tensor,
     index: int,
@@ -83,7 +84,7 @@ def _grad_reduce(
     mode: str,
     sizes: Sequence[int],
 ) -> torch.Tensor:
-    untraced(_find(model).unfused)
+    _find(model).unfused()
     return WAIT(ALL_REDUCE(gradient / ranks, "sum", group))
 
 
@@ -94,19 +95,22 @@ def _alike(gradient: torch.Tensor, *_: object) -> torch.Tensor:
 
 
 @torch.library.impl("meshwright::with_kept", "CompositeExplicitAutograd")
+@apart
 def _with_kept(gradient: torch.Tensor, index: int, model: str) -> torch.Tensor:
-    kept = untraced(_find(model).take_kept, index)
+    kept = _find(model).take_kept(index)
     return gradient.clone() if kept is None else gradient + kept
 
 
 @torch.library.impl("meshwright::deliver", "CompositeExplicitAutograd")
+@apart
 def _deliver(token: torch.Tensor, gradient: torch.Tensor, index: int, model: str) -> None:
-    untraced(_find(model).deliver, index, gradient.clone())
+    _find(model).deliver(index, gradient.clone())
 
 
 @torch.library.impl("meshwright::stays", "CompositeExplicitAutograd")
+@apart
 def _stays(token: torch.Tensor, index: int, model: str) -> None:
-    untraced(_find(model).stays_local, index)
+    _find(model).stays_local(index)
 
 
 @torch.library.register_fake("meshwright::deliver")
@@ -117,8 +121,9 @@ def _nothing(*_: object) -> None:
 
 
 @torch.library.impl("meshwright::divided", "CompositeExplicitAutograd")
+@apart
 def _divided(gradient: torch.Tensor, index: int, ranks: int, model: str) -> torch.Tensor:
-    found: torch.Tensor = untraced(_find(model).divided, index, gradient, ranks)
+    found: torch.Tensor = _find(model).divided(index, gradient, ranks)
     return found
 
 
@@ -128,8 +133,9 @@ def _contiguous(gradient: torch.Tensor, *_: object) -> torch.Tensor:
 
 
 @torch.library.impl("meshwright::agree", "CompositeExplicitAutograd")
+@apart
 def _agree(anchor: torch.Tensor, indices: Sequence[int], model: str, plan: str) -> None:
-    untraced(_find(model).agree, indices, plan)
+    _find(model).agree(indices, plan)
 
 
 GRAD_REDUCE = torch.ops.meshwright.grad_reduce.default

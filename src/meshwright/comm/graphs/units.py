@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from meshwright.comm.graphs.untraced import untraced
+from meshwright.comm.graphs.untraced import apart
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.errors import InternalError
 
@@ -189,6 +189,7 @@ def _reduce_alone(
 
 
 @torch.library.impl("meshwright::drive_units", "CompositeExplicitAutograd")
+@apart
 def _drive(
     token: torch.Tensor,
     held: Sequence[torch.Tensor],
@@ -198,16 +199,18 @@ def _drive(
     unit: int,
     said: str,
 ) -> None:
-    untraced(_find(model).drive, what, unit, said)
+    _find(model).drive(what, unit, said)
 
 
 @torch.library.impl("meshwright::whole_unit", "CompositeExplicitAutograd")
+@apart
 def _whole(token: torch.Tensor, model: str, unit: int, line: int, form: str) -> torch.Tensor:
-    found: torch.Tensor = untraced(_find(model).whole, unit, line)
+    found: torch.Tensor = _find(model).whole(unit, line)
     return found
 
 
 @torch.library.impl("meshwright::send_unit", "CompositeExplicitAutograd")
+@apart
 def _send(
     token: torch.Tensor,
     gradients: Sequence[torch.Tensor],
@@ -216,7 +219,7 @@ def _send(
     model: str,
     unit: int,
 ) -> None:
-    untraced(_find(model).send, unit, gradients, indices)
+    _find(model).send(unit, gradients, indices)
 
 
 def _find(name: str) -> TracedRoot:

@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
 )
 
 from meshwright.comm import settle
+from meshwright.comm.graphs.untraced import apart
 from meshwright.comm.streams import is_host
 
 _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -188,6 +189,7 @@ class _Hook:
         """True when its watch is gone."""
         return self._method() is None
 
+    @apart
     def __call__(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:

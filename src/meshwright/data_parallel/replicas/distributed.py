@@ -156,6 +156,7 @@ class DistributedDataParallel(SteppedOver):
                 return self._run(args, kwargs)
         return self._run(args, kwargs)
 
+    @inlined
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         replica = self._replica
         if replica is None:

@@ -133,6 +133,7 @@ class Replica:
         """Call ``ask`` before buffers are sent; it returns the rank whose they are."""
         self.on_buffers = ask
 
+    @apart
     def before_forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -270,6 +271,7 @@ class Replica:
     def _buffer_names(self) -> str:
         return "\n".join(self.buffers.look())
 
+    @apart
     def after_forward(self, output: object) -> None:
         """Make the backward pass of ``output`` tell the reducer when it begins.
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.comm import communicator, settle
-from meshwright.comm.graphs.untraced import constant, inlined, untraced
+from meshwright.comm.graphs.untraced import apart, constant, inlined, untraced
 from meshwright.data_parallel.modules.of_this_process import OfThisProcess, home_of
 from meshwright.data_parallel.replicas.distributed import one_device
 from meshwright.data_parallel.replicas.gradient_bucket import CommunicationHook, check_hook
@@ -105,6 +105,7 @@ class ReplicateState:
             part.register_forward_pre_hook(self._begin_below, prepend=True) for part in below
         ]
 
+    @apart
     def _begin_below(self, part: nn.Module, args: object) -> None:
         """Set up: a module below runs before the whole one ever has."""
         if torch.compiler.is_compiling():
@@ -134,6 +135,7 @@ class ReplicateState:
         """Find the live replica with its ``device_ids``; None before the first forward pass."""
         return self._replica
 
+    @apart
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -145,6 +147,7 @@ class ReplicateState:
             return self.replica.before_traced(module, args, kwargs)
         return self.replica.before_forward(args, kwargs)
 
+    @apart
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         """End a forward pass: the module's forward hook."""
         if not torch.compiler.is_compiling():
