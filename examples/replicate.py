@@ -7,10 +7,10 @@ import torch
 import meshwright as mw
 from meshwright.comm import connect
 
-world = connect()  # reads what torchrun put into the environment
+world = connect()  # reads torchrun's environment variables
 model = mw.replicate(torch.nn.Linear(8, 1))  # every rank starts from the weights of rank 0
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-draw = torch.Generator().manual_seed(world.rank)  # each rank sees data of its own
+draw = torch.Generator().manual_seed(world.rank)  # each rank draws different data
 for _ in range(50):
     x = torch.randn(32, 8, generator=draw)
     loss = (model(x) - x.sum(dim=1, keepdim=True)).square().mean()

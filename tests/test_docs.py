@@ -300,12 +300,12 @@ def test_the_integrations_of_readme_are_there() -> None:
 
 ROWS = {
     "4 x Linear(2000, 2000), shared memory": "net, shm: fully_shard over torch's best, CPU",
-    "GPT of 6 layers, shared memory": "gpt, shm: fully_shard over torch's best, CPU",
-    "GPT of 6 layers, Gloo": "gpt, gloo: {strategy} over torch's best, CPU",
-    "GPT of 6 layers, shared memory, compiled": (
+    "6-layer GPT, shared memory": "gpt, shm: fully_shard over torch's best, CPU",
+    "6-layer GPT, Gloo": "gpt, gloo: {strategy} over torch's best, CPU",
+    "6-layer GPT, shared memory, compiled": (
         "compiled gpt, shm: fully_shard compiled over torch's best, CPU"
     ),
-    "messages of a 1F1B pipeline, Gloo": "transfers, 1F1B: ours gloo over torch, cpu",
+    "1F1B pipeline of tiny stages, Gloo": "transfers, 1F1B: ours gloo over torch, cpu",
 }
 """What README calls some of the rows of `docs/performance.md`."""
 
