@@ -29,7 +29,7 @@ from _figures import note
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from data_parallel import Spent, enter, ratios, show_times
+from data_parallel import Spent, enter, ratios, show_times, spread
 from meshwright import comm
 from meshwright.data_parallel import DistributedDataParallel as OwnDistributedDataParallel
 from meshwright.data_parallel import replicate
@@ -37,7 +37,6 @@ from meshwright.data_parallel import replicate
 __all__ = ["main"]
 
 STEPS = 4
-PEERS = ("ddp",)
 
 
 class Towers(nn.Module):
@@ -126,10 +125,12 @@ def measure(rank: int, options: argparse.Namespace) -> None:
                 spent[arm].append((statistics.mean(cpus), max(walls), 0.0))
     if rank == 0:
         title = f"compiled step, {options.backend}"
-        show_times(title, STEPS, spent, [arm for arm in PEERS if arm in spent])
+        show_times(title, STEPS, spent, [])
         for arm in spent:
-            if arm not in PEERS and "ddp" in spent:
-                note(f"{title}: {arm} over torch, CPU", ratios(spent, arm, "ddp"))
+            if arm != "ddp" and "ddp" in spent:
+                found = ratios(spent, arm, "ddp")
+                print(f"{title}: {arm} over torch, CPU {spread(found)}")
+                note(f"{title}: {arm} over torch, CPU", found)
     if options.profile:
         profile(steps[options.arms[-1]], batch, is_shown=rank == 0)
     comm.disconnect()

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.convert_frame import register_bytecode_hook
 
+import meshwright
+from meshwright.comm import communicator
 from meshwright.compiler import GraphBreak, GraphBreaks
-from meshwright.data_parallel import replicate
+from meshwright.data_parallel import DistributedDataParallel, replicate
 from meshwright.testing import Ranks
 from support.recipes.runs import run_tiny
 
@@ -111,3 +116,40 @@ def test_a_compiled_run_equals_one_process_and_names_its_breaks(
         assert breaks
         assert len(set(breaks)) == len(breaks)
         assert all(line.startswith("step 1: ") for line in breaks)
+
+
+def body_step(wrap: Callable[[nn.Module], nn.Module], backend: str) -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)).double()
+    plain, everyone = copy.deepcopy(model), torch.randn(8, 2, dtype=torch.float64)
+    replica, world = wrap(model), communicator()
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        loss = outside(model(x)).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+
+    found: list[str] = []
+    by_graphs = torch.compile(step, backend=backend)
+    handle = register_bytecode_hook(lambda code, _: found.append(code.co_filename))
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (replica, plain)]
+    for _ in range(3):
+        by_graphs(replica, optimizers[0], everyone.chunk(world.size)[world.rank])
+        step(plain, optimizers[1], everyone)
+    handle.remove()
+    for own, expected in zip(replica.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-12, atol=0)
+    assert __file__ in found
+    ours = Path(meshwright.__file__).parent
+    assert [each for each in found if Path(each).is_relative_to(ours)] == []
+
+
+@pytest.mark.parametrize("wrap", [replicate, DistributedDataParallel])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_hooks_of_replicas_are_no_frames_of_a_compiled_step(
+    ranks: Ranks, wrap: Callable[[nn.Module], nn.Module], backend: str
+) -> None:
+    ranks(2, body_step, wrap, backend)

@@ -14,6 +14,7 @@ from torch.profiler import record_function
 
 from meshwright.comm import communicator, settle
 from meshwright.comm.graphs.untraced import constant, inlined, untraced
+from meshwright.data_parallel.checks.step_watch import StepWatch
 from meshwright.data_parallel.modules.checkpoint_names import SteppedOver, place_of, rename
 from meshwright.data_parallel.replicas.gradient_bucket import check_hook
 from meshwright.data_parallel.replicas.join import uneven_inputs
@@ -50,7 +51,7 @@ class DistributedDataParallel(SteppedOver):
     _wrapped_as = "module"
     _lacks_hook = False
     """True for a copy of one with a communication hook that has none yet."""
-    _steps: object = None
+    _steps: StepWatch | None = None
     """Looks at steps of optimizers until a copy is set up."""
     _loads_below: str | None = None
     """The prefix of the names that torch's checkpoint functions load here."""
@@ -187,6 +188,8 @@ class DistributedDataParallel(SteppedOver):
             axis = communicator(options.process_group, options.axis)
             with torch.inference_mode(False), outside_of_transforms():
                 self._replica = Replica(self.module, axis, options)
+            if self._steps is not None:
+                self._steps.ask(None)  # a compiler may keep the watch alive
             self._steps = None
         return self._replica
 

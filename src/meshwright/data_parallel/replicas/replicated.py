@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from meshwright.comm import communicator, settle
 from meshwright.comm.graphs.untraced import apart, constant, inlined, untraced
+from meshwright.data_parallel.checks.step_watch import StepWatch
 from meshwright.data_parallel.modules.of_this_process import OfThisProcess, home_of
 from meshwright.data_parallel.replicas.distributed import one_device
 from meshwright.data_parallel.replicas.gradient_bucket import CommunicationHook, check_hook
@@ -56,7 +57,7 @@ class ReplicateState:
         self._replica: Replica | None = None
         self._hook: tuple[object, CommunicationHook] | None = None
         self._body: TracedForward | None = None
-        self._steps: object = watch_first_steps(
+        self._steps: StepWatch | None = watch_first_steps(
             module, options, lambda module: _with_managed(module, options.ignored)
         )
         """Looks at steps of optimizers until the replica is set up."""
@@ -92,6 +93,8 @@ class ReplicateState:
             for handle in self._watched:
                 handle.remove()
             self._watched.clear()
+            if self._steps is not None:
+                self._steps.ask(None)  # a compiler may keep the watch alive
             self._steps = None
             self._replica.reducer.want(self.is_synchronized)
             if self._hook is not None:
