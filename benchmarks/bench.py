@@ -38,6 +38,7 @@ BEST = "over torch's best, CPU"
 UNITS = (60, 240, 960)
 PEERS = ("plain", "ddp", "ddp view", "ddp static", "fsdp1 flat", "fsdp1 orig", "fsdp2")
 SHARDED = ("fully_shard", "facade flat")
+STEPS = ("ddp", "class", "replicate")
 WORK_OF_UNITS = ("Python a unit and step", "construction a unit")
 
 AIMS: dict[str, float] = {
@@ -85,6 +86,11 @@ AIMS: dict[str, float] = {
     **{
         f"2 ranks, 4KB {kind}: staged over bare": 1.5
         for kind in ("barrier", "reduce_scatter", "ring")
+    },
+    **{
+        f"compiled step, {backend}: {arm} over torch, CPU": 1.1
+        for backend in ("gloo", "shm")
+        for arm in STEPS[1:]
     },
     "compiled gpt, shm: fully_shard compiled over eager, above plain's": 0.05,
     "first use, s: replicate more than ddp": 0.3,
@@ -169,6 +175,13 @@ RUNS = (
             *("plain", "plain compiled", "ddp view", "ddp compiled", "replicate"),
             *("replicate compiled", "fully_shard", "fully_shard compiled"),
         ),
+    ),
+    *(
+        Run(
+            f"compiled step, {backend}",
+            ("compiled_step.py", "--backend", backend, "--rounds", "7", "--arms", *STEPS),
+        )
+        for backend in ("gloo", "shm")
     ),
     Run("checkpoints over raw", ("checkpoint.py", "--raw"), ("--rounds", "3")),
     Run("checkpoints of many tensors", ("checkpoint.py",)),
