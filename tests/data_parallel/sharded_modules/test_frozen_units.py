@@ -102,6 +102,9 @@ class Pair:
 FROZEN: tuple[Sequence[str], ...] = ("02", "02", "1", "01", "12", "", "012", "2")
 
 
+AFTER = (True, *(pytest.param(each, marks=pytest.mark.slow) for each in (False, 2)))
+
+
 def body_across(after: bool | int) -> None:
     for recomputes, has_root in ((False, True), (True, True), (False, False)):
         one = blocks()
@@ -122,7 +125,7 @@ def body_across(after: bool | int) -> None:
         assert all(len(shapes) == 1 for shapes in sizes.values()), sizes  # whoever else is frozen
 
 
-@pytest.mark.parametrize("after", [False, True, 2])
+@pytest.mark.parametrize("after", AFTER)
 def test_a_frozen_unit_reduces_nothing(ranks: Ranks, after: bool | int) -> None:
     ranks(4, body_across, after)
 
@@ -167,6 +170,6 @@ def body_within(after: bool | int) -> None:
             assert [unit for unit, _ in late.train(trained)] == units
 
 
-@pytest.mark.parametrize("after", [False, True, 2])
+@pytest.mark.parametrize("after", AFTER)
 def test_a_partly_frozen_unit_reduces_once(ranks: Ranks, after: bool | int) -> None:
     ranks(4, body_within, after)
