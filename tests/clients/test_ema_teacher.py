@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from meshwright import DistributedDataParallel as DDP
+from meshwright import DistributedDataParallel as DDP  # noqa: N817
 from meshwright.comm import communicator
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.fsdp import fully_shard
@@ -33,7 +33,11 @@ WIDTH, OUT, ROWS, STEPS = 8, 5, 8, 5
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.fc1, self.fc2 = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+        self.norm, self.fc1, self.fc2 = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 12),
+            nn.Linear(12, WIDTH),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.fc2(F.gelu(self.fc1(self.norm(x))))
@@ -57,9 +61,9 @@ class Student(nn.Module):
         return self.norm(x).mean(1)
 
     def forward(self, crops: list[torch.Tensor]) -> torch.Tensor:
-        found = []
-        for size in sorted({crop.shape[1] for crop in crops}, reverse=True):
-            found.append(self.backbone(torch.cat([c for c in crops if c.shape[1] == size])))
+        sizes = sorted({crop.shape[1] for crop in crops}, reverse=True)
+        groups = [[crop for crop in crops if crop.shape[1] == size] for size in sizes]
+        found = [self.backbone(torch.cat(group)) for group in groups]
         return self.last_layer(F.normalize(self.mlp(torch.cat(found)), dim=-1))
 
 
