@@ -1,7 +1,8 @@
-"""Wrap policies: which modules become units. No process is needed but for the last test."""
+"""Wrap policies: which modules become units. No process is needed but for the last tests."""
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import pytest
@@ -128,3 +129,39 @@ def test_shared_modules_are_wrapped_once(ranks: Ranks) -> None:
 def body_with_containers() -> None:
     with pytest.warns(UserWarning, match="containers that do not implement forward: ModuleList"):
         body_wrapped()
+
+
+class Adapted(nn.Module):
+    """A frozen layer with an adapter that trains beside it, as LoRA has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(4, 4).requires_grad_(False)
+        self.adapter = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.adapter(x)
+
+
+def test_adapters_are_units_inside_of_frozen_ones(ranks: Ranks) -> None:
+    def is_adapter(module: nn.Module) -> bool:
+        return not [*module.children()] and any(p.requires_grad for p in module.parameters())
+
+    def body() -> None:
+        blocks = partial(transformer_auto_wrap_policy, transformer_layer_cls={Adapted})
+        either = [partial(lambda_auto_wrap_policy, lambda_fn=is_adapter), blocks]
+        for policy in (
+            partial(wrap._or_policy, policies=either),
+            CustomPolicy(lambda m: is_adapter(m) or isinstance(m, Adapted)),
+        ):
+            torch.manual_seed(0)
+            one = nn.Sequential(Adapted(), Adapted()).double()
+            model = FullyShardedDataParallel(copy.deepcopy(one), auto_wrap_policy=policy)
+            x = torch.ones(2, 4, dtype=torch.float64)
+            for each in (model, one):
+                optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+                each(x).square().mean().backward()
+                optimizer.step()
+            torch.testing.assert_close(model.state_dict(), one.state_dict())
+
+    ranks(2, body)

@@ -11,9 +11,9 @@ Bottom-up:
     exposures       the parameters of a unit as they look from outside
     traversal       the tree of wrappers, names, and lists of modules inside of a flat unit
     building        from a module to a unit
-    auto_wrap       wrapping what a policy chose
     states          state dicts of models and optimizers, and whole parameters
     unit_wrapper    one wrapper as a module
+    auto_wrap       wrapping what a policy chose
     wrapper         the public class
     grad_scaler     `ShardedGradScaler`
 

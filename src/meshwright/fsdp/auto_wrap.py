@@ -13,6 +13,7 @@ from torch import nn
 from meshwright.data_parallel.modules.nested import Loan, map_tensors, tensors_in
 from meshwright.fsdp.checks import Ignored, check_frozen_mix
 from meshwright.fsdp.options import MixedPrecision
+from meshwright.fsdp.unit_wrapper import own_modules
 from meshwright.fsdp.wrap import Targets, WrapPolicy, find_targets
 
 Wrapper = Callable[[nn.Module, dict[str, Any], frozenset[nn.Parameter]], nn.Module]
@@ -144,7 +145,8 @@ def wrap_targets(
                 places[child].append((parent, name))
     for module, own in targets.items():
         if "use_orig_params" not in own:
-            check_frozen_mix(module, names[module], ignored, is_allowed=allows_frozen_mix)
+            parts, name = own_modules(module), names[module]
+            check_frozen_mix(module, parts, name, ignored, is_allowed=allows_frozen_mix)
         wrapped = wrapper(module, own, deferred[module])
         for parent, name in places[module]:
             parent._modules[name] = wrapped

@@ -160,12 +160,20 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]], *, use_orig_para
             )
 
 
-def check_frozen_mix(module: nn.Module, name: str, ignored: Ignored, *, is_allowed: bool) -> None:
-    """Refuse, or warn about, a module to be wrapped in which only some parameters are frozen."""
-    held = [p for part in module.modules() for p in part._parameters.values() if p is not None]
-    if len({parameter.requires_grad for parameter in held}) < 2:
-        return
-    named = [(n, p) for n, p in module.named_parameters() if p not in ignored.parameters]
+def check_frozen_mix(
+    module: nn.Module, own: Iterable[nn.Module], name: str, ignored: Ignored, *, is_allowed: bool
+) -> None:
+    """Refuse, or warn about, a module to be wrapped in which only some parameters are frozen.
+
+    Its ``own`` modules count, not those that are units already: adapters inside of a frozen block.
+    """
+    parts = {*own}
+    named = [
+        (f"{path}.{key}".lstrip("."), parameter)
+        for path, part in module.named_modules()
+        for key, parameter in part._parameters.items()
+        if part in parts and parameter is not None and parameter not in ignored.parameters
+    ]
     if len({parameter.requires_grad for _, parameter in named}) < 2:
         return
     frozen = [n for n, parameter in named if not parameter.requires_grad]

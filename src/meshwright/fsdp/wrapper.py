@@ -466,7 +466,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         """Answer those functions who is left out of names."""
         super()._fqn_modifiers()
         prepare_optimizers(self)
-        return CheckpointNames(WRAPPED)
+        return CheckpointNames(WRAPPED, self._inside)
 
 
 FROM_ABOVE = "_meshwright_from_above"

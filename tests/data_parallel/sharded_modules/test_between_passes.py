@@ -112,6 +112,33 @@ def test_whoever_takes_parameters_after_a_backward_gets_those_with_gradients(
     ranks(2, body, nested, after)
 
 
+def body_teacher(nested: bool) -> None:
+    """A frozen copy follows by an average, though its forward has gradients switched on."""
+    one = net()
+    pairs = [[sharded(one, nested=nested, after=None) for _ in range(2)], [one, copy.deepcopy(one)]]
+    optimizers = [torch.optim.SGD(student.parameters(), lr=0.5) for student, _ in pairs]
+    for _, teacher in pairs:
+        teacher.requires_grad_(False)
+    for step in range(3):
+        x = batch(step)
+        for (student, teacher), given, optimizer in zip(
+            pairs, (mine(x), x), optimizers, strict=True
+        ):
+            optimizer.zero_grad()
+            (student(given) - teacher(2 * given)).square().mean().backward()
+            optimizer.step()
+            for p, q in zip(student.parameters(), teacher.parameters(), strict=True):
+                q.lerp_(p.detach(), 0.1)
+    for found, expected in zip(*pairs, strict=True):
+        for p, q in zip(found.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(whole(p.detach()), q.detach())
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_frozen_model_is_resharded_after_its_forward(ranks: Ranks, nested: bool) -> None:
+    ranks(2, body_teacher, nested)
+
+
 def wrapped(one: nn.Module, strategy: str, *, original: bool, nested: bool) -> FSDP:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The `NO_SHARD`")

@@ -49,6 +49,11 @@ class PythonGroup(ProcessGroup):
 
     getBackendName = name  # noqa: N815
 
+    def _get_backend_name(self) -> str:
+        # torch's ShardedTensor asks it for the device of a rank without a part: a GPU, unless the
+        # backend is Gloo.
+        return "gloo"
+
     @property
     def host_backend(self) -> str:
         """The name of the backend that moves tensors of the host."""

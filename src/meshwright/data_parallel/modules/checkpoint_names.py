@@ -91,12 +91,16 @@ class Inside:
 class StepOver(dict[str, str]):
     """The answer of a wrapper to how names change below it."""
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, place: str, inside: Inside) -> None:
         super().__init__({"": place})
+        self._inside = inside
 
     def get(self, key: str, default: Any = None) -> Any:  # noqa: ANN401 - as of any dict
-        """Find the way on from the wrapper, by any name: its own place is in none."""
-        return "_inside"
+        """Find the way on from the wrapper, by a name inside: its own place is in none.
+
+        A module around the wrapper that hands on its attributes (of PEFT) has names of its own.
+        """
+        return "_inside" if hasattr(self._inside, key) else default
 
 
 class SteppedOver(nn.Module):
@@ -108,7 +112,7 @@ class SteppedOver(nn.Module):
 
     def _fqn_modifiers(self) -> dict[str, str]:
         self._names_are_asked = True
-        return StepOver(self._wrapped_as)
+        return StepOver(self._wrapped_as, self._inside)
 
     @property
     def _inside(self) -> Inside:

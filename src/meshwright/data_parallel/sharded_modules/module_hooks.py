@@ -353,7 +353,7 @@ class Driver:
         iteration = self.iteration or self.start(module)
         if running_backward() != -1:
             return output
-        is_training = torch.is_grad_enabled()
+        is_training, is_seen = torch.is_grad_enabled(), False
         if is_training:
             if self.is_root:
                 output = unseen.with_own_node(output, Driver._output_gradient)
@@ -375,7 +375,7 @@ class Driver:
             iteration.finished.append(self)
         # Not one that has called itself, and goes on, nor what stays whole until the backward.
         unit = None if self.loans or self._unseen is not None else self.unit
-        if unit is not None and not is_training:
+        if unit is not None and not is_seen:  # no backward comes: no gradients, or all is frozen
             unit.reshard()
         elif (
             unit is not None
