@@ -192,3 +192,64 @@ def body_example() -> None:
 
 def test_the_example_run_of_what_recomputes_itself_leaves_nothing(ranks: Ranks) -> None:
     ranks(2, body_example)
+
+
+class Listed(nn.Module):
+    """A chain of a layer, a sequence and a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(3, 4)
+        self.b = nn.Sequential(Counting(), Counting())
+        self.c = nn.ModuleList([Counting(), Counting()])
+        self.d = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.b(self.a(x))
+        for layer in self.c:
+            x = layer(x)
+        return self.d(x)
+
+
+def body_listed(sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(3)
+    model = Listed().double()
+    calls: list[torch.Tensor] = []
+    forward = Counting.forward
+
+    def counted(self: Counting, x: torch.Tensor) -> torch.Tensor:
+        calls.append(x)
+        return forward(self, x)
+
+    monkeypatch.setattr(Counting, "forward", counted)
+    parts = 2 if "pipeline" in sizes else 1
+    expected = in_one_process(copy.deepcopy(model), parts)
+    counts = []
+    for names in ((), ("b", "c", "c.*")):
+        given = copy.deepcopy(model)
+        plan = Plan(
+            axes=Axes.of(sizes),
+            train=TrainPlan(recompute=names),
+            pipeline=PipelinePlan(microbatches=2) if parts == 2 else PipelinePlan(),
+        )
+        trained = parallelize(given, plan, optimizer=sgd, loss=F.mse_loss, example=batch(0)[:1])
+        count, rank = trained.data_size, trained.data_rank
+        calls.clear()
+        losses = [
+            float(trained.step(*(part.chunk(count)[rank] for part in batch(step))).loss)
+            for step in range(STEPS)
+        ]
+        counts.append(len(calls))
+        compare((losses, trained.weights()), expected)
+    assert counts[0] and counts[1] == 2 * counts[0]
+
+
+@pytest.mark.parametrize("layout", ["replicate", "shard", "pipeline"])
+def test_what_is_never_called_itself_recomputes_what_it_holds(ranks: Ranks, layout: str) -> None:
+    """A list, and a sequence that a pipeline takes apart."""
+
+    def body() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            body_listed(LAYOUTS[layout], patch)
+
+    ranks(2, body)

@@ -237,8 +237,8 @@ def _sensible(case: Case) -> Case:
         loop -= {"round trip"}  # nor whole values for a second name of a DTensor
     if "fully_shard" in case.layout and not case.is_plan and 1 < case.tensor_ranks < case.world:
         loop -= {"round trip"}  # nor rows that two axes do not divide, of torch's own fully_shard
-    if names & STATEFUL:
-        options -= {"recompute"}  # each pass would run twice
+    if "Alternating" in names:
+        options -= {"recompute"}  # its attribute, no buffer, would be written twice
     # A flat gradient has zeros where one process has none.
     if case.is_flat and names & {"Unused", "Alternating", "Borrowed", "Recomputed"}:
         optimizer = "sgd"

@@ -150,6 +150,56 @@ def test_a_part_of_a_style_that_a_subclass_changes_is_called(
     ranks(2, body)
 
 
+@pytest.mark.parametrize(
+    ("base", "name"),
+    [
+        (ours.PrepareModuleInput, "_prepare_input_arg"),
+        (ours.PrepareModuleInput, "_prepare_input_fn"),
+        (ours.PrepareModuleInput, "_prepare_input_kwarg_fn"),
+        (ours.PrepareModuleOutput, "_prepare_out_fn"),
+        (ours.FusedColwiseParallel, "_partition_linear_fn"),
+        (ours.SequenceParallel, "_partition_linear_fn"),
+    ],
+)
+@pytest.mark.parametrize("calls_super", [False, True])
+def test_a_part_that_no_style_of_ours_calls_is_refused(
+    ranks: Ranks, base: type[Any], name: str, calls_super: bool
+) -> None:
+    def body() -> None:
+        parts: dict[str, Any] = {name: lambda *given: given}
+        if calls_super:
+            parts["_apply"] = lambda self, *given: base._apply(self, *given)
+        kind = type("Own", (base,), {"__module__": __name__, **parts})
+        layouts: dict[str, Any] = {}
+        if base is ours.PrepareModuleInput:
+            layouts = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
+        elif base is ours.PrepareModuleOutput:
+            layouts = {"output_layouts": Shard(1), "desired_output_layouts": Replicate()}
+        elif base is ours.FusedColwiseParallel:
+            layouts = {"parts": 2}
+        with pytest.raises(TypeError, match=f"Own changes {name}, which {base.__name__} of"):
+            parallelize_module(nn.Linear(4, 4), tensor_mesh(), kind(**layouts))
+
+    ranks(1, body)
+
+
+def test_a_style_of_ones_own_may_have_parts_of_any_name(ranks: Ranks) -> None:
+    def body() -> None:
+        class Own(ours.ParallelStyle):
+            def _prepare_input_arg(self, x: torch.Tensor) -> torch.Tensor:
+                return 2 * x
+
+            def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+                self.site_of(module, device_mesh)
+                module.register_forward_pre_hook(lambda _, given: self._prepare_input_arg(*given))
+                return module
+
+        model = parallelize_module(nn.Identity(), tensor_mesh(), Own())
+        assert model(torch.ones(2)).tolist() == [2, 2]
+
+    ranks(1, body)
+
+
 def test_what_is_no_style_is_refused(ranks: Ranks) -> None:
     def body() -> None:
         for wrong in (nn.Linear(2, 2), theirs.ColwiseParallel, "colwise"):

@@ -232,13 +232,24 @@ def _blocks(model: nn.Module) -> list[str]:
 
 def recompute_modules(model: nn.Module, plan: Plan) -> None:
     """Compute the activations of the matching modules again in the backward pass."""
-    for name in recomputed(model, plan):
-        module, run = model.get_submodule(name), _checkpointed
+    named = map(model.get_submodule, recomputed(model, plan))
+    for module in dict.fromkeys(each for found in named for each in _called(found)):
+        run = _checkpointed
         if plan.train.compile and any(True for _ in module.buffers()):
             # A graph would recompute with buffers that it has written.
             run = torch.compiler.disable(run, recursive=False)
         # An attribute of the instance: names, state dict and class stay as they are.
         module.forward = partial(run, module, module.forward)
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """List ``module``, or those below one that is never called: a list, or the rest of a sequence
+    that a pipeline takes apart."""
+    if type(module).forward is not nn.Module.forward:
+        yield module
+    else:
+        for child in module.children():
+            yield from _called(child)
 
 
 def _checkpointed(

@@ -65,8 +65,9 @@ class ParallelStyle(ABC):
 
         Then the module runs by all of them, on DTensors, as under torch's style.
         """
-        owners = [next(c for c in type(self).__mro__ if part in vars(c)) for part in parts]
-        return not all(owner.__module__.startswith("meshwright.") for owner in owners)
+        kinds = type(self).__mro__
+        owners = [next((c for c in kinds if p in vars(c)), ParallelStyle) for p in parts]
+        return not all(map(_is_ours, owners))
 
     def apply_to(
         self, module: nn.Module, device_mesh: DeviceMesh, *, name: str, src_data_rank: int | None
@@ -79,10 +80,31 @@ class ParallelStyle(ABC):
     def site_of(self, module: nn.Module, device_mesh: DeviceMesh) -> Site:
         """Find the ranks that ``module`` communicates with.
 
-        Raises ValueError unless the mesh has one dim.
+        Raises ValueError unless the mesh has one dim, and TypeError where a subclass changes a part
+        of torch's style that ours does not call.
         """
         check_mesh(device_mesh)
+        home = next(c for c in type(self).__mro__ if _is_ours(c) and "_apply" in vars(c))
+        changed = [part for part in _PARTS if part not in vars(home) and self._has_own(part)]
+        if changed and home is not ParallelStyle:
+            raise TypeError(
+                f"{type(self).__name__} changes {', '.join(changed)}, which {home.__name__} of "
+                "meshwright does not call: derive from the style of this name in "
+                "torch.distributed.tensor.parallel, which runs as it is, or implement _apply"
+            )
         return Site.of(device_mesh, self.module_name or type(module).__name__)
+
+
+_PARTS = (
+    *("_partition_linear_fn", "_partition_embedding_fn", "_replicate_module_fn"),
+    *("_prepare_input_fn", "_prepare_input_arg", "_prepare_input_kwarg_fn"),
+    *("_prepare_output_fn", "_prepare_out_fn"),
+)
+"""The parts that torch's styles have, of which each of ours calls those that it defines."""
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.startswith("meshwright.")
 
 
 def shown(style: object, *names: str) -> str:
@@ -132,9 +154,14 @@ class _Layered(ParallelStyle):
         if isinstance(module, nn.Embedding):
             is_by_rows = self._cuts[kind][0] is RowEmbedding
             check_embedding(module, site.labels.name, is_by_rows=is_by_rows)
-        is_linear = kind == "Linear"
+        is_linear = kind != "Embedding"
         own = "_partition_linear_fn" if is_linear else "_partition_embedding_fn"
-        if kind != "Conv1D" and self._has_own(own, "_prepare_input_fn", "_prepare_output_fn"):
+        if self._has_own(own, "_prepare_input_fn", "_prepare_output_fn"):
+            if kind == "Conv1D":
+                raise TypeError(
+                    f"{site.labels.name} is a Conv1D, which no parts of torch's styles know: give "
+                    f"it meshwright's own style, not a {type(self).__name__} with changed parts"
+                )
             desired = self.desired_input_layouts if is_linear else torch_placements([Replicate()])
             prepare: Any = partial(self._prepare_input_fn, self.input_layouts, desired)
             finish: Any = partial(

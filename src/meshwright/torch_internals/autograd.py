@@ -16,6 +16,7 @@ __all__ = [
     "ACTIVATIONS",
     "NODES",
     "STATE_OF_TENSORS",
+    "accumulates",
     "after_hooks_of",
     "at_end_of_backward",
     "backward_hooks_of",
@@ -51,6 +52,16 @@ is_executed = required(
     "torch._C._will_engine_execute_node", "knows which gradients a backward computes"
 )
 """True where the backward pass under way goes through a node."""
+
+
+def accumulates(node: object) -> bool:
+    """Check that the backward pass under way adds to ``.grad`` at the ``node`` of a leaf."""
+    try:
+        return is_executed(node)
+    except RuntimeError:  # `torch.autograd.grad` was asked for it, and returns it
+        return False
+
+
 _ENGINE = "torch.autograd.Variable._execution_engine"
 at_end_of_backward = required(f"{_ENGINE}.queue_callback", "ends its part of a backward")
 """Call a function of no arguments when the backward pass under way has ended."""

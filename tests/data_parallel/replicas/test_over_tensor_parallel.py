@@ -170,6 +170,53 @@ def test_accumulation_hooks_frozen_parameters_and_what_travels(ranks: Ranks) -> 
 # ------------------------------------------------------------------------ refused, and torch's
 
 
+def body_asked() -> None:
+    mesh = grid()
+    rank, _ = place(mesh)
+    ids = torch.randint(0, samples.WORDS, (4, 6), generator=torch.Generator().manual_seed(1))
+    part = ids.chunk(2)[rank]
+
+    def loss(model: Any, given: torch.Tensor) -> torch.Tensor:
+        return model(given).square().mean()
+
+    def asked(model: Any, **more: Any) -> list[torch.Tensor | None]:
+        """The gradients of this rank's batch."""
+        given = [*model.parameters()]
+        found = torch.autograd.grad(loss(model, part), given, allow_unused=True, **more)
+        return [g.full_tensor() if isinstance(g, DTensor) else g for g in found]
+
+    def as_module(model: nn.Module, **given: Any) -> nn.Module:
+        return replicate(model, **given)
+
+    for wrap in (as_module, DistributedDataParallel):
+        for sequence in (False, True):
+            one = samples.net()
+            cut = samples.cut(one, mesh["tensor"], sequence=sequence)
+            model = wrap(cut, device_mesh=mesh["replicate"])
+            for more in ({}, {"create_graph": True}):
+                for found, expected in zip(asked(model, **more), asked(one, **more), strict=True):
+                    assert (found is None) == (expected is None)
+                    if found is not None:
+                        torch.testing.assert_close(found, expected)
+            named = [cut.blocks[0].up.weight]
+            with pytest.raises(RuntimeError, match="reduced over data ranks"):
+                loss(model, part).backward(inputs=named)
+            for each, given in ((model, part), (one, ids)):  # and backward goes on as ever
+                each.zero_grad()
+                for _ in range(2):
+                    loss(each, given).backward()
+            for p, q in zip(model.parameters(), one.parameters(), strict=True):
+                assert (p.grad is None) == (q.grad is None)
+                if p.grad is not None:
+                    mine = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+                    torch.testing.assert_close(mine, q.grad)
+
+
+def test_gradients_of_cut_parameters_are_given_to_whoever_asks(ranks: Ranks) -> None:
+    """They are this rank's, as those of plain parameters of a replica."""
+    ranks(4, body_asked)
+
+
 def body_others() -> None:
     mesh = grid()
     index, count = place(mesh)

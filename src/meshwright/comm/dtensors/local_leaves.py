@@ -21,6 +21,7 @@ from meshwright.comm.dtensors.after_hooks import defer_hooks, hooks_in, run_afte
 from meshwright.comm.dtensors.dtensor import dtensor_like, local_of, mesh_communicators
 from meshwright.comm.graphs.untraced import apart
 from meshwright.torch_internals.autograd import (
+    accumulates,
     at_end_of_backward,
     backward_hooks_of,
     is_executed,
@@ -161,8 +162,7 @@ def local_part_of(parameter: torch.Tensor, add: PartialGradient | None = None) -
     leaf = local_leaf(given) if add is None else sum_partial(given, add)
     if leaf is parameter or not (leaf.requires_grad and torch.is_grad_enabled()):
         return leaf
-    held: _Held = vars(parameter)[_HELD]
-    return leaf if held.is_taken else _InGraph.apply(leaf, parameter, held)
+    return _InGraph.apply(leaf, parameter, vars(parameter)[_HELD])
 
 
 def _of_gradient(parameter: DTensor, add: PartialGradient | None) -> list[Any]:
@@ -197,10 +197,19 @@ class _InGraph(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         held: _Held = ctx.held
         parameter: Any = held.parameter
-        to_leaf = not torch.is_grad_enabled() and is_executed(ctx.next_functions[0][0])
+        # A leaf that is taken over is reduced by its owner, also with a graph.
+        is_wanted = held.is_taken or not torch.is_grad_enabled()
+        to_leaf = is_wanted and is_executed(ctx.next_functions[0][0])
         defer_hooks(parameter, is_elsewhere=to_leaf)
         if to_leaf:
             return grad, None, None
+        if held.is_taken and accumulates(ctx.next_functions[1][0]):
+            raise RuntimeError(
+                f"backward(inputs=...) names a parameter of shape {tuple(parameter.shape)} whose "
+                "gradient is reduced over data ranks, too: its .grad would be this rank's alone. "
+                "Call backward() without inputs, and requires_grad_(False) of what is not to "
+                "train, or take this rank's gradient with torch.autograd.grad"
+            )
         part = DTensor.from_local(
             grad,
             parameter.device_mesh,

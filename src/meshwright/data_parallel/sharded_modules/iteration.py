@@ -44,7 +44,7 @@ from meshwright.data_parallel.shards.slot import have_gradients
 from meshwright.data_parallel.shards.unit import Phase, Unit
 from meshwright.data_parallel.shards.unit_streams import UnitStreams
 from meshwright.gradients import warn_without_gradients
-from meshwright.torch_internals.autograd import at_end_of_backward, is_executed, keeps_graph
+from meshwright.torch_internals.autograd import accumulates, at_end_of_backward, keeps_graph
 
 if TYPE_CHECKING:
     from meshwright.data_parallel.sharded_modules.module_hooks import Driver
@@ -595,7 +595,4 @@ def _held(units: Iterable[Unit], optimizer: torch.optim.Optimizer) -> list[Unit]
 
 def gets_gradient(leaf: torch.Tensor) -> bool:
     """Tell whether the backward pass that runs now accumulates a gradient of ``leaf``."""
-    try:
-        return is_executed(accumulator_of(leaf))
-    except RuntimeError:  # `torch.autograd.grad` was asked for it, and returns it
-        return False
+    return accumulates(accumulator_of(leaf))
