@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 
@@ -84,6 +85,9 @@ def test_every_public_name_exists_and_is_described(name: str) -> None:
             continue  # torch's own: described by torch, or by the line under its name
         if inspect.isclass(value) or inspect.isroutine(value):
             assert inspect.getdoc(value), f"{name}.{public} has no docstring"
+        for own, each in vars(value).items() if inspect.isclass(value) else ():
+            if not own.startswith("_") and isinstance(each, FunctionType | property):
+                assert inspect.getdoc(getattr(value, own)), f"{name}.{public}.{own} has none"
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
@@ -159,7 +163,6 @@ BETWEEN_ROOMS = {
     "meshwright.comm.shared_memory",
     "meshwright.doctor",
     "meshwright.gradients",
-    "meshwright.testing.control_plane",
     "meshwright.data_parallel.ReductionSettings",
     "meshwright.data_parallel.Replica",
     "meshwright.data_parallel.ReplicateOptions",

@@ -10,7 +10,6 @@ Bottom-up:
     models        models that have broken a layout
     training      parity with one process, also bit by bit
     faults        faults at a chosen place and step
-    control_plane  thousands of ranks on a store that counts, in simulated time
 
 Names are looked up when they are used, so that loading the plugin does not load torch.
 """

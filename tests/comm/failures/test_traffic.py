@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from meshwright.errors import CollectiveTimeoutError, RankFailedError
-from meshwright.testing.control_plane import SimulatedRank, Used, simulate
+from support.control_plane import SimulatedRank, Used, simulate
 
 FEW, MANY = 512, 4096
 SETTLED = 31.0

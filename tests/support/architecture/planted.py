@@ -97,30 +97,11 @@ annotated         plan.py                       def f(x) -> None: ...
 annotated         plan.py                       def f(x: int): ...
 annotated         plan.py                       def f(*x, **y: int) -> None: ...
 annotated         plan.py                       class A: |     def f(self, *, x) -> None: ...
-docstrings        plan.py                       '''What plans are.'''
-docstrings        plan.py                       def f() -> None: |     '''Whether it is so.'''
-docstrings        plan.py                       class A: |     '''One of the plans.'''
-docstrings        plan.py                       class A: |     x: int |     '''Which it is.'''
-docstrings        plan.py                       def f() -> None: |     x = 1 |     '''How many.'''
 """
 
 _MANY: list[tuple[str, str, Files]] = [
     ("file_size", "plan.py", {"plan.py": "x = 1\n" * (table.FILE_LINES + 1)}),
-    (
-        "folder_size",
-        "comm/__init__.py",
-        {"comm/__init__.py": "", **{f"comm/a{i}.py": "" for i in range(15)}},
-    ),
-    (
-        "folder_size",
-        "comm/__init__.py",
-        {"comm/__init__.py": "", **{f"comm/a{i}/__init__.py": "" for i in range(13)}},
-    ),
-    (
-        "foreign_writes",
-        "plan.py",
-        {"plan.py": "import a\n" + "a.b += 1\n" * (table.FOREIGN_WRITES + 1)},
-    ),
+    ("room_size", "plan.py", {"plan.py": "x = 1\n" * (table.ROOM_LINES["plan"] + 1)}),
     *(
         (
             "private_torch",
@@ -180,11 +161,6 @@ _MANY: list[tuple[str, str, Files]] = [
             "plan.py": "class A:\n"
             + textwrap.indent(long_function(table.FUNCTION_LINES + 1), "    ")
         },
-    ),
-    (
-        "function_p90",
-        "plan.py",
-        {"plan.py": "".join(long_function(31 if i < 2 else 3, f"f{i}") for i in range(10))},
     ),
     (
         "cycles",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -31,26 +30,22 @@ Rule = Callable[[Tree], Found]
 
 
 def file_size(tree: Tree) -> Found:
-    """A file holds at most 600 lines."""
+    """A file holds at most 1,000 lines."""
     for source in tree.sources:
         lines = source.text.count("\n")
         if lines > table.FILE_LINES:
             yield source.path, lines, f"{lines} lines; at most {table.FILE_LINES}: split it"
 
 
-def folder_size(tree: Tree) -> Found:
-    """A folder holds at most 14 modules, and the largest rooms at most 12 boxes on top."""
+def room_size(tree: Tree) -> Found:
+    """A room has at most its lines in `ROOM_LINES`, which each reduction lowers."""
+    rooms: dict[str, list[Source]] = {}
     for source in tree.sources:
-        if not source.is_package or not source.room:
-            continue
-        modules = [child for child in tree.children(source) if not child.is_package]
-        if len(modules) > table.FOLDER_MODULES:
-            limit = f"at most {table.FOLDER_MODULES}"
-            yield source.path, 1, f"the folder holds {len(modules)} modules; {limit}: make shelves"
-        boxes = len(tree.children(source))
-        is_boxed = source.room in table.BOXED_ROOMS and source.module.count(".") == 1
-        if is_boxed and boxes > table.BOXES:
-            yield source.path, 1, f"{boxes} files and folders on top; at most {table.BOXES}"
+        rooms.setdefault(source.room, []).append(source)
+    for room, sources in rooms.items():
+        lines = sum(source.text.count("\n") for source in sources)
+        if room and lines > (most := table.ROOM_LINES.get(room, 0)):
+            yield sources[0].path, 1, f"the room {room} has {lines} lines; at most {most}"
 
 
 _ROW = re.compile(r"^    (\w+)(  |$)", re.MULTILINE)
@@ -76,23 +71,6 @@ def listings(tree: Tree) -> Found:
                     yield child.path, line, f"{target} is listed after it: list it before"
 
 
-def foreign_writes(tree: Tree) -> Found:
-    """Objects write their own fields: few writes to those of others, see `FOREIGN_WRITES`."""
-    found = [
-        (source.path, node.lineno, ast.unparse(node))
-        for source in tree.sources
-        for node in source.nodes
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.ctx, ast.Store)
-        and node.attr not in table.NOT_FOREIGN
-        and not (isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"})
-    ]
-    if len(found) > table.FOREIGN_WRITES:
-        limit = f"of {len(found)} in all; at most {table.FOREIGN_WRITES}"
-        for path, line, name in found:
-            yield path, line, f"{name} is written from outside, {limit}: give it a method"
-
-
 def function_length(function: Function) -> int:
     """Lines of a function without its docstring and decorators."""
     assert function.end_lineno is not None
@@ -105,27 +83,13 @@ def function_length(function: Function) -> int:
 
 
 def function_size(tree: Tree) -> Found:
-    """A function holds at most 60 lines."""
+    """A function holds at most 100 lines."""
     for source in tree.sources:
         for function in source.functions:
             length = function_length(function)
             if length > table.FUNCTION_LINES:
                 limit = f"at most {table.FUNCTION_LINES}"
                 yield source.path, function.lineno, f"{function.name} has {length} lines; {limit}"
-
-
-def function_p90(tree: Tree) -> Found:
-    """Nine functions out of ten hold at most 30 lines."""
-    lengths = sorted(
-        (function_length(function), source.path, function.lineno)
-        for source in tree.sources
-        for function in source.functions
-    )
-    if not lengths:
-        return
-    p90, path, line = lengths[math.ceil(0.9 * len(lengths)) - 1]
-    if p90 > table.FUNCTION_P90:
-        yield path, line, f"the p90 of all functions is {p90} lines; at most {table.FUNCTION_P90}"
 
 
 def arrows(tree: Tree) -> Found:
@@ -550,32 +514,13 @@ def annotated(tree: Tree) -> Found:
                 yield source.path, function.lineno, f"{function.name} does not annotate: {told}"
 
 
-_NO_SENTENCE = re.compile(r"(What|Whether|Which|Who|How|Where|When|Why|One of|Let)\b")
-
-
-def docstrings(tree: Tree) -> Found:
-    """No docstring, of a module, class, function or name, begins with a question word or Let.
-
-    Nor with One of: it says an act, or a thing.
-    """
-    for source in tree.sources:
-        for node in source.nodes:
-            match node:
-                case ast.Expr(value=ast.Constant(value=str(text))):
-                    if found := _NO_SENTENCE.match(text.lstrip()):
-                        said = f"a docstring begins with {found[0]!r}: begin with a verb or a noun"
-                        yield source.path, node.lineno, said
-
-
 RULES: dict[str, Rule] = {
     rule.__name__: rule
     for rule in (
         file_size,
-        folder_size,
+        room_size,
         listings,
-        foreign_writes,
         function_size,
-        function_p90,
         arrows,
         cycles,
         one_door,
@@ -592,7 +537,6 @@ RULES: dict[str, Rule] = {
         module_state,
         no_print,
         annotated,
-        docstrings,
     )
 }
 

@@ -9,6 +9,6 @@ Bottom-up:
 
 from __future__ import annotations
 
-from meshwright.testing.control_plane.ranks import SimulatedRank, Used, simulate
+from support.control_plane.ranks import SimulatedRank, Used, simulate
 
 __all__ = ["SimulatedRank", "Used", "simulate"]

@@ -21,8 +21,8 @@ from meshwright.comm.failures.failure import FailureMonitor
 from meshwright.comm.failures.processes import Process
 from meshwright.comm.failures.roll import Entry
 from meshwright.comm.groups import device_choice, rendezvous
-from meshwright.testing.control_plane.store import CountingStore, Server
-from meshwright.testing.control_plane.time import SimulatedClock
+from support.control_plane.store import CountingStore, Server
+from support.control_plane.time import SimulatedClock
 
 T = TypeVar("T")
 

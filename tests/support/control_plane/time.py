@@ -53,7 +53,7 @@ class SimulatedClock(Clock):
         """Do what is given at once, and ``look`` every so many seconds."""
         return _Inline(self, look, every, self._now + every * (next(self._numbers) * _GOLDEN % 1))
 
-    def arrival(self, store: Any, key: str, done: Callable[[], None]) -> Arrival:  # noqa: ANN401
+    def arrival(self, store: Any, key: str, done: Callable[[], None]) -> Arrival:
         """Begin to wait for ``key`` of a `CountingStore`."""
         found = _Awaited(self)
         store.tell(key, found.ring)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from meshwright.comm.failures.clock import Arrival
-from meshwright.testing.control_plane import SimulatedRank, Used, simulate
-from meshwright.testing.control_plane.store import CountingStore, Server
+from support.control_plane import SimulatedRank, Used, simulate
+from support.control_plane.store import CountingStore, Server
 
 
 def test_requests_are_counted_by_key_and_answered_as_c10d_does() -> None:
