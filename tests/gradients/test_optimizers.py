@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import meshwright as mw
 from meshwright.axes import Axes
@@ -420,6 +421,11 @@ class OwnClass(torch.Tensor):
     """A tensor of the user's."""
 
 
+def full_of(tensor: torch.Tensor) -> torch.Tensor:
+    found = tensor.detach()
+    return found.full_tensor() if isinstance(found, DTensor) else found.clone()
+
+
 def body_dtensors(*, in_all: bool) -> None:
     """Operators on DTensors are those of whole tensors, also where a number is asked for."""
     world = communicator()
@@ -438,12 +444,19 @@ def body_dtensors(*, in_all: bool) -> None:
             optimizers = (build(one.parameters()), build(list(model.parameters())))
             train(one, model, optimizers, is_cut=layout == "tensor")
             assert_equal(model, one, f"{name} over {layout}")
-        model = wrap(start())
-        some = (*model.parameters(), nn.Parameter(torch.ones(2)))
-        # Tensor parallelism has torch's operators of lists take both from then on.
-        for kind in ("foreach", "fused") if layout != "tensor" else ():
-            with pytest.raises(TypeError, match=f"AdamW.{kind}=True. .* are DTensors, .* leave"):
-                torch.optim.AdamW(some, **{kind: True}).step()
+        # Operators on lists take DTensors and plain tensors, each by itself.
+        for kind in ("foreach", "fused"):
+            model = wrap(start())
+            some = [*model.parameters(), nn.Parameter(torch.ones(2, dtype=torch.float64))]
+            full = [nn.Parameter(full_of(each)) for each in some]
+            for held in (some, full):
+                for parameter in held:
+                    parameter.grad = torch.ones_like(parameter)
+                torch.optim.AdamW(held, **{kind: held is some}).step()
+            for parameter, expected in zip(some, full, strict=True):
+                torch.testing.assert_close(
+                    full_of(parameter), expected.detach(), rtol=1e-12, atol=0
+                )
         own = nn.Parameter(torch.ones(2).as_subclass(OwnClass))
         with pytest.raises(TypeError, match="AdamW.foreach=True. .* beside ones of class OwnClass"):
             torch.optim.AdamW([*model.parameters(), own], foreach=True).step()
