@@ -1,4 +1,4 @@
-"""The exceptions of Meshwright.
+"""The exceptions of Meshwright, and its warnings.
 
 ::
 
@@ -25,7 +25,10 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
 
 class MeshwrightError(Exception):
@@ -123,3 +126,25 @@ class LaunchError(MeshwrightError, RuntimeError):
 
 class InternalError(MeshwrightError, RuntimeError):
     """A bug of Meshwright, never a mistake of its user."""
+
+
+_INSIDE = (str(Path(__file__).parent), f"{Path('site-packages', 'torch')}/", "/contextlib.py")
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of the user's that leads here, however deep in our code or torch's."""
+    frame = inner = sys._getframe(1)
+    while any(part in frame.f_code.co_filename for part in _INSIDE):
+        if frame.f_back is None:
+            frame = inner  # a thread of ours
+            break
+        frame = frame.f_back
+    known = frame.f_globals
+    warnings.warn_explicit(
+        text,
+        category,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        known.get("__name__"),
+        known.setdefault("__warningregistry__", {}),
+    )

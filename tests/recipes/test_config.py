@@ -84,7 +84,7 @@ def test_every_mistake_is_reported_at_once_with_its_line() -> None:
         ("run.steps=0", "at least 1"),
         ("pipeline.schedule=1f2b", "did you mean"),
         ("axes.replicat=2", "did you mean 'replicate'"),
-        ("optimizer.betas=1", "did you mean [optimizer]"),
+        ("optimizr.betas=1", "did you mean [optimizer]"),
     ],
 )
 def test_a_wrong_value_says_what_to_do(override: str, words: str) -> None:

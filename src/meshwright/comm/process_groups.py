@@ -15,7 +15,6 @@ import gc
 import logging
 import os
 import sys
-import warnings
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -40,7 +39,7 @@ from meshwright.comm.memory.heap import keep_freed
 from meshwright.comm.observing.late import settle
 from meshwright.comm.streams import Clock, is_host
 from meshwright.environment import is_set
-from meshwright.errors import CommunicationError, LayoutError, RankFailedError
+from meshwright.errors import CommunicationError, LayoutError, RankFailedError, warn
 from meshwright.torch_internals.distributed import (
     abort_together,
     backend_of,
@@ -185,11 +184,9 @@ def host_store(address: str = "127.0.0.1", port: int = 0) -> dist.TCPStore:
 
 @functools.cache
 def _warn_of_fake() -> None:
-    warnings.warn(
+    warn(
         "the ranks of torch's fake process group are no processes: nothing is sent, and whether "
-        "they fail or do other things than this one is not checked",
-        UserWarning,
-        stacklevel=3,
+        "they fail or do other things than this one is not checked"
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from meshwright.data_parallel.modules.nested import Loan, map_tensors, tensors_in
+from meshwright.errors import warn
 from meshwright.fsdp.checks import Ignored, check_frozen_mix
 from meshwright.fsdp.options import MixedPrecision
 from meshwright.fsdp.unit_wrapper import own_modules
@@ -41,12 +41,10 @@ def choose_targets(
     plain = [m for m in root.modules() if isinstance(m, classes) and m not in ignored.modules]
     if not plain:
         return targets
-    warnings.warn(
+    warn(
         "Both mixed precision and an auto_wrap_policy were specified to FSDP, where the wrapped "
         f"module has submodules of type: {sorted({type(m).__name__ for m in plain})}. These "
-        "modules will be wrapped as separate FSDP units, without mixed precision",
-        UserWarning,
-        stacklevel=4,
+        "modules will be wrapped as separate FSDP units, without mixed precision"
     )
     ordered: Targets = {}
     for module in plain:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +23,7 @@ from meshwright.data_parallel.shards.replaced_parameters import (
 from meshwright.data_parallel.shards.slot import Slot, collect_slots, group_slots
 from meshwright.data_parallel.shards.tensor_extensions import check_class, whole_parameter
 from meshwright.data_parallel.shards.unit import Unit
+from meshwright.errors import warn
 from meshwright.fsdp.checks import Ignored
 from meshwright.fsdp.exposures.exposure import FlatExposure, FlatParameter
 from meshwright.fsdp.exposures.original_exposure import TAKEN, OriginalExposure
@@ -123,11 +123,9 @@ def resolve_device_id(device_id: int | str | torch.device | None) -> torch.devic
         return torch.empty(0, device=device).device
     if device.index is None:
         current = torch.device(device.type, torch.cuda.current_device())
-        warnings.warn(
+        warn(
             f"FSDP got the argument `device_id` {device}, which has no index, and uses {current}. "
-            "Call torch.cuda.set_device before, or pass the number",
-            UserWarning,
-            stacklevel=5,
+            "Call torch.cuda.set_device before, or pass the number"
         )
         return current
     return device
@@ -163,12 +161,10 @@ def materialize(
             with torch.no_grad():
                 reset()  # pyrefly: ignore[not-callable]
         except BaseException as error:
-            warnings.warn(
+            warn(
                 "Unable to call `reset_parameters()` for module on meta device with error "
                 f"{error}. Please ensure that your module of type {type(module).__name__} "
-                "implements a `reset_parameters()` method, or pass param_init_fn",
-                UserWarning,
-                stacklevel=5,
+                "implements a `reset_parameters()` method, or pass param_init_fn"
             )
             raise
     return True

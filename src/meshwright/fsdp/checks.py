@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from torch import nn
 from meshwright.comm.streams import is_host
 from meshwright.data_parallel.checks.starting_state import is_of_one_rank
 from meshwright.data_parallel.shards.parameter_hooks import has_hooks
+from meshwright.errors import warn
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +96,10 @@ def _ignored_modules(
                 "is wrapped"
             )
     if root in listed:
-        warnings.warn(
+        warn(
             "Trying to ignore the top-level module passed into the FSDP constructor itself will "
             "result in all parameters being ignored and is not well-supported: "
-            f"{type(root).__name__}",
-            UserWarning,
-            stacklevel=5,
+            f"{type(root).__name__}"
         )
     return listed
 
@@ -109,11 +107,9 @@ def _ignored_modules(
 def check_containers(module: nn.Module) -> None:
     """Warn about a container that is never called itself, so that nothing gathers its unit."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
-        warnings.warn(
+        warn(
             "FSDP will not all-gather parameters for containers that do not implement forward: "
-            f"{type(module).__name__}. Wrap what it holds instead",
-            UserWarning,
-            stacklevel=4,
+            f"{type(module).__name__}. Wrap what it holds instead"
         )
 
 
@@ -187,9 +183,7 @@ def check_frozen_mix(
             f"{text}FSDP does not support wrapping such modules when use_orig_params=False: {why}. "
             "Wrap the frozen modules apart, or set use_orig_params=True"
         )
-    warnings.warn(
-        f"{text}We do not recommend wrapping such modules: {why}", UserWarning, stacklevel=5
-    )
+    warn(f"{text}We do not recommend wrapping such modules: {why}")
 
 
 def check_devices(devices: Iterable[torch.device], device_id: torch.device | None) -> None:
@@ -229,10 +223,8 @@ def choose_device(
     if found:
         return next(iter(found))
     if not is_host(group) and any(is_host(device) for device in listed):
-        warnings.warn(
+        warn(
             "The passed-in `module` is on CPU and will thus have FSDP's sharding initialization "
-            f"run on CPU. Pass device_id={group} to move it first",
-            UserWarning,
-            stacklevel=5,
+            f"run on CPU. Pass device_id={group} to move it first"
         )
     return group

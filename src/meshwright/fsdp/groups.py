@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import warnings
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from meshwright.comm import Communicator, communicator, subgroup
 from meshwright.data_parallel.shards.buffer import DataAxes
 from meshwright.environment import local_size
+from meshwright.errors import warn
 from meshwright.fsdp.options import ShardingStrategy, own_member, row_of
 from meshwright.mesh import DeviceMesh
 
@@ -156,17 +156,14 @@ def _without_needless_sharding(groups: Groups) -> Groups:
     strategy = groups.strategy
     size = groups.shard.size * (1 if groups.replicate is None else groups.replicate.size)
     if size == 1 and groups.shard.is_alone and strategy is not ShardingStrategy.NO_SHARD:
-        warnings.warn(
-            f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1.",
-            UserWarning,
-            stacklevel=5,
+        warn(
+            f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1."
         )
         return Groups(strategy=ShardingStrategy.NO_SHARD, shard=groups.shard, mesh=groups.mesh)
     if size > 1 and strategy is ShardingStrategy.NO_SHARD:
-        warnings.warn(
+        warn(
             "The `NO_SHARD` sharding strategy is deprecated. Use "
             "meshwright.data_parallel.replicate or DistributedDataParallel instead",
             FutureWarning,
-            stacklevel=5,
         )
     return groups

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NoReturn, Self
@@ -28,6 +27,7 @@ from meshwright.data_parallel.sharded_modules.module_hooks import Driver
 from meshwright.data_parallel.sharded_modules.sharded_module import show_gradients
 from meshwright.data_parallel.shards.replaced_parameters import is_given_for_call
 from meshwright.data_parallel.shards.unit import Phase, Unit, zero_kept
+from meshwright.errors import warn
 from meshwright.fsdp import checks
 from meshwright.fsdp.exposures.exposure import exposed_of
 from meshwright.fsdp.exposures.tensor_axes import gradients_by_axes
@@ -391,11 +391,9 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         if kind is StateDictType.FULL_STATE_DICT or settings.shares or not is_whole:
             return settings
         if self.check_is_root():
-            warnings.warn(
+            warn(
                 "When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict will be "
-                "returned.",
-                UserWarning,
-                stacklevel=3,
+                "returned."
             )
         config = FullStateDictConfig(offload_to_cpu=settings.state_dict_config.offload_to_cpu)
         return StateDictSettings(state_dict_config=config)

@@ -21,6 +21,7 @@ from meshwright.data_parallel.sharded_modules.module_tree import places_in
 from meshwright.data_parallel.sharded_modules.sharded_join import JoinsUnevenInputs
 from meshwright.data_parallel.shards.parameter_group import UnitSettings
 from meshwright.data_parallel.shards.unit import Unit
+from meshwright.errors import warn
 from meshwright.fsdp import auto_wrap, building, checks
 from meshwright.fsdp.exposures.tensor_axes import tensor_mesh
 from meshwright.fsdp.groups import find_groups
@@ -305,11 +306,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
             iteration.announce_clip(max_norm, norm_type)
         spread, gradients = spread_gradients(self)
         if not gradients:
-            warnings.warn(
-                f"Called FSDP.clip_grad_norm_() on rank {self.rank} with no gradients",
-                UserWarning,
-                stacklevel=3,
-            )
+            warn(f"Called FSDP.clip_grad_norm_() on rank {self.rank} with no gradients")
         norm = global_norm(spread, norm_type)
         scale_to_norm(gradients, norm, max_norm)
         dtypes = {gradient.dtype for gradient in gradients}

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
@@ -36,7 +35,7 @@ from meshwright.comm.dtensors.sharded_axes import (
     singles_of,
 )
 from meshwright.comm.graphs.untraced import apart
-from meshwright.errors import LayoutError
+from meshwright.errors import LayoutError, warn
 
 Class = TypeVar("Class", bound=type)
 
@@ -187,7 +186,7 @@ class _Watch:
             doubt = check_optimizer(optimizer)
             if doubt and type(optimizer) not in self._warned:
                 self._warned.add(type(optimizer))
-                warnings.warn(doubt, UserWarning, stacklevel=3)
+                warn(doubt)
             self._seen[optimizer] = size
         return _with_mean_loss(optimizer, args, kwargs) if isinstance(optimizer, _BY_LOSS) else None
 
@@ -204,13 +203,11 @@ def warn_without_gradients(optimizer: Optimizer) -> bool:
                 return False
             trained = trained or (parameter.requires_grad and parameter.numel() > 0)
     if trained:
-        warnings.warn(
+        warn(
             f"a {type(optimizer).__name__} steps without a gradient, though a forward in training "
             "has run: no backward has come. backward(inputs=...) gives parameters that are sharded "
             "or cut none, since the graph has others in their place: call backward() without, and "
-            "requires_grad_(False) of what is not to train",
-            UserWarning,
-            stacklevel=2,
+            "requires_grad_(False) of what is not to train"
         )
     return trained
 
@@ -226,13 +223,11 @@ def warn_of_zeros(flat: torch.Tensor, find: Callable[[], Sequence[str]]) -> None
     if not names:
         return
     rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    warnings.warn(
+    warn(
         f"no rank has a gradient of {', '.join(names[:5])}{rest}, in one flat parameter with "
         "others that have one: its .grad is zero there and not None, so momentum and weight decay "
         "move them, which one process would leave as they are. Freeze them, make them a unit of "
-        "their own, or do without flat parameters (use_orig_params=True, [train] flat = false)",
-        UserWarning,
-        stacklevel=2,
+        "their own, or do without flat parameters (use_orig_params=True, [train] flat = false)"
     )
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from meshwright.errors import warn
 from meshwright.pipelining.edges import edges_of
 from meshwright.pipelining.microbatch import (
     TensorChunkSpec,
@@ -124,10 +124,9 @@ class PipelineScheduleMulti(PipelineSchedule):
         unsharded: int = 3,
     ) -> None:
         if use_full_backward is not None:
-            warnings.warn(
+            warn(
                 "use_full_backward is deprecated: the schedule says which backward it runs",
                 FutureWarning,
-                stacklevel=2,
             )
         super().__init__(
             stages,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import warnings
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from typing import Protocol, TypeVar, cast
@@ -18,6 +17,7 @@ from meshwright.comm.dtensors.dtensor import (
 )
 from meshwright.comm.dtensors.operators.mixed_lists import take_lists_apart
 from meshwright.comm.dtensors.operators.written_parts import write_through
+from meshwright.errors import warn
 from meshwright.mesh import DeviceMesh
 from meshwright.tensor_parallel.checks.equality import verify_replicated
 from meshwright.tensor_parallel.checks.following import follow_first_forward
@@ -73,10 +73,9 @@ def parallelize_module(
     require_module(module, "parallelize_module")
     mesh = current_mesh() if device_mesh is None else device_mesh
     if parallelize_plan is None:
-        warnings.warn(
+        warn(
             "No parallelize_plan is provided and auto-parallel is not supported "
-            "at the moment, so this parallelize_module call will do nothing.",
-            stacklevel=2,
+            "at the moment, so this parallelize_module call will do nothing."
         )
         return module
     module = apply_plan(module, mesh, parallelize_plan, src_data_rank=src_data_rank)
@@ -100,7 +99,7 @@ def apply_plan(
     for pattern, style in plan.items():
         found = list(matches(module, pattern))
         if not found:
-            warnings.warn(_unmatched(module, pattern), stacklevel=3)
+            warn(_unmatched(module, pattern))
         for name, submodule in found:
             if isinstance(style, ParallelStyle):
                 changed = style.apply_to(submodule, mesh, name=name, src_data_rank=src_data_rank)

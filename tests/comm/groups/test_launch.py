@@ -117,6 +117,10 @@ def _failure(rank: int, folder: Path, exit_code: int, said: str, second: int) ->
             [(1, "RankFailedError: rank 1 failed first"), (1, "ValueError: no")],
             "rank 1 of 2 exited with status 1: ValueError: no",
         ),
+        (
+            [(-15, "ValueError: no"), (1, "RankFailedError: rank 0 failed first")],
+            "rank 0 of 2 failed: ValueError: no",
+        ),
         ([(-15, ""), (-9, "")], "rank 1 of 2 was ended by signal 9 (SIGKILL)"),
         (
             [(-9, ""), (1, "CollectiveTimeoutError: rank 0 does not answer")],

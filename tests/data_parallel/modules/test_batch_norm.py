@@ -59,8 +59,10 @@ def said(*calls: Callable[[], object]) -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             call()
-        texts = [str(each.message) for each in caught if "BatchNorm" in str(each.message)]
-        assert len(texts) < 2
+        told = [each for each in caught if "BatchNorm" in str(each.message)]
+        assert len(told) < 2
+        assert all("/tests/" in each.filename for each in told)  # the line that called the model
+        texts = [str(each.message) for each in told]
         found.append(texts[0] if texts else "")
     return found
 

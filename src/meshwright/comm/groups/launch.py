@@ -76,11 +76,13 @@ def first_failure(failures: Mapping[int, ProcessFailure], ranks: int) -> str:
         return follower, ended_by_launcher, knows_less, int(failure.timestamp), rank
 
     rank, failure = min(failures.items(), key=order)
-    if failure.exitcode < 0:
+    said = _said(failure)
+    if said and failure.exitcode == -signal.SIGTERM:
+        end = "failed"  # the launcher ended it while it left
+    elif failure.exitcode < 0:
         end = f"was ended by signal {-failure.exitcode} ({failure.signal_name()})"
     else:
         end = f"exited with status {failure.exitcode}"
-    said = _said(failure)
     return f"rank {rank} of {ranks} {end}" + (f": {said}" if said else "")
 
 

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
@@ -39,7 +38,7 @@ from meshwright.composition.trainable import (
     tensors_in,
 )
 from meshwright.data_parallel.flat_parameters import follow_gradients
-from meshwright.errors import PipelinePeerError, PlanError
+from meshwright.errors import PipelinePeerError, PlanError, warn
 from meshwright.gradients import SpreadGradients, apply_loss
 from meshwright.pipelining import (
     PipelineContext,
@@ -141,12 +140,10 @@ class PipelinedTrainable(Trainable):
     def optimizer_step(self) -> StepResult:
         """See `Trainable`. Warns where gradients have been changed since they were computed."""
         if self._pipelined.versions() != self._versions:
-            warnings.warn(
+            warn(
                 "gradients were changed between forward_backward and optimizer_step. Each rank has "
                 "those of its own stages, so a norm over them, as clip_grad_norm_ takes it, is "
-                "another number on each rank: clip by [train] clip_norm, whose norm is over all",
-                UserWarning,
-                stacklevel=2,
+                "another number on each rank: clip by [train] clip_norm, whose norm is over all"
             )
         return super().optimizer_step()
 

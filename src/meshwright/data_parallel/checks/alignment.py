@@ -35,7 +35,6 @@ sent. Ranks of sharded units tell each other after the sums, together with use c
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -52,7 +51,7 @@ from meshwright.data_parallel.checks.step_watch import Steps, StepWatch
 from meshwright.data_parallel.replicas.options import ReductionSettings
 from meshwright.data_parallel.replicas.static_graph import StaticGraph
 from meshwright.data_parallel.shards.unit import Unit
-from meshwright.errors import CollectiveMismatchError, NonFiniteError
+from meshwright.errors import CollectiveMismatchError, NonFiniteError, warn
 from meshwright.gradients import NonFiniteValues, agree_on_non_finite, non_finite_error
 from meshwright.torch_internals.tensors import version_of
 
@@ -158,14 +157,12 @@ class Alignment:
             held = (id(p) for group in optimizer.param_groups for p in group["params"])
             self._has_warned = self.has_parted = any(each in local for each in held)
             if self.has_parted:
-                warnings.warn(
+                warn(
                     "an optimizer steps with gradients of this rank alone, so that the copies of "
                     "the model part: the last backward pass was in no_sync. Run the last one of a "
                     "step outside of it; for steps of each rank by itself use post_localSGD_hook "
                     "of meshwright.data_parallel.comm_hooks, which brings the copies together "
-                    "again",
-                    UserWarning,
-                    stacklevel=2,
+                    "again"
                 )
         if self._has_warned or not self._local:
             self._steps.ask(None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Container, Iterable, Sequence
 
 import torch
@@ -12,6 +11,7 @@ from meshwright.comm import Communicator
 from meshwright.comm.failures.sameness import differing, first_difference
 from meshwright.data_parallel.checks.starting_state import digests_of
 from meshwright.data_parallel.modules.batch_norm import with_statistics
+from meshwright.errors import warn
 from meshwright.torch_internals.modules import non_persistent_buffers_of
 from meshwright.torch_internals.tensors import version_of
 
@@ -79,13 +79,11 @@ class ForwardWrites:
         self.is_due = False
         self._before.clear()
         if written:
-            warnings.warn(
+            warn(
                 f"the forward pass has written {', '.join(map(repr, written[:3]))} in place. "
                 "Replicas stay equal only where this does not depend on the batch, which is "
                 "another one on each rank. Write parameters after the step of the optimizer, or "
-                "keep what the batch decides in buffers, which are made equal in each pass",
-                UserWarning,
-                stacklevel=2,
+                "keep what the batch decides in buffers, which are made equal in each pass"
             )
 
 
@@ -134,13 +132,11 @@ class BatchBuffers:
         everyone = differing(self._axis, rows, label="compare buffers")
         difference = first_difference(self._axis.ranks, everyone)
         if difference is not None and self._axis.rank == 0:
-            warnings.warn(
+            warn(
                 f"the forward pass has written buffer {difference.place!r} by the batch of each of "
                 f"{self._axis.size} ranks alone, and not by those of all ranks, as in one process. "
                 "Reduce what it takes from a batch over the ranks before it is written, or "
-                "register it with persistent=False where it is to be each rank's own",
-                UserWarning,
-                stacklevel=2,
+                "register it with persistent=False where it is to be each rank's own"
             )
 
     def _now(self) -> dict[str, tuple[torch.Tensor, int]]:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import logging
 import struct
-import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,7 +50,7 @@ from meshwright.data_parallel.checks.order_record import (
     OrderRecord,
     UnitNames,
 )
-from meshwright.errors import CollectiveMismatchError
+from meshwright.errors import CollectiveMismatchError, warn
 
 _log = logging.getLogger("meshwright")
 
@@ -298,12 +297,10 @@ class OrderCheck:
         change = f"Expected to not all-gather any more parameters in the forward but {got}"
         if before != END:
             change = f"Expected to all-gather for {self._names.parameters(before)} but {got}"
-        warnings.warn(
+        warn(
             "Forward order differs from that of the first iteration on rank "
             f"{self._rank}. Collectives are unchecked and may give incorrect results or "
-            f"hang.\n{change}",
-            UserWarning,
-            stacklevel=3,
+            f"hang.\n{change}"
         )
 
     # ------------------------------------------------------------------ asking the others

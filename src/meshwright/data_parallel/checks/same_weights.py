@@ -15,7 +15,6 @@ an error on every rank.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -25,7 +24,7 @@ from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.comm.dtensors.subclasses import values_of
 from meshwright.comm.failures.sameness import Difference, first_difference, refusal
 from meshwright.data_parallel.checks.starting_state import digest_of_all, digests_of
-from meshwright.errors import CollectiveMismatchError
+from meshwright.errors import CollectiveMismatchError, warn
 from meshwright.gradients import beyond_rounding_first, is_due
 
 BITS = 16
@@ -195,7 +194,7 @@ class SameWeights:
         kind = text.partition(",")[0]
         if kind not in self._said:
             self._said.add(kind)
-            warnings.warn(text, UserWarning, stacklevel=3)
+            warn(text)
 
 
 def bits_of(digest: torch.Tensor) -> torch.Tensor:

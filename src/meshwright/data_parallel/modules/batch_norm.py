@@ -6,7 +6,6 @@ Or with those of each rank's own batch, as torch has it where nothing is said; t
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import TypeVar
@@ -17,6 +16,7 @@ from torch.nn import SyncBatchNorm
 
 from meshwright.comm import Communicator
 from meshwright.comm.graphs.functional import all_gather
+from meshwright.errors import warn
 from meshwright.torch_internals.modules import (
     AnyBatchNorm,
     AnyInstanceNorm,
@@ -118,26 +118,22 @@ class LocalStatistics:
 
     def _warn_of_running(self, names: Sequence[str]) -> None:
         ranks = " x ".join(str(axis.size) for axis in self._axes)
-        warnings.warn(
+        warn(
             f"InstanceNorm {', '.join(map(repr, names[:3]))} keeps running statistics of the batch "
             f"of each of {ranks} ranks alone, so an evaluation gives other numbers than one "
             "process would. Leave track_running_stats out; if those of each rank are meant, call "
-            "keep_batch_norm_local(model) of meshwright.data_parallel",
-            UserWarning,
-            stacklevel=2,
+            "keep_batch_norm_local(model) of meshwright.data_parallel"
         )
 
     def _warn(self, names: Sequence[str]) -> None:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         ranks = " x ".join(str(axis.size) for axis in self._axes)
-        warnings.warn(
+        warn(
             f"BatchNorm {', '.join(map(repr, names[:3]))}{more} normalizes by the batch of each of "
             f"{ranks} ranks alone, so this trains to other numbers than one process would. For the "
             "statistics of all ranks call synchronize_batch_norm(model, communicator()) of "
             "meshwright.data_parallel and meshwright.comm before the first forward; if those of "
-            "each rank are meant, call keep_batch_norm_local(model) of meshwright.data_parallel",
-            UserWarning,
-            stacklevel=2,
+            "each rank are meant, call keep_batch_norm_local(model) of meshwright.data_parallel"
         )
 
 

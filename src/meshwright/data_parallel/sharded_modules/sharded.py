@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from types import FunctionType, MappingProxyType
@@ -49,7 +48,7 @@ from meshwright.data_parallel.shards.sharding import (
 from meshwright.data_parallel.shards.shared_parameters import check_settled, remember
 from meshwright.data_parallel.shards.unit import Unit
 from meshwright.environment import is_launched
-from meshwright.errors import CommunicationError
+from meshwright.errors import CommunicationError, warn
 from meshwright.gradients import look_at_optimizers
 from meshwright.mesh import DeviceMesh, init_device_mesh
 from meshwright.torch_internals.modules import require_module
@@ -316,12 +315,10 @@ def _mesh(mesh: DeviceMesh | None) -> DeviceMesh:
         is_meant = comm.communicator().size > 0
     world = comm.connect()
     if world.size == 1 and not is_meant:
-        warnings.warn(
+        warn(
             "fully_shard found no launcher, and no run that this process has joined: nothing is "
             "sharded. Start the script with torchrun --nproc-per-node N, or call "
-            "meshwright.comm.connect() first where one process is meant",
-            UserWarning,
-            stacklevel=3,
+            "meshwright.comm.connect() first where one process is meant"
         )
     # Without a name, as torch's: so that its DTensors meet those of a mesh that users make.
     return init_device_mesh(world.device.type, (world.size,))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -38,6 +37,7 @@ from meshwright.data_parallel.shards.tensor_extensions import (
     extension_of,
 )
 from meshwright.data_parallel.shards.unit import Unit
+from meshwright.errors import warn
 from meshwright.layout import FlatLayout, Replicate
 from meshwright.mesh import DeviceMesh
 
@@ -227,11 +227,10 @@ def _group(slots: Sequence[Slot], options: ShardOptions) -> ParameterGroup:
         dims=[each.dim for each in places],
     )
     if layout.padding > MUCH_PADDING and layout.numel * dtype.itemsize > 2**20:
-        warnings.warn(
+        warn(
             f"sharding {slots[0].name!r} and {len(slots) - 1} more over {axes.parts} ranks along "
             f"their dims adds {layout.padding:.0%} padding. Give fully_shard a shard_placement_fn "
-            "that chooses a dim which the number of ranks divides",
-            stacklevel=5,
+            "that chooses a dim which the number of ranks divides"
         )
     precision, device = options.precision, _device(slots[0], options.target)
     types = BufferTypes.of(dtype, precision.param_dtype, precision.reduce_dtype)

@@ -6,7 +6,6 @@ They are gathered into memory of their own, in the optimizer's dtype, not the co
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ from torch import nn
 from meshwright.comm.dtensors.dtensor import dtensor_like, local_of
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup
 from meshwright.data_parallel.shards.unit import Unit
+from meshwright.errors import warn
 from meshwright.fsdp.exposures.exposure import (
     exposed_of,
     flat_layout,
@@ -135,11 +135,9 @@ def _check(wrapper: UnitWrapper, options: SummonOptions) -> None:
     if options.offloads and is_whole:
         raise NotImplementedError("offload_to_cpu=True and NO_SHARD is not supported yet")
     if options.offloads and not options.rank0_only:
-        warnings.warn(
+        warn(
             "offload_to_cpu=True and rank0_only=False may result in redundant copies of whole "
-            "parameters in the memory of one machine",
-            UserWarning,
-            stacklevel=6,
+            "parameters in the memory of one machine"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.comm import communicator
+from meshwright.errors import warn
 from meshwright.fsdp.options import (
     FullOptimStateDictConfig,
     ShardedOptimStateDictConfig,
@@ -112,11 +112,10 @@ def _to_load(
 
 
 def _warn(name: str, replacement: str) -> None:
-    warnings.warn(
+    warn(
         f"``FullyShardedDataParallel.{name}``is being deprecated and is replaced by "
         f"``FullyShardedDataParallel.{replacement}``.",
         FutureWarning,
-        stacklevel=3,
     )
 
 
@@ -128,11 +127,7 @@ def parameter_groups(
     Without both it is one over all parameters of ``model``. Groups of the user stay as they are.
     """
     if optim_input is not None:
-        warnings.warn(
-            "The `optim_input` argument is deprecated. Pass `optim` instead",
-            FutureWarning,
-            stacklevel=3,
-        )
+        warn("The `optim_input` argument is deprecated. Pass `optim` instead", FutureWarning)
     if optim is not None:
         return optim.param_groups
     listed: list[Any] = list(model.parameters() if optim_input is None else optim_input)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from torch import nn
 
+from meshwright.errors import warn
 from meshwright.fsdp.options import (
     CONFIGS,
     OptimStateDictConfig,
@@ -31,11 +31,10 @@ def set_settings(
     optim_config: OptimStateDictConfig | None,
 ) -> StateDictSettings:
     """Make all wrappers in ``module`` give state dicts of ``kind``; returns what was before."""
-    warnings.warn(
+    warn(
         "FSDP.state_dict_type() and FSDP.set_state_dict_type() are being deprecated. "
         "torch.distributed.checkpoint.state_dict works with fully_shard",
         FutureWarning,
-        stacklevel=4,
     )
     kind = own_member(StateDictType, kind)
     expected, expected_optim = CONFIGS[kind]
