@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import textwrap
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from support.architecture import table
 from support.architecture.planted import PLANTED, SOUND, long_function
-from support.architecture.rules import RULES, broken
+from support.architecture.rules import RULES, all_of, broken
 from support.architecture.source import Tree
 
 SOURCE = Path(__file__).parents[1] / "src" / "meshwright"
@@ -75,3 +76,20 @@ def test_sound_code_is_left_alone(tmp_path: Path, rule: str) -> None:
 def test_a_docstring_does_not_count_as_length(tmp_path: Path) -> None:
     long_text = {"plan.py": long_function(table.FUNCTION_LINES, docstring=40)}
     assert broken("function_size", _plant(tmp_path, long_text)) == []
+
+
+def test_tests_import_what_is_in_no_list_through_one_door(house: Tree) -> None:
+    lists = {each.module: names for each in house.sources if (names := all_of(each)) is not None}
+    lists["meshwright.errors"] = lists["meshwright"]
+    tests = SOURCE.parents[1] / "tests"
+    others = [
+        f"{path.relative_to(tests)}:{node.lineno}: {node.module}.{alias.name}"
+        for path in sorted(tests.rglob("*.py"))
+        if path.parent.name != "internals"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("meshwright")
+        for alias in node.names
+        if alias.name not in lists.get(node.module or "", ())
+        and f"{node.module}.{alias.name}" not in lists
+    ]
+    assert others == [], "give each a row in tests/support/internals"

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.axes import DATA_AXES, KNOWN_AXES, RESERVED_AXES, Axes
 from meshwright.errors import LayoutError
+from support.internals.axes import DATA_AXES, KNOWN_AXES, RESERVED_AXES, Axes
 
 many_axes = st.dictionaries(
     st.sampled_from(KNOWN_AXES), st.integers(min_value=1, max_value=5), max_size=4

@@ -18,14 +18,13 @@ from torch import nn
 
 import meshwright as mw
 from meshwright import checkpoint
-from meshwright.axes import Axes
 from meshwright.comm import communicator
 from meshwright.data import DataLoader
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.plan import PipelinePlan, Plan, TensorPlan
 from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel, verify_replicated
-from meshwright.testing import Ranks, assert_same_training
-from meshwright.testing.models import Sample
+from meshwright.testing import Ranks, Sample, assert_same_training
+from support.internals.axes import Axes
 
 momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 DATA = torch.randn(16, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -25,19 +25,17 @@ from torch import nn
 
 import meshwright
 from meshwright import checkpoint, tensor_parallel
-from meshwright.axes import KNOWN_AXES
 from meshwright.cli import main
-from meshwright.cli.commands import COMMANDS
 from meshwright.comm import communicator
-from meshwright.environment import torchrun_variables
-from meshwright.schedule.builders import build
-from meshwright.schedule.lowering import lower
-from meshwright.schedule.simulate import Costs, simulate
 from meshwright.testing import Ranks, on_devices
 from support.architecture import table
 from support.docs import commands, messages
 from support.docs.blocks import ALL, LANGUAGES, MARKS, PAGES, ROOT, Block, Group, blocks, groups
 from support.docs.setups import SETUPS, nothing
+from support.internals.axes import KNOWN_AXES
+from support.internals.cli import COMMANDS
+from support.internals.environment import torchrun_variables
+from support.internals.schedule import Costs, build, lower, simulate
 from support.recipes.runs import CONFIG, write_text
 
 NOT_RUN: tuple[str, ...] = ()

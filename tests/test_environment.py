@@ -8,10 +8,10 @@ import signal
 import pytest
 
 from meshwright.comm import communicator, connect
-from meshwright.environment import Cluster, cluster, first_host, is_launched
 from meshwright.errors import CommunicationError
-from meshwright.recipes.loop import StopRequest
 from meshwright.testing import Ranks
+from support.internals.environment import Cluster, cluster, first_host, is_launched
+from support.internals.recipes import StopRequest
 
 TORCHRUN = {
     "RANK": "3",

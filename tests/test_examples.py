@@ -21,9 +21,8 @@ import yaml
 from torch import nn
 
 from meshwright.comm import connect
-from meshwright.recipes.config import read_config
-from meshwright.recipes.loop import Outcome, train
 from meshwright.testing import Ranks
+from support.internals.recipes import Outcome, read_config, train
 from support.recipes.runs import CONFIG, write_text
 
 ROOT = Path(__file__).parents[1]

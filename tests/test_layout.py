@@ -10,15 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import LayoutError
-from meshwright.layout import (
-    ALIGNMENT,
-    Box,
-    Cut,
-    FlatLayout,
-    boxes,
-    chunk,
-)
-from meshwright.precision import dtype_bytes
+from support.internals.layout import ALIGNMENT, Box, Cut, FlatLayout, boxes, chunk
+from support.internals.precision import dtype_bytes
 
 Shape = tuple[int, ...]
 quick = settings(max_examples=80, deadline=None)

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.axes import Axes
 from meshwright.errors import PlanError
 from meshwright.plan import (
     BucketPlan,
@@ -27,10 +26,11 @@ from meshwright.plan import (
     match_names,
     module_names,
 )
-from meshwright.precision import FloatName, Precision
-from meshwright.recipes.config import TrainConfig
-from meshwright.settings import keys_of
-from meshwright.toml_source import read
+from support.internals.axes import Axes
+from support.internals.precision import FloatName, Precision
+from support.internals.recipes import TrainConfig
+from support.internals.settings import keys_of
+from support.internals.toml_source import read
 
 quick = settings(max_examples=60, deadline=None)
 

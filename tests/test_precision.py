@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from meshwright.precision import FloatName, Precision, dtype_bytes
+from support.internals.precision import FloatName, Precision, dtype_bytes
 
 
 def test_what_is_left_out_follows_the_parameters() -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.reference import ReferenceRun, first_difference, train_reference
+from support.internals.reference import ReferenceRun, first_difference, train_reference
 
 
 def batches(steps: int = 3) -> list[tuple[object, object]]:

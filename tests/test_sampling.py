@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import PlanError
-from meshwright.sampling import PackedSampler, Permutation, Sampler
+from support.internals.sampling import PackedSampler, Permutation, Sampler
 
 quick = settings(max_examples=60, deadline=None)
 

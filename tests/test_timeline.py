@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.timeline import (
+from support.internals.timeline import (
     KINDS,
     LANE_OF_KIND,
     LANES,

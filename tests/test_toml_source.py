@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from meshwright.errors import PlanError
 from meshwright.plan import Plan
-from meshwright.settings import Above, AtLeast, Inline, Origin, Problem, nearest
-from meshwright.toml_source import dump, plain, read, read_file, read_tree, review
+from support.internals.settings import Above, AtLeast, Inline, Origin, Problem, nearest
+from support.internals.toml_source import dump, plain, read, read_file, read_tree, review
 
 quick = settings(max_examples=60, deadline=None)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from meshwright.toml_text import Key, dotted, literal, parse, parse_key, write
+from support.internals.toml_text import Key, dotted, literal, parse, parse_key, write
 
 quick = settings(max_examples=150, deadline=None)
 

@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from meshwright.checkpoint import Storage, claim, latest, load_tensors, release, save_tensors
-from meshwright.checkpoint.claims import FOLDERS, GRACE, Claim, Holder
 from meshwright.comm import communicator
 from meshwright.errors import (
     CheckpointClaimedError,
@@ -29,6 +28,7 @@ from meshwright.errors import (
 )
 from meshwright.testing import Ranks
 from support.checkpoint.jobs import Job, job, outcome, tensors, until, whole_steps
+from support.internals.checkpoint import FOLDERS, GRACE, Claim, Holder
 
 Tell = Callable[[object], None]
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint import load_tensors, read_manifest, verify
-from meshwright.checkpoint.manifest import Manifest
+from meshwright.checkpoint import Manifest, load_tensors, read_manifest, verify
 from meshwright.errors import CheckpointDamagedError
 from support.checkpoint.samples import header_bytes, save_sharded, small
 

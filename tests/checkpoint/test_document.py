@@ -9,13 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.checkpoint.document import (
-    MAX_DOCUMENT_BYTES,
-    canonical,
-    check_json,
-    seal,
-    unseal,
-)
+from support.internals.checkpoint import MAX_DOCUMENT_BYTES, canonical, check_json, seal, unseal
 
 LEAVES = (
     st.none()

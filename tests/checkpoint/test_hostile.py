@@ -18,10 +18,10 @@ import torch
 import xxhash
 
 from meshwright.checkpoint import latest, load_tensors, save_tensors, verify
-from meshwright.checkpoint.document import MAX_DOCUMENT_BYTES
 from meshwright.errors import CheckpointDamagedError, CheckpointError
-from meshwright.layout import boxes
 from support.checkpoint.samples import METADATA, save_sharded, small
+from support.internals.checkpoint import MAX_DOCUMENT_BYTES
+from support.internals.layout import boxes
 
 FORBIDDEN = (
     "pickle.find_class",

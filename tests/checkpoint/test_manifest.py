@@ -8,16 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.checkpoint.document import canonical, seal, unseal
-from meshwright.checkpoint.manifest import (
-    Manifest,
-    Piece,
-    TensorRecord,
-    covers,
-    from_bytes,
-    to_bytes,
-)
-from meshwright.layout import Box, boxes
+from meshwright.checkpoint import Manifest, Piece, TensorRecord
+from support.internals.checkpoint import canonical, covers, from_bytes, seal, to_bytes, unseal
+from support.internals.layout import Box, boxes
 
 
 def covers_by_counting(shape: tuple[int, ...], pieces: list[Box]) -> bool:

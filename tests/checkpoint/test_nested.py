@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.checkpoint import ShardedPiece, flatten, load_tensors, save_tensors, unflatten
-from meshwright.checkpoint.document import canonical, check_json, seal, unseal
-from meshwright.layout import Box
+from support.internals.checkpoint import canonical, check_json, seal, unseal
+from support.internals.layout import Box
 
 KEYS = (
     st.text()

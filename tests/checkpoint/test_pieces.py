@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import torch
 
-from meshwright.checkpoint.pieces import ShardedPiece, byte_views, describe, marked
-from meshwright.layout import Box
+from meshwright.checkpoint import ShardedPiece
 from meshwright.testing.simulated import simulated
+from support.internals.checkpoint import byte_views, describe, marked
+from support.internals.layout import Box
 
 
 def test_the_next_tensor_of_a_device_is_copied_while_one_is_used() -> None:

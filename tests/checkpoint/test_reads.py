@@ -22,10 +22,10 @@ from meshwright.checkpoint import (
     save_tensors,
     verify,
 )
-from meshwright.checkpoint.pieces import Held, assign
 from meshwright.errors import CheckpointDamagedError
-from meshwright.layout import Box, boxes
 from support.checkpoint.samples import assert_equal, save_sharded
+from support.internals.checkpoint import Held, assign
+from support.internals.layout import Box, boxes
 
 Read = Callable[[int, Sequence[Any], int], int]
 

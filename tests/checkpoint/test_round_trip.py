@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from meshwright.checkpoint import (
+    Piece,
     Reader,
     ShardedPiece,
     load_into,
@@ -29,9 +30,7 @@ from meshwright.checkpoint import (
     save_tensors,
     verify,
 )
-from meshwright.checkpoint.manifest import Piece, to_bytes
 from meshwright.errors import CheckpointDamagedError, CheckpointMismatchError
-from meshwright.layout import Box, boxes, chunk
 from support.checkpoint.faulty_storage import CountingStorage, on_ranks
 from support.checkpoint.samples import (
     METADATA,
@@ -42,6 +41,8 @@ from support.checkpoint.samples import (
     small,
     whole_box,
 )
+from support.internals.checkpoint import to_bytes
+from support.internals.layout import Box, boxes, chunk
 
 
 def test_one_process(tmp_path: Path) -> None:

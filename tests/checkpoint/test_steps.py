@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from meshwright.checkpoint import Storage, latest, load_tensors, save_tensors, step_directory
-from meshwright.checkpoint.document import canonical, seal, unseal
 from meshwright.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
 from support.checkpoint.samples import METADATA, small
+from support.internals.checkpoint import canonical, seal, unseal
 
 
 def fill(folder: Path, *steps: int) -> list[Path]:

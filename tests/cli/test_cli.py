@@ -17,14 +17,12 @@ import pytest
 from meshwright import __version__
 from meshwright.checkpoint import latest, verify
 from meshwright.cli import main
-from meshwright.composition.pipelines.stages import chunks_of
 from meshwright.plan import PipelinePlan, Plan
-from meshwright.recipes.tensors.compare import compare_runs
 from meshwright.report import read_chrome_trace, write_chrome_trace
-from meshwright.schedule.builders import BUILDERS, one_f_one_b
-from meshwright.schedule.lowering import lower
-from meshwright.schedule.simulate import Costs, simulate
 from meshwright.testing import Ranks
+from support.internals.composition import chunks_of
+from support.internals.recipes import compare_runs
+from support.internals.schedule import BUILDERS, Costs, lower, one_f_one_b, simulate
 from support.recipes.runs import CONFIG, losses, run_tiny, write_text
 
 DEADLINE = 90.0

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 def accelerator(**options: Any) -> Any:
     connect()
-    from meshwright.integrations import accelerate as bridge
+    from support.internals.integrations import accelerate as bridge
 
     bridge.install()
     import accelerate
@@ -169,7 +169,7 @@ def test_other_arguments_are_refused_by_name(ranks: Ranks) -> None:
     def body() -> None:
         import accelerate
 
-        from meshwright.integrations import accelerate as bridge
+        from support.internals.integrations import accelerate as bridge
 
         before = dict(vars(accelerate.Accelerator))
         bridge.install()
@@ -188,7 +188,7 @@ def test_a_script_of_its_own_passes(ranks: Ranks, script: str, monkeypatch: Any)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
 
     def body() -> None:
-        from meshwright.integrations import accelerate as bridge
+        from support.internals.integrations import accelerate as bridge
 
         connect()
         bridge.install()

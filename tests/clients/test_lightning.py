@@ -23,7 +23,7 @@ def fabric(kind: str, **options: Any) -> Any:
     connect()
     from lightning.fabric import Fabric
 
-    from meshwright.integrations import lightning
+    from support.internals.integrations import lightning
 
     if kind == "replicated":
         strategy = lightning.replicated(broadcast_buffers=False)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.integrations import torch_names
-from meshwright.integrations.torch_names import BRIDGED
+from support.internals.integrations import BRIDGED, torch_names
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

@@ -13,9 +13,10 @@ import meshwright as mw
 from meshwright import DistributedDataParallel as DDP  # noqa: N817
 from meshwright.comm import communicator
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
-from meshwright.fsdp.wrap import _or_policy, lambda_auto_wrap_policy, transformer_auto_wrap_policy
+from meshwright.fsdp.wrap import lambda_auto_wrap_policy, transformer_auto_wrap_policy
 from meshwright.testing import Ranks
 from support.clients import WORDS, assert_same, gpt2, needs
+from support.internals.fsdp import _or_policy
 
 needs("peft", "transformers")
 

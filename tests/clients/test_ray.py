@@ -32,7 +32,7 @@ def weights(
     folder: Path, workers: int | tuple[int, int], epochs: int, stop_at: int, wrapper: str
 ) -> Any:
     """What the loop has at the end; with ``stop_at`` a worker ends the first time it is there."""
-    from meshwright.integrations import ray
+    from support.internals.integrations import ray
 
     def loop(config: Mapping[str, object]) -> None:
         world = communicator()
@@ -109,7 +109,7 @@ def test_workers_that_are_lost_and_come_back_train_as_one_process(
 
 @pytest.mark.usefixtures("ray_here")
 def test_a_worker_that_is_killed_ends_the_run_and_is_named(tmp_path: Path) -> None:
-    from meshwright.integrations import ray
+    from support.internals.integrations import ray
 
     def loop(config: Mapping[str, object]) -> None:
         world = communicator()

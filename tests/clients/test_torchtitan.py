@@ -19,8 +19,8 @@ from torch import nn
 import meshwright as mw
 from meshwright import pipelining
 from meshwright.comm import communicator
-from meshwright.integrations import torch_names
 from meshwright.testing import Ranks
+from support.internals.integrations import torch_names
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed")
 

@@ -10,11 +10,10 @@ import torch
 
 from meshwright.checkpoint import load_tensors
 from meshwright.cli import main
-from meshwright.recipes.config import TrainConfig
-from meshwright.recipes.task import open_task
 from meshwright.testing import Ranks
-from meshwright.toml_source import read
 from support.clients import needs
+from support.internals.recipes import TrainConfig, open_task
+from support.internals.toml_source import read
 from support.recipes.llama import CONFIG, run_llama, write_llama
 
 needs("peft", "transformers")

@@ -31,7 +31,7 @@ def install(size: int) -> None:
             os.environ.pop(name)
         return
     connect()
-    from meshwright.integrations import transformers as bridge
+    from support.internals.integrations import transformers as bridge
 
     bridge.install()
 

@@ -6,12 +6,9 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm import Transfer, communicator
-from meshwright.comm.c10d import lookup
-from meshwright.comm.failures.sameness import differing
-from meshwright.comm.failures.whereabouts import own_state
-from meshwright.testing import Ranks, on_devices, run_fake
-from meshwright.testing.fake import FakeCommunicator
+from meshwright.testing import FakeCommunicator, Ranks, on_devices, run_fake
 from meshwright.testing.simulated import DEVICE
+from support.internals.comm import differing, lookup, own_state
 
 
 def body() -> None:

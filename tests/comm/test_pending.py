@@ -8,10 +8,10 @@ from datetime import timedelta
 import pytest
 import torch
 
-from meshwright.comm.failures.operations import Issued
-from meshwright.comm.pending import Pending, TransferWaiter
-from meshwright.testing.fake import FakeCommunicator
-from meshwright.testing.meeting import World
+from meshwright.comm import Pending
+from meshwright.testing import FakeCommunicator
+from support.internals.comm import Issued, TransferWaiter
+from support.internals.testing import World
 
 
 class _Transfer:

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import fx
 
-from meshwright.comm.graphs.marks import (
+from meshwright.errors import InternalError
+from support.compiler.graphs import chain, mark, traced
+from support.internals.comm import (
     AGREE,
     ALL_REDUCE,
     ALL_REDUCE_COALESCED,
@@ -18,10 +20,7 @@ from meshwright.comm.graphs.marks import (
     GRAD_REDUCE,
     WAIT,
 )
-from meshwright.compiler.bucket_pass import check_buckets, fuse_marks, peak_bytes
-from meshwright.compiler.bucket_plan import ALONE_BYTES
-from meshwright.errors import InternalError
-from support.compiler.graphs import chain, mark, traced
+from support.internals.compiler import ALONE_BYTES, check_buckets, fuse_marks, peak_bytes
 
 MM = torch.ops.aten.mm.default
 REDUCTIONS = (ALL_REDUCE, ALL_REDUCE_COALESCED, ALL_REDUCE_IN_PLACE)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from meshwright.compiler.bucket_plan import describe, marks_of, plan_marks
 from support.compiler.graphs import mark, traced
+from support.internals.compiler import describe, marks_of, plan_marks
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 

@@ -13,10 +13,10 @@ import torch._inductor.config
 from torch import fx, nn
 from torch._dynamo.utils import counters as torch_counters
 
-from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.compiler import compile_module, compiled_autograd, counters
 from meshwright.data_parallel import fully_shard, replicate
 from meshwright.testing import Ranks
+from support.internals.comm import local_of
 
 CONFIGS = (torch._inductor.config, torch._dynamo.config, torch._functorch.config)
 

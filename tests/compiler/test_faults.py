@@ -10,9 +10,9 @@ import pytest
 
 from meshwright.comm import communicator
 from meshwright.data_parallel import replicate
-from meshwright.data_parallel.replicas.traced import Marking
 from meshwright.testing import Ranks, RanksFailed
 from support.compiler.replicas import batch, compiled, heads
+from support.internals.data_parallel import Marking
 
 
 def body(victim: int, is_killed: bool) -> None:

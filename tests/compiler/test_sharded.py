@@ -20,8 +20,8 @@ from meshwright.compiler import compiled_autograd
 from meshwright.data_parallel import MixedPrecisionPolicy, fully_shard
 from meshwright.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from meshwright.mesh import init_device_mesh
-from meshwright.pipelining.stepping.stepping import is_compiled
 from meshwright.testing import Ranks
+from support.internals.pipelining import is_compiled
 
 # Dynamo looks at `.grad` of each input of a graph, and hides what torch says of those of blocks.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")

@@ -25,11 +25,11 @@ from meshwright.data_parallel import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from meshwright.data_parallel.shards.unit import Phase, Unit
 from meshwright.errors import CollectiveMismatchError
 from meshwright.mesh import init_device_mesh
 from meshwright.pipelining import PipelineStage, get_schedule_class
 from meshwright.testing import Ranks, RanksFailed
+from support.internals.data_parallel import Phase, Unit
 
 # Dynamo looks at `.grad` of each input of a graph.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")

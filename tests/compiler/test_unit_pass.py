@@ -10,19 +10,9 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from meshwright.comm.graphs.units import (
-    DRIVE,
-    FREE,
-    REDUCE,
-    SEND,
-    START,
-    UNSHARD,
-    WHOLE,
-    Part,
-    UnitForm,
-)
-from meshwright.compiler.unit_pass import check_units, keep_apart, place_units
 from meshwright.errors import InternalError
+from support.internals.comm import DRIVE, FREE, REDUCE, SEND, START, UNSHARD, WHOLE, Part, UnitForm
+from support.internals.compiler import check_units, keep_apart, place_units
 
 SIZE = 4
 

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from meshwright.axes import Axes
 from meshwright.composition import Trainable, check_model, parallelize
 from meshwright.errors import PlanError
 from meshwright.plan import PipelinePlan, Plan, ShardPlan, TensorPlan, TrainPlan
-from meshwright.precision import Precision
 from meshwright.testing import MODELS, Ranks, Training, assert_same_training
+from support.internals.axes import Axes
+from support.internals.precision import Precision
 
 # Dynamo looks at `.grad` of each input of a graph, and hides what torch says of that.
 pytestmark = [

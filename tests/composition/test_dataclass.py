@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.axes import Axes
 from meshwright.composition import parallelize
 from meshwright.plan import Plan, TensorPlan
 from meshwright.testing import Ranks
+from support.internals.axes import Axes
 
 
 @dataclass

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.axes import Axes
 from meshwright.comm import communicator
 from meshwright.composition import parallelize
 from meshwright.errors import PlanError
 from meshwright.plan import PipelinePlan, Plan, TensorPlan, TrainPlan
 from meshwright.testing import Ranks
+from support.internals.axes import Axes
 
 RULES = {"0": "colwise", "2": "replicated", "3": "rowwise"}
 

@@ -20,9 +20,8 @@ from meshwright import (
     replicate,
 )
 from meshwright.composition import check_model
-from meshwright.recipes.config import ModelConfig
-from meshwright.recipes.language_model import LanguageModel
 from meshwright.testing import Ranks
+from support.internals.recipes import LanguageModel, ModelConfig
 
 
 class Attention(nn.Module):

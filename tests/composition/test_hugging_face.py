@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.axes import Axes
 from meshwright.plan import PipelinePlan, Plan, TensorPlan, TrainPlan
 from meshwright.testing import Ranks, assert_same_training
 from support.hugging_face import KINDS, sample_of
+from support.internals.axes import Axes
 
 pytestmark = [
     pytest.mark.slow,

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.axes import Axes
 from meshwright.composition import parallelize
 from meshwright.plan import PipelinePlan, Plan, TensorPlan, TrainPlan
-from meshwright.precision import Precision
 from meshwright.randomness import initialize
 from meshwright.testing import Ranks
+from support.internals.axes import Axes
+from support.internals.precision import Precision
 
 SEED = 7
 

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.axes import Axes
 from meshwright.composition import parallelize
 from meshwright.plan import PipelinePlan, Plan, TensorPlan, TrainPlan
 from meshwright.testing import Ranks
+from support.internals.axes import Axes
 
 CUT = TensorPlan(rules={"c": "colwise", "d": "rowwise"})
 STEPS = 3

@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.composition.tensor_axis.tensor_rules import RULES
 from meshwright.plan import match_names
 from support.hugging_face import KINDS, model_of
+from support.internals.composition import RULES
 
 pytestmark = [
     pytest.mark.slow,

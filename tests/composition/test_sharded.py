@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.axes import Axes
 from meshwright.comm import communicator
-from meshwright.comm.dtensors.dtensor import mesh_communicators
 from meshwright.composition import parallelize
 from meshwright.errors import NonFiniteError, PlanError
 from meshwright.plan import Plan, ShardPlan, TrainPlan
 from meshwright.testing import MODELS, Ranks, assert_same_training
+from support.internals.axes import Axes
+from support.internals.comm import mesh_communicators
 from support.late import raises_by_now
 
 SHARDABLE = [name for name, sample in MODELS.items() if not sample.depends_on]

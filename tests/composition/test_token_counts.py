@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.axes import Axes
 from meshwright.comm import communicator
 from meshwright.composition import Trainable, parallelize
 from meshwright.plan import PipelinePlan, Plan, TrainPlan
-from meshwright.reference import first_difference, record, train_reference
 from meshwright.testing import Ranks
+from support.internals.axes import Axes
+from support.internals.reference import first_difference, record, train_reference
 from support.late import raises_by_now
 
 WORDS, LENGTH, STEPS, IGNORED = 11, 6, 2, -100

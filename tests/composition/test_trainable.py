@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.axes import Axes
 from meshwright.comm import Recorder, communicator, observe
 from meshwright.composition import Trainable, parallelize
 from meshwright.errors import CheckpointMismatchError, NonFiniteError, PlanError
 from meshwright.plan import BucketPlan, Plan, TrainPlan
-from meshwright.precision import Precision
-from meshwright.reference import first_difference, record, train_reference
 from meshwright.testing import Ranks
+from support.internals.axes import Axes
+from support.internals.precision import Precision
+from support.internals.reference import first_difference, record, train_reference
 from support.late import raises_by_now
 
 SMALL = BucketPlan(cap_mb=6e-5)

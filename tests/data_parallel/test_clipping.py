@@ -13,8 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.comm import communicator
-from meshwright.data_parallel import replicate
-from meshwright.data_parallel.sharded_modules.sharded import fully_shard
+from meshwright.data_parallel import fully_shard, replicate
 from meshwright.fsdp import FullyShardedDataParallel, ShardingStrategy
 from meshwright.gradients import clip_grad_norm_
 from meshwright.mesh import init_device_mesh

@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor
 
 from meshwright import comm
 from meshwright.comm import Recorder, observe
-from meshwright.comm.dtensors.shard_view import ShardView
-from meshwright.data_parallel.sharded_modules.sharded import fully_shard
-from meshwright.layout import FlatLayout
+from meshwright.data_parallel import fully_shard
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks
+from support.internals.comm import ShardView
+from support.internals.layout import FlatLayout
 from support.values import assert_close, is_equal
 
 SHAPES: dict[str, tuple[int, ...]] = {

@@ -10,11 +10,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright import clip_grad_norm_, comm, parallelize_module, replicate
-from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.data_parallel import flat_groups
 from meshwright.mesh import init_device_mesh
 from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel
 from meshwright.testing import Ranks
+from support.internals.comm import local_of
 
 PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from meshwright.axes import Axes
 from meshwright.comm import communicator
 from meshwright.composition import parallelize
 from meshwright.data_parallel import DistributedDataParallel, fully_shard, replicate
@@ -23,6 +22,7 @@ from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.gradients import clip_grad_norm_
 from meshwright.plan import Plan, TensorPlan, TrainPlan
 from meshwright.testing import Ranks
+from support.internals.axes import Axes
 
 AdamW = partial(torch.optim.AdamW, lr=0.1)
 

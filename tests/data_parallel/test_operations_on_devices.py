@@ -13,10 +13,10 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.data_parallel import fully_shard
-from meshwright.data_parallel.checks.alignment import NOTES
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks
-from meshwright.testing.simulated.transport import CommunicationStream
+from support.internals.data_parallel import NOTES
+from support.internals.testing import CommunicationStream
 
 Operations = list[tuple[str, int]]
 """Kinds, and the elements that each writes on this rank."""

@@ -9,12 +9,19 @@ import pytest
 import torch
 
 from meshwright.comm import communicator
-from meshwright.doctor import examine
-from meshwright.doctor.collectives import findings_of_gpus, medians_on_device
-from meshwright.doctor.devices import devices, gloo_interface, nccl_interface, way_out
-from meshwright.doctor.finding import Finding
-from meshwright.doctor.machine import Gpu, Interface, Machine
+from meshwright.doctor import Finding, examine
 from meshwright.testing import Ranks
+from support.internals.doctor import (
+    Gpu,
+    Interface,
+    Machine,
+    devices,
+    findings_of_gpus,
+    gloo_interface,
+    medians_on_device,
+    nccl_interface,
+    way_out,
+)
 
 GIB = 2**30
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshwright.doctor import Finding, examine, memory_limit, report_lines, usable_cores
-from meshwright.doctor import collectives as doctor_collectives
+from support.internals.doctor import collectives as doctor_collectives
 
 
 def test_facts_of_this_machine() -> None:

@@ -16,8 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as Peer
 from torch.distributed.fsdp import ShardingStrategy as PeerStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as PeerPolicy
 
-from meshwright.comm import Recorder, communicator, observe
-from meshwright.comm.streams import Mark
+from meshwright.comm import Mark, Recorder, communicator, observe
 from meshwright.fsdp import (
     BackwardPrefetch,
     ModuleWrapPolicy,
@@ -26,7 +25,7 @@ from meshwright.fsdp import (
 )
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.testing import Ranks
-from meshwright.timeline import Collective
+from support.internals.timeline import Collective
 
 STRATEGIES = [strategy.name for strategy in ShardingStrategy]
 

@@ -11,13 +11,9 @@ from torch.distributed import fsdp as peer
 
 from meshwright import fsdp
 from meshwright.comm import communicator
-from meshwright.data_parallel.shards.policies import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-)
-from meshwright.fsdp.options import own_config, own_member
+from meshwright.data_parallel import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from meshwright.testing import Ranks
+from support.internals.fsdp import own_config, own_member
 
 
 @pytest.mark.parametrize("name", ["ShardingStrategy", "BackwardPrefetch", "StateDictType"])

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.comm import communicator
-from meshwright.data_parallel.checks.starting_state import synchronize
 from meshwright.fsdp import (
     CPUOffload,
     CustomPolicy,
@@ -30,11 +29,16 @@ from meshwright.fsdp import (
     always_wrap_policy,
 )
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
-from meshwright.fsdp.building import resolve_device_id
-from meshwright.fsdp.checks import check_devices, check_parameters, choose_device
-from meshwright.fsdp.exposures.exposure import write_back
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks
+from support.internals.data_parallel import synchronize
+from support.internals.fsdp import (
+    check_devices,
+    check_parameters,
+    choose_device,
+    resolve_device_id,
+    write_back,
+)
 
 HYBRID = ShardingStrategy.HYBRID_SHARD
 LINEARS = ModuleWrapPolicy({nn.Linear})

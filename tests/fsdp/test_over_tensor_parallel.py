@@ -27,11 +27,11 @@ from meshwright.fsdp import (
     StateDictType,
     fully_shard,
 )
-from meshwright.fsdp.traversal import clean_name
 from meshwright.gradients import clip_grad_norm_
 from meshwright.mesh import DeviceMesh, init_device_mesh
 from meshwright.testing import Ranks
 from support.data_parallel import tensor_parallel_samples as samples
+from support.internals.fsdp import clean_name
 
 FULL = (StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
 SHARDED = (

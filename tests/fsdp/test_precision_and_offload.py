@@ -17,9 +17,6 @@ from torch.nn.parallel.distributed import _MixedPrecision as LowPrecision
 
 from meshwright.comm import Recorder, communicator, observe
 from meshwright.data_parallel import DistributedDataParallel, MixedPrecisionPolicy, fully_shard
-from meshwright.data_parallel.shards.buffer import BufferTypes, DataAxes
-from meshwright.data_parallel.shards.parameter_group import ParameterGroup
-from meshwright.data_parallel.shards.slot import collect_slots
 from meshwright.fsdp import (
     CPUOffload,
     MixedPrecision,
@@ -28,8 +25,9 @@ from meshwright.fsdp import (
     StateDictType,
 )
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
-from meshwright.layout import FlatLayout
 from meshwright.testing import Ranks
+from support.internals.data_parallel import BufferTypes, DataAxes, ParameterGroup, collect_slots
+from support.internals.layout import FlatLayout
 
 LINEARS = ModuleWrapPolicy({nn.Linear})
 CPU = torch.device("cpu")

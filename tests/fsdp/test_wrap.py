@@ -20,8 +20,8 @@ from meshwright.fsdp import (
     transformer_auto_wrap_policy,
     wrap,
 )
-from meshwright.fsdp.auto_wrap import deferred_parameters
 from meshwright.testing import Ranks
+from support.internals.fsdp import deferred_parameters
 
 
 class Block(nn.Module):

@@ -25,7 +25,6 @@ from fuzz.blocks import linears_of
 from fuzz.cases import Case
 from fuzz.models import build, call, last_of, loss_of, output_of
 from fuzz.optimizers import OPTIMIZERS, optimizer_of
-from meshwright.axes import Axes
 from meshwright.comm import communicator
 from meshwright.data_parallel import FSDPModule, batch_norms, synchronize_batch_norm
 from meshwright.fsdp import (
@@ -39,6 +38,7 @@ from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.mesh import DeviceMesh, init_device_mesh
 from meshwright.plan import BucketPlan, PipelinePlan, Plan, ShardPlan, TensorPlan, TrainPlan
 from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel
+from support.internals.axes import Axes
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # of what else torch loads with it

@@ -26,9 +26,9 @@ import meshwright
 from gpu.places import place_of
 from meshwright import comm
 from meshwright.errors import RankFailedError
-from meshwright.launching.pool import shared_pool
 from meshwright.pipelining import PipelineStage
 from meshwright.testing import Ranks
+from support.internals.launching import shared_pool
 
 T = TypeVar("T")
 HOST = torch.device("cpu")

@@ -14,9 +14,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from gpu.traces import REGION, counted, spans_of
 from meshwright import comm
 from meshwright.comm import Communicator
-from meshwright.comm.pending import Launched
 from meshwright.testing.simulated import DEVICE, simulated
-from meshwright.testing.simulated.backend import BACKEND, register
+from support.internals.comm import Launched
+from support.internals.testing import BACKEND, register
 
 SLEEP_CYCLES = 20_000_000
 """Some ten milliseconds of a GPU's clock."""

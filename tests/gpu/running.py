@@ -15,9 +15,9 @@ from torch.cuda._sanitizer import enable_cuda_sanitizer
 from gpu.places import place_of
 from gpu.table import Row, Site
 from meshwright import comm
-from meshwright.comm.groups.registry import PROCESS
 from meshwright.errors import InternalError
 from meshwright.testing import Ranks, RanksFailed, shared_pool
+from support.internals.comm import PROCESS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from meshwright.gradients import NonFiniteValues
 from meshwright.pipelining import PipelineScheduleMulti, PipelineStage, get_schedule_class
 from meshwright.plan import Plan
 from meshwright.randomness import Draws, initialize, replace_dropout
-from meshwright.schedule.builders import stage_ranks
+from support.internals.schedule import stage_ranks
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8)
 

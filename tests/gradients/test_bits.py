@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.gradients import bits, checksum
+from meshwright.gradients import checksum
+from support.internals.gradients import bits
 
 
 def other_orders(values: torch.Tensor) -> list[torch.Tensor]:

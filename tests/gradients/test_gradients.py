@@ -14,14 +14,6 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.comm import Communicator, Recorder, communicator, observe
-from meshwright.comm.dtensors.dtensor import (
-    dtensor_at_rest,
-    local_box,
-    mesh_communicators,
-    torch_placements,
-)
-from meshwright.comm.dtensors.shard_view import ShardView
-from meshwright.comm.dtensors.sharded_axes import is_distributed, spread_of, spread_over
 from meshwright.errors import LayoutError, NonFiniteError
 from meshwright.gradients import (
     LossScale,
@@ -34,9 +26,19 @@ from meshwright.gradients import (
     group_by_spread,
     read_loss,
 )
-from meshwright.layout import Partial, Placement, Replicate, Shard
 from meshwright.mesh import DeviceMesh, init_device_mesh
 from meshwright.testing import Ranks
+from support.internals.comm import (
+    ShardView,
+    dtensor_at_rest,
+    is_distributed,
+    local_box,
+    mesh_communicators,
+    spread_of,
+    spread_over,
+    torch_placements,
+)
+from support.internals.layout import Partial, Placement, Replicate, Shard
 from support.late import raises_by_now
 
 

@@ -18,10 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import meshwright as mw
-from meshwright.axes import Axes
 from meshwright.comm import communicator
-from meshwright.comm.dtensors.gradient_part import GradientPart, gradient_part
-from meshwright.comm.dtensors.sharded_axes import spread_of
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.fsdp import ModuleWrapPolicy, ShardingStrategy
 from meshwright.gradients import check_optimizer
@@ -29,6 +26,8 @@ from meshwright.mesh import init_device_mesh
 from meshwright.plan import PipelinePlan, Plan, TensorPlan, TrainPlan
 from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel
 from meshwright.testing import Ranks
+from support.internals.axes import Axes
+from support.internals.comm import GradientPart, gradient_part, spread_of
 
 Wrap = Callable[[nn.Module], Any]
 

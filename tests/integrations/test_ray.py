@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.integrations import ray
 from meshwright.testing import Ranks
+from support.internals.integrations import ray
 
 
 class Checkpoint:

@@ -18,8 +18,7 @@ import meshwright.data_parallel
 import meshwright.fsdp
 import meshwright.pipelining
 import meshwright.tensor_parallel
-from meshwright.integrations import torch_names
-from meshwright.integrations.torch_names import BRIDGED
+from support.internals.integrations import BRIDGED, torch_names
 
 NAME = "torch_names"
 

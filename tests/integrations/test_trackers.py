@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from meshwright.errors import PlanError
-from meshwright.integrations.trackers import TRACKERS, Tracker, flat, tracker_of
+from support.internals.integrations import TRACKERS, Tracker, flat, tracker_of
 
 CONFIG = {"model": {"layers": 2}, "seed": 7}
 

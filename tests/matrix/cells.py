@@ -13,12 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.axes import Axes
 from meshwright.plan import BucketPlan, PipelinePlan, Plan, ShardPlan, TensorPlan, TrainPlan
-from meshwright.precision import FloatName, Precision
-from meshwright.recipes.config import ModelConfig
-from meshwright.recipes.language_model import LanguageModel
 from meshwright.testing import MODELS, Sample
+from support.internals.axes import Axes
+from support.internals.precision import FloatName, Precision
+from support.internals.recipes import LanguageModel, ModelConfig
 from support.pairwise import pairwise
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "zb1p", "zbv", "dualpipev")

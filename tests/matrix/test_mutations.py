@@ -14,14 +14,13 @@ from matrix.cells import Cell
 from matrix.refusals import refusal_of
 from matrix.training import Outcome, body, expected_of
 from meshwright.comm import Communicator
-from meshwright.composition.data_layout import ReplicatedLayout
-from meshwright.composition.pipelines.pipelined import PipelinedTrainable
-from meshwright.composition.pipelines.pipelined_layout import PipelinedLayout
-from meshwright.composition.trainable import Trainable
-from meshwright.gradients import LossWindow, norm
-from meshwright.pipelining.stepping.ties import TiedParameters
-from meshwright.reference import ReferenceRun
+from meshwright.composition import Trainable
+from meshwright.gradients import LossWindow
 from meshwright.testing import Ranks
+from support.internals.composition import PipelinedLayout, PipelinedTrainable, ReplicatedLayout
+from support.internals.gradients import norm
+from support.internals.pipelining import TiedParameters
+from support.internals.reference import ReferenceRun
 
 Patch = pytest.MonkeyPatch
 

@@ -15,13 +15,12 @@ from torch import nn
 
 from matrix.refusals import REFUSALS, refusal_of
 from matrix.training import check
-from meshwright.axes import Axes
-from meshwright.composition import parallelize
-from meshwright.composition.checks import check_model
+from meshwright.composition import check_model, parallelize
 from meshwright.errors import PlanError
 from meshwright.plan import PipelinePlan, Plan, TensorPlan, TrainPlan
-from meshwright.precision import Precision
 from meshwright.testing import MODELS, Ranks
+from support.internals.axes import Axes
+from support.internals.precision import Precision
 
 
 def plan_of(precision: Precision | None = None, axis: str = "replicate", **train: Any) -> Plan:

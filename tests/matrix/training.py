@@ -21,8 +21,8 @@ from meshwright.comm import communicator
 from meshwright.composition import Trainable, parallelize
 from meshwright.gradients import cut_batch
 from meshwright.randomness import Draws, replace_dropout
-from meshwright.reference import ReferenceRun, first_difference, record, train_reference
 from meshwright.testing import Ranks
+from support.internals.reference import ReferenceRun, first_difference, record, train_reference
 
 STEPS = 3
 SKIPPED = 1

@@ -16,10 +16,7 @@ import torch
 from torch import nn
 
 from meshwright import parallelize
-from meshwright.axes import Axes
 from meshwright.comm import communicator
-from meshwright.composition.pipelines.stages import cut_model
-from meshwright.composition.tensor_axis.tensor_rules import RULES, ModelCut
 from meshwright.data_parallel import (
     DistributedDataParallel,
     fully_shard,
@@ -30,11 +27,13 @@ from meshwright.errors import PlanError
 from meshwright.fsdp import FullyShardedDataParallel, ModuleWrapPolicy
 from meshwright.pipelining import ScheduleGPipe, SplitPoint, pipeline
 from meshwright.plan import PipelinePlan, Plan, TensorPlan, TrainPlan
-from meshwright.reference import train_reference
 from meshwright.testing import Ranks, Sample, assert_same_training, wrapped
-from meshwright.testing.training import momentum
 from parity.models import GENERATES, PAGE, cells, lacks, table
 from support.hugging_face import KINDS, blocks_of, model_of, sample_of
+from support.internals.axes import Axes
+from support.internals.composition import RULES, ModelCut, cut_model
+from support.internals.reference import train_reference
+from support.internals.testing import momentum
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 transformers = pytest.importorskip("transformers")

@@ -21,9 +21,9 @@ from meshwright.pipelining import (
     TensorChunkSpec,
     get_schedule_class,
 )
-from meshwright.pipelining.messages.transfers import Transfers
-from meshwright.schedule.builders import stage_ranks
 from meshwright.testing import Ranks, RanksFailed
+from support.internals.pipelining import Transfers
+from support.internals.schedule import stage_ranks
 
 CPU = torch.device("cpu")
 

@@ -14,12 +14,12 @@ from torch import nn
 
 from meshwright.comm import communicator
 from meshwright.pipelining import PipelineScheduleMulti, PipelineStage, get_schedule_class
-from meshwright.pipelining.messages.transfers import Transfers
 from meshwright.pipelining.schedules import SCHEDULE_NAMES
-from meshwright.schedule.actions import RECV_F, SEND_F, Operation
-from meshwright.schedule.builders import stage_ranks
+from meshwright.schedule import Operation
 from meshwright.testing import Ranks, RanksFailed, on_devices
-from meshwright.testing.simulated import transport
+from support.internals.pipelining import Transfers
+from support.internals.schedule import RECV_F, SEND_F, stage_ranks
+from support.internals.testing import transport
 
 STEPS = 5
 

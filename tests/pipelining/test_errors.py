@@ -26,9 +26,9 @@ from meshwright.pipelining import (
     merge_chunks,
 )
 from meshwright.pipelining.schedules import FORWARD, FULL_BACKWARD, OVERLAP_F_B
-from meshwright.schedule.actions import Action, B, F, I
-from meshwright.schedule.builders import build
+from meshwright.schedule import Action
 from meshwright.testing import Ranks
+from support.internals.schedule import B, F, I, build
 
 CPU = torch.device("cpu")
 

@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshwright as mw
 from meshwright.comm import communicator
-from meshwright.comm.dtensors.gather_dtensor import whole
 from meshwright.data_parallel import keep_batch_norm_local
 from meshwright.pipelining import (
     PipelineScheduleMulti,
@@ -30,8 +29,9 @@ from meshwright.pipelining import (
     get_schedule_class,
 )
 from meshwright.pipelining.schedules import SCHEDULE_NAMES
-from meshwright.schedule.builders import stage_ranks
 from meshwright.testing import Ranks
+from support.internals.comm import whole
+from support.internals.schedule import stage_ranks
 from support.pairwise import pairwise
 
 WIDTH = 6

@@ -20,8 +20,8 @@ from meshwright.pipelining import (
     get_schedule_class,
 )
 from meshwright.pipelining.schedules import SCHEDULE_NAMES
-from meshwright.schedule.builders import stage_ranks
 from meshwright.testing import Ranks
+from support.internals.schedule import stage_ranks
 
 OUTPUTS = {"one": 1, "passed on": 2, "cut off": 3, "sum": 2}
 """By kind of a stage, how many values it gives."""

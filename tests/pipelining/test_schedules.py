@@ -24,10 +24,10 @@ from meshwright.pipelining import (
     StageEdges,
     get_schedule_class,
 )
-from meshwright.pipelining.messages.metadata import Signature, Values, signature_of
 from meshwright.pipelining.schedules import SCHEDULE_NAMES
-from meshwright.schedule.builders import stage_ranks
 from meshwright.testing import Ranks
+from support.internals.pipelining import Signature, Values, signature_of
+from support.internals.schedule import stage_ranks
 
 CPU = torch.device("cpu")
 

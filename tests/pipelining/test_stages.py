@@ -29,8 +29,8 @@ from meshwright.pipelining import (
     pipe_split,
     pipeline,
 )
-from meshwright.schedule.builders import stage_ranks
 from meshwright.testing import Ranks, RanksFailed
+from support.internals.schedule import stage_ranks
 
 HIDDEN, BATCH, CHUNKS = 512, 256, 4
 CPU = torch.device("cpu")

@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshwright as mw
 from meshwright.comm import communicator
-from meshwright.comm.failures.board import Notices
 from meshwright.errors import CollectiveMismatchError, PipelinePeerError, RankFailedError
 from meshwright.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from meshwright.pipelining.failures import Failures, Turns
 from meshwright.testing import Ranks
+from support.internals.comm import Notices
+from support.internals.pipelining import Failures, Turns
 
 CPU = torch.device("cpu")
 

@@ -14,9 +14,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.errors import LayoutError
-from meshwright.layout import Box, chunk
 from meshwright.randomness import DimPart, Draws, Dropout, RandomOperators, replace_dropout
-from meshwright.randomness.counters import random_bits
+from support.internals.layout import Box, chunk
+from support.internals.randomness import random_bits
 
 SHAPE = (6, 5, 7)
 """Samples, positions, width: nothing divides by accident."""

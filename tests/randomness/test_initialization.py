@@ -14,14 +14,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.comm.dtensors.dtensor import dtensor_at_rest
-from meshwright.comm.dtensors.gather_dtensor import held_boxes
+from meshwright.comm import held_boxes
 from meshwright.data_parallel import fully_shard, replicate
 from meshwright.fsdp import FullyShardedDataParallel
 from meshwright.mesh import DeviceMesh, init_device_mesh
 from meshwright.randomness import initialize, initialize_by_blocks, module_initializer
 from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from meshwright.testing import Ranks
+from support.internals.comm import dtensor_at_rest
 
 Initialize = Callable[..., nn.Module]
 

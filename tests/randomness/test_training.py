@@ -11,12 +11,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.comm import communicator
-from meshwright.comm.dtensors.gather_dtensor import whole
 from meshwright.data_parallel import fully_shard, replicate
 from meshwright.mesh import init_device_mesh
 from meshwright.randomness import DimPart, Draws, RandomOperators, replace_dropout
 from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from meshwright.testing import Ranks
+from support.internals.comm import whole
 
 BATCH, STEPS = 12, 3
 

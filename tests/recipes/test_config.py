@@ -7,9 +7,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from meshwright.errors import PlanError
-from meshwright.recipes.config import TrainConfig, option_lines, read_config
-from meshwright.settings import keys_of
-from meshwright.toml_source import dump, read
+from support.internals.recipes import TrainConfig, option_lines, read_config
+from support.internals.settings import keys_of
+from support.internals.toml_source import dump, read
 
 GOOD = """
 [axes]

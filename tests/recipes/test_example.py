@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.comm import connect
-from meshwright.recipes.config import read_config
-from meshwright.recipes.loop import Outcome, train
 from meshwright.testing import Ranks
+from support.internals.recipes import Outcome, read_config, train
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train.toml"
 

@@ -10,10 +10,9 @@ import torch
 
 from meshwright.checkpoint import load_tensors
 from meshwright.cli import main
-from meshwright.recipes.config import TrainConfig
-from meshwright.recipes.task import open_task, sketch
 from meshwright.testing import Ranks
-from meshwright.toml_source import read
+from support.internals.recipes import TrainConfig, open_task, sketch
+from support.internals.toml_source import read
 from support.recipes.llama import CONFIG, run_llama, write_llama
 from support.recipes.runs import losses
 

@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.recipes.config import ModelConfig
-from meshwright.recipes.language_model import LanguageModel, initialize
-from meshwright.recipes.task import cross_entropy
+from support.internals.recipes import LanguageModel, ModelConfig, cross_entropy, initialize
 
 SMALL = ModelConfig(layers=2, heads=2, dim=16, context=12)
 

@@ -23,12 +23,11 @@ from meshwright.errors import (
     PlanError,
     ScheduleError,
 )
-from meshwright.recipes.loop import Outcome, train
-from meshwright.recipes.usage import flops_a_token
 from meshwright.report import read_chrome_trace, read_metrics
 from meshwright.report import read_run as report_of
 from meshwright.testing import Ranks
 from support.checkpoint.jobs import job
+from support.internals.recipes import Outcome, flops_a_token, train
 from support.recipes.runs import (
     FailingTracker,
     losses,
@@ -128,7 +127,7 @@ def test_a_report_of_a_run_that_goes_on_has_its_facts(
 
 
 def run_that_cannot_be_drawn(folder: Path) -> tuple[list[str], str]:
-    from meshwright.recipes import loop
+    from support.internals.recipes import loop
 
     def refuse(*_: object, **__: object) -> None:
         raise ScheduleError("no schedule has this order")
@@ -452,7 +451,7 @@ def test_metrics_that_cannot_be_written_do_not_stop_a_run(ranks: Ranks, tmp_path
 
 def test_weights_that_are_no_use_end_the_run_with_an_error(ranks: Ranks, tmp_path: Path) -> None:
     def body(folder: Path) -> tuple[str, str]:
-        from meshwright.recipes import loop
+        from support.internals.recipes import loop
 
         loop.validation_loss = lambda *_, **__: math.nan
         return refusal(folder)

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
-from meshwright.recipes.metrics import LineProgress, LiveProgress, MetricsFile, show_progress
+from support.internals.recipes import LineProgress, LiveProgress, MetricsFile, show_progress
 
 
 def steps_in(path: Path) -> list[int]:

@@ -5,8 +5,7 @@ import math
 import pytest
 from torch import nn
 
-from meshwright.recipes.config import OptimizerConfig
-from meshwright.recipes.language_model import adamw, learning_rate, set_learning_rate
+from support.internals.recipes import OptimizerConfig, adamw, learning_rate, set_learning_rate
 
 CONFIG = OptimizerConfig(learning_rate=1.0, final_fraction=0.1, warmup_steps=4)
 

@@ -10,11 +10,9 @@ from torch import nn
 
 from meshwright.comm import connect
 from meshwright.errors import ParityError
-from meshwright.recipes import parity
-from meshwright.recipes.parity import TOLERANCE, Parity, check_parity
-from meshwright.recipes.task import open_task
-from meshwright.reference import ReferenceRun
 from meshwright.testing import Ranks
+from support.internals.recipes import TOLERANCE, Parity, check_parity, open_task, parity
+from support.internals.reference import ReferenceRun
 from support.recipes.runs import read_run, run_tiny
 
 OPTIONS = ("axes.replicate=2", "train.accumulate=2", "train.clip_norm=0.1", "model.dropout=0.1")

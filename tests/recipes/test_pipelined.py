@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.recipes.tensors.compare import compare_runs
 from meshwright.testing import Ranks
+from support.internals.recipes import compare_runs
 from support.recipes.runs import losses, run_tiny, saved_tensors, stop_in_step
 
 PARITY = ("run.check_parity=true", "run.parity_steps=2", "run.steps=4", "train.clip_norm=0.1")

@@ -16,12 +16,17 @@ from meshwright.checkpoint import load_tensors
 from meshwright.cli import main
 from meshwright.comm import connect
 from meshwright.errors import PlanError
-from meshwright.recipes.config import TrainConfig
-from meshwright.recipes.loop import Outcome, train
-from meshwright.recipes.task import cross_entropy, sketch, without_dropout
-from meshwright.sampling import Sampler
 from meshwright.testing import Ranks, RanksFailed
-from meshwright.toml_source import read
+from support.internals.recipes import (
+    Outcome,
+    TrainConfig,
+    cross_entropy,
+    sketch,
+    train,
+    without_dropout,
+)
+from support.internals.sampling import Sampler
+from support.internals.toml_source import read
 from support.recipes import own
 from support.recipes.own import CONFIG
 from support.recipes.runs import losses

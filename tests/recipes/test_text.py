@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from meshwright.errors import PlanError
-from meshwright.recipes.config import DataConfig
-from meshwright.recipes.task import Data
-from meshwright.recipes.text import Windows, open_text, unigram_loss
+from support.internals.recipes import Data, DataConfig, Windows, open_text, unigram_loss
 
 
 def folder_of(tmp_path: Path, count: int = 30) -> Path:

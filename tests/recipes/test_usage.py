@@ -7,10 +7,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.recipes.config import ModelConfig
-from meshwright.recipes.language_model import LanguageModel
-from meshwright.recipes.task import cross_entropy
-from meshwright.recipes.usage import flops_a_token, matrix_flops
+from support.internals.recipes import (
+    LanguageModel,
+    ModelConfig,
+    cross_entropy,
+    flops_a_token,
+    matrix_flops,
+)
 
 
 @pytest.mark.parametrize("tied", [False, True])

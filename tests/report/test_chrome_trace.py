@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.report import read_chrome_trace, write_chrome_trace
-from meshwright.report.chrome_trace import trace_events
-from meshwright.timeline import LANES, Event, Timeline
+from support.internals.report import trace_events
+from support.internals.timeline import LANES, Event, Timeline
 
 Record = dict[str, object]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.report import read_metrics, write_page
-from meshwright.report.curves import Chart, charts, draw_chart
+from support.internals.report import Chart, charts, draw_chart
 from support.report import rows
 
 

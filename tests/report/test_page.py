@@ -17,10 +17,8 @@ from meshwright.report import (
     write_runs,
     write_simulation,
 )
-from meshwright.schedule.builders import zbv
-from meshwright.schedule.lowering import lower
-from meshwright.schedule.simulate import Costs, simulate
-from meshwright.timeline import LANES, Event, Timeline
+from support.internals.schedule import Costs, lower, simulate, zbv
+from support.internals.timeline import LANES, Event, Timeline
 from support.report import layouts, rows
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -6,14 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.schedule.actions import (
-    PER_MICROBATCH,
-    Action,
-    Operation,
-    Schedule,
-    dependencies,
-    overlap,
-)
+from meshwright.schedule import Action, Operation, Schedule, dependencies
+from support.internals.schedule import PER_MICROBATCH, overlap
 
 NUMBERS = st.integers(0, 10_000)
 SINGLE = [operation for operation in Operation if operation is not Operation.OVERLAP_F_B]

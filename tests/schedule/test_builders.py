@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.schedule.actions import Action, Operation, Schedule
-from meshwright.schedule.builders import BUILDERS, build, stage_ranks
-from meshwright.schedule.checks import check
-from meshwright.schedule.messages import parts_of
-from meshwright.schedule.simulate import Costs, simulate
+from meshwright.schedule import Action, Operation, Schedule
+from support.internals.schedule import (
+    BUILDERS,
+    Costs,
+    build,
+    check,
+    parts_of,
+    simulate,
+    stage_ranks,
+)
 
 RANKS = (2, 3, 4, 8)
 COSTS = ((1.0, 1.0, 1.0), (1.0, 1.5, 0.5), (1.0, 0.8, 1.2), (2.0, 1.0, 1.0))

@@ -9,12 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import ScheduleError
-from meshwright.schedule.actions import Action, Operation, Schedule, dependencies
-from meshwright.schedule.builders import BUILDERS, build, stage_ranks
-from meshwright.schedule.checks import check, check_lowered
-from meshwright.schedule.lowering import forward_part, lower, with_residency
-from meshwright.schedule.messages import received
-from meshwright.schedule.simulate import Costs, simulate
+from meshwright.schedule import Action, Operation, Schedule, dependencies
+from support.internals.schedule import (
+    BUILDERS,
+    Costs,
+    build,
+    check,
+    check_lowered,
+    forward_part,
+    lower,
+    received,
+    simulate,
+    stage_ranks,
+    with_residency,
+)
 
 COMPUTE = (Operation.F, Operation.I, Operation.W, Operation.B)
 

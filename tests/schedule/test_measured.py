@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.schedule.builders import build
-from meshwright.schedule.lowering import lower
-from meshwright.schedule.measured import bubble, compare, costs_of, last_step, schedule_of
-from meshwright.schedule.simulate import Costs, simulate
-from meshwright.timeline import Event, Timeline
+from support.internals.schedule import (
+    Costs,
+    bubble,
+    build,
+    compare,
+    costs_of,
+    last_step,
+    lower,
+    schedule_of,
+    simulate,
+)
+from support.internals.timeline import Event, Timeline
 
 PLANS = ("gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "zb1p", "zbv")
 

@@ -7,11 +7,19 @@ from collections.abc import Hashable
 import pytest
 
 from meshwright.errors import ScheduleError
-from meshwright.schedule.actions import Action, Schedule
-from meshwright.schedule.builders import BUILDERS, build
-from meshwright.schedule.lowering import forward_part, lower
-from meshwright.schedule.messages import Message, lanes
-from meshwright.schedule.ordered import Transfer, check_ordered, check_rows, issued
+from meshwright.schedule import Action, Schedule
+from support.internals.schedule import (
+    BUILDERS,
+    Message,
+    Transfer,
+    build,
+    check_ordered,
+    check_rows,
+    forward_part,
+    issued,
+    lanes,
+    lower,
+)
 
 
 def found(name: str) -> list[Schedule]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.schedule.actions import Action, Schedule
-from meshwright.schedule.builders import BUILDERS, build
-from meshwright.schedule.lowering import lower
-from meshwright.schedule.simulate import Costs, simulate
+from meshwright.schedule import Action, Schedule
+from support.internals.schedule import BUILDERS, Costs, build, lower, simulate
 
 
 def test_lanes_of_two_ranks() -> None:

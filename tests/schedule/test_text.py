@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.errors import ScheduleError
-from meshwright.schedule.builders import BUILDERS, build
-from meshwright.schedule.lowering import lower
-from meshwright.schedule.text import dump_csv, load_csv, parse_csv, to_csv
+from support.internals.schedule import BUILDERS, build, dump_csv, load_csv, lower, parse_csv, to_csv
 
 
 @pytest.mark.parametrize("name", BUILDERS)

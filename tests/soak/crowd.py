@@ -22,9 +22,9 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.comm import connect, disconnect, is_connected
-from meshwright.recipes.loop import train
 from meshwright.testing import ranks
 from soak.table import Table
+from support.internals.recipes import train
 from support.recipes.runs import read_run, write_text
 
 __all__ = ["BODIES", "listening", "main_job", "three_steps"]

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from meshwright.comm import host_store
-from meshwright.environment import LOCAL_NETWORK
+from support.internals.environment import LOCAL_NETWORK
 
 __all__ = ["Fleet", "Rank", "free_port"]
 

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright.axes import Axes
 from meshwright.comm import communicator
 from meshwright.composition import parallelize
 from meshwright.fsdp import FullyShardedDataParallel
@@ -27,6 +26,7 @@ from soak.crowd import listening
 from soak.footprint import footprint
 from soak.lifetimes import mlp
 from soak.table import Table
+from support.internals.axes import Axes
 
 __all__ = ["trains_on"]
 

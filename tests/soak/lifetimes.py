@@ -20,7 +20,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import meshwright as mw
-from meshwright.axes import Axes
 from meshwright.comm import Communicator, communicator, subgroup
 from meshwright.comm.process_groups import union
 from meshwright.composition import parallelize
@@ -31,6 +30,7 @@ from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel, paralle
 from meshwright.testing import MODELS, ranks
 from soak.footprint import LIMIT, Footprint, footprint, growth, objects
 from soak.table import Table
+from support.internals.axes import Axes
 
 __all__ = ["KINDS", "mlp", "one_group", "rounds_of", "train", "use"]
 

@@ -17,10 +17,10 @@ from functools import partial
 from pathlib import Path
 
 from meshwright.comm import connect
-from meshwright.recipes.loop import train
 from meshwright.testing import ranks
 from soak.footprint import LIMIT, Footprint, footprint, give_back, growth
 from soak.table import Table
+from support.internals.recipes import train
 from support.recipes.runs import read_run, write_text
 
 __all__ = ["LAYOUTS", "measured_run"]

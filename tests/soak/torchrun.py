@@ -34,10 +34,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from meshwright.environment import LOCAL_NETWORK
 from soak.fleet import free_port
 from soak.kills import ENDED_WITHIN, NAMED_WITHIN
 from soak.strategies import program
+from support.internals.environment import LOCAL_NETWORK
 
 STRATEGIES = ("replicate", "fully_shard", "fsdp class", "plan shard", "plan pipeline", "plain send")
 _WHO = """

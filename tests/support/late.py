@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from meshwright.comm import communicator, settle
-from meshwright.testing.pool import SLOWER
+from support.internals.testing import SLOWER
 
 
 @contextmanager

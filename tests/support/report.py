@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.timeline import Collective, Event, Timeline
+from support.internals.timeline import Collective, Event, Timeline
 
 
 def rows(count: int) -> list[dict[str, object]]:

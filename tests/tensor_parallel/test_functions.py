@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from meshwright.layout import chunk
-from meshwright.tensor_parallel.functions import (
+from meshwright.testing import FakeCommunicator, run_fake
+from support.internals.layout import chunk
+from support.internals.tensor_parallel import (
     Labels,
     copy_to,
     exchange,
@@ -17,7 +18,6 @@ from meshwright.tensor_parallel.functions import (
     reduce_scatter_to,
     scatter_to,
 )
-from meshwright.testing import FakeCommunicator, run_fake
 
 Function = Callable[[torch.Tensor, FakeCommunicator], torch.Tensor]
 ROWS = 5

@@ -13,10 +13,10 @@ from torch.nn import functional
 
 from meshwright import comm
 from meshwright.comm import Recorder, observe
-from meshwright.layout import chunk
 from meshwright.mesh import init_device_mesh
 from meshwright.tensor_parallel import cross_entropy_of_parts, loss_parallel
 from meshwright.testing import FakeCommunicator, Ranks, run_fake
+from support.internals.layout import chunk
 from support.tensor_parallel.samples import tensor_mesh
 
 CLASSES = 7

@@ -12,7 +12,6 @@ from torch.nn import functional
 
 from meshwright import parallelize_module
 from meshwright.comm import Recorder, communicator, observe
-from meshwright.comm.dtensors.dtensor import is_dtensor
 from meshwright.tensor_parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -23,6 +22,7 @@ from meshwright.tensor_parallel import (
     SequenceParallel,
 )
 from meshwright.testing import Ranks
+from support.internals.comm import is_dtensor
 from support.tensor_parallel.samples import DTensorOperators, alike, check_alike, sent, tensor_mesh
 
 WIDTH, HEADS, LENGTH = 8, 4, 6

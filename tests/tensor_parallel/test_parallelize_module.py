@@ -17,7 +17,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshwright import comm, parallelize_module, tensor_parallel
 from meshwright.comm import Recorder, observe
-from meshwright.comm.dtensors.local_leaves import local_leaf
 from meshwright.data_parallel import fully_shard
 from meshwright.errors import LayoutError
 from meshwright.fsdp import FullyShardedDataParallel
@@ -32,6 +31,7 @@ from meshwright.tensor_parallel import (
     verify_replicated,
 )
 from meshwright.testing import Ranks
+from support.internals.comm import local_leaf
 from support.tensor_parallel.samples import (
     Block,
     alike,

@@ -18,7 +18,6 @@ from torch.nn import functional
 
 from meshwright import comm, parallelize_module
 from meshwright.comm import Recorder, observe
-from meshwright.comm.dtensors.local_leaves import PartialGradient, deliver, local_leaf
 from meshwright.tensor_parallel import (
     ColwiseParallel,
     FusedColwiseParallel,
@@ -30,6 +29,7 @@ from meshwright.tensor_parallel import (
     cross_entropy_of_parts,
 )
 from meshwright.testing import Ranks
+from support.internals.comm import PartialGradient, deliver, local_leaf
 from support.tensor_parallel.samples import (
     WORDS,
     Block,

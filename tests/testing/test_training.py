@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.axes import Axes
 from meshwright.comm import communicator
 from meshwright.data_parallel import keep_batch_norm_local, replicate
 from meshwright.errors import ParityError
 from meshwright.plan import Plan
 from meshwright.testing import MODELS, Ranks, assert_same_training, wrapped
+from support.internals.axes import Axes
 
 COMPARABLE = [name for name, sample in MODELS.items() if not sample.depends_on]
 

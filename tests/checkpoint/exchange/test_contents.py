@@ -12,10 +12,10 @@ from torch import Tensor
 from meshwright import checkpoint
 from meshwright.checkpoint import ShardedPiece, contents, differences
 from meshwright.cli import main
-from meshwright.layout import Box
 from meshwright.testing import Ranks
 from support.checkpoint.faulty_storage import on_ranks
 from support.checkpoint.loop_layouts import Net
+from support.internals.layout import Box
 
 
 def state(changes: dict[str, Tensor] | None = None) -> dict[str, Tensor]:

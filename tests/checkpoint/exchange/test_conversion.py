@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 
 from meshwright import checkpoint
 from meshwright.checkpoint import Reader, Storage, export_weights, import_weights
-from meshwright.checkpoint.exchange.weights import weights_of
 from meshwright.comm import communicator
 from meshwright.errors import (
     CheckpointDamagedError,
@@ -28,6 +27,7 @@ from meshwright.errors import (
 from meshwright.testing import Ranks
 from support.checkpoint.loop_layouts import Net
 from support.checkpoint.memory import BOUND, TENSOR_BYTES, Wide, peak_growth
+from support.internals.checkpoint import weights_of
 
 # It is what torch says of a checkpoint of one process, which these are meant to be.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

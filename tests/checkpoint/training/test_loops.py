@@ -19,10 +19,7 @@ import torch
 from torch import nn
 
 from meshwright import checkpoint
-from meshwright.axes import Axes
 from meshwright.comm import communicator
-from meshwright.comm.dtensors.dtensor import local_of
-from meshwright.comm.dtensors.gather_dtensor import whole
 from meshwright.composition import Trainable, parallelize
 from meshwright.data_parallel import (
     DistributedDataParallel,
@@ -33,11 +30,13 @@ from meshwright.errors import CheckpointError, CheckpointMismatchError
 from meshwright.fsdp import FullyShardedDataParallel, ShardingStrategy
 from meshwright.mesh import init_device_mesh
 from meshwright.plan import PipelinePlan, Plan, TrainPlan
-from meshwright.sampling import Sampler
 from meshwright.tensor_parallel import ColwiseParallel, parallelize_module
 from meshwright.testing import Ranks
 from support.checkpoint.loop_layouts import IDS, LAYOUTS, Net, begin, chain, saved_state
 from support.checkpoint.memory import BOUND, COUNT, TENSOR_BYTES, Wide, peak_growth
+from support.internals.axes import Axes
+from support.internals.comm import local_of, whole
+from support.internals.sampling import Sampler
 
 
 def assert_same_state(path: Path, expected: Path) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from meshwright import checkpoint
-from meshwright.checkpoint.training.wrapped import ModelState, plain_names, plain_parameters
-from meshwright.data_parallel.modules.checkpoint_names import SteppedOver
+from support.internals.checkpoint import ModelState, plain_names, plain_parameters
+from support.internals.data_parallel import SteppedOver
 
 
 class Wrapper(SteppedOver):

@@ -14,11 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from meshwright.comm import Communicator, communicator, connect, disconnect
-from meshwright.comm.c10d import lookup
-from meshwright.comm.failures import waiting
 from meshwright.errors import CollectiveMismatchError, CommunicationError
 from meshwright.testing import Ranks
 from meshwright.torch_internals.distributed import default_store
+from support.internals.comm import lookup, waiting
 
 BACKENDS = ("shm", "gloo", "simulated")
 Calls = Callable[[Communicator], object]

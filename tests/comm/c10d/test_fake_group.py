@@ -14,7 +14,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import meshwright as mw
 from meshwright import pipelining
-from meshwright.axes import Axes
 from meshwright.comm import Recorder, observe
 from meshwright.data_parallel import fully_shard
 from meshwright.errors import PipeliningShapeError
@@ -23,6 +22,7 @@ from meshwright.mesh import init_device_mesh
 from meshwright.plan import Plan, TensorPlan
 from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from meshwright.testing import Ranks
+from support.internals.axes import Axes
 
 WORLD = 8
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from meshwright.comm import Transfer, communicator
-from meshwright.comm.c10d import lookup
 from meshwright.testing import Ranks
 from meshwright.testing.simulated import DEVICE, simulated
+from support.internals.comm import lookup
 
 
 def test_transfers_of_a_device_go_through_memory_of_the_host(ranks: Ranks) -> None:

@@ -14,28 +14,29 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from meshwright import comm
-from meshwright.comm.dtensors.dtensor import (
+from meshwright.errors import LayoutError
+from meshwright.mesh import init_device_mesh
+from meshwright.testing import Ranks
+from support.internals.comm import (
+    Ranges,
+    ShardView,
     at_rest,
     beginning_storage,
     cut_once_more,
     dtensor_around,
     dtensor_at_rest,
     dtensor_like,
+    held,
     is_dtensor,
     local_box,
     local_of,
     mesh_communicators,
+    part_like,
     torch_placements,
 )
-from meshwright.comm.dtensors.gather_dtensor import held, part_like
-from meshwright.comm.dtensors.gather_dtensor import whole as gathered
-from meshwright.comm.dtensors.ranges import Ranges
-from meshwright.comm.dtensors.shard_view import ShardView
-from meshwright.data_parallel.shards.parameter_hooks import accumulator_of
-from meshwright.errors import LayoutError
-from meshwright.layout import Box, Partial, Replicate, Shard, chunk
-from meshwright.mesh import init_device_mesh
-from meshwright.testing import Ranks
+from support.internals.comm import whole as gathered
+from support.internals.data_parallel import accumulator_of
+from support.internals.layout import Box, Partial, Replicate, Shard, chunk
 
 SHAPES = [(8, 3), (5, 3), (3,), (1, 4), (4, 0), (0, 4), (7, 2, 3)]
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from meshwright.comm import communicator
-from meshwright.comm.dtensors.shard_view import ShardView
 from meshwright.testing import Ranks
+from support.internals.comm import ShardView
 
 SHAPE = (3, 4)
 

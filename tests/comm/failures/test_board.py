@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from meshwright.comm.failures.board import STORE, Board, Notices
+from support.internals.comm import STORE, Board, Notices
 
 
 class _Group:

@@ -21,10 +21,6 @@ import torch.distributed as dist
 from _pytest.mark import ParameterSet
 
 from meshwright import comm
-from meshwright.comm.failures.failure import FailureMonitor
-from meshwright.comm.failures.membership import LEAVE_TIMEOUT
-from meshwright.comm.failures.whereabouts import ENGINE, hook_frame, line_of, one_line
-from meshwright.comm.groups import registry
 from meshwright.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -32,6 +28,15 @@ from meshwright.errors import (
     RankFailedError,
 )
 from meshwright.testing import Ending, Ranks, RanksFailed
+from support.internals.comm import (
+    ENGINE,
+    LEAVE_TIMEOUT,
+    FailureMonitor,
+    hook_frame,
+    one_line,
+    registry,
+)
+from support.internals.comm import whereabouts_line_of as line_of
 
 PHASES = ["forward", "backward", "optimizer", "save"]
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.comm.failures.sameness import differing, first_difference, require_equal
 from meshwright.errors import CollectiveMismatchError, PlanError
-from meshwright.testing import run_fake
-from meshwright.testing.fake import FakeCommunicator
+from meshwright.testing import FakeCommunicator, run_fake
+from support.internals.comm import differing, first_difference, require_equal
 
 
 def test_the_first_difference_of_lists_is_named_by_number() -> None:

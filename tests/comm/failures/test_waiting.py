@@ -24,8 +24,6 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright import comm, fully_shard
-from meshwright.comm.failures import membership, waiting, watching
-from meshwright.comm.failures.board import Notices
 from meshwright.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -34,6 +32,7 @@ from meshwright.errors import (
 )
 from meshwright.fsdp import FullyShardedDataParallel
 from meshwright.testing import Ending, Ranks, RanksFailed
+from support.internals.comm import Notices, membership, waiting, watching
 
 ON_BOTH = pytest.mark.parametrize(
     "ranks", ["shm", pytest.param("gloo", marks=pytest.mark.slow)], indirect=True

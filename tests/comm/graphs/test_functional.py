@@ -9,8 +9,8 @@ import torch
 
 from meshwright import comm
 from meshwright.comm import Recorder, observe
-from meshwright.comm.graphs import functional
 from meshwright.testing import Ranks
+from support.internals.comm import functional
 
 pytestmark = pytest.mark.backends("shm", "gloo")
 

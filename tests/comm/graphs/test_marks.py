@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.comm.graphs import marks
 from meshwright.torch_internals.tensors import OpOverload
+from support.internals.comm import marks
 
 
 @pytest.mark.parametrize(

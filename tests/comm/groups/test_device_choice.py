@@ -9,14 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.comm.groups.device_choice import (
-    choose,
-    device_of,
-    own_entry,
-    require_own_devices,
-)
 from meshwright.errors import CommunicationError
 from meshwright.testing import Ranks
+from support.internals.comm import choose, device_of, own_entry, require_own_devices
 
 NCCL = "cpu:gloo,cuda:nccl"
 SHM = "cpu:meshwright"

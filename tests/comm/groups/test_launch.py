@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from meshwright.comm.failures.membership import record_failure
-from meshwright.comm.groups.launch import first_failure, launch
+from meshwright import launch
 from meshwright.errors import LaunchError, RankFailedError
+from support.internals.comm import first_failure, record_failure
 
 RANK = """
 import os, sys, time

@@ -18,9 +18,9 @@ from meshwright.comm import Communicator, communicator, subgroup
 from meshwright.errors import CommunicationError
 from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from meshwright.testing import Ranks
-from meshwright.timeline import Collective
 from soak.footprint import Footprint
 from soak.lifetimes import KINDS, mlp, rounds_of, train, use
+from support.internals.timeline import Collective
 
 both = pytest.mark.backends("shm", "gloo")
 
@@ -162,7 +162,7 @@ class Reductions:
 
 def body_after_the_wrapper() -> None:
     """A model that outlives its wrapper is plain again; a pass that was under way is reduced."""
-    from meshwright.comm.groups.registry import observe
+    from meshwright.comm import observe
 
     rank = dist.get_rank()
     net, inputs = mlp(), torch.full((2, 16), 1.0 + rank)

@@ -9,10 +9,8 @@ import threading
 import pytest
 import torch
 
-from meshwright.comm.groups.registry import PROCESS
-from meshwright.comm.memory import pages
-from meshwright.comm.memory.pages import BLOCK, PagePool
-from meshwright.comm.memory.reusable_storage import LARGE, line_of
+from support.internals.comm import BLOCK, LARGE, PROCESS, PagePool, pages
+from support.internals.comm import reusable_storage_line_of as line_of
 
 CPU = torch.device("cpu")
 

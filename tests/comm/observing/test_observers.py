@@ -7,11 +7,10 @@ import logging
 import torch
 
 from meshwright import comm
-from meshwright.comm import Recorder, Timer, observe
-from meshwright.comm.groups import registry
-from meshwright.comm.streams import Clock
+from meshwright.comm import Clock, Recorder, Timer, observe
 from meshwright.testing import Ranks
-from meshwright.timeline import Collective
+from support.internals.comm import registry
+from support.internals.timeline import Collective
 
 
 class Broken(Recorder):

@@ -22,12 +22,16 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright.comm import shared_memory
-from meshwright.comm.shared_memory.arena import ArenaLayout, SharedTensors
-from meshwright.comm.shared_memory.channels import CHANNEL_BYTES
-from meshwright.comm.shared_memory.collectives import SLOT_BYTES
-from meshwright.comm.shared_memory.reductions import accumulate, check_reduction
 from meshwright.errors import CollectiveTimeoutError
 from meshwright.testing import Ranks
+from support.internals.comm import (
+    CHANNEL_BYTES,
+    SLOT_BYTES,
+    ArenaLayout,
+    SharedTensors,
+    accumulate,
+    check_reduction,
+)
 
 
 def join(backend: str = "cpu:meshwright") -> dist.ProcessGroup:

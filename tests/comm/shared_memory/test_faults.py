@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm import shared_memory
-from meshwright.comm.shared_memory.arena import Segment
 from meshwright.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -29,6 +28,7 @@ from meshwright.errors import (
 )
 from meshwright.testing import Ending, Outcome, Ranks, RanksFailed
 from support.comm.shared_memory import LARGE, error_of, join
+from support.internals.comm import Segment
 
 Operation = Callable[[int, dist.ProcessGroup | None], object]
 """Called with the rank that is lost, on a group of three."""

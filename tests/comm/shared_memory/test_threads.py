@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from meshwright.comm.shared_memory import backend, collectives, joining
-from meshwright.comm.shared_memory.group import SharedMemoryGroup
+from meshwright.comm.shared_memory import SharedMemoryGroup
+from support.internals.comm import backend, collectives, joining
 
 Group = SharedMemoryGroup
 SIZES = (0, 1, 1000, 16_385, 70_000, 200_000)

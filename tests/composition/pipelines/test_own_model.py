@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from meshwright.axes import Axes
 from meshwright.comm import communicator
-from meshwright.comm.dtensors.unreadable import Unreadable
 from meshwright.composition import parallelize
 from meshwright.errors import LayoutError, PipelinePeerError, PlanError
 from meshwright.plan import PipelinePlan, Plan, TensorPlan, TrainPlan
 from meshwright.testing import Ranks, RanksFailed
+from support.internals.axes import Axes
+from support.internals.comm import Unreadable
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "zb1p", "zbv", "dualpipev")
 RULES = {"layers.*.0": "colwise_gathered", "head": "colwise_gathered"}

@@ -10,14 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.axes import Axes
 from meshwright.comm import communicator
 from meshwright.composition import parallelize
-from meshwright.composition.example_run import observe
-from meshwright.composition.pipelines.stages import _keep_unused, _partition
 from meshwright.errors import PlanError
 from meshwright.plan import PipelinePlan, Plan, TrainPlan
 from meshwright.testing import MODELS, Ranks, assert_same_training
+from support.internals.axes import Axes
+from support.internals.composition import _keep_unused, _partition, observe
 from support.late import raises_by_now
 
 CUTS = {

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.axes import Axes
 from meshwright.composition import parallelize
 from meshwright.errors import PlanError
 from meshwright.plan import PipelinePlan, Plan
 from meshwright.testing import Ranks
+from support.internals.axes import Axes
 
 WORDS, WIDTH = 11, 8
 

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.axes import Axes
 from meshwright.comm import communicator
 from meshwright.composition import Trainable, parallelize
 from meshwright.errors import LayoutError, PlanError
 from meshwright.plan import Plan, TensorPlan
 from meshwright.testing import Ranks
+from support.internals.axes import Axes
 from support.late import raises_by_now
 
 ROWS = torch.linspace(-1, 1, 24).view(6, 4)

@@ -11,10 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.axes import Axes
 from meshwright.comm import Recorder, communicator, observe
-from meshwright.composition import Trainable, parallelize
-from meshwright.composition.checks import check_model
+from meshwright.composition import Trainable, check_model, parallelize
 from meshwright.errors import (
     CheckpointMismatchError,
     CollectiveMismatchError,
@@ -23,10 +21,10 @@ from meshwright.errors import (
     PlanError,
 )
 from meshwright.plan import PipelinePlan, Plan, TensorPlan, TrainPlan
-from meshwright.precision import Precision
-from meshwright.recipes.config import ModelConfig
-from meshwright.recipes.language_model import LanguageModel
 from meshwright.testing import MODELS, Ranks, Sample, assert_same_training
+from support.internals.axes import Axes
+from support.internals.precision import Precision
+from support.internals.recipes import LanguageModel, ModelConfig
 from support.late import raises_by_now
 
 RULES = {

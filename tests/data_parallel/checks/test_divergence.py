@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from meshwright.comm import communicator, settle
-from meshwright.data_parallel import replicate
-from meshwright.data_parallel.sharded_modules.sharded import fully_shard
+from meshwright.data_parallel import fully_shard, replicate
 from meshwright.errors import CommunicationError
 from meshwright.fsdp import FullyShardedDataParallel, ShardingStrategy
 from meshwright.testing import Ranks

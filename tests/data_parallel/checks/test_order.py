@@ -13,10 +13,10 @@ import torch
 
 from meshwright import comm
 from meshwright.comm import Recorder, observe, settle
-from meshwright.comm.groups import registry
-from meshwright.data_parallel.checks.order import OrderCheck, OrderedUnit, OrderOptions, OrderRecord
 from meshwright.errors import CollectiveMismatchError, CommunicationError, RankFailedError
 from meshwright.testing import Ranks
+from support.internals.comm import registry
+from support.internals.data_parallel import OrderCheck, OrderedUnit, OrderOptions, OrderRecord
 from support.late import as_on_a_host, raises_by_now
 
 UNITS = [

@@ -18,12 +18,12 @@ from meshwright.data_parallel import (
     keep_batch_norm_local,
     replicate,
 )
-from meshwright.data_parallel.checks.same_weights import BITS, PATIENCE, SameWeights, bits_of
 from meshwright.data_parallel.comm_hooks import GradBucket, PostLocalSGDState, post_localSGD_hook
 from meshwright.errors import CollectiveMismatchError
 from meshwright.fsdp import FullyShardedDataParallel, ShardingStrategy
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks, RanksFailed
+from support.internals.data_parallel import BITS, PATIENCE, SameWeights, bits_of
 from support.late import raises_by_now
 
 BEFORE = 10

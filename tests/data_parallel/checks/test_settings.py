@@ -12,10 +12,10 @@ from torch import nn
 
 from meshwright.comm import communicator
 from meshwright.data_parallel import fully_shard
-from meshwright.data_parallel.checks.step_watch import Steps, StepWatch
 from meshwright.errors import CollectiveMismatchError
 from meshwright.fsdp import FullyShardedDataParallel
 from meshwright.testing import Ranks
+from support.internals.data_parallel import Steps, StepWatch
 from support.late import raises_by_now
 
 WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {

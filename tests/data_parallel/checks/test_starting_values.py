@@ -13,17 +13,17 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.nn.functional import mse_loss
 
-from meshwright.axes import Axes
 from meshwright.comm import communicator
 from meshwright.composition import parallelize
 from meshwright.data_parallel import fully_shard, keep_batch_norm_local
-from meshwright.data_parallel.checks.starting_state import digest_of_all, digests_of
 from meshwright.errors import CollectiveMismatchError
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.fsdp import ShardingStrategy
 from meshwright.mesh import init_device_mesh
 from meshwright.plan import Plan, TrainPlan
 from meshwright.testing import Ranks
+from support.internals.axes import Axes
+from support.internals.data_parallel import digest_of_all, digests_of
 
 CLASSES = {"flat": {"use_orig_params": False}, "original": {"use_orig_params": True}}
 STRATEGIES = ["fully_shard", *CLASSES]

@@ -25,12 +25,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from meshwright.comm import Communicator, Recorder, communicator, observe, subgroup
 from meshwright.data_parallel import DistributedDataParallel, GradBucket, replicate
 from meshwright.data_parallel import comm_hooks as hooks
-from meshwright.data_parallel.replicas.gradient_bucket import (
-    CommunicationHook,
-    RegisteredHook,
-    compressed_dtype,
-)
 from meshwright.testing import Ranks
+from support.internals.data_parallel import CommunicationHook, RegisteredHook, compressed_dtype
 
 SEVERAL = 4e-5
 """A bucket_cap_mb that gives several buckets."""

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from meshwright.comm import Communicator, Recorder, communicator, observe
-from meshwright.comm.dtensors.dtensor import mesh_communicators
 from meshwright.data_parallel import GradBucket, fully_shard
 from meshwright.data_parallel import comm_hooks as hooks
 from meshwright.fsdp import FullyShardedDataParallel, ModuleWrapPolicy, ShardingStrategy
 from meshwright.mesh import DeviceMesh, init_device_mesh
 from meshwright.testing import Ranks
+from support.internals.comm import mesh_communicators
 
 
 def net() -> nn.Sequential:

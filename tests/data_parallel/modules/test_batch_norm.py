@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.axes import Axes
 from meshwright.comm import communicator
 from meshwright.compiler import aot_backend
 from meshwright.composition import parallelize
@@ -21,11 +20,12 @@ from meshwright.data_parallel import (
     replicate,
     synchronize_batch_norm,
 )
-from meshwright.data_parallel.modules.batch_norm import LocalStatistics
 from meshwright.fsdp import FullyShardedDataParallel
 from meshwright.plan import Plan, TrainPlan
 from meshwright.testing import Ranks
 from support.data_parallel.replica_samples import loss
+from support.internals.axes import Axes
+from support.internals.data_parallel import LocalStatistics
 
 
 def net(norm: Callable[[int], nn.Module] = nn.BatchNorm1d) -> nn.Sequential:

@@ -16,7 +16,6 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from meshwright.axes import Axes
 from meshwright.comm import Recorder, communicator, observe
 from meshwright.compiler import aot_backend, compiled_autograd
 from meshwright.composition import parallelize
@@ -26,6 +25,7 @@ from meshwright.errors import CollectiveMismatchError, CommunicationError
 from meshwright.plan import PipelinePlan, Plan, TensorPlan
 from meshwright.testing import Ranks
 from support.data_parallel.replica_samples import batch, loss, same_gradients
+from support.internals.axes import Axes
 
 Wrap = Callable[..., Any]
 WRAPS: tuple[Wrap, ...] = (replicate, DistributedDataParallel)

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from meshwright.data_parallel import fully_shard
-from meshwright.data_parallel.modules.nested import Loan, tensors_kept_by
 from meshwright.fsdp import FullyShardedDataParallel, MixedPrecision
 from meshwright.testing import Ranks
+from support.internals.data_parallel import Loan, tensors_kept_by
 
 ONE, TWO = torch.ones(1), torch.ones(2)
 

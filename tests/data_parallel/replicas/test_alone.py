@@ -12,11 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.comm import Recorder, communicator, observe
 from meshwright.data_parallel import ReductionSettings, ReplicateOptions
-from meshwright.data_parallel.checks.alignment import NOTES
-from meshwright.data_parallel.replicas.replicated import replicate_with
-from meshwright.data_parallel.replicas.slots import GradientSlot, plan_buckets
 from meshwright.testing import Ranks
 from support.data_parallel.replica_samples import Branches, Breaks, batch, loss, same_gradients
+from support.internals.data_parallel import NOTES, GradientSlot, plan_buckets, replicate_with
 
 EVERY = ReductionSettings(alone_bytes=1)
 SOME = ReductionSettings(alone_bytes=8 * 9)

@@ -6,9 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.data_parallel.replicas.buckets import Bucket
-from meshwright.data_parallel.replicas.slots import GradientSlot, plan_buckets
 from meshwright.gradients import NonFiniteValues
+from support.internals.data_parallel import Bucket, GradientSlot, plan_buckets
 
 
 def slot(index: int, numel: int, dtype: torch.dtype = torch.float32) -> GradientSlot:

@@ -22,12 +22,11 @@ from meshwright.data_parallel import (
     keep_batch_norm_local,
     replicate,
 )
-from meshwright.data_parallel.checks.alignment import NOTES
 from meshwright.data_parallel.comm_hooks import allreduce_hook
-from meshwright.data_parallel.replicas.replicated import check_names
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks
 from support.data_parallel.replica_samples import Branches, batch, loss, same_gradients
+from support.internals.data_parallel import NOTES, check_names
 from support.late import raises_by_now
 
 

@@ -18,9 +18,9 @@ from meshwright.data_parallel import (
     MixedPrecision,
     replicate,
 )
-from meshwright.data_parallel.checks.alignment import NOTES
 from meshwright.data_parallel.comm_hooks import noop_hook
 from meshwright.testing import Ranks
+from support.internals.data_parallel import NOTES
 
 Wrap = Callable[..., nn.Module]
 

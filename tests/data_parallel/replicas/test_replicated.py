@@ -14,10 +14,10 @@ from torch import nn
 
 from meshwright.comm import Recorder, communicator, observe
 from meshwright.data_parallel import keep_batch_norm_local, replicate
-from meshwright.data_parallel.checks.alignment import NOTES
 from meshwright.errors import CollectiveMismatchError
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks
+from support.internals.data_parallel import NOTES
 
 
 class Net(nn.Module):

@@ -16,16 +16,16 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from meshwright.comm import Recorder, communicator, observe
 from meshwright.data_parallel import (
     DistributedDataParallel,
+    GradBucket,
     comm_hooks,
     fully_shard,
     replicate,
 )
-from meshwright.data_parallel.checks.alignment import NOTES
-from meshwright.data_parallel.replicas.gradient_bucket import GradBucket
 from meshwright.errors import CollectiveMismatchError
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.gradients import clip_grad_norm_
 from meshwright.testing import Ranks
+from support.internals.data_parallel import NOTES
 from support.late import raises_by_now
 
 ROWS = 12

@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from meshwright.comm import communicator, settle
-from meshwright.data_parallel.replicas import traced
-from meshwright.data_parallel.replicas.options import ReductionSettings
-from meshwright.data_parallel.replicas.reducer import GradientReducer
+from meshwright.data_parallel import ReductionSettings
 from meshwright.errors import CollectiveMismatchError
 from meshwright.testing import Ranks, on_devices
 from meshwright.testing.simulated import device_of
+from support.internals.data_parallel import GradientReducer, traced
 
 ALL, SOME = json.dumps(["net", [["weight", "bias"]]]), json.dumps(["net", [["bias"]]])
 

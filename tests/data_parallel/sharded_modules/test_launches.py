@@ -11,9 +11,9 @@ from torch import nn
 
 from meshwright.comm import Recorder, communicator, observe
 from meshwright.data_parallel import fully_shard
-from meshwright.data_parallel.shards import buffer, sharding
 from meshwright.testing import Ranks
-from meshwright.testing.simulated.backend import SimulatedGroup
+from support.internals.data_parallel import buffer, sharding
+from support.internals.testing import SimulatedGroup
 
 WIDE = 32
 

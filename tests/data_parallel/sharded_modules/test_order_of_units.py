@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.comm import Recorder, communicator, observe
-from meshwright.comm.groups import registry
-from meshwright.data_parallel.sharded_modules.sharded import fully_shard
+from meshwright.data_parallel import fully_shard
 from meshwright.errors import CollectiveMismatchError, CommunicationError, RankFailedError
 from meshwright.fsdp import FullyShardedDataParallel
 from meshwright.testing import Ranks
+from support.internals.comm import registry
 
 SOON = 8.0
 """Seconds in which every rank has raised; a loaded machine included."""

@@ -22,8 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
-from meshwright.comm import Recorder, observe
-from meshwright.comm.dtensors.gather_dtensor import held_boxes
+from meshwright.comm import Recorder, held_boxes, observe
 from meshwright.data_parallel import MixedPrecisionPolicy, flat_groups, fully_shard
 from meshwright.errors import LayoutError
 from meshwright.gradients import clip_grad_norm_

@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.comm import Recorder, communicator, observe
-from meshwright.data_parallel.flat_parameters import flat_groups
-from meshwright.data_parallel.sharded_modules.sharded import (
+from meshwright.data_parallel import (
+    MixedPrecisionPolicy,
+    flat_groups,
     fully_shard,
     register_fsdp_forward_method,
 )
-from meshwright.data_parallel.shards.policies import MixedPrecisionPolicy
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import MODELS, Ranks
 

@@ -11,10 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from meshwright.comm import Pending
-from meshwright.data_parallel.shards import buffer as module
-from meshwright.data_parallel.shards.buffer import BufferTypes, DataAxes, FlatBuffer
-from meshwright.layout import FlatLayout
 from meshwright.testing import FakeCommunicator, run_fake
+from support.internals.data_parallel import BufferTypes, DataAxes, FlatBuffer
+from support.internals.data_parallel import buffer as module
+from support.internals.layout import FlatLayout
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8]

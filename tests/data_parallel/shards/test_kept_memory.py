@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from meshwright.data_parallel.replicas.alone import KeptMemory
+from support.internals.data_parallel import KeptMemory
 
 CPU = torch.device("cpu")
 

@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.data_parallel import fully_shard
-from meshwright.data_parallel.shards.dtensor_exposure import HOME
 from meshwright.testing import Ranks
+from support.internals.data_parallel import HOME
 
 PAGE = Path(__file__).parents[3] / "docs" / "concepts.md"
 COUNTED = ("meshwright.data_parallel.shard", "meshwright.comm.memory")

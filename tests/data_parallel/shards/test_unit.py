@@ -10,14 +10,22 @@ import torch
 from torch import nn
 
 from meshwright.comm import Communicator, Recorder, communicator, observe, subgroup
-from meshwright.data_parallel.sharded_modules.module_hooks import Driver, attach
-from meshwright.data_parallel.shards.buffer import BufferTypes, DataAxes
-from meshwright.data_parallel.shards.parameter_group import ParameterGroup, UnitSettings
-from meshwright.data_parallel.shards.slot import collect_slots, group_slots
-from meshwright.data_parallel.shards.unit import Exposure, Phase, Unit
 from meshwright.errors import InternalError
-from meshwright.layout import FlatLayout
 from meshwright.testing import Ranks
+from support.internals.data_parallel import (
+    BufferTypes,
+    DataAxes,
+    Driver,
+    Exposure,
+    ParameterGroup,
+    Phase,
+    Unit,
+    UnitSettings,
+    attach,
+    collect_slots,
+    group_slots,
+)
+from support.internals.layout import FlatLayout
 
 
 class FlatExposure(Exposure):

@@ -10,19 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.comm import communicator, observe
-from meshwright.comm.dtensors.dtensor import local_of
-from meshwright.comm.streams import Mark
-from meshwright.data_parallel.sharded_modules.sharded import fully_shard
-from meshwright.data_parallel.shards.buffer import FlatBuffer
-from meshwright.data_parallel.shards.gradient_lines import GradientLine, KeptLine
-from meshwright.data_parallel.shards.unit import Unit
+from meshwright.comm import Mark, communicator, observe
+from meshwright.data_parallel import fully_shard
 from meshwright.fsdp import FullyShardedDataParallel, fsdp_units
 from meshwright.fsdp.wrap import ModuleWrapPolicy
-from meshwright.layout import ChunkedLayout, FlatLayout
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks
-from meshwright.timeline import Collective
+from support.internals.comm import local_of
+from support.internals.data_parallel import FlatBuffer, GradientLine, KeptLine, Unit
+from support.internals.layout import ChunkedLayout, FlatLayout
+from support.internals.timeline import Collective
 
 CPU = torch.device("cpu")
 

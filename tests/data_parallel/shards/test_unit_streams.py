@@ -17,8 +17,8 @@ from meshwright.comm import Communicator, communicator
 from meshwright.data_parallel import fully_shard
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks
-from meshwright.testing.simulated import device_of
-from meshwright.testing.simulated.streams import Stamp, WorkLine
+from meshwright.testing.simulated import WorkLine, device_of
+from support.internals.testing import Stamp
 
 pytestmark = pytest.mark.devices("simulated")
 LAYERS, WIDE = 6, 64

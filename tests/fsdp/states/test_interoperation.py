@@ -25,11 +25,11 @@ from torch.distributed.fsdp import fully_shard as peer_fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as PeerPolicy
 
 from meshwright.comm import Recorder, observe
-from meshwright.comm.dtensors.shard_view import ShardView
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.fsdp import ModuleWrapPolicy, StateDictType
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks
+from support.internals.comm import ShardView
 from support.values import assert_close, is_equal
 
 

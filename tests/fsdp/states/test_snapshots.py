@@ -13,9 +13,9 @@ from torch import nn
 
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.fsdp import ShardingStrategy, StateDictType
-from meshwright.fsdp.options import CONFIGS
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks
+from support.internals.fsdp import CONFIGS
 
 WITHOUT_MESH = list(itertools.product(StateDictType, [False], ["FULL_SHARD", "NO_SHARD"]))
 WITH_MESH = [

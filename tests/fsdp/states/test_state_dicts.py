@@ -16,7 +16,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel as Peer
 from torch.distributed.fsdp import StateDictType as PeerType
 
 from meshwright.comm import Recorder, communicator, observe
-from meshwright.comm.dtensors.shard_view import ShardView
 from meshwright.data_parallel import keep_batch_norm_local
 from meshwright.fsdp import (
     FullStateDictConfig,
@@ -35,6 +34,7 @@ from meshwright.fsdp.wrap import (
 )
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks
+from support.internals.comm import ShardView
 
 FULL, LOCAL, SHARDED = (
     StateDictType.FULL_STATE_DICT,

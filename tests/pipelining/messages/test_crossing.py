@@ -20,9 +20,9 @@ from meshwright.pipelining import (
     get_schedule_class,
     pipeline,
 )
-from meshwright.pipelining.messages import known_signatures
-from meshwright.schedule.builders import stage_ranks
 from meshwright.testing import Ranks
+from support.internals.pipelining import known_signatures
+from support.internals.schedule import stage_ranks
 
 CPU = torch.device("cpu")
 

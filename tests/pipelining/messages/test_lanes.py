@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm import communicator
-from meshwright.pipelining.messages.lanes import Lanes
 from meshwright.testing import Ranks, on_devices
+from support.internals.pipelining import Lanes
 
 PAIRS = [(0, 1), (1, 0), (1, 2), (2, 1), (2, 0)]
 

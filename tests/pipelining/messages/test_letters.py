@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.pipelining.messages.letters import ROOM, Letters
 from meshwright.testing import FakeCommunicator, run_fake
+from support.internals.pipelining import ROOM, Letters
 
 LONG = {"text": "a" * (3 * ROOM)}
 

@@ -11,9 +11,15 @@ import torch
 from torch import fx, nn
 
 from meshwright.pipelining import balanced, pipeline
-from meshwright.pipelining.splitting.balance import SLACK, best_cuts
-from meshwright.pipelining.splitting.measuring import Costs, cuttable, flops, parameters
-from meshwright.pipelining.splitting.placement import Placement
+from support.internals.pipelining import (
+    SLACK,
+    Costs,
+    Placement,
+    best_cuts,
+    cuttable,
+    flops,
+    parameters,
+)
 
 
 def largest(costs: Costs, cuts: tuple[int, ...]) -> float:

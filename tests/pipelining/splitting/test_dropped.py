@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.utils import parametrizations, weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.composition.example_run import observe
 from meshwright.pipelining import SplitPoint, pipeline, stages_by_name
+from support.internals.composition import observe
 
 X = torch.ones(2, 4)
 

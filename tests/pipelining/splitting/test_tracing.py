@@ -14,7 +14,6 @@ import torch
 from torch import fx, nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
-from meshwright.composition.example_run import copied as copied_model
 from meshwright.pipelining import (
     LossWrapper,
     Pipe,
@@ -28,6 +27,7 @@ from meshwright.pipelining import (
     pipeline,
     stages_by_name,
 )
+from support.internals.composition import copied as copied_model
 
 
 def run(pipe: Pipe, *given: Any) -> Any:

@@ -16,14 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import meshwright as mw
 from meshwright import pipelining
 from meshwright.comm import communicator
-from meshwright.comm.dtensors.gather_dtensor import whole
 from meshwright.errors import PipelinePeerError
-from meshwright.pipelining import (
-    PipelineScheduleMulti,
-    PipelineStage,
-    _ScheduleForwardOnly,
-    get_schedule_class,
-)
+from meshwright.pipelining import PipelineScheduleMulti, PipelineStage, get_schedule_class
 from meshwright.pipelining.schedules import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -35,8 +29,10 @@ from meshwright.pipelining.schedules import (
     SEND_F,
     UNSHARD,
 )
-from meshwright.schedule.builders import stage_ranks
 from meshwright.testing import Ranks
+from support.internals.comm import whole
+from support.internals.pipelining import _ScheduleForwardOnly
+from support.internals.schedule import stage_ranks
 
 CPU = torch.device("cpu")
 ALL = (

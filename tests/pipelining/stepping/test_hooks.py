@@ -19,8 +19,8 @@ from meshwright.pipelining import (
     pipeline,
 )
 from meshwright.pipelining.schedules import SCHEDULE_NAMES
-from meshwright.schedule.builders import stage_ranks
 from meshwright.testing import Ranks
+from support.internals.schedule import stage_ranks
 
 CPU, MICROBATCHES, WIDTH = torch.device("cpu"), 4, 6
 

@@ -9,8 +9,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from meshwright.comm import Clock, Timer, communicator, gather_timeline, observe
 from meshwright.pipelining import PipelineStage, ScheduleZBVZeroBubble
-from meshwright.pipelining.stepping.listener import Listener
-from meshwright.schedule.actions import (
+from meshwright.testing import Ranks
+from support.internals.pipelining import Listener
+from support.internals.schedule import (
     RECV_B,
     RECV_F,
     REDUCE_GRAD,
@@ -18,9 +19,10 @@ from meshwright.schedule.actions import (
     SEND_B,
     SEND_F,
     UNSHARD,
+    bubble,
+    compare,
+    schedule_of,
 )
-from meshwright.schedule.measured import bubble, compare, schedule_of
-from meshwright.testing import Ranks
 
 
 class Spread(nn.Linear):

@@ -14,8 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright.comm import communicator
 from meshwright.pipelining import PipelineScheduleMulti, PipelineStage, get_schedule_class
-from meshwright.schedule.builders import stage_ranks
 from meshwright.testing import Ranks
+from support.internals.schedule import stage_ranks
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 3, 16

@@ -19,14 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 import meshwright as mw
 import meshwright.fsdp
 from meshwright.comm import Recorder, communicator, observe
-from meshwright.comm.dtensors.gather_dtensor import whole
 from meshwright.errors import CollectiveMismatchError, RankFailedError
 from meshwright.pipelining import PipelineScheduleMulti, PipelineStage, get_schedule_class
 from meshwright.pipelining.schedules import SCHEDULE_NAMES
-from meshwright.pipelining.stepping.residency import find_residency
-from meshwright.schedule.actions import UNSHARD
-from meshwright.schedule.builders import stage_ranks
 from meshwright.testing import Ranks
+from support.internals.comm import whole
+from support.internals.pipelining import find_residency
+from support.internals.schedule import UNSHARD, stage_ranks
 
 QUICK = ("GPipe", "ZBVZeroBubble")
 """The schedules of the quick run: one stage on a rank and two."""

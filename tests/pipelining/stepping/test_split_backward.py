@@ -12,16 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright import parallelize_module
 from meshwright.comm import communicator
-from meshwright.layout import Shard
 from meshwright.mesh import init_device_mesh
-from meshwright.pipelining.stepping import backward
-from meshwright.pipelining.stepping.backward import (
-    stage_backward,
-    stage_backward_input,
-    stage_backward_weight,
-)
+from meshwright.pipelining import stage_backward, stage_backward_input, stage_backward_weight
 from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from meshwright.testing import Ranks
+from support.internals.layout import Shard
+from support.internals.pipelining import backward
 
 
 class Attention(nn.Module):

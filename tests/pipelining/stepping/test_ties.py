@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshwright as mw
 from meshwright.comm import communicator
-from meshwright.comm.dtensors.gather_dtensor import whole
 from meshwright.errors import LayoutError
 from meshwright.pipelining import (
     PipelineScheduleMulti,
@@ -27,8 +26,9 @@ from meshwright.pipelining import (
     get_schedule_class,
     pipeline,
 )
-from meshwright.schedule.builders import stage_ranks
 from meshwright.testing import Ranks
+from support.internals.comm import whole
+from support.internals.schedule import stage_ranks
 
 CPU = torch.device("cpu")
 WORDS, WIDTH, ROWS = 11, 6, 8

@@ -16,15 +16,11 @@ from torch import Tensor
 
 from meshwright.cli import main
 from meshwright.comm import Communicator, connect
-from meshwright.comm.dtensors.gather_dtensor import Holding, held
-from meshwright.comm.dtensors.shard_view import ShardView
 from meshwright.composition import Trainable
-from meshwright.layout import Box
-from meshwright.recipes import loop
-from meshwright.recipes.tensors.compare import compare_runs
-from meshwright.recipes.tensors.digest import Sums, digest
-from meshwright.recipes.tensors.rows import trace_file
 from meshwright.testing import Ranks
+from support.internals.comm import Holding, ShardView, held
+from support.internals.layout import Box
+from support.internals.recipes import Sums, compare_runs, digest, loop, trace_file
 from support.recipes.runs import run_tiny, write_text
 
 TRACED = ("run.trace_tensors=true", "run.steps=3", "model.tied=true")

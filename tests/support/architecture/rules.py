@@ -309,7 +309,7 @@ def module_names(tree: Tree) -> Found:
         if banned:
             yield source.path, 1, f"{name!r} says {sorted(banned)[0]!r}, not what the file holds"
         owner = tree.modules.get(package)
-        if owner is not None and name in (_all_of(owner) or ()):
+        if owner is not None and name in (all_of(owner) or ()):
             yield (
                 source.path,
                 1,
@@ -317,7 +317,7 @@ def module_names(tree: Tree) -> Found:
             )
 
 
-def _all_of(source: Source) -> tuple[str, ...] | None:
+def all_of(source: Source) -> tuple[str, ...] | None:
     """The literal ``__all__`` of a module, None when there is none."""
     for node in source.tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else []
@@ -377,7 +377,7 @@ def public_names(tree: Tree) -> Found:
     for source in tree.sources:
         if ast.get_docstring(source.tree) is None:
             yield source.path, 1, "no docstring: say in one sentence what the module holds"
-        names = _all_of(source)
+        names = all_of(source)
         path = source.path.rpartition(f"{PACKAGE}/")[2]
         lists = source.is_package or path in table.PUBLIC_FILES or source.room == table.PRIVATE_ROOM
         if lists != (names is not None):

@@ -14,7 +14,6 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from meshwright import checkpoint
-from meshwright.axes import Axes
 from meshwright.checkpoint import Reader, unflatten
 from meshwright.comm import communicator
 from meshwright.composition import parallelize
@@ -22,8 +21,9 @@ from meshwright.data_parallel import DistributedDataParallel, flat_groups, fully
 from meshwright.fsdp import FullyShardedDataParallel, ModuleWrapPolicy
 from meshwright.mesh import DeviceMesh, init_device_mesh
 from meshwright.plan import PipelinePlan, Plan, TrainPlan
-from meshwright.sampling import Sampler
 from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from support.internals.axes import Axes
+from support.internals.sampling import Sampler
 
 __all__ = ["IDS", "LAYOUTS", "STEP", "Net", "begin", "chain", "saved_state"]
 

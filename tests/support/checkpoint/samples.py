@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint import JSON, ShardedPiece, load_tensors, save_tensors
-from meshwright.checkpoint.pieces import torch_dtype
-from meshwright.checkpoint.tensor_file import DTYPES
-from meshwright.layout import Box, boxes
 from support.checkpoint.faulty_storage import on_ranks
+from support.internals.checkpoint import DTYPES, torch_dtype
+from support.internals.layout import Box, boxes
 
 __all__ = [
     "METADATA",

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.comm.groups.python_group import CpuTransport, GroupOptions, PythonGroup
 from meshwright.torch_internals.distributed import Work, living_groups
+from support.internals.comm import CpuTransport, GroupOptions, PythonGroup
 
 DEVICE = torch.device("meta")
 NAME = "late"

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 
-from meshwright.environment import LOCAL_NETWORK
+from support.internals.environment import LOCAL_NETWORK
 
 __all__ = ["RANK", "STRATEGIES", "run_once"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from meshwright.comm.graphs.marks import grad_reduce
+from support.internals.comm import grad_reduce
 
 __all__ = ["chain", "mark", "traced"]
 

@@ -15,14 +15,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from meshwright.comm.failures import membership
-from meshwright.comm.failures.events import Coming, wait_for_all
-from meshwright.comm.failures.failure import FailureMonitor
-from meshwright.comm.failures.processes import Process
-from meshwright.comm.failures.roll import Entry
-from meshwright.comm.groups import device_choice, rendezvous
 from support.control_plane.store import CountingStore, Server
 from support.control_plane.time import SimulatedClock
+from support.internals.comm import (
+    Coming,
+    Entry,
+    FailureMonitor,
+    Process,
+    device_choice,
+    membership,
+    rendezvous,
+    wait_for_all,
+)
 
 T = TypeVar("T")
 

@@ -10,7 +10,8 @@ from _thread import start_new_thread
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from meshwright.comm.failures.clock import Arrival, Clock, Worker
+from meshwright.comm import Clock
+from support.internals.comm import Arrival, Worker
 
 T = TypeVar("T")
 

@@ -15,7 +15,6 @@ from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 
 from meshwright.comm import communicator
-from meshwright.comm.dtensors.gather_dtensor import part_like, whole
 from meshwright.data_parallel import (
     DistributedDataParallel,
     MixedPrecisionPolicy,
@@ -33,6 +32,7 @@ from meshwright.fsdp import (
     fsdp_units,
 )
 from meshwright.mesh import init_device_mesh
+from support.internals.comm import part_like, whole
 
 Pairs = Iterator[tuple[str, torch.Tensor | None, torch.Tensor | None]]
 """Name, what this rank holds of a gradient, and what it should hold."""

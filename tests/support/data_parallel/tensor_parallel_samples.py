@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.layout import Replicate, Shard
 from meshwright.mesh import DeviceMesh
 from meshwright.tensor_parallel import (
     ColwiseParallel,
@@ -20,6 +19,7 @@ from meshwright.tensor_parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from support.internals.layout import Replicate, Shard
 
 WORDS = 11
 """A prime: tensor ranks hold parts of other sizes."""

@@ -11,13 +11,12 @@ from pathlib import PurePath
 
 from torch.distributed.run import get_args_parser
 
-from meshwright.cli.commands import COMMANDS, command
-from meshwright.cli.words import parse
 from meshwright.plan import Plan
-from meshwright.recipes.config import TrainConfig, read_config
-from meshwright.settings import split_overrides
-from meshwright.toml_source import read
 from support.docs.blocks import ROOT, Block
+from support.internals.cli import COMMANDS, command, parse
+from support.internals.recipes import TrainConfig, read_config
+from support.internals.settings import split_overrides
+from support.internals.toml_source import read
 
 PLACEHOLDERS = ("one.py", "train.py", "my.toml", "plan.toml", "my_loop.py")
 """Files of the reader."""

@@ -21,17 +21,16 @@ from torch import nn
 import meshwright as mw
 from meshwright import checkpoint
 from meshwright.comm import communicator, connect, phase
-from meshwright.comm.groups.device_choice import choose
 from meshwright.composition import check_model
-from meshwright.environment import cluster
-from meshwright.integrations.trackers import tracker_of
 from meshwright.pipelining import split_args_kwargs_into_chunks
 from meshwright.plan import Plan
-from meshwright.recipes.config import TrainConfig, read_config
-from meshwright.recipes.task import open_task
 from meshwright.testing import Ranks, RanksFailed
-from meshwright.toml_source import read
 from support.docs.blocks import ROOT
+from support.internals.comm import choose
+from support.internals.environment import cluster
+from support.internals.integrations import tracker_of
+from support.internals.recipes import TrainConfig, open_task, read_config
+from support.internals.toml_source import read
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import meshwright
 from meshwright.comm import communicator, connect
-from meshwright.integrations.trackers import Tracker
 from meshwright.pipelining import PipelineStage, Schedule1F1B
-from meshwright.sampling import Sampler
+from support.internals.integrations import Tracker
+from support.internals.sampling import Sampler
 
 Setup = Callable[[dict[str, Any]], Iterator[None]]
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy
 
 from meshwright.comm import connect
-from meshwright.recipes.config import TrainConfig
-from meshwright.recipes.loop import Outcome, train
-from meshwright.toml_source import read
+from support.internals.recipes import Outcome, TrainConfig, train
+from support.internals.toml_source import read
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],

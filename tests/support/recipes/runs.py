@@ -12,9 +12,8 @@ from typing import ClassVar
 
 from meshwright.checkpoint import latest, load_tensors
 from meshwright.comm import connect
-from meshwright.recipes.config import TrainConfig
-from meshwright.recipes.loop import Outcome, train
-from meshwright.toml_source import read
+from support.internals.recipes import Outcome, TrainConfig, train
+from support.internals.toml_source import read
 
 CONFIG = """
 [model]

@@ -14,12 +14,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshwright import comm, flat_groups, parallelize_module
 from meshwright.comm import LateNumbers, phase
-from meshwright.comm.dtensors.sharded_axes import singles_of
 from meshwright.errors import CollectiveMismatchError, LayoutError, RankFailedError
 from meshwright.gradients import beyond_rounding, is_due
 from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel
-from meshwright.tensor_parallel.checks.equality import look_at_bits
 from meshwright.testing import Ranks, RanksFailed
+from support.internals.comm import singles_of
+from support.internals.tensor_parallel import look_at_bits
 from support.late import raises_by_now
 from support.tensor_parallel.samples import tensor_mesh
 

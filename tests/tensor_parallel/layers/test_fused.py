@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.tensor import DTensor
 
 from meshwright import parallelize_module
-from meshwright.comm.dtensors.gather_dtensor import held_boxes, whole
+from meshwright.comm import held_boxes
 from meshwright.tensor_parallel import (
     ColwiseParallel,
     FusedColwiseParallel,
@@ -19,6 +19,7 @@ from meshwright.tensor_parallel import (
     RowwiseParallel,
 )
 from meshwright.testing import Ranks
+from support.internals.comm import whole
 from support.tensor_parallel.samples import alike, check_alike, tensor_mesh
 
 WIDTH, OUT = 4, 12

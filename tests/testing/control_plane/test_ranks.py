@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from meshwright.comm.failures.clock import Arrival
 from support.control_plane import SimulatedRank, Used, simulate
 from support.control_plane.store import CountingStore, Server
+from support.internals.comm import Arrival
 
 
 def test_requests_are_counted_by_key_and_answered_as_c10d_does() -> None:

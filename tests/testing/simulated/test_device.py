@@ -13,10 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from meshwright.comm.dtensors.dtensor import beginning_storage
-from meshwright.testing.simulated import DEVICE, SimulatedDevice, SimulationError, simulated
-from meshwright.testing.simulated.memory import Extent
-from meshwright.testing.simulated.streams import WorkLine
+from meshwright.testing.simulated import (
+    DEVICE,
+    SimulatedDevice,
+    SimulationError,
+    WorkLine,
+    simulated,
+)
+from support.internals.comm import beginning_storage
+from support.internals.testing import Extent
 
 
 def kinds(device: SimulatedDevice) -> list[str]:

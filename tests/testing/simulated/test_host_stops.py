@@ -41,7 +41,6 @@ from meshwright.mesh import init_device_mesh
 from meshwright.pipelining import PipelineScheduleMulti, PipelineStage, get_schedule_class
 from meshwright.pipelining.schedules import SCHEDULE_NAMES
 from meshwright.plan import Plan
-from meshwright.schedule.builders import stage_ranks
 from meshwright.tensor_parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -50,6 +49,7 @@ from meshwright.tensor_parallel import (
 )
 from meshwright.testing import Ranks, RanksFailed, on_devices
 from meshwright.testing.simulated import device_of
+from support.internals.schedule import stage_ranks
 from support.tensor_parallel import samples
 
 WARM, STEADY = 3, 6

@@ -23,9 +23,9 @@ from meshwright.errors import CollectiveMismatchError, LayoutError, NonFiniteErr
 from meshwright.fsdp import FullyShardedDataParallel
 from meshwright.mesh import init_device_mesh
 from meshwright.plan import Plan
-from meshwright.recipes.tensors.trace import TensorTrace
 from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from meshwright.testing import Ranks, RanksFailed, on_devices
+from support.internals.recipes import TensorTrace
 
 LATE = "One step of an optimizer may have used"
 

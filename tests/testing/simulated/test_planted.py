@@ -21,16 +21,15 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.comm import Communicator, Pending, communicator
-from meshwright.comm.memory.reusable_storage import _StorageLine
-from meshwright.comm.observing import late
 from meshwright.composition import parallelize
 from meshwright.data_parallel import fully_shard, replicate
-from meshwright.data_parallel.shards.buffer import FlatBuffer
 from meshwright.plan import Plan
 from meshwright.testing import Ranks, RanksFailed, on_devices
-from meshwright.testing.simulated import SimulationError, WorkLine, device_of, transport
-from meshwright.testing.simulated.transport import SimulatedWork
+from meshwright.testing.simulated import SimulationError, WorkLine, device_of
 from meshwright.torch_internals.distributed import default_store, make_group
+from support.internals.comm import _StorageLine, late
+from support.internals.data_parallel import FlatBuffer
+from support.internals.testing import SimulatedWork, transport
 
 Patch = pytest.MonkeyPatch
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from meshwright.testing import Ranks
-from meshwright.testing.simulated import SimulatedDevice, SimulationError, simulated, transport
-from meshwright.testing.simulated.transport import CommunicationStream, Message, SimulatedWork
+from meshwright.testing.simulated import SimulatedDevice, SimulationError, simulated
+from support.internals.testing import CommunicationStream, Message, SimulatedWork, transport
 
 
 def stream_of(device: SimulatedDevice, name: str) -> CommunicationStream:

@@ -20,7 +20,7 @@ from meshwright.fsdp import FullyShardedDataParallel
 from meshwright.fsdp.wrap import ModuleWrapPolicy
 from meshwright.testing import Ranks, RanksFailed, on_devices
 from meshwright.testing.simulated import DEVICE
-from meshwright.testing.simulated.backend import connected_device
+from support.internals.testing import connected_device
 
 
 class Block(nn.Module):

@@ -14,10 +14,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
 
-from meshwright.comm.dtensors.operators.written_parts import write_through
 from meshwright.errors import LayoutError
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks
+from support.internals.comm import write_through
 
 Tensor = torch.Tensor
 Spread = Callable[[Tensor], Tensor]

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from meshwright.comm.dtensors.operators.derivatives import differentiate_moves
 from meshwright.mesh import DeviceMesh, init_device_mesh
 from meshwright.testing import Ranks
+from support.internals.comm import differentiate_moves
 
 
 def placed(x: torch.Tensor, mesh: DeviceMesh, placement: Replicate | Shard) -> DTensor:

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from meshwright.comm.dtensors.operators.mixed_lists import take_lists_apart
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks
+from support.internals.comm import take_lists_apart
 
 
 def body() -> None:

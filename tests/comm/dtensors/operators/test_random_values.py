@@ -9,12 +9,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from meshwright import fully_shard
-from meshwright.comm.dtensors.gather_dtensor import side_by_side
-from meshwright.comm.dtensors.operators.random_values import draw_whole
-from meshwright.comm.groups.registry import ProcessState
 from meshwright.errors import LayoutError
 from meshwright.mesh import DeviceMesh, init_device_mesh
 from meshwright.testing import Ranks
+from support.internals.comm import ProcessState, draw_whole, side_by_side
 
 WAYS = [
     lambda t: t.normal_(0.5, 2.0),

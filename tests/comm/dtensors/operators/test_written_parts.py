@@ -13,11 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from meshwright import fully_shard
-from meshwright.comm.dtensors.gather_dtensor import side_by_side
-from meshwright.comm.dtensors.operators.written_parts import write_through
 from meshwright.errors import LayoutError
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks
+from support.internals.comm import side_by_side, write_through
 
 
 def chained(t: torch.Tensor) -> None:

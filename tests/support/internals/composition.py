@@ -1,0 +1,16 @@
+"""Names inside of `meshwright.composition`."""
+
+from __future__ import annotations
+
+from support.internals import lookup
+
+__getattr__ = lookup(
+    {
+        "meshwright.composition.data_layout": "ReplicatedLayout",
+        "meshwright.composition.example_run": "copied, observe",
+        "meshwright.composition.pipelines.pipelined": "PipelinedTrainable",
+        "meshwright.composition.pipelines.pipelined_layout": "PipelinedLayout",
+        "meshwright.composition.pipelines.stages": "_keep_unused, _partition, chunks_of, cut_model",
+        "meshwright.composition.tensor_axis.tensor_rules": "ModelCut, RULES",
+    }
+)

@@ -1,0 +1,14 @@
+"""Names inside of `meshwright.doctor`."""
+
+from __future__ import annotations
+
+from support.internals import lookup
+
+__getattr__ = lookup(
+    {
+        "meshwright.doctor": "collectives",
+        "meshwright.doctor.collectives": "findings_of_gpus, medians_on_device",
+        "meshwright.doctor.devices": "devices, gloo_interface, nccl_interface, way_out",
+        "meshwright.doctor.machine": "Gpu, Interface, Machine",
+    }
+)

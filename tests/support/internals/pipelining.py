@@ -1,0 +1,25 @@
+"""Names inside of `meshwright.pipelining`."""
+
+from __future__ import annotations
+
+from support.internals import lookup
+
+__getattr__ = lookup(
+    {
+        "meshwright.pipelining": "_ScheduleForwardOnly",
+        "meshwright.pipelining.failures": "Failures, Turns",
+        "meshwright.pipelining.messages": "known_signatures",
+        "meshwright.pipelining.messages.lanes": "Lanes",
+        "meshwright.pipelining.messages.letters": "Letters, ROOM",
+        "meshwright.pipelining.messages.metadata": "Signature, Values, signature_of",
+        "meshwright.pipelining.messages.transfers": "Transfers",
+        "meshwright.pipelining.splitting.balance": "SLACK, best_cuts",
+        "meshwright.pipelining.splitting.measuring": "Costs, cuttable, flops, parameters",
+        "meshwright.pipelining.splitting.placement": "Placement",
+        "meshwright.pipelining.stepping": "backward",
+        "meshwright.pipelining.stepping.listener": "Listener",
+        "meshwright.pipelining.stepping.residency": "find_residency",
+        "meshwright.pipelining.stepping.stepping": "is_compiled",
+        "meshwright.pipelining.stepping.ties": "TiedParameters",
+    }
+)

@@ -1,0 +1,27 @@
+"""Names inside of `meshwright.recipes`."""
+
+from __future__ import annotations
+
+from support.internals import lookup
+
+__getattr__ = lookup(
+    {
+        "meshwright.recipes": "loop, parity",
+        "meshwright.recipes.config": (
+            "DataConfig, ModelConfig, OptimizerConfig, TrainConfig, option_lines, read_config"
+        ),
+        "meshwright.recipes.language_model": (
+            "LanguageModel, adamw, initialize, learning_rate, set_learning_rate"
+        ),
+        "meshwright.recipes.loop": "Outcome, StopRequest, train",
+        "meshwright.recipes.metrics": "LineProgress, LiveProgress, MetricsFile, show_progress",
+        "meshwright.recipes.parity": "Parity, TOLERANCE, check_parity",
+        "meshwright.recipes.task": "Data, cross_entropy, open_task, sketch, without_dropout",
+        "meshwright.recipes.tensors.compare": "compare_runs",
+        "meshwright.recipes.tensors.digest": "Sums, digest",
+        "meshwright.recipes.tensors.rows": "trace_file",
+        "meshwright.recipes.tensors.trace": "TensorTrace",
+        "meshwright.recipes.text": "Windows, open_text, unigram_loss",
+        "meshwright.recipes.usage": "flops_a_token, matrix_flops",
+    }
+)

@@ -1,0 +1,14 @@
+"""Names inside of `meshwright.tensor_parallel`."""
+
+from __future__ import annotations
+
+from support.internals import lookup
+
+__getattr__ = lookup(
+    {
+        "meshwright.tensor_parallel.checks.equality": "look_at_bits",
+        "meshwright.tensor_parallel.functions": (
+            "Labels, copy_to, exchange, gather_from, reduce_from, reduce_scatter_to, scatter_to"
+        ),
+    }
+)

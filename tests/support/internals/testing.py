@@ -1,0 +1,20 @@
+"""Names inside of `meshwright.testing`."""
+
+from __future__ import annotations
+
+from support.internals import lookup
+
+__getattr__ = lookup(
+    {
+        "meshwright.testing.meeting": "World",
+        "meshwright.testing.pool": "SLOWER",
+        "meshwright.testing.simulated": "transport",
+        "meshwright.testing.simulated.backend": (
+            "BACKEND, SimulatedGroup, connected_device, register"
+        ),
+        "meshwright.testing.simulated.memory": "Extent",
+        "meshwright.testing.simulated.streams": "Stamp",
+        "meshwright.testing.simulated.transport": "CommunicationStream, Message, SimulatedWork",
+        "meshwright.testing.training": "momentum",
+    }
+)
