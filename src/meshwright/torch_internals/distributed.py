@@ -297,7 +297,7 @@ def set_timeout(backend: Any, timeout: timedelta) -> None:  # noqa: ANN401
 
 
 def can_abort(group: Any, device: torch.device) -> bool:  # noqa: ANN401
-    """Check that what a group does on ``device`` can be aborted together with other groups."""
+    """Check whether what a group does on ``device`` can be aborted together with other groups."""
     types = {each.type for each in device_types_of(group)} - {"cpu"}
     return device.type in types and hasattr(backend_of(group, device), "_group_start")
 

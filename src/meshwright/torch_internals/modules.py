@@ -127,7 +127,7 @@ def set_compiled_call(module: nn.Module, call: Any) -> None:  # noqa: ANN401
 
 
 def is_forward_compiled(module: nn.Module) -> bool:
-    """Check that ``module.forward`` itself was given to `torch.compile`."""
+    """Check whether ``module.forward`` itself was given to `torch.compile`."""
     return hasattr(module.forward, "_torchdynamo_orig_callable")
 
 
@@ -137,7 +137,7 @@ def check_input_dim(module: Any, x: torch.Tensor) -> None:  # noqa: ANN401
 
 
 def steps_by_flag(optimizer: Any) -> bool:  # noqa: ANN401
-    """Check that steps of ``optimizer`` write nothing where its ``found_inf``, a tensor, is one."""
+    """Check whether steps of ``optimizer`` write nothing while its ``found_inf`` tensor is one."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 

@@ -142,7 +142,7 @@ def writes_to(value: object) -> int:
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """Check for a tensor that autograd knows as a view of another one."""
+    """Check whether autograd knows ``tensor`` as a view of another one."""
     return tensor._is_view()
 
 

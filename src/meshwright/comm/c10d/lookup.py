@@ -158,7 +158,7 @@ def transfer(given: Transfer, world_peer: int, group: dist.ProcessGroup) -> Any:
 
 
 def _waited(work: Any, *, async_op: bool) -> Any:  # noqa: ANN401
-    """Find what is left to wait for of ``work``: nothing of a synchronous call."""
+    """Wait for a synchronous ``work``; return what is left to wait for: an asynchronous one."""
     if async_op or work is None:
         return work
     work.wait()
@@ -166,7 +166,7 @@ def _waited(work: Any, *, async_op: bool) -> Any:  # noqa: ANN401
 
 
 def checks_in_detail() -> bool:
-    """Check that c10d's debug level is DETAIL now, which asks for checks that cost collectives."""
+    """Check whether c10d's debug level is DETAIL, which asks for checks that cost collectives."""
     return dist.get_debug_level() == dist.DebugLevel.DETAIL
 
 

@@ -1,4 +1,4 @@
-"""Whole tensors from DTensors that are spread over ranks, and the parts that a rank holds."""
+"""Full tensors from DTensors that are spread over ranks, and the parts that a rank holds."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def empty_part_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @torch.no_grad()
 def whole(tensor: torch.Tensor, *, label: str = "whole tensor") -> torch.Tensor:
-    """Compute all of ``tensor``, on every rank; any but a DTensor or ShardedTensor as it is.
+    """Gather the full ``tensor`` on every rank; any but a DTensor or ShardedTensor as it is.
 
     All ranks of its mesh or group call it together: one gather for each axis that shards.
     """
@@ -114,7 +114,7 @@ def whole(tensor: torch.Tensor, *, label: str = "whole tensor") -> torch.Tensor:
 
 
 def without_chunks(tensor: Any, label: str) -> Any:  # noqa: ANN401 - what is no such tensor stays
-    """Compute all of a ShardedTensor, as torch's FSDP1 and loaders make it; others as they are."""
+    """Gather a full ShardedTensor, as torch's FSDP1 and loaders make it; others as they are."""
     if not isinstance(tensor, ShardedTensor):
         return tensor
     axis = communicator(group_of(tensor))
@@ -138,7 +138,7 @@ def without_chunks(tensor: Any, label: str) -> Any:  # noqa: ANN401 - what is no
 
 @torch.no_grad()
 def part_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Cut this rank's part out of the whole ``tensor``, spread as ``like``; nothing is sent.
+    """Take this rank's part of the full ``tensor``, placed as ``like``; nothing is sent.
 
     Raises `LayoutError` when their shapes differ.
     """
@@ -157,7 +157,7 @@ def part(
     placements: Sequence[AnyPlacement],
     stride: Sequence[int],
 ) -> DTensor:
-    """Copy this rank's part of the whole ``tensor`` into a DTensor; nothing is sent.
+    """Copy this rank's part of the full ``tensor`` into a DTensor; nothing is sent.
 
     ``stride`` is that of the whole.
     """
@@ -191,13 +191,13 @@ def held_boxes(tensor: torch.Tensor, name: str = "a tensor") -> list[tuple[Box, 
 
 
 def side_by_side(dim: int, parts: int) -> TorchPlacement:
-    """Cut along ``dim`` a tensor that is ``parts`` tensors: a rank holds its part of each."""
+    """Make the placement of ``parts`` tensors joined along ``dim``: a rank holds a part of each."""
     keep_strided_classes()
     return _SideBySide(dim, split_factor=parts)
 
 
 class _SideBySide(StridedShard):
-    """A strided cut whose parts are no box, for all that torch takes for the box of a rank."""
+    """A strided placement whose parts are no box: raises where torch takes them for one."""
 
     def _local_shard_size_and_offset(
         self,
@@ -233,7 +233,7 @@ def ranges_held(rest: AtRest, name: str) -> list[Ranges]:
 
 
 def is_side_by_side(rest: AtRest, dim: int) -> bool:
-    """Check for ranks that hold rows from several places along ``dim``, not to be cut again."""
+    """Check whether ranks hold rows from several places along ``dim``, not to be sharded again."""
     return len(_ranges(rest, (0,) * rest.mesh.ndim, "a tensor")[dim]) > 1
 
 

@@ -1,4 +1,4 @@
-"""The axes that the elements of a tensor lie spread over, so that sums over it can be taken.
+"""The axes over which the elements of a tensor are spread, so that sums over it can be taken.
 
 A DTensor says so itself. A plain shard is marked by whoever made it::
 
@@ -55,7 +55,7 @@ class ManyInOne(torch.nn.Parameter):
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
-    """Check that ``tensor`` says itself how it lies, as a DTensor and a `ShardView` do."""
+    """Check whether ``tensor`` says itself how it lies, as a DTensor and a `ShardView` do."""
     return isinstance(tensor, DTensor | ShardView)
 
 

@@ -239,11 +239,11 @@ class FailureMonitor:
             self._post(_notice_of(failure, self._past, is_final=True))
 
     def found_ended(self, rank: int) -> None:
-        """Take in that the process of ``rank`` has ended: it failed, unless it said more."""
+        """Note that the process of ``rank`` has ended: a failure, unless it had left or failed."""
         self.board.later(lambda: self._found_ended(rank))
 
     def go_on(self) -> None:
-        """Begin anew: what this rank has published or raised for ends nothing any more.
+        """Start over: what this rank has published or raised for no longer ends anything.
 
         What others do not take back, because they have ended, shows when this rank waits for them.
         A rank that raises the same a little later gives up what this one has given up before.
@@ -341,7 +341,7 @@ class FailureMonitor:
         return self.ranks.collect(slot, patience, wanted)
 
     def leads(self, place: str) -> bool:
-        """Check that this rank asks for all that wait at ``place``, which is the same on all.
+        """Check whether this rank asks for all that wait at ``place``, which is the same on all.
 
         The first `LEADERS` that come to it in a turn do; the others hear what they find.
         """
@@ -451,7 +451,7 @@ class FailureMonitor:
         return json.dumps({**notice, "from": f"{self.rank}-{time.monotonic_ns()}"})
 
     def _first(self, *, of_others: bool = False, is_due: bool = True) -> tuple[int, Failure] | None:
-        """List the first failure that ends what this rank does, with its slot.
+        """Find the first failure that ends what this rank does, with its slot.
 
         Without ``is_due`` only failures that stand count.
         """
@@ -464,7 +464,7 @@ class FailureMonitor:
         return None
 
     def _ended_by(self, slot: int, failure: Failure) -> None:
-        """End this rank's work here. It cannot go on after a rank that was found lost."""
+        """Note what ended this rank's work; it can go on only after what is not final."""
         if slot not in self._final and failure.rank != self.rank:
             self._raised.add(slot)
 

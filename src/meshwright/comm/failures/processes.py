@@ -152,7 +152,7 @@ def process_start(pid: int) -> int:
 
 
 def is_alive(pid: int, started: int) -> bool:
-    """Tell whether the process of that number and start is there, and not only waited for."""
+    """Tell whether the process of that number and start is there and is no zombie."""
     fields = status_of(pid)
     return bool(fields) and fields[0] not in ("Z", "X") and int(fields[19]) == started
 

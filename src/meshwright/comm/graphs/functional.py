@@ -31,7 +31,7 @@ from meshwright.torch_internals.tensors import FakeTensor
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
-    """Check for a graph that is traced through ``tensor``: then no collective may run."""
+    """Check whether a graph is being traced through ``tensor``: then no collective may run."""
     return torch.compiler.is_compiling() or isinstance(tensor, FakeTensor)
 
 

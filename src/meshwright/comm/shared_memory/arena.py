@@ -172,6 +172,7 @@ class SharedTensors:
             self._owned[start] = segment
         memory = (ctypes.c_char * (numel * dtype.itemsize)).from_buffer(segment.map, PAGE)
         freed = weakref.finalize(memory, self._freed, start, os.getpid())
+        # At exit the tensor may still be in use: its segment has to stay.
         freed.atexit = False  # pyrefly: ignore[missing-attribute]
         return torch.frombuffer(memory, dtype=dtype)
 
@@ -215,7 +216,7 @@ class SharedTensors:
         return segment
 
     def _take(self, nbytes: int) -> Segment | None:
-        """Make a segment of the pool or a new one; None when there are too many."""
+        """Take a segment from the pool, or make one; None when there are too many."""
         size = _rounded(nbytes)
         with self._lock:
             free = self._pool.get(size)

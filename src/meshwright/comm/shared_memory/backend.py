@@ -64,7 +64,6 @@ class _Host:
 
 
 def _gloo_group(options: GroupOptions, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Make the group that c10d makes for the backend ``gloo``."""
     store = dist.PrefixStore("gloo", options.store)
     transport = dist.ProcessGroupGloo(
         store, options.group_rank, options.group_size, timeout=options.timeout

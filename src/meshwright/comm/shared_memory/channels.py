@@ -172,7 +172,7 @@ class Outbox:
         """Bytes in the stream of the message that was granted last."""
 
     def move(self) -> list[Transfer] | None:
-        """Bring the sends forward: those that have ended, or None when nothing has moved."""
+        """Advance the sends; returns those that have ended, or None when nothing has moved."""
         channel, words = self.channel, self.channel.words
         ended: list[Transfer] = []
         moved = False
@@ -212,6 +212,7 @@ class Outbox:
         else:
             self.posted[self._count] = send
         self._count += 1
+        # Last: x86 keeps the order of stores, so who sees the count sees the whole entry.
         channel.words[POSTED] = self._count
 
 
@@ -257,7 +258,7 @@ class Inbox:
             self.channel.words[GRANTED] = message.number + 1
 
     def drain(self) -> list[Transfer] | None:
-        """Copy the blocks that are there: receives that have ended, or None without any block."""
+        """Copy the blocks that are there; returns receives that have ended, None without a block."""
         channel, words = self.channel, self.channel.words
         ended: list[Transfer] = []
         moved = False
