@@ -364,7 +364,7 @@ def peers(parent: Communicator, ranks: Sequence[int], axis: str) -> Communicator
 
 
 def apart(parent: Communicator, ranks: Sequence[int], name: str) -> Communicator:
-    """Make a group of ``ranks`` (of the world) of its own, beside those that they have already.
+    """Make a separate group of ``ranks`` (of the world), beside those that they have already.
 
     Only they call it, with a ``name`` that no other group has. It serves the axis of ``parent``.
     """

@@ -21,7 +21,7 @@ CONTROL_TAGS = 1 << 30
 
 @functools.lru_cache(maxsize=1024)
 def digest(text: str) -> int:
-    """Compute a positive number of 62 bits, the same in every process."""
+    """Hash ``text`` to a positive number of 62 bits, the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
 
 

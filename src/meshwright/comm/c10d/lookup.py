@@ -4,7 +4,7 @@ Profilers and tests replace functions of `torch.distributed` and expect to see e
 function is looked up by name when it is called, never bound at import; what stood there at import
 is kept only to notice a replacement.
 
-torch 2.13 spells two operations anew (``all_gather_single``, ``reduce_scatter_single``) and warns
+torch 2.13 renames two operations (``all_gather_single``, ``reduce_scatter_single``) and warns
 on each call of the old name, which is the only name before. A replaced spelling wins, then the
 spelling that this torch prefers.
 
@@ -158,7 +158,7 @@ def transfer(given: Transfer, world_peer: int, group: dist.ProcessGroup) -> Any:
 
 
 def _waited(work: Any, *, async_op: bool) -> Any:  # noqa: ANN401
-    """Wait for a synchronous ``work``; return what is left to wait for: an asynchronous one."""
+    """Wait for the ``work`` of a synchronous call, and return None; return any other."""
     if async_op or work is None:
         return work
     work.wait()

@@ -137,7 +137,7 @@ def _spec_at_rest(
     shape: Sequence[int],
     stride: Sequence[int],
 ) -> DTensorSpec:
-    # One for all that lie alike: torch never changes it, and it takes long to make.
+    # One for all that are placed alike: torch never changes it, and it is slow to make.
     key = (id(mesh), tuple(placements), tuple(shape), tuple(stride), local.dtype, local.shape)
     known: DTensorSpec | None = PROCESS.layouts.get(key)
     if known is not None:
@@ -288,7 +288,7 @@ def local_box(
             ]
             if placement.split_factor != math.prod(later):
                 return None
-            # It cuts what all later dims of the mesh have left.
+            # It shards what all later dims of the mesh have left.
             cuts.append((number, placement))
         elif not isinstance(placement, TorchShard | TorchReplicate | TorchPartial):
             return None

@@ -129,7 +129,7 @@ class _Leave(torch.autograd.Function):
             return grad, None, None, None, None
         found = our_placement(grad.placements[0], "gradient")
         if found == _gradient_of(own):
-            # Where each rank has a summand, it goes on with another part of what it is given.
+            # Where each rank has a summand, it continues with another part of what it is given.
             return _Enter.apply(grad, [own]), None, None, None, None
         return convert(entered(grad), found, own, shape, True), None, None, None, None
 

@@ -69,7 +69,7 @@ def held(tensor: torch.Tensor, name: str) -> Holding:
 
 
 def empty_part_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Make a tensor of ``dtype``, not filled, of which this rank holds what it holds of another."""
+    """Make an uninitialized tensor of ``dtype``; this rank holds the same part as of ``tensor``."""
     if isinstance(tensor, ShardView):
         return torch.empty_like(tensor, dtype=dtype)
     local = torch.empty_like(local_of(tensor).detach(), dtype=dtype)
@@ -90,7 +90,7 @@ def whole(tensor: torch.Tensor, *, label: str = "whole tensor") -> torch.Tensor:
     here = rest.mesh.get_coordinate()
     if here is None:
         raise LayoutError(f"{label}: this rank is not on {rest.mesh}, which holds the tensor")
-    # Of all ranks that differ from this one along the axes that cut, in their order.
+    # Of all ranks that differ from this one along the axes that shard, in their order.
     indices = [range(rest.mesh.size(n)) if n in cutting else (i,) for n, i in enumerate(here)]
     places = [_ranges(rest, place, label) for place in itertools.product(*indices)]
     # Parts may differ in size; all travel in the largest.
@@ -222,9 +222,9 @@ class _SideBySide(StridedShard):
 
 
 def ranges_held(rest: AtRest, name: str) -> list[Ranges]:
-    """List for each dim of a DTensor the rows of the whole that this rank holds.
+    """List for each dim of a DTensor the rows of the full tensor that this rank holds.
 
-    Raises `LayoutError`, with ``name``, for a partial sum, and on a rank beside its mesh.
+    Raises `LayoutError`, with ``name``, for a partial sum, and on a rank outside its mesh.
     """
     here = rest.mesh.get_coordinate()
     if here is None:
@@ -248,7 +248,7 @@ def _ranges(rest: AtRest, coordinate: Sequence[int], name: str) -> list[Ranges]:
                 f"{name!r} is placed {list(rest.placements)} on {rest.mesh}: expected "
                 "whole values, not summands"
             )
-        # Strided: cut before by others, in so many pieces, of each of which it holds a part.
+        # Strided: sharded before by others into so many pieces, of each of which it holds a part.
         pieces = int(placement.split_factor) if isinstance(placement, StridedShard) else 1
         dim = placement.dim
         cuts = []

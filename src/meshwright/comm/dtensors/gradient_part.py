@@ -68,8 +68,8 @@ class GradientPart(torch.Tensor):
     What is computed from it alone, element by element, is one, too, and so is a clone. What is cut
     out of it, deep copies, and what is computed from other tensors beside it, as a difference, are
     plain; so is what an optimizer clones in its step.
-    ``as_subclass(torch.Tensor)`` is a plain tensor on the same memory, for who wants this rank's
-    elements alone.
+    ``as_subclass(torch.Tensor)`` is a plain tensor on the same memory, of this rank's elements
+    alone.
     """
 
     is_sparse = False  # asked of each gradient by each step of an optimizer

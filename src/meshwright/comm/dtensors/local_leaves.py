@@ -177,7 +177,7 @@ def _of_gradient(parameter: DTensor, add: PartialGradient | None) -> list[Any]:
 class _InGraph(torch.autograd.Function):
     """A leaf, computed from itself and its parameter: a gradient goes to one of the two.
 
-    Autograd goes on to both, and would run the hooks of a parameter that has no gradient yet.
+    Autograd continues to both, and would run the hooks of a parameter that has no gradient yet.
     """
 
     @staticmethod
@@ -188,7 +188,7 @@ class _InGraph(torch.autograd.Function):
         held: _Held,
     ) -> torch.Tensor:
         ctx.held = held
-        return leaf.detach()  # no view: autograd refuses writes to those, and ``max_norm`` writes
+        return leaf.detach()  # no view: autograd rejects writes to those, and ``max_norm`` writes
 
     @staticmethod
     def backward(  # pyrefly: ignore[bad-override]

@@ -111,7 +111,7 @@ class Board:
         self.look = look
 
     def end_looking(self) -> None:
-        """Have the thread do nothing but what it is given."""
+        """Stop calling `look` in the thread; it still does what it is given."""
         self.look = None
 
     def stop(self) -> None:
@@ -297,7 +297,7 @@ class Gathering:
         return is_last
 
     def close(self, word: str) -> None:
-        """Have the others wait no more, for ``word``: `ALL`, or anything else for a failure."""
+        """End the wait of the others by ``word``: `ALL`, or anything else for a failure."""
         self._board.set(f"{self.key}/all", word)
 
     def wait(self, seconds: float) -> bool:

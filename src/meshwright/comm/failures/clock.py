@@ -107,7 +107,7 @@ class Clock:
 
 
 class _Thread:
-    """A daemon thread: who waits for an answer of a store that gives none can leave it behind."""
+    """A daemon thread: whoever waits in vain for an answer of a store can leave it behind."""
 
     def __init__(self, look: Callable[[], object], every: float) -> None:
         self._look = look

@@ -4,10 +4,10 @@ Forward and backward passes bring collectives with them, so that a rank which do
 less or one of another kind would pair them with those of something else. A rank knows by itself
 when it does what it has not done before::
 
-    the two events before, and this one       known: go on, nothing is sent
+    the two events before, and this one       known: continue, nothing is sent
                                               new, or another mode: ask the other ranks first
-after a pass that raised                      ask, and go on only where every rank has issued as
-                                              many collectives: what a rank left out, others wait in
+    after a pass that raised                  ask, and continue only where every rank has issued as
+                                              many collectives: what one left out, others wait in
 
 Ranks ask through the board of `comm.failures.failure`, before any collective is issued: an answer
 that differs is an error on the rank that asks, and the others read it while they wait.

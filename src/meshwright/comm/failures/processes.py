@@ -114,7 +114,7 @@ class Stillness:
         self._ticks = 0
 
     def take(self, look: Look, now: float) -> float:
-        """Take one more look in, at time ``now`` in seconds; returns the seconds of stillness.
+        """Take in one more look, at time ``now`` in seconds; returns the seconds of stillness.
 
         A process on a machine that gives it no core is ready to run, and so not still. What is less
         than `_IDLE_SHARE` of a core counts as nothing.

@@ -113,7 +113,7 @@ class CallWatch:
         """Tell whether ``thread`` stands where it stood at the last look, and has not run since.
 
         Frames are asked for only where the main thread has not run: who holds one keeps its locals
-        alive, and with them graphs and activations of a model that goes on.
+        alive, and with them graphs and activations of a model that runs.
         """
         ident, is_main = thread.ident or 0, thread is threading.main_thread()
         work, before = _work_of(thread), self._places.get(ident)

@@ -91,7 +91,7 @@ class Awaited(Protocol):
         return []
 
     def last_of(self, answer: Mapping[str, Any]) -> str:
-        """Say what a rank has done last on the same axis, to follow on where it is."""
+        """Say what a rank has done last on the same axis; reports put it behind the rank's line."""
         return ""
 
 
@@ -398,7 +398,7 @@ class Watch:
 
 
 def _lacks(answer: Mapping[str, Any], wait: Mapping[str, Any], group: str) -> bool:
-    """Tell whether the rank of ``answer`` has not issued the collective of ``group`` in ``wait``."""
+    """Tell whether the rank of ``answer`` lacks the collective of ``group`` named in ``wait``."""
     channel, number = wait.get("collective") or ("", 0)
     if channel.removesuffix(CONTROL) != group:
         return False
@@ -453,7 +453,7 @@ class _Silence:
 
 
 def _look(monitor: FailureMonitor, rank: int, answers: Answers) -> tuple[Look | None, bool]:
-    """Look at the process of ``rank``, or take another rank's look, and tell that it is such."""
+    """Look at the process of ``rank``, or take others' look at it; tells whether only they can."""
     own = monitor.ranks.look_at(rank)
     told = (Look.of(answer["seen"].get(str(rank))) for answer in answers.values())
     return next((look for look in (own, *told) if look is not None), None), own is None
@@ -512,7 +512,7 @@ def is_of_a_transport(error: BaseException) -> bool:
 
 def chain_of(error: BaseException | None) -> Iterator[BaseException]:
     """Iterate over ``error`` and the errors that led to it."""
-    for _ in range(20):  # a chain may be closed by hand
+    for _ in range(20):  # a chain that was set manually may be a circle
         if error is None:
             return
         yield error

@@ -131,7 +131,7 @@ class Watcher:
             try:
                 self._renew()
                 self._look()
-            except Exception:  # without this thread, ranks would hang in silence
+            except Exception:  # without this thread, ranks would hang silently
                 _log.exception("rank %d: a look at its neighbors failed", self._monitor.rank)
 
     def _look(self) -> None:
@@ -254,7 +254,7 @@ class Watcher:
         if not groups:
             self._end(error)
         elif PROCESS.stopped is None:
-            PROCESS.stop(error)  # before: what an abort ends leaves no numbers to go on with
+            PROCESS.stop(error)  # before: what an abort ends leaves no numbers to continue with
             self._stopped_at = time.monotonic()
             recorded = recorded_operations(RECORDED)
             last = f"; c10d's flight recorder: {', '.join(recorded)}" if recorded else ""

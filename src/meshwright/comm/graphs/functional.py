@@ -38,7 +38,7 @@ def is_traced(tensor: torch.Tensor) -> bool:
 def all_reduce(
     tensor: torch.Tensor, communicator: Communicator, *, label: str = ""
 ) -> torch.Tensor:
-    """Compute the sum of every rank's ``tensor``, same shape on every rank."""
+    """Sum every rank's ``tensor``, of the same shape on every rank."""
     return _Linear.apply(tensor, _Operation("all_reduce", communicator, label))
 
 

@@ -211,7 +211,7 @@ def _no_nccl(asked: str, roll: Roll, devices: Sequence[int | None]) -> str:
 
 
 def _devices(roll: Roll) -> tuple[int | None, ...]:
-    """List each rank's GPU, among those that it sees."""
+    """List the index of each rank's GPU among those that it sees; None for a rank without any."""
     hosts = [entry["host"] for entry in roll]
     found: list[int | None] = []
     for rank, entry in enumerate(roll):

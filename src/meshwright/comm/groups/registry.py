@@ -218,7 +218,7 @@ def go_on() -> None:
 
 
 def hears_actions() -> bool:
-    """Check whether somebody wants to hear of the actions of a schedule."""
+    """Check whether any observer hears of actions of a schedule."""
     return any(isinstance(observer, ActionObserver) for observer in PROCESS.observers)
 
 
@@ -231,7 +231,7 @@ def tell_ran(name: str, lane: Lane, category: str, start: Mark, end: Mark) -> No
 def observe(*observers: Observer) -> Iterator[None]:
     """Tell ``observers`` of every collective of this process inside the block.
 
-    An observer that raises is removed and logged; training goes on.
+    An observer that raises is removed and logged; training continues.
     """
     PROCESS.observers.extend(observers)
     try:

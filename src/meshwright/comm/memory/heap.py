@@ -16,7 +16,7 @@ _LARGEST = (32 << 20) - (64 << 10)
 
 
 def keep_freed() -> None:
-    """Have C's heap keep up to 64 MiB that are free, and blocks of up to 32 MiB come from it.
+    """Make C's heap keep up to 64 MiB that are free, and serve blocks of up to 32 MiB from it.
 
     A program that has freed one block of this size behaves so anyway. No page of the block that is
     freed here is touched. Other allocators than glibc's take no notice.

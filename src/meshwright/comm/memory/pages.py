@@ -68,7 +68,7 @@ class _Kernel:
             raise MemoryError(f"{nbytes} bytes cannot be moved: {os.strerror(ctypes.get_errno())}")
 
     def seal(self, start: int, nbytes: int) -> None:
-        """Make any use of these addresses end the process, as one of freed memory should."""
+        """Make any access to these addresses crash the process, as one to freed memory should."""
         self._mprotect(start, nbytes, _NOTHING)
 
     def give_back(self, start: int, nbytes: int) -> None:

@@ -37,7 +37,7 @@ class LateNumbers:
 
     @classmethod
     def known(cls, name: str) -> LateNumbers:
-        """Find what was noted under ``name``, or begin."""
+        """Return the numbers outstanding under ``name``, or new ones."""
         found = PROCESS.outstanding.get(name)
         return found if isinstance(found, LateNumbers) else cls(name)
 

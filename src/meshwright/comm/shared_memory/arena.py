@@ -56,7 +56,7 @@ def unsupported() -> str:
 
 
 def host_identity() -> str:
-    """Make a text that is equal in two processes exactly when they can share memory."""
+    """Return a text that is equal in two processes exactly when they can share memory."""
     with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
         boot = file.read().strip()
     namespace = os.stat("/proc/self/ns/pid").st_ino
@@ -191,7 +191,7 @@ class SharedTensors:
         )
 
     def address_of(self, pid: int, location: Location) -> int:
-        """Compute the address in this process of bytes that lie in a segment of process ``pid``."""
+        """Return the address here of bytes in a segment of ``pid``, which is mapped if need be."""
         if pid == self._pid:
             with self._lock:
                 owned = list(self._owned.values())

@@ -11,7 +11,7 @@ from meshwright.comm.shared_memory.waits import Steps
 
 
 def over(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Make a tensor over ``numel`` elements at ``address``, which it does not keep alive."""
+    """Make a tensor over memory at ``address``, outside autograd; it does not keep that alive."""
     memory = (ctypes.c_char * (numel * dtype.itemsize)).from_address(address)
     with torch.inference_mode(False):
         return torch.frombuffer(memory, dtype=dtype)

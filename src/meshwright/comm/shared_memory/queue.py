@@ -119,7 +119,7 @@ class SharedWork(Work):
         """Wait until the operation has ended; raises its error.
 
         With a ``timeout`` it raises `CollectiveTimeoutError` when that passes first. The operation
-        goes on, and may be waited for again.
+        continues, and may be waited for again.
         """
         seconds = timeout.total_seconds()
         if not self.done and seconds > 0:

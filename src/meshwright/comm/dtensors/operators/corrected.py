@@ -5,10 +5,10 @@ means of losses                             a mean of the ranks' means, though s
                                             or fewer that count; gradients of each rank's own mean
 ``any``                                     a sum of booleans, which as a number counts ranks
 ``fill_`` of what ranks hold summands of    every summand is the value
-``logsumexp`` with ``keepdim``              lies along the dim before the one that is cut
+``logsumexp`` with ``keepdim``              is placed along the dim before the sharded one
 ``sum`` over no dims, which is over all     none is summed: in backward of ``amax`` and ``amin``
 norms of parts, of which more is computed   sums, lists and gradients of each rank's own norm
-convolutions of images that are cut         of each rank's part alone
+convolutions of images that are sharded     of each rank's part alone
 ==========================================  =====================================================
 """
 
@@ -172,7 +172,7 @@ def _known(norm: torch.Tensor, order: float) -> torch.Tensor:
 
 
 def _largest(norms: list[DTensor]) -> list[DTensor]:
-    """Give each rank all of ``norms``, numbers: one collective for those that lie alike."""
+    """Give each rank all of ``norms``, numbers: one collective for those that are placed alike."""
     found = list(norms)
     alike: dict[tuple[Any, ...], list[int]] = {}
     for index, norm in enumerate(norms):

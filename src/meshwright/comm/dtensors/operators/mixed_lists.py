@@ -1,7 +1,7 @@
 """torch's operators on lists of tensors of which some are DTensors and some are plain.
 
 Clipping, and optimizers with ``foreach`` or ``fused``, give all their tensors to one operator, and
-torch refuses DTensors beside plain tensors, or on two meshes. Here the list is taken apart::
+torch rejects DTensors beside plain tensors, or on two meshes. Here the list is taken apart::
 
     [plain, DTensor on (tensor), plain]    the operator on [plain, plain], then on [DTensor]
     a stack of their norms                 each a plain number of the whole tensor
@@ -57,7 +57,7 @@ _OF_LISTS = ("_foreach_", "_fused_ada", "_fused_sgd", "_amp_foreach_")
 
 
 class _ListOperator:
-    """A handler that does what torch would, unless its first list lies on several meshes."""
+    """A handler that does what torch would, unless its first list is on several meshes."""
 
     __slots__ = ("apart", "before")
 
