@@ -13,7 +13,7 @@ Bottom-up:
     collectives     the door: one `Communicator` a process group, every collective through it
     process_groups  joining the ranks, making sub-groups, and leaving
     graphs          collectives for autograd and compilers, marks of gradients in graphs
-    dtensors        torch's DTensors: their local tensors, their gradients, their whole values
+    dtensors        torch's DTensors: their local tensors, their gradients, their full values
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ class Communicator:
     """Collectives over one process group, which is one axis of the layout.
 
     Ask `meshwright.comm.communicator` for it; one group has one, so that sequence numbers count all
-    operations of the group. Ranks in arguments are ranks of this group. Once it is destroyed,
-    which it does not hinder, every operation raises `CommunicationError`.
+    operations of the group. Ranks in arguments are ranks of this group. It does not keep the group
+    alive: once that is destroyed, every operation raises `CommunicationError`.
     """
 
     _is_labeled = False
@@ -69,7 +69,7 @@ class Communicator:
         self.device = device
         self.is_on_host = is_host(device)
         self.is_followed = can_abort(group, device)
-        """True where a device may stand still in an operation for which no wait of the host is."""
+        """True where a device may hang in an operation that the host does not wait for."""
         self.timeout = timeout
         """Seconds after which a wait gives up in any case; None where the user set no limit."""
         self.rank: int = dist.get_rank(group)
@@ -88,14 +88,14 @@ class Communicator:
         self._begin()
 
     def _begin(self) -> None:
-        """Count from zero, and know nothing of axes and models."""
+        """Reset the counts, and all that is kept for axes and models."""
         self.issued: deque[Issued] = deque(maxlen=REMEMBERED)
         self.counts: dict[str, int] = {}
         """Operations issued so far: collectives under "", transfers under "send:2", "recv:0"."""
         self.unsummed: dict[int, list[Any]] = {}
         """Partial gradients of the backward passes that are under way; see `local_leaves`."""
         self.unions: dict[tuple[Communicator, ...], Communicator] = {}
-        """Those of the ranks of this axis and others, by the others."""
+        """Communicators of all ranks along this axis and others, by the others."""
         self.kept: dict[str, Any] = {}
         """Objects that other rooms keep for this axis, by name."""
         self._control: list[Communicator] = []
@@ -136,6 +136,7 @@ class Communicator:
             return  # of ranks that are no processes
         if self.device.type not in {device.type for device in device_types_of(group)}:
             made: Any = lookup.host_group(self.ranks)
+            # c10d's table of groups keeps it alive.
             self._group, group = weakref.ref(made), made
         self.backend = lookup.backend_for(group, self.device)
 
@@ -157,7 +158,7 @@ class Communicator:
         return self._group() in self._living
 
     def along(self, axis: str) -> Self:
-        """Name it ``axis``, in a copy that shares counts of operations and what is remembered."""
+        """Copy it under the name ``axis``; copies share counts of operations and what is kept."""
         named = copy.copy(self)
         named._rename(axis)
         return named
@@ -354,7 +355,7 @@ class Communicator:
         return self._issue("all_to_all", tensor, label, launch, value=output)
 
     def barrier(self, *, label: str = "", async_op: bool = False) -> Pending:
-        """Pass when the host of every rank has come. Waits before it returns, unless ``async_op``.
+        """Wait until the host of every rank has come; with ``async_op`` return before that.
 
         It goes over the control channel, and does not wait for what devices do.
         """

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from meshwright.comm.streams import Event, Mark
 
 SLICE = timedelta(seconds=0.5)
-"""The length of one wait inside c10d, after which the peers' failures are looked at."""
+"""The length of one wait inside c10d, after which failures of the peers are checked."""
 
 
 IDLE_FOR = 10.0
@@ -42,7 +42,7 @@ class Work(Protocol):
         """Wait at most ``timeout``; raises RuntimeError when it has failed or not ended."""
 
     def is_completed(self) -> bool:
-        """Check that it has ended, well or not."""
+        """Check whether it has ended, well or not."""
 
 
 class _WaiterThread(threading.Thread):
@@ -101,7 +101,7 @@ class TransferWaiter:
             thread = waiter._start(thread, is_last=waiter is fresh[-1])
 
     def is_completed(self) -> bool:
-        """Check that the transfer has ended; starts the waiting thread when there is none yet."""
+        """Check whether the transfer has ended; starts the waiting thread where there is none."""
         self._start()
         return not self._running.locked()
 
@@ -146,7 +146,7 @@ class TransferWaiter:
 def start_together(pendings: Iterable[Pending]) -> None:
     """Begin to wait for ``pendings`` in the background, where waiting needs a thread.
 
-    Not where calls are compared: there who waits for a message is seen to wait by other ranks.
+    Not where calls are compared: there, other ranks see who waits for a message as waiting.
     """
     if PROCESS.checks is not None:
         return
@@ -193,7 +193,7 @@ class Pending:
         self._finish = finish
 
     def followed(self, launch: Callable[[Any], Launched]) -> Callable[[Any], Launched]:
-        """Have ``launch`` note the operation before the call, until the device has ended it."""
+        """Wrap ``launch`` to note the operation from before the call until the device ends it."""
 
         def noted(group: Any) -> Launched:  # noqa: ANN401 - as launches
             line = users_line(sys._getframe(2))
@@ -213,7 +213,7 @@ class Pending:
 
     @property
     def works(self) -> Sequence[Work]:
-        """The works that a wait is for: of tensors of the host those not waited for yet."""
+        """The works that `wait` waits for; on the host, only those not waited for yet."""
         return self._works
 
     def observed(self, collective: Collective, start: Mark) -> None:
@@ -221,7 +221,7 @@ class Pending:
         self._collective, self._start = collective, start
 
     def is_completed(self) -> bool:
-        """Check that a wait would return at once."""
+        """Check whether a wait would return at once."""
         return all(work.is_completed() for work in self._works)
 
     def wait(
@@ -230,7 +230,7 @@ class Pending:
         """Wait until the operation has ended on this rank, and return its tensor.
 
         ``timeout`` is in seconds; the communicator's own bound when None. ``watch`` is called now
-        and then while the host waits: what it raises ends the wait, and the operation goes on. On
+        and then while the host waits: what it raises ends the wait, and the operation continues. On
         CUDA the current stream waits, not the host, which waits for Gloo alone.
 
         Raises `RankFailedError` when another rank failed first, `CollectiveTimeoutError` at the
@@ -247,6 +247,7 @@ class Pending:
                     pass
                 self._wait_on(work, timeout, watch)
             if self.communicator.is_on_host:
+                # On a device they stay: each later wait orders the stream that is current then.
                 self._works = ()
         else:
             for work in self._works:
@@ -266,7 +267,7 @@ class Pending:
         return self._value
 
     def describe(self) -> str:
-        """Find the operation in one phrase: kind, number, label, axis."""
+        """Describe the operation in one phrase: kind, number, label, axis."""
         return self.issued.describe(self.communicator.axis)
 
     def _report(self) -> None:
@@ -279,7 +280,7 @@ class Pending:
     def explain_call(self, error: RuntimeError) -> None:
         """Raise why a transport gave ``error`` in the call itself, and name the rank behind it.
 
-        Not for errors of other kinds, nor where this process is no member of a run.
+        Returns for errors of other kinds, and where this process is no member of a run.
         """
         if not isinstance(error, DistBackendError) and not is_of_a_transport(error):
             return
@@ -289,7 +290,7 @@ class Pending:
             Watch(monitor, AwaitedOperation(self.communicator, self.issued), None).explain(error)
 
     def _wait_on(self, work: Work, timeout: float | None, watch: Callable[[], None] | None) -> None:
-        """Go on after one slice has passed or the work has failed."""
+        """Continue a wait whose first slice has passed or whose work has failed."""
         monitor = PROCESS.monitor
         limit = self.communicator.timeout if timeout is None else timeout
         if monitor is None:

@@ -95,7 +95,7 @@ def connect(
 
     Rank, world size and address come from the environment of the launcher (torchrun, srun: see
     `meshwright.environment`), from the arguments, or, when there is neither, this process is a
-    world of its own. A default group that exists already, as an engine has made it, is used as it
+    world of its own. A default group that exists already, such as an engine's, is used as it
     is; the log says which backend it has. ``backend`` is ``"gloo"`` or ``"shm"``, for ranks of
     CPUs, or any name that c10d knows (``"cpu:gloo,cuda:gloo"``: GPUs through Gloo). None chooses
     NCCL where every rank of the world sees a GPU of its own, else CPUs with what
@@ -129,7 +129,6 @@ def connect(
 
 
 def _check_calls(check: bool | None) -> None:
-    """Compare every call from now on, where that is asked for."""
     is_asked = is_set("MESHWRIGHT_CHECK") if check is None else check
     if is_asked and PROCESS.checks is None:
         CallChecks(communicator).install()
@@ -148,7 +147,6 @@ def watch_run(members: Communicator) -> None:
 
 
 def _watch_world(world: Communicator, hang_after: float) -> None:
-    """Watch the ranks of a default group that exists."""
     if PROCESS.monitor is None:
         if world.rank == 0:
             what = f"{world.size} ranks, backend {world.backend}, on {world.device}"
@@ -191,14 +189,14 @@ def _warn_of_fake() -> None:
 
 
 def is_connected() -> bool:
-    """Check that this process has joined a run through `connect`."""
+    """Check whether this process has joined a run through `connect`."""
     return PROCESS.monitor is not None and dist.is_initialized()
 
 
 def check_peers() -> None:
     """Raise `RankFailedError` when another rank has failed; for long work between collectives.
 
-    And the error for which the groups of this rank's devices were aborted, if they were.
+    Also raises the error for which the groups of this rank's devices were aborted, if any.
     """
     PROCESS.refuse()
     if PROCESS.monitor is not None:
@@ -213,7 +211,7 @@ def disconnect() -> None:
     hosts the store waits for as long as the others live.
 
     Raises `RankFailedError` for a rank that was lost, where nothing on this rank has raised for it,
-    and what checks have to say that look late at a device (`settle`).
+    and what deferred checks of values on a device find (`settle`).
     """
     atexit.unregister(_leave_at_exit)
     membership.ExceptionHook.remove()
@@ -238,7 +236,7 @@ def disconnect() -> None:
 
 
 def _settle_at_the_end() -> None:
-    """Look at what was not looked at yet, unless this rank has failed."""
+    """Judge the deferred checks that are still open, unless this rank has failed."""
     monitor = PROCESS.monitor
     try:
         if monitor is not None and sys.exc_info()[1] is None:
@@ -270,8 +268,8 @@ def communicator(
 
     ``axis`` is what the caller's operations are recorded and reported under: a group that serves
     two axes counts its operations once and names each by its own. Without it the group's first
-    name holds, "world" when it has none. ``timeout`` is in seconds; None takes the group's own,
-    where that is not c10d's default. Raises TypeError for what is no group, as a mesh.
+    name is used, "world" when it has none. ``timeout`` is in seconds; None takes the group's own,
+    where that is not c10d's default. Raises TypeError for what is no group, such as a mesh.
     """
     is_stand_in = group is not None and not isinstance(group, dist.ProcessGroup)
     if not is_stand_in and not dist.is_initialized():
@@ -297,9 +295,9 @@ def communicator(
 
 
 class _StandIn(Communicator):
-    """The place of one rank in an object that says rank and size alone: for layouts of any size."""
+    """A communicator on an object with only ``rank()`` and ``size()``: for layouts of any size."""
 
-    # What a communicator is made from would ask c10d for a group.
+    # Not super().__init__(), which would ask c10d for a group.
     def __init__(self, group: Any) -> None:  # noqa: ANN401 - rank() and size()
         if not hasattr(group, "rank"):
             raise TypeError(
@@ -344,7 +342,7 @@ def subgroup(parent: Communicator, groups: Sequence[Sequence[int]], axis: str) -
 
 
 def peers(parent: Communicator, ranks: Sequence[int], axis: str) -> Communicator:
-    """Find the communicator of ``ranks`` (of the world, this one among them) of ``parent``.
+    """Find or make the communicator of ``ranks`` (world numbers, this one's too) of ``parent``.
 
     Only they call it, so the rest of the world may do something else. No group is made for ranks
     that have one already, under that axis or as ``parent``.
@@ -366,7 +364,7 @@ def peers(parent: Communicator, ranks: Sequence[int], axis: str) -> Communicator
 
 
 def apart(parent: Communicator, ranks: Sequence[int], name: str) -> Communicator:
-    """Make a group of ``ranks`` (of the world) of its own, beside those that they have already.
+    """Make a separate group of ``ranks`` (of the world), beside those that they have already.
 
     Only they call it, with a ``name`` that no other group has. It serves the axis of ``parent``.
     """
@@ -411,7 +409,6 @@ def _join(
     timeout: float | None,
     hang_after: float,
 ) -> None:
-    """Become a member of the run, and make the default group."""
     host, place = STORE, ""
     if store is None:
         store, rank, world_size, place = rendezvous.open_store(rank, world_size, timeout)
@@ -491,14 +488,14 @@ def _make_world(
 
 
 def _transport_timeout(limit: float | None) -> timedelta:
-    """Return what c10d is told where the user's limit is ``limit`` seconds."""
+    """Return the timeout to give c10d where the user's limit is ``limit`` seconds."""
     return TRANSPORT_TIMEOUT + timedelta(seconds=limit or 0.0)
 
 
 def _limit_of(group: dist.ProcessGroup, device: torch.device) -> float | None:
     """Find the user's timeout of ``group`` in seconds; None for c10d's default, and ours.
 
-    c10d's own comes later from now on, where somebody watches the run in its place.
+    Where the run is watched, c10d's own timeout is set later than that, from now on.
     """
     if isinstance(group, shared_memory.SharedMemoryGroup):
         given, change = timedelta(seconds=group.timeout), group.set_timeout
@@ -521,7 +518,7 @@ def _limit_of(group: dist.ProcessGroup, device: torch.device) -> float | None:
 
 
 def _abort_devices() -> list[dist.ProcessGroup]:
-    """Abort what this rank's devices may stand still in; list their groups, which are of no use."""
+    """Abort the groups in which this rank's devices may hang; lists them, unusable from now on."""
     groups = groups_to_abort()
     if groups and PROCESS.stopped is None:
         PROCESS.stop(CommunicationError("this process has left its run without the other ranks"))

@@ -21,7 +21,7 @@ class Mark(Protocol):
 
 
 def is_host(device: torch.device) -> bool:
-    """Check that ``device`` is the host, which reads its own tensors without waiting.
+    """Check whether ``device`` is the host, which reads its own tensors without waiting.
 
     A CPU with an index is a device beside the host, as `meshwright.testing` simulates one.
     """
@@ -81,13 +81,13 @@ def current_stream(device: torch.device) -> object:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Check that what this thread gives to ``device`` is captured in a graph, and does not run."""
+    """Check whether what this thread gives to ``device`` is captured in a graph, not run."""
     ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
     return ask is not None and bool(ask())
 
 
 def captures(device: torch.device, stream: object) -> bool:
-    """Check from any thread that ``stream``, or the one on which torch captures, does so now."""
+    """Check from any thread whether ``stream``, or torch's default capture stream, captures now."""
     module: Any = torch.get_device_module(device)
     usual = getattr(getattr(module, "graph", None), "default_capture_stream", None)
     for each in (stream, usual):

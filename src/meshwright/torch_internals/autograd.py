@@ -55,7 +55,7 @@ is_executed = required(
 
 
 def accumulates(node: object) -> bool:
-    """Check that the backward pass under way adds to ``.grad`` at the ``node`` of a leaf."""
+    """Check whether the backward pass under way accumulates into ``.grad`` at a leaf's ``node``."""
     try:
         return is_executed(node)
     except RuntimeError:  # `torch.autograd.grad` was asked for it, and returns it
@@ -70,7 +70,7 @@ run_engine = required(f"{_ENGINE}.run_backward", "runs the halves of a backward"
 keeps_versions = required(
     "torch.autograd._unsafe_preserve_version_counter", "fills gathered parameters anew"
 )
-"""A block in which writes to a tensor are not counted."""
+"""Context manager: writes to a tensor in the block do not raise its version counter."""
 is_profiled = required("torch.autograd._profiler_enabled", "adds ranges to profiles")
 function_transforms = required(
     "torch._C._functorch.peek_interpreter_stack", "refuses transforms of functions by name"
@@ -80,7 +80,7 @@ outside_of_transforms = required(
     "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
     "communicates in the midst of a transform",
 )
-"""A block in which no transform of `torch.func` runs."""
+"""Context manager: no transform of `torch.func` is active in the block."""
 _is_transformed = required(
     "torch._C._functorch.is_functorch_wrapped_tensor", "sends tensors of transforms"
 )
@@ -105,24 +105,24 @@ input_metadata_of = attrgetter("_input_metadata")
 
 
 def without_transforms(tensor: torch.Tensor) -> torch.Tensor:
-    """Find the tensor with memory that transforms of `torch.func` compute with as ``tensor``."""
+    """Unwrap ``tensor`` from all transforms of `torch.func`, down to the one that has memory."""
     while _is_transformed(tensor):
         tensor = _unwrapped(tensor)
     return tensor
 
 
 def set_backward_hooks(tensor: torch.Tensor, hooks: Any) -> None:  # noqa: ANN401
-    """Give a tensor the hooks that another one, or it, had; None takes them away."""
+    """Set the hooks of a tensor, as `backward_hooks_of` gives them; None removes them."""
     tensor._backward_hooks = hooks
 
 
 def set_after_hooks(tensor: torch.Tensor, hooks: Any) -> None:  # noqa: ANN401
-    """Give a tensor the hooks that run behind its gradient."""
+    """Set the hooks of a tensor, as `after_hooks_of` gives them; None removes them."""
     tensor._post_accumulate_grad_hooks = hooks
 
 
 def saved_tensor_hooks() -> object:
-    """Return what is done with tensors that autograd saves now; None where it is nothing."""
+    """Return the innermost hooks on tensors that autograd saves now; None without any."""
     return _saved_tensor_hooks(True)
 
 
@@ -136,7 +136,7 @@ ACTIVATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "ConvolutionBackward0": ("input",),
     }
 )
-"""Activations that a node has saved, and gradients of weights need, by the name of the node."""
+"""By the name of a node: the activations it has saved that gradients of weights need."""
 NODES = tuple(f"{n}._raw_saved_{name}" for n, names in ACTIVATIONS.items() for name in names)
 """The attributes of nodes' classes by which `may_be_packed` reads them."""
 for _name in NODES:
@@ -149,18 +149,18 @@ def saved(node: Any, name: str) -> Any:  # noqa: ANN401 - nodes have no public t
 
 
 def may_be_packed(node: Any, name: str) -> bool:  # noqa: ANN401
-    """Check that a hook may have packed the tensor away that ``node`` has saved as ``name``."""
+    """Check whether a hook may have packed the tensor that ``node`` has saved as ``name``."""
     return getattr(getattr(node, f"_raw_saved_{name}"), "unpack_hook", True) is not None
 
 
 def function_class(node: object) -> Callable[..., Any]:
-    """Find the `torch.autograd.Function` that a node of Python runs."""
+    """Find the `torch.autograd.Function` that a Python node runs."""
     return getattr(type(node), "_forward_cls", type(node))
 
 
 @cache
 def held_nodes_live() -> bool:
-    """Check that a node of Python lives while somebody holds it; in torch 2.11 its graph has to."""
+    """Check whether a reference keeps a Python node usable; in torch 2.11 its graph has to live."""
 
     class Same(torch.autograd.Function):
         @staticmethod
@@ -168,6 +168,7 @@ def held_nodes_live() -> bool:
             return x.view_as(x)
 
     with torch.enable_grad():
+        # The output goes away at once: nothing else holds the graph.
         node: Any = Same.apply(torch.ones((), device="cpu", requires_grad=True)).grad_fn
     try:
         return bool(node.next_functions)

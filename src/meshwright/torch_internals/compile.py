@@ -56,7 +56,7 @@ def ddp_fusion_passes() -> list[Any]:
 
 
 def backend_of_trace() -> object:
-    """Find what compiles the graph that is traced now, as it was given to `torch.compile`."""
+    """Return the backend of the graph being traced, as it was given to `torch.compile`."""
     found: Any = InstructionTranslator.current_tx().output.compiler_fn
     while (inner := getattr(found, "_torchdynamo_orig_backend", None)) is not None:
         found = inner
@@ -66,12 +66,12 @@ def backend_of_trace() -> object:
 
 
 def first_frame_locals() -> Mapping[str, Any]:
-    """Return what the frame that begins the graph that is traced now was called with, by name."""
+    """Return the locals, by name, of the frame with which the graph being traced begins."""
     return InstructionTranslator.current_tx().output.root_tx.f_locals
 
 
 def is_functional_call_traced() -> bool:
-    """Tell whether the frames that are traced now are inside of `torch.func.functional_call`."""
+    """Tell whether the code being traced runs inside `torch.func.functional_call`."""
     frame: Any = InstructionTranslator.current_tx()
     while frame is not None:
         if frame.f_code.co_filename == stateless.__file__:
@@ -81,14 +81,14 @@ def is_functional_call_traced() -> bool:
 
 
 def values_in_trace(operator: Callable[..., Any]) -> list[Any]:
-    """List the tensors that ``operator`` has given, in lists, in the graph that is traced now."""
+    """List the tensors in all lists that ``operator`` returns in the graph being traced."""
     graph = InstructionTranslator.current_tx().output.graph
     nodes = graph.find_nodes(op="call_function", target=operator)
     return [each for node in nodes for each in node.meta["example_value"]]
 
 
 def recompute_always(node: fx.Node) -> None:
-    """Have the partitioner compute ``node`` anew in the backward, wherever its users are."""
+    """Have the partitioner recompute ``node`` in the backward, wherever its users are."""
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     node.meta["ac_graph_id"] = _LAST_REGION
 

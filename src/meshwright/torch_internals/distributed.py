@@ -120,11 +120,11 @@ timeout_of = attrgetter("_timeout")
 FORMER_METHODS = MappingProxyType(
     {"_allgather_base": "all_gather_single", "_reduce_scatter_base": "reduce_scatter_single"}
 )
-"""Methods of groups under the names that they had until torch 2.12, with those of today."""
+"""Methods of groups: their names up to torch 2.12, with today's names."""
 
 
 def living_groups() -> Container[Any]:
-    """Look up c10d's groups that were not destroyed; what is found stays up to date."""
+    """Return c10d's own table of the groups that were not destroyed; it stays up to date."""
     return required(f"{_C10D}._world", "sees groups that were destroyed").pg_map
 
 
@@ -165,16 +165,15 @@ def _unbound(group: Any) -> Iterator[None]:  # noqa: ANN401
 
 
 def set_spec(tensor: DTensor, spec: DTensorSpec) -> None:
-    """Say that a DTensor lies otherwise, on the same part of this rank."""
+    """Replace mesh and placements of a DTensor; this rank's part stays the same."""
     tensor._spec = spec
 
 
 class _Handlers(dict[Any, Any]):
     """torch's table of functions that stand in for operators on DTensors.
 
-    Where functions that `update` has put there are taken away, as at the end of torch's
-    `loss_parallel`, those come back that were set one by one. torch's own table, which others may
-    hold, has these, too.
+    torch's `loss_parallel` adds handlers by `update` and pops them at its end: `pop` then restores
+    those that were set one by one. These also go into torch's own table, which others may hold.
     """
 
     def __init__(self, table: dict[Any, Any]) -> None:
@@ -199,7 +198,7 @@ class _Handlers(dict[Any, Any]):
 
 
 def dtensor_handlers() -> dict[Any, Any]:
-    """Look up the functions that stand in for operators on DTensors, to be written to as well."""
+    """Return the table of functions that replace operators on DTensors; it may be written to."""
     dispatcher = DTensor._op_dispatcher
     if not isinstance(dispatcher._custom_op_handlers, _Handlers):
         vars(dispatcher)["_custom_op_handlers"] = _Handlers(dispatcher._custom_op_handlers)
@@ -221,9 +220,9 @@ def without_handler(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 def on_gathered_views(
     seen: Callable[[Any, DTensor, torch.Tensor, DTensorSpec], None],
 ) -> None:
-    """Call ``seen`` after each operator that gave views of what it had gathered before.
+    """Call ``seen`` after each operator that returned a view of a DTensor it had to gather first.
 
-    With the operator, the DTensor, this rank's part of the copy, and how the copy lies.
+    ``seen`` gets the operator, the DTensor, this rank's part of the copy, and the copy's spec.
     """
     before = _local_results
 
@@ -244,7 +243,7 @@ def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Make one dim of all dims of ``mesh``. Collective."""
+    """Flatten all dims of ``mesh`` into one dim, ``name``. Collective."""
     return mesh._flatten(name)
 
 
@@ -254,10 +253,10 @@ def root_mesh(mesh: Any) -> Any:  # noqa: ANN401 - also a stand-in for a mesh
 
 
 def asks_for_size_alone(*mode: object, **modes: object) -> bool:
-    """Check that torch asks a strided placement for the size of a part, and not for its offsets.
+    """Check whether torch asks a strided placement for the size of a part, not for its offsets.
 
-    ``mode`` and ``modes`` are what it says of offsets: until torch 2.12 that it wants the first
-    one alone, which it passes over then, from 2.13 on one of three modes.
+    ``mode`` and ``modes`` say which offsets it wants: until torch 2.12 whether the first one alone,
+    which it then ignores, from 2.13 on one of three modes.
     """
     asked = [*mode, *modes.values()]
     if _OFFSETS is None:
@@ -267,9 +266,9 @@ def asks_for_size_alone(*mode: object, **modes: object) -> bool:
 
 @cache
 def keep_strided_classes() -> None:
-    """Have operators on DTensors give strided placements of the class that they are given.
+    """Make operators on DTensors keep the class of the strided placements that they are given.
 
-    Torch makes them anew, of its own class: from 2.14 on also where a tensor is merely detached.
+    torch rebuilds these as its own class, from 2.14 on even where a tensor is merely detached.
     """
     fill = required(f"{_STRATEGIES}.{_FILL}", "keeps what is known of strided placements")
 
@@ -298,7 +297,7 @@ def set_timeout(backend: Any, timeout: timedelta) -> None:  # noqa: ANN401
 
 
 def can_abort(group: Any, device: torch.device) -> bool:  # noqa: ANN401
-    """Check that what a group does on ``device`` can be aborted together with other groups."""
+    """Check whether what a group does on ``device`` can be aborted together with other groups."""
     types = {each.type for each in device_types_of(group)} - {"cpu"}
     return device.type in types and hasattr(backend_of(group, device), "_group_start")
 
@@ -353,7 +352,7 @@ def add_backend(group: Any, device: torch.device, kind: Any, backend: Any) -> No
 
 @contextlib.contextmanager
 def coalesced(group: Any, device: torch.device) -> Iterator[list[Work]]:  # noqa: ANN401
-    """Launch the operations of the block at once; the list has their one work when it has ended."""
+    """Launch the operations of the block as one; the list gets their work when the block ends."""
     works: list[Work] = []
     group._start_coalescing(device)
     try:
@@ -376,7 +375,7 @@ def fake_backend(rank: int, size: int) -> Any:  # noqa: ANN401
 
 @contextlib.contextmanager
 def named_group(name: str, group: Any) -> Iterator[None]:  # noqa: ANN401
-    """Show ``group`` to operators of graphs, under ``name``, within the block."""
+    """Register ``group`` with operators of graphs, under ``name``, within the block."""
     bindings._register_process_group(name, group)  # pyrefly: ignore[bad-argument-type]
     try:
         yield
@@ -406,17 +405,17 @@ _FUNCTIONAL = MappingProxyType(
         "all_to_all_single": ("all_to_all_single", (0, 0, 1, 2)),
     }
 )
-"""Functional collectives: the method of a group that does as much, and which arguments it takes, a
-tensor that is not there yet replaced by the first."""
+"""Functional collectives: the equivalent method of a group, and the positions of the arguments that
+it takes; for an output that does not exist yet, that of the input."""
 
 
 def watch_functional_operators(
     seen: Callable[[Any, str, list[Any], Callable[[], Any]], Any],
 ) -> Callable[[], None]:
-    """Have ``seen`` make functional collectives; returns what ends that.
+    """Route functional collectives through ``seen``; returns a function that ends that.
 
-    It is given the group, the name of the method that does as much, its arguments, and the call to
-    make. Operators that are traced or run in inference mode are not seen.
+    ``seen`` gets the group, the name of the equivalent method, its arguments, and the call to
+    make. Operators that are traced or run in inference mode are not routed.
     """
     library = torch.library.Library("_c10d_functional", "IMPL")
     below = required("torch._C._AutoDispatchBelowAutograd", "compares functional collectives")

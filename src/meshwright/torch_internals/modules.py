@@ -100,15 +100,15 @@ QUESTIONS = MappingProxyType(
         "to load optimizers": (("set_state_dict", "set_optimizer_state_dict"), ()),
     }
 )
-"""The functions that ask for each, and those variables of theirs that say more of it."""
+"""By question: torch's functions that ask it, and their variables that say more of it."""
 COMPILED = "_orig_mod"
-"""The place of a module in what `torch.compile` has made of it."""
+"""The attribute of what `torch.compile` returns that holds the module itself."""
 WRAPPED = "_fsdp_wrapped_module"
-"""The place of a module in a `FullyShardedDataParallel`."""
+"""The attribute of a `FullyShardedDataParallel` that holds the module it wraps."""
 FLAT = "_flat_param"
-"""The name of the flat parameter of one."""
+"""The attribute of a `FullyShardedDataParallel` that holds its flat parameter."""
 CHECKPOINTED = "_checkpoint_wrapped_module"
-"""The place of a module in torch's wrappers for recomputation."""
+"""The attribute of torch's wrappers for activation checkpointing that holds the module."""
 IGNORED_NAMES = "_ddp_params_and_buffers_to_ignore"
 """The attribute of a module with the names of tensors that replicas leave alone."""
 STEPPERS = "_in_backward_optimizers"
@@ -122,12 +122,12 @@ _LENDING = required(
 
 
 def set_compiled_call(module: nn.Module, call: Any) -> None:  # noqa: ANN401
-    """Call ``call`` in place of ``module``'s own forward and hooks."""
+    """Set what a call of ``module`` runs in place of its own forward and hooks."""
     module._compiled_call_impl = call
 
 
 def is_forward_compiled(module: nn.Module) -> bool:
-    """Check that ``module.forward`` itself was given to `torch.compile`."""
+    """Check whether ``module.forward`` itself was given to `torch.compile`."""
     return hasattr(module.forward, "_torchdynamo_orig_callable")
 
 
@@ -137,7 +137,7 @@ def check_input_dim(module: Any, x: torch.Tensor) -> None:  # noqa: ANN401
 
 
 def steps_by_flag(optimizer: Any) -> bool:  # noqa: ANN401
-    """Check that steps of ``optimizer`` write nothing where its ``found_inf``, a tensor, is one."""
+    """Check whether steps of ``optimizer`` write nothing while its ``found_inf`` tensor is one."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
@@ -151,13 +151,13 @@ def step_unless(is_bad: torch.Tensor, optimizer: Any) -> None:  # noqa: ANN401
 
 
 def forget_step_hooks(optimizer: Any) -> None:  # noqa: ANN401
-    """Take the hooks of steps off one optimizer."""
+    """Remove all step hooks of one optimizer."""
     optimizer._optimizer_step_pre_hooks = OrderedDict()
     optimizer._optimizer_step_post_hooks = OrderedDict()
 
 
 def hooks_of_steppers() -> dict[torch.Tensor, Iterable[RemovableHandle]]:
-    """Look up what torch steps in the backward, with its hooks, to be written to as well.
+    """Return torch's table of parameters stepped in the backward, with their hooks; writable.
 
     Raises ImportError where this torch keeps the optimizers under another name than `STEPPERS`.
     """
@@ -196,7 +196,7 @@ def is_stepping() -> bool:
 
 
 def asked(question: str) -> tuple[Any, ...] | None:
-    """Find what its variables say where torch asks ``question`` now; None where it does not.
+    """Return the values of its variables where torch asks ``question`` now; None where it does not.
 
     Raises ImportError, naming it, in a torch that lacks one of the functions or variables.
     """

@@ -12,7 +12,7 @@ __all__ = ["lacking", "required", "variable_of"]
 
 
 def required(name: str, use: str) -> Any:  # noqa: ANN401 - whatever torch has there
-    """Find what torch has under the dotted ``name``, by which Meshwright does ``use``.
+    """Look up the dotted ``name`` in torch; ``use`` says what Meshwright does with it.
 
     Raises ImportError, naming both, where this torch lacks it.
     """
@@ -42,7 +42,7 @@ def variable_of(frame: FrameType, name: str, use: str) -> Any:  # noqa: ANN401
 
 
 def lacking(what: str, use: str) -> ImportError:
-    """Say that this torch has not ``what`` Meshwright does ``use`` by."""
+    """Make the error for a torch without ``what``; ``use`` says what Meshwright does with it."""
     return ImportError(
         f"torch {torch.__version__} has no {what}, by which Meshwright {use}: it works with torch "
         "2.11 and newer as far as they were known when it was written. Install another torch, or "

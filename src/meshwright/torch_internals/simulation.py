@@ -1,6 +1,6 @@
-"""The seams of torch at which a simulated device stands: backward passes, memory, wrappers.
+"""The seams of torch at which a simulated device steps in: backward passes, memory, wrappers.
 
-Each is a block in which a function of ours is called in the place of torch's, which it is given.
+Each is a block in which a function of ours replaces torch's, which it is given.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ _CHECKS = required(
 
 @contextlib.contextmanager
 def replaced(owner: object, name: str, function: Call, kind: Call | None = None) -> Iterator[None]:
-    """Call ``function`` in the place of what ``owner`` has as ``name``, with that first.
+    """Replace attribute ``name`` of ``owner`` in the block; ``function`` gets the original first.
 
-    ``kind`` is `staticmethod` where it is one of a class.
+    ``kind`` is `staticmethod` where the attribute is a static method.
     """
     original = getattr(owner, name)
 
@@ -78,7 +78,7 @@ def running_backward_by(run: Call) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def having_modes(operators: Sequence[object], functions: Sequence[object]) -> Iterator[None]:
-    """Have modes in this thread that were entered in another, which has them still."""
+    """Enter modes in this thread that another thread has entered and still has."""
     for mode in operators:
         _push_operators(mode)
     for mode in functions:
@@ -113,5 +113,5 @@ def recomputing_on_any_device() -> Iterator[None]:
 
 
 def parts_of_sparse(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """List indices and values of a sparse tensor, in the order in which they lie there."""
+    """Return indices and values of a sparse tensor as they are stored, coalesced or not."""
     return tensor._indices(), tensor._values()

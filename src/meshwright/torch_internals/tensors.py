@@ -69,12 +69,12 @@ foreach_zero_ = required("torch._foreach_zero_", "clears many tensors in one cal
 foreach_norm_operator = required("torch.ops.aten._foreach_norm.Scalar", "corrects norms of lists")
 foreach_norm = required("torch._foreach_norm", "takes the norms of many tensors in one call")
 join_in_chunks = required("torch._chunk_cat", "packs gradients rank by rank")
-"""Cut each tensor into chunks along a dim, and put the first of all side by side, and so on."""
+"""Split each tensor into chunks along a dim; join the first chunks of all, then the second ones."""
 assert_soon = required("torch._assert_async", "checks a value where the device gets to it")
-"""Raise where a boolean tensor is false: at once on the CPU, without a host stop elsewhere."""
+"""Raise where a boolean tensor is false: at once on the CPU, without a host sync elsewhere."""
 
 storage_users = required("torch._C._storage_Use_Count", "sees who else holds memory")
-"""Count what holds a storage, which is named by its `storage_id`."""
+"""Return the reference count of a storage, given its `storage_id`."""
 storage_id = attrgetter("_cdata")
 has_storage = required("torch._C._has_storage", "sees tensors without memory")
 local_tensor_of = attrgetter("_local_tensor")
@@ -93,9 +93,9 @@ make_wrapper_subclass = required(
 without_function = required(
     "torch._C.DisableTorchFunctionSubclass", "computes with what a subclass holds"
 )
-"""A block in which ``__torch_function__`` of subclasses is not asked."""
+"""Context manager: ``__torch_function__`` of subclasses is not called in the block."""
 without_dispatch = required("torch._C._DisableTorchDispatch", "sends what no mode should see")
-"""A block in which dispatch modes and ``__torch_dispatch__`` are not asked."""
+"""Context manager: dispatch modes and ``__torch_dispatch__`` are not called in the block."""
 dispatch_depth = required("torch._C._len_torch_dispatch_stack", "sees dispatch modes")
 dispatch_modes = required(
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack", "sees dispatch modes"
@@ -111,7 +111,7 @@ without_rules = tuple(
     required(f"torch.ops.aten.{name}", "calls what DTensors have no rule for")
     for name in ("_fused_sgd_", "_fused_adagrad_", "_foreach_copy_")
 )
-"""Operators on lists, each element by its own, that torch has no rule of DTensors for."""
+"""Elementwise operators on lists for which torch has no DTensor rule."""
 number_operator = required("torch.ops.aten._local_scalar_dense.default", "reads single numbers")
 to_copy_operator = required("torch.ops.aten._to_copy.default", "converts its views of shards")
 
@@ -127,7 +127,7 @@ def skips_dispatch_modes() -> bool:
 
 
 def any_schema_of(target: object) -> Any:  # noqa: ANN401 - None, or torch's own
-    """Find the schema of an operator; None for what is none."""
+    """Find the schema of an operator; None for anything else."""
     return getattr(target, "_schema", None)
 
 
@@ -142,12 +142,12 @@ def writes_to(value: object) -> int:
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """Check for a tensor that autograd knows as a view of another one."""
+    """Check whether autograd knows ``tensor`` as a view of another one."""
     return tensor._is_view()
 
 
 def may_be_rewritten(tensor: torch.Tensor) -> bool:
-    """Tell whether autograd gives a tensor that has a history another one: not to every view."""
+    """Tell whether autograd lets an operator write to ``tensor`` in place: not to every view."""
     if not tensor._is_view():
         return True
     base = tensor._base
@@ -161,10 +161,10 @@ def viewed_by(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def set_local_tensor(tensor: Any, local: torch.Tensor) -> None:  # noqa: ANN401
-    """Give a DTensor another part of this rank, of the same shape."""
+    """Replace this rank's part of a DTensor by another tensor of the same shape."""
     tensor._local_tensor = local
 
 
 def mark_parameter(tensor: Any, is_parameter: bool) -> None:  # noqa: ANN401
-    """Make a tensor subclass pass for a parameter, or for none."""
+    """Mark a tensor of a subclass as a parameter, or as none."""
     tensor._is_param = is_parameter

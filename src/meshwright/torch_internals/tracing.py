@@ -27,7 +27,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 not_traced = required("torch._compile._disable_dynamo", "keeps communication out of graphs")
-"""A decorator: a graph ends before a call of the function, and another begins behind it."""
+"""A decorator: a graph ends before a call of the function, and the next begins after it."""
 _action = required("torch._C._dynamo.eval_frame._FrameAction", "keeps its hooks out of graphs")
 _strategy = required(
     "torch._C._dynamo.eval_frame._FrameExecStrategy", "keeps its hooks out of graphs"

@@ -1,4 +1,4 @@
-"""Nested values as torch takes them apart: lists, tuples, dicts, and what users have registered."""
+"""Nested values as torch flattens them: lists, tuples, dicts, and what users have registered."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ CONTROL_TAGS = 1 << 30
 
 @functools.lru_cache(maxsize=1024)
 def digest(text: str) -> int:
-    """Compute a positive number of 62 bits, the same in every process."""
+    """Hash ``text`` to a positive number of 62 bits, the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
 
 
@@ -69,10 +69,10 @@ def call_of(kind: str, tensors: Sequence[torch.Tensor], **more: Any) -> Call:
 
 
 def overwrite(kind: str, tensors: Iterable[torch.Tensor]) -> None:
-    """Make a backward through ``tensors`` raise that is of their values after a call's write.
+    """Make a backward through the values that a collective has written to ``tensors`` raise.
 
-    Autograd knows nothing of the write: gradients would be those of this rank's value alone. What
-    was computed from them before keeps its graph.
+    Autograd does not see the write: gradients would be those of this rank's value alone. What was
+    computed from the values before keeps its graph.
     """
     for tensor in tensors:
         if tensor.grad_fn is not None and torch.is_grad_enabled():
@@ -93,14 +93,14 @@ class OverwrittenByCollective(torch.autograd.Function):
         kind: str,
         line: str,
     ) -> torch.Tensor:
-        """Take the tensor as it is, for one that is written in place."""
+        """Return the tensor itself, marked as written in place."""
         ctx.mark_dirty(tensor)
         ctx.kind, ctx.line = kind, line
         return tensor
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> None:  # noqa: ANN401
-        """Name the collective."""
+        """Raise the error that names the collective."""
         _refuse_backward(ctx.kind, ctx.line, gradients[0])
 
 

@@ -102,7 +102,7 @@ class Words:
 
 
 def _as_told(row: Sequence[Any]) -> str:
-    """Write the words of a rank for people."""
+    """Format the words of a rank for people."""
     form, reduction, label, gives, takes, tag, line = row
     kind, _, rest = form.partition(" ")
     parts = [kind, reduction, rest, f'"{label}"' if label else ""]
@@ -112,7 +112,7 @@ def _as_told(row: Sequence[Any]) -> str:
 
 
 def differ(rows: Sequence[Sequence[Any]]) -> bool:
-    """Check whether ranks, whose words ``rows`` are, make calls that do not fit."""
+    """Check whether the calls of ranks, whose words are ``rows``, do not match."""
     forms, reductions, labels = (list(column) for column in list(zip(*rows, strict=True))[:3])
     known = [{each for each in column if each} for column in (reductions, labels)]
     if len(set(forms)) > 1 or any(len(values) > 1 for values in known):
@@ -129,7 +129,7 @@ def differ(rows: Sequence[Sequence[Any]]) -> bool:
 
 
 def words_of(method: str, given: Sequence[Any], ranks: Sequence[int]) -> Words:
-    """Describe a call of ``method`` of a group of ``ranks``, which is ``given`` its arguments."""
+    """Describe a call of ``method``, with arguments ``given``, on a group of ``ranks``."""
     kind, is_reduced, is_rooted = _KINDS[method]
     size = len(ranks)
     more: dict[str, Any] = {}
@@ -204,12 +204,12 @@ class _Thread(threading.local):
     """True where the next call moves control data."""
 
     def mark(self, label: str, *, is_control: bool) -> None:
-        """Say of the next call what its label is, and whether it moves control data."""
+        """Set the label of the next call, and whether that moves control data."""
         self.label, self.is_control = label, is_control
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Compare and make a call in the block."""
+        """Compare and make a call in the block: calls inside it are not the user's."""
         self.is_inside = True
         try:
             yield
@@ -243,7 +243,7 @@ class _Group:
         self._messages["recv"][_ANY] += count
 
     def message(self, side: str, peer: int, words: Words) -> _Meeting:
-        """Leave the words of a message that is next, and look at those of the other side."""
+        """Leave this side's words of the next message, and look for those of the other side."""
         axis, messages = self.axis, self._messages[side]
         source, target = (axis.rank, peer) if side == "send" else (peer, axis.rank)
         # Transports of a device know no tags.
@@ -287,7 +287,7 @@ class _Group:
 
 
 _ANY = "from any rank"
-"""Counts receives from whoever sends of which nobody has waited for the end."""
+"""Counts receives from any source that nobody has waited for yet."""
 
 
 class _Meeting:
@@ -352,7 +352,7 @@ class CheckedMessage(Work):
         self._waiter = TransferWaiter(work, PROCESS.idle_waiters) if is_waited else None
 
     def is_completed(self) -> bool:
-        """Check that it has ended, well or not."""
+        """Check whether it has ended, well or not."""
         if self._meeting.error is not None:
             return True
         return (self._waiter or self._work).is_completed()
@@ -402,7 +402,7 @@ class CheckedMessage(Work):
 
 
 class MessageFromAny(Work):
-    """The handle of a message from whoever sends, which is looked at when it has come."""
+    """The handle of a receive from any source; its words are compared once it has come."""
 
     def __init__(self, work: Any, group: _Group, words: Words) -> None:  # noqa: ANN401 - as above
         super().__init__()
@@ -444,7 +444,7 @@ class CallChecks:
         self._undo: list[Callable[[], object]] = []
 
     def install(self) -> None:
-        """See all calls from now on."""
+        """Replace the methods of groups: all calls are compared from now on."""
         for kind in (dist.ProcessGroup, *PythonGroup.__subclasses__()):
             for name in (*_KINDS, *_MESSAGES, *FORMER_METHODS):
                 if name in vars(kind):
@@ -455,7 +455,7 @@ class CallChecks:
         PROCESS.compare_calls(self)
 
     def release(self) -> None:
-        """See nothing any more."""
+        """Restore the methods that were replaced; nothing is compared any more."""
         PROCESS.compare_calls(None)
         for undo in self._undo:
             undo()
@@ -463,7 +463,7 @@ class CallChecks:
 
     @contextmanager
     def labeled(self, label: str, *, is_control: bool) -> Iterator[None]:
-        """Give what this thread issues in the block ``label``; it may be control data."""
+        """Label what this thread issues in the block, and note whether it is control data."""
         self._thread.mark(label if self._is_labeled else "", is_control=is_control)
         try:
             yield

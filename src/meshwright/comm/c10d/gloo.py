@@ -63,10 +63,10 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def staged(
     given: lookup.Transfer, door: Communicator
 ) -> tuple[lookup.Transfer, Callable[[], None] | None]:
-    """Make of a transfer of a device's tensor one of the host's memory, which alone Gloo sends.
+    """Turn a transfer of a device's tensor into one of host memory, all that Gloo sends.
 
-    Returns it with what brings what has come to the device, once it is there. The host waits until
-    the device has made what is sent. Other transfers are as they are.
+    Returns it with a function that copies what has come to the device, once it is there. A send
+    stops the host until the device has computed the tensor. Other transfers pass through.
     """
     if door.is_on_host or not door.waits_on_host:
         return given, None

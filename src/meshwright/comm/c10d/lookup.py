@@ -4,7 +4,7 @@ Profilers and tests replace functions of `torch.distributed` and expect to see e
 function is looked up by name when it is called, never bound at import; what stood there at import
 is kept only to notice a replacement.
 
-torch 2.13 spells two operations anew (``all_gather_single``, ``reduce_scatter_single``) and warns
+torch 2.13 renames two operations (``all_gather_single``, ``reduce_scatter_single``) and warns
 on each call of the old name, which is the only name before. A replaced spelling wins, then the
 spelling that this torch prefers.
 
@@ -158,7 +158,7 @@ def transfer(given: Transfer, world_peer: int, group: dist.ProcessGroup) -> Any:
 
 
 def _waited(work: Any, *, async_op: bool) -> Any:  # noqa: ANN401
-    """Find what is left to wait for of ``work``: nothing of a synchronous call."""
+    """Wait for the ``work`` of a synchronous call, and return None; return any other."""
     if async_op or work is None:
         return work
     work.wait()
@@ -166,7 +166,7 @@ def _waited(work: Any, *, async_op: bool) -> Any:  # noqa: ANN401
 
 
 def checks_in_detail() -> bool:
-    """Check that c10d's debug level is DETAIL now, which asks for checks that cost collectives."""
+    """Check whether c10d's debug level is DETAIL, which asks for checks that cost collectives."""
     return dist.get_debug_level() == dist.DebugLevel.DETAIL
 
 

@@ -25,7 +25,7 @@ SETTINGS = {
 
 
 def prepare() -> None:
-    """Set what the user has not set. Before the first group is made."""
+    """Set what the user has not set. Call it before the first group is made."""
     for name, value in SETTINGS.items():
         if name.removeprefix("TORCH_") not in os.environ:  # the name of older versions
             os.environ.setdefault(name, value)

@@ -30,9 +30,9 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def amount_of(tensor: torch.Tensor, more: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], str]:
-    """Find shape and dtype that tell how much a launch moves: of several tensors, those of a line.
+    """Return the shape and dtype to report for a launch: of several tensors, those of a flat one.
 
-    The dtype is theirs where they have one; else the line is one of bytes.
+    The dtype is theirs where they share one; else the flat tensor is one of bytes.
     """
     if not more:
         return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")

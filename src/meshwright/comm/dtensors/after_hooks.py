@@ -1,4 +1,4 @@
-"""Hooks that run when ``.grad`` of a parameter is there, where autograd has another tensor.
+"""Hooks that run once ``.grad`` of a parameter is set, where autograd fills another tensor.
 
 Autograd never accumulates into a parameter that is sharded, or that computes as a local leaf. So
 hooks of `register_post_accumulate_grad_hook` are called here, and the optimizers that torch's
@@ -72,7 +72,7 @@ def hooks_in(hooks: Mapping[int, Hook] | None) -> list[Hook]:
 
 
 def take_over_steps(parameters: Sequence[nn.Parameter]) -> tuple[nn.Parameter, ...]:
-    """List those that torch's hooks step in the backward: from now on `step_in_backward` does."""
+    """Take over the parameters that torch's hooks step in the backward; returns these."""
     hooks = hooks_of_steppers()
     found = tuple(filter(_stepping, parameters))
     for parameter in found:

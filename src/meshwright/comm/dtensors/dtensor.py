@@ -56,7 +56,7 @@ from meshwright.torch_internals.tensors import (
 
 
 def _number_of(op: object, args: tuple[DTensor], kwargs: object) -> object:
-    """Find the one number of a DTensor, of the whole tensor: all its ranks ask."""
+    """Compute ``item()`` of the full tensor. Collective unless it is replicated."""
     (tensor,) = args
     if all(is_replicated(placement) for placement in tensor.placements):
         return local_tensor_of(tensor).item()
@@ -137,7 +137,7 @@ def _spec_at_rest(
     shape: Sequence[int],
     stride: Sequence[int],
 ) -> DTensorSpec:
-    # One for all that lie alike: torch never changes it, and it takes long to make.
+    # One for all that are placed alike: torch never changes it, and it is slow to make.
     key = (id(mesh), tuple(placements), tuple(shape), tuple(stride), local.dtype, local.shape)
     known: DTensorSpec | None = PROCESS.layouts.get(key)
     if known is not None:
@@ -154,7 +154,7 @@ def _spec_at_rest(
 
 
 def dtensor_like(local: torch.Tensor, like: torch.Tensor) -> DTensor:
-    """Make a DTensor around ``local`` that is placed as ``like``, which it does not copy.
+    """Make a DTensor placed as ``like`` around ``local``, which it does not copy.
 
     For every step: it takes a twentieth of the time of `dtensor_at_rest`, which derives and checks
     the placement. Raises `LayoutError` when ``local`` has another shape or dtype than the part of
@@ -168,7 +168,7 @@ def dtensor_like(local: torch.Tensor, like: torch.Tensor) -> DTensor:
             f"expected a part of shape {tuple(known.shape)} and {known.dtype}, found "
             f"{tuple(local.shape)} and {local.dtype}"
         )
-    # An offset would be one into a storage of its own, which is empty, and looked for there.
+    # torch would look an offset up in the DTensor's own storage, which is empty.
     begins = local.new_empty(0) if local.storage_offset() else local
     found = _made(begins, spec_of(like))
     set_local_tensor(found, local)
@@ -225,9 +225,9 @@ def _counted_with(
 
 
 def put_on_mesh(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[AnyPlacement]) -> None:
-    """Say that a DTensor lies on ``mesh``, where this rank has the part of it that it had before.
+    """Move a DTensor to ``mesh`` in place: this rank keeps the part that it had before.
 
-    It stays the object that optimizers know; what was made of it before lies where that did.
+    It stays the object that optimizers hold; tensors made of it before keep the old mesh.
     """
     found = cast("DTensor", tensor)
     known = spec_of(found)
@@ -251,7 +251,7 @@ def known_at_rest(tensor: torch.Tensor) -> AtRest | None:
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Check that ``tensor`` is torch's DTensor."""
+    """Check whether ``tensor`` is torch's DTensor."""
     return isinstance(tensor, DTensor)
 
 
@@ -288,7 +288,7 @@ def local_box(
             ]
             if placement.split_factor != math.prod(later):
                 return None
-            # It cuts what all later dims of the mesh have left.
+            # It shards what all later dims of the mesh have left.
             cuts.append((number, placement))
         elif not isinstance(placement, TorchShard | TorchReplicate | TorchPartial):
             return None
@@ -356,24 +356,24 @@ def concatenated_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 
 
 def flattened_mesh(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
-    """Find the dims ``names`` of ``mesh`` as one dim. Collective when there are several."""
+    """Return the dims ``names`` of ``mesh`` as one dim. Collective when there are several."""
     if len(names) == 1:
         return mesh[names[0]]
     return flatten_mesh(mesh[tuple(names)], "_".join(names))
 
 
 def is_replicated(placement: TorchPlacement) -> bool:
-    """Check that every rank along the dim holds the same."""
+    """Check whether every rank along the dim holds the same."""
     return isinstance(placement, TorchReplicate)
 
 
 def cut_once_more(
     placements: Sequence[AnyPlacement], mesh: DeviceMesh, cutting: int, dim: int
 ) -> tuple[tuple[TorchPlacement, ...], bool]:
-    """Cut by dim ``cutting`` of ``mesh`` after all others; tells whether that makes it strided.
+    """Shard by dim ``cutting`` of ``mesh`` after all others; tells whether that makes it strided.
 
-    A DTensor is cut by the dims of its mesh in their order. Where a later dim of the mesh has cut
-    the same ``dim`` before, the pieces of ``cutting`` lie in strides over the whole tensor.
+    A DTensor is sharded by the dims of its mesh in their order. Where a later dim of the mesh has
+    sharded the same ``dim`` before, the parts of ``cutting`` are strided over the full tensor.
     """
     spread = list(torch_placements(placements))
     later = range(cutting + 1, len(spread)) if mesh.size(cutting) > 1 else ()
@@ -390,7 +390,7 @@ def cut_once_more(
 def local_gradient(
     gradient: torch.Tensor | None, like: AtRest, kept: Sequence[int]
 ) -> torch.Tensor | None:
-    """Find this rank's part of a gradient of ``like``, summed and cut as it except over ``kept``.
+    """Return this rank's part of a gradient, redistributed as ``like`` except over ``kept``.
 
     ``kept`` are dims of the mesh over which the caller sums.
     """

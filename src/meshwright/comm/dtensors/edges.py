@@ -43,8 +43,8 @@ def entered(tensor: torch.Tensor, *, partial: bool = False) -> torch.Tensor:
     """Take this rank's part of a DTensor; its gradient goes back as one.
 
     ``partial``: on a mesh of one dim, each rank computes another part of what is made of it, so
-    its gradient is Partial. All who say so get one local tensor, and their gradients are added up
-    before they become a DTensor. Not for leaves, which the tensor that is kept would keep alive.
+    its gradient is Partial. Callers that say so share one local tensor, whose gradients are summed
+    before they become a DTensor. Not for leaves, which the kept tensor would keep alive.
     """
     if not partial:
         return _Enter.apply(tensor, None)
@@ -95,6 +95,7 @@ class _Enter(torch.autograd.Function):
         if back is None:
             back = [_gradient_of(our_placement(found, "input")) for found in tensor.placements]
         ctx.kept = tensor.device_mesh, back, tensor.shape  # pyrefly: ignore[missing-attribute]
+        # A new object: autograd would give the DTensor's own local tensor a history.
         return local_tensor_of(tensor).view_as(local_tensor_of(tensor))
 
     @staticmethod
@@ -128,7 +129,7 @@ class _Leave(torch.autograd.Function):
             return grad, None, None, None, None
         found = our_placement(grad.placements[0], "gradient")
         if found == _gradient_of(own):
-            # Where each rank has a summand, it goes on with another part of what it is given.
+            # Where each rank has a summand, it continues with another part of what it is given.
             return _Enter.apply(grad, [own]), None, None, None, None
         return convert(entered(grad), found, own, shape, True), None, None, None, None
 

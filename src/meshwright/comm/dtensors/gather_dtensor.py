@@ -1,4 +1,4 @@
-"""Whole tensors from DTensors that are spread over ranks, and the parts that a rank holds."""
+"""Full tensors from DTensors that are spread over ranks, and the parts that a rank holds."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def held(tensor: torch.Tensor, name: str) -> Holding:
 
 
 def empty_part_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Make a tensor of ``dtype``, not filled, of which this rank holds what it holds of another."""
+    """Make an uninitialized tensor of ``dtype``; this rank holds the same part as of ``tensor``."""
     if isinstance(tensor, ShardView):
         return torch.empty_like(tensor, dtype=dtype)
     local = torch.empty_like(local_of(tensor).detach(), dtype=dtype)
@@ -78,7 +78,7 @@ def empty_part_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @torch.no_grad()
 def whole(tensor: torch.Tensor, *, label: str = "whole tensor") -> torch.Tensor:
-    """Compute all of ``tensor``, on every rank; any but a DTensor or ShardedTensor as it is.
+    """Gather the full ``tensor`` on every rank; any but a DTensor or ShardedTensor as it is.
 
     All ranks of its mesh or group call it together: one gather for each axis that shards.
     """
@@ -90,7 +90,7 @@ def whole(tensor: torch.Tensor, *, label: str = "whole tensor") -> torch.Tensor:
     here = rest.mesh.get_coordinate()
     if here is None:
         raise LayoutError(f"{label}: this rank is not on {rest.mesh}, which holds the tensor")
-    # Of all ranks that differ from this one along the axes that cut, in their order.
+    # Of all ranks that differ from this one along the axes that shard, in their order.
     indices = [range(rest.mesh.size(n)) if n in cutting else (i,) for n, i in enumerate(here)]
     places = [_ranges(rest, place, label) for place in itertools.product(*indices)]
     # Parts may differ in size; all travel in the largest.
@@ -114,7 +114,7 @@ def whole(tensor: torch.Tensor, *, label: str = "whole tensor") -> torch.Tensor:
 
 
 def without_chunks(tensor: Any, label: str) -> Any:  # noqa: ANN401 - what is no such tensor stays
-    """Compute all of a ShardedTensor, as torch's FSDP1 and loaders make it; others as they are."""
+    """Gather a full ShardedTensor, as torch's FSDP1 and loaders make it; others as they are."""
     if not isinstance(tensor, ShardedTensor):
         return tensor
     axis = communicator(group_of(tensor))
@@ -138,7 +138,7 @@ def without_chunks(tensor: Any, label: str) -> Any:  # noqa: ANN401 - what is no
 
 @torch.no_grad()
 def part_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Cut this rank's part out of the whole ``tensor``, spread as ``like``; nothing is sent.
+    """Take this rank's part of the full ``tensor``, placed as ``like``; nothing is sent.
 
     Raises `LayoutError` when their shapes differ.
     """
@@ -157,7 +157,7 @@ def part(
     placements: Sequence[AnyPlacement],
     stride: Sequence[int],
 ) -> DTensor:
-    """Copy this rank's part of the whole ``tensor`` into a DTensor; nothing is sent.
+    """Copy this rank's part of the full ``tensor`` into a DTensor; nothing is sent.
 
     ``stride`` is that of the whole.
     """
@@ -191,13 +191,13 @@ def held_boxes(tensor: torch.Tensor, name: str = "a tensor") -> list[tuple[Box, 
 
 
 def side_by_side(dim: int, parts: int) -> TorchPlacement:
-    """Cut along ``dim`` a tensor that is ``parts`` tensors: a rank holds its part of each."""
+    """Make the placement of ``parts`` tensors joined along ``dim``: a rank holds a part of each."""
     keep_strided_classes()
     return _SideBySide(dim, split_factor=parts)
 
 
 class _SideBySide(StridedShard):
-    """A strided cut whose parts are no box, for all that torch takes for the box of a rank."""
+    """A strided placement whose parts are no box: raises where torch takes them for one."""
 
     def _local_shard_size_and_offset(
         self,
@@ -222,9 +222,9 @@ class _SideBySide(StridedShard):
 
 
 def ranges_held(rest: AtRest, name: str) -> list[Ranges]:
-    """List for each dim of a DTensor the rows of the whole that this rank holds.
+    """List for each dim of a DTensor the rows of the full tensor that this rank holds.
 
-    Raises `LayoutError`, with ``name``, for a partial sum, and on a rank beside its mesh.
+    Raises `LayoutError`, with ``name``, for a partial sum, and on a rank outside its mesh.
     """
     here = rest.mesh.get_coordinate()
     if here is None:
@@ -233,7 +233,7 @@ def ranges_held(rest: AtRest, name: str) -> list[Ranges]:
 
 
 def is_side_by_side(rest: AtRest, dim: int) -> bool:
-    """Check for ranks that hold rows from several places along ``dim``, not to be cut again."""
+    """Check whether ranks hold rows from several places along ``dim``, not to be sharded again."""
     return len(_ranges(rest, (0,) * rest.mesh.ndim, "a tensor")[dim]) > 1
 
 
@@ -248,7 +248,7 @@ def _ranges(rest: AtRest, coordinate: Sequence[int], name: str) -> list[Ranges]:
                 f"{name!r} is placed {list(rest.placements)} on {rest.mesh}: expected "
                 "whole values, not summands"
             )
-        # Strided: cut before by others, in so many pieces, of each of which it holds a part.
+        # Strided: sharded before by others into so many pieces, of each of which it holds a part.
         pieces = int(placement.split_factor) if isinstance(placement, StridedShard) else 1
         dim = placement.dim
         cuts = []

@@ -1,4 +1,4 @@
-"""GradientPart: this rank's elements of a gradient, which no sum over them may be taken for.
+"""GradientPart: this rank's elements of a gradient, on which sums and norms raise.
 
 Optimizers and clipping by value work element by element, so a plain tensor of this rank's part is
 all they need. Its norm is that of a part, and nobody would notice: torch's ``clip_grad_norm_``
@@ -28,7 +28,7 @@ _NAMES = """
     _foreach_norm _foreach_max __matmul__ __rmatmul__
     all any numpy tolist roll flip fliplr flipud rot90
 """
-"""Of functions that look at several elements together."""
+"""Names of functions that look at several elements together."""
 
 
 def _functions() -> frozenset[object]:
@@ -68,13 +68,13 @@ class GradientPart(torch.Tensor):
     What is computed from it alone, element by element, is one, too, and so is a clone. What is cut
     out of it, deep copies, and what is computed from other tensors beside it, as a difference, are
     plain; so is what an optimizer clones in its step.
-    ``as_subclass(torch.Tensor)`` is a plain tensor on the same memory, for who wants this rank's
-    elements alone.
+    ``as_subclass(torch.Tensor)`` is a plain tensor on the same memory, of this rank's elements
+    alone.
     """
 
     is_sparse = False  # asked of each gradient by each step of an optimizer
     _meshwright_name: str
-    """Of the parameter."""
+    """The name of the parameter."""
     _meshwright_waits: bool = False
     """True when it is whole, and this rank's own until it is reduced."""
 
@@ -115,7 +115,7 @@ class GradientPart(torch.Tensor):
         return copy
 
     def __reduce_ex__(self, proto: object) -> Any:  # noqa: ANN401 - as torch says it
-        """Reduce to a plain tensor, which needs nothing of this library to be read."""
+        """Pickle as a plain tensor, which needs nothing of this library to be read."""
         return plain(self).__reduce_ex__(proto)
 
 

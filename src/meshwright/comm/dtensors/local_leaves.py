@@ -71,7 +71,7 @@ class _Held:
         self.partial = add
 
     def hook(self) -> None:
-        """Hear of each gradient that autograd has accumulated in the leaf."""
+        """Register the hook that hears of each gradient that autograd accumulates in the leaf."""
         outside = not_traced(hand_over)
         # The garbage collector does not see what such a hook refers to: a cycle through it would
         # stay. torch converts no parameter that has weak references itself.
@@ -116,7 +116,7 @@ def local_leaf(parameter: nn.Parameter) -> nn.Parameter:
     * ``requires_grad`` is that of ``parameter`` at the time of the call.
     * As soon as autograd has accumulated into its ``.grad``, `hand_over` moves that to
       ``parameter``, as a DTensor placed alike on the same storage; the leaf's ``.grad`` is None
-      outside of a backward. `take_over` switches this off for whoever hands over himself.
+      outside of a backward. `take_over` switches this off for callers that hand it over themselves.
     * It has no name and is in no module's ``parameters()``.
 
     Raises RuntimeError for a DTensor to whose ``.data`` something was assigned since it was asked
@@ -177,7 +177,7 @@ def _of_gradient(parameter: DTensor, add: PartialGradient | None) -> list[Any]:
 class _InGraph(torch.autograd.Function):
     """A leaf, computed from itself and its parameter: a gradient goes to one of the two.
 
-    Autograd goes on to both, and would run the hooks of a parameter that has no gradient yet.
+    Autograd continues to both, and would run the hooks of a parameter that has no gradient yet.
     """
 
     @staticmethod
@@ -188,7 +188,7 @@ class _InGraph(torch.autograd.Function):
         held: _Held,
     ) -> torch.Tensor:
         ctx.held = held
-        return leaf.detach()  # no view: autograd refuses writes to those, and ``max_norm`` writes
+        return leaf.detach()  # no view: autograd rejects writes to those, and ``max_norm`` writes
 
     @staticmethod
     def backward(  # pyrefly: ignore[bad-override]
@@ -223,7 +223,7 @@ class _InGraph(torch.autograd.Function):
 
 
 def give_up(parameter: nn.Parameter) -> None:
-    """Take `take_over` back."""
+    """Undo `take_over`."""
     held = vars(parameter).get(_HELD)
     if held is not None:
         held.give_up()
@@ -257,7 +257,7 @@ def sum_partial(parameter: nn.Parameter, add: PartialGradient) -> nn.Parameter:
 
 
 def is_summed_at_end(leaf: torch.Tensor) -> bool:
-    """Check for a `local_leaf` whose gradient is summed with others, where a backward pass ends.
+    """Check whether ``leaf`` is one whose gradient is summed with others when a backward pass ends.
 
     The ranks of the sum have to run their backward passes alike then.
     """
@@ -294,7 +294,7 @@ def hand_over(parameter: nn.Parameter) -> None:
 
 @torch.no_grad()
 def deliver(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    """Add this rank's part of a whole ``gradient`` to ``parameter.grad``; it is not copied."""
+    """Add this rank's part of a full ``gradient`` to ``parameter.grad``; it is not copied."""
     for hook in hooks_in(backward_hooks_of(parameter)):
         changed = hook(dtensor_like(gradient, parameter))
         gradient = gradient if changed is None else local_of(changed)

@@ -46,7 +46,7 @@ class ShardView(torch.Tensor):
 
     ``local`` is 1-D and not copied. ``.shape`` is that of the whole tensor. ``.to``, ``.clone``,
     ``.cpu``, ``.detach`` and ``.copy_`` act on the local elements; anything that computes raises
-    RuntimeError, naming the tensor, so that an optimizer that was given views refuses its step.
+    RuntimeError, naming the tensor, so that an optimizer that was given views raises in its step.
     `torch.equal`, `torch.isclose`, `torch.allclose` and `torch.testing.assert_close` compare this
     rank's elements with those of a view of the same range, or of a whole tensor.
     ``communicator`` spans the ranks that hold the other ranges; only ``full_tensor`` needs it.
@@ -132,7 +132,7 @@ class ShardView(torch.Tensor):
         ]
 
     def full_tensor(self) -> torch.Tensor:
-        """Compute the whole tensor, on every rank; a collective over the communicator.
+        """Gather the full tensor on every rank; a collective over the communicator.
 
         Raises RuntimeError without a communicator, or when its ranks do not hold all elements.
         """
@@ -190,7 +190,7 @@ class ShardView(torch.Tensor):
         return [_chunk(box) for box, _ in self.boxes()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """Compute the elements of the box that begins at ``index.offset``, as a view."""
+        """Return the elements of the box that begins at ``index.offset``, as a view."""
         for box, part in self.boxes():
             if index.offset is None or tuple(index.offset) == box.offset:
                 return part
@@ -228,7 +228,7 @@ class ShardView(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        """Run what moves elements; refuse what computes."""
+        """Run what moves elements; raise for what computes."""
         del types
         options = dict(kwargs or {})
         if func in _MOVES:
@@ -294,8 +294,8 @@ class ShardView(torch.Tensor):
 
 
 class _Ranks:
-    """A holder of a communicator, itself in copies: torch copies all that a view holds to save it
-    in the background.
+    """Holds a communicator; a deep copy is the same object: torch deep-copies all that a view holds
+    to save it in the background.
     """
 
     __slots__ = ("communicator",)

@@ -1,4 +1,4 @@
-"""The axes that the elements of a tensor lie spread over, so that sums over it can be taken.
+"""The axes over which the elements of a tensor are spread, so that sums over it can be taken.
 
 A DTensor says so itself. A plain shard is marked by whoever made it::
 
@@ -55,7 +55,7 @@ class ManyInOne(torch.nn.Parameter):
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
-    """Check that ``tensor`` says itself how it lies, as a DTensor and a `ShardView` do."""
+    """Check whether ``tensor`` says itself how it is placed, as a DTensor and a `ShardView` do."""
     return isinstance(tensor, DTensor | ShardView)
 
 
@@ -72,7 +72,7 @@ def spread_over(
 
 
 def refuse_spread(tensor: torch.Tensor, why: str) -> None:
-    """Make `spread_of` raise: parts of ``tensor`` lie spread over other axes than others."""
+    """Make `spread_of` raise: parts of ``tensor`` are spread over other axes than others."""
     vars(tensor)[_MARKER] = _Marker(refusal=why, is_line=True)
 
 
@@ -98,10 +98,10 @@ def singles_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def spread_of(tensor: torch.Tensor) -> tuple[Communicator, ...]:
-    """List the communicators over which ``tensor`` lies spread; none where all hold the whole.
+    """List the communicators over which ``tensor`` is spread; none where all hold the full one.
 
     Raises `LayoutError` for a partial sum, of which no rank holds any element, for a line of
-    several tensors that lie spread in several ways, and for a `ShardView` of a part that does not
+    several tensors that are spread in several ways, and for a `ShardView` of a part that does not
     know who holds the others.
     """
     if isinstance(tensor, ShardView):

@@ -1,6 +1,6 @@
 """Modules whose parameters and activations are DTensors, as under styles of torch's protocol.
 
-For styles that are built of the parts that torch's styles have, or change some of them.
+For styles that are built from the parts of torch's styles, or change some of these.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def distribute_parameters(
 def enter(
     found: Layouts, wanted: Layouts, mod: nn.Module, inputs: tuple[torch.Tensor], mesh: DeviceMesh
 ) -> DTensor:
-    """Bring the first input to ``wanted``; one that is local is placed as ``found``."""
+    """Redistribute the first input to ``wanted``; one that is local is placed as ``found``."""
     x = inputs[0]
     given = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, found, run_check=False)
     return given.redistribute(placements=wanted)
@@ -46,7 +46,7 @@ def enter(
 def leave(
     wanted: Layouts, is_local: bool, mod: nn.Module, outputs: DTensor, mesh: DeviceMesh
 ) -> torch.Tensor:
-    """Bring the output to ``wanted``."""
+    """Redistribute the output to ``wanted``; returns its local part if ``is_local``."""
     moved = outputs.redistribute(placements=wanted)
     return moved.to_local() if is_local else moved
 
@@ -54,12 +54,12 @@ def leave(
 def enter_sequence(
     cut: Layouts, mod: nn.Module, inputs: tuple[torch.Tensor], mesh: DeviceMesh
 ) -> DTensor:
-    """Bring the first input to ``cut``, as which a local one is placed."""
+    """Redistribute the first input to ``cut``; one that is local is placed so already."""
     return enter(cut, cut, mod, inputs, mesh)
 
 
 def leave_sequence(
     is_local: bool, mod: nn.Module, outputs: DTensor, mesh: DeviceMesh
 ) -> torch.Tensor:
-    """Leave the output where it is."""
+    """Leave the output as it is placed; returns its local part if ``is_local``."""
     return outputs.to_local() if is_local else outputs

@@ -1,4 +1,4 @@
-"""Tensor subclasses: which compute by calls of their own, and where their values are.
+"""Tensor subclasses: which handle operators themselves, and where their values are.
 
 A subclass with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` says how it is gathered. It is
 a tensor with memory of its own, or a wrapper around one plain tensor of its shape and dtype.
@@ -14,19 +14,19 @@ PROTOCOL = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
 def has_protocol(tensor: torch.Tensor) -> bool:
-    """Check for a subclass that says how it is gathered; also where it says one half only."""
+    """Check whether a subclass says how it is gathered, or says one half of it."""
     return any(hasattr(type(tensor), name) for name in PROTOCOL)
 
 
 def dispatches(tensor: torch.Tensor) -> bool:
-    """Check for a subclass whose operators are calls of its own."""
+    """Check whether a subclass handles its operators itself."""
     if isinstance(tensor, AsyncCollectiveTensor):  # a plain one, to be waited for
         return False
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def has_calls(tensor: torch.Tensor) -> bool:
-    """Check for a user's subclass whose functions or operators are calls of its own."""
+    """Check whether a user's subclass handles its functions or operators itself."""
     names = ("__torch_function__", "__torch_dispatch__")
     owners = (next(c for c in type(tensor).__mro__ if name in vars(c)) for name in names)
     return any(
@@ -47,9 +47,9 @@ def holder_of(tensor: torch.Tensor) -> str | None:
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Compute the plain tensor of a subclass that says how it is gathered, or give ``tensor``.
+    """Return the plain tensor, on the same memory, of a subclass that says how it is gathered.
 
-    It is on the same memory.
+    Any other tensor is returned as it is.
     """
     if type(tensor) is torch.Tensor or not has_protocol(tensor):
         return tensor

@@ -1,8 +1,8 @@
-"""Tensors without values: what they look like is known, and who asks for more is told why not.
+"""Tensors without values: what they look like is known; asking for more raises, and says why.
 
-They stay the objects that they are, so that groups of an optimizer and lists of parameters that
-somebody holds go on, but their memory is given back: of parameters that are on other ranks, and of
-those that others have taken the place of.
+They stay the same objects, so that groups of an optimizer and lists of parameters keep working,
+but their memory is freed: of parameters that are on other ranks, and of those that others have
+replaced.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Why(NamedTuple):
 
 
 class Unreadable:
-    """A tensor without values: what it looks like is known, and its values are refused."""
+    """A tensor without values: what it looks like is known; reading its values raises."""
 
     @classmethod
     def __torch_function__(
@@ -80,11 +80,11 @@ def name_of(func: object) -> str:
 
 
 def retire(parameter: nn.Parameter, name: str, moment: str) -> None:
-    """Refuse to show ``parameter`` from now on: since ``moment`` another one is in its place.
+    """Make ``parameter`` unreadable: since ``moment`` another one is in its place.
 
-    Who has collected it before would read what nobody trains, and train what nobody reads. So its
-    gradient is refused, too: an optimizer that finds none passes the parameter by, in silence. Who
-    merely keeps it is left alone.
+    Whoever collected it before would read what nobody trains, and train what nobody reads. So
+    reading its gradient raises, too: an optimizer that finds none silently skips the parameter.
+    Merely keeping it raises nothing.
     """
     make_unreadable(
         parameter,
@@ -103,10 +103,10 @@ def make_unreadable(
     error: type[Exception] = RuntimeError,
     settings: frozenset[str] = frozenset(),
 ) -> None:
-    """Give back the memory of ``tensor``, and answer nothing but `FACTS` and ``settings``.
+    """Free the memory of ``tensor``; only `FACTS` and ``settings`` can be asked of it.
 
     All else raises ``error`` with ``text``, which says why there are no values, and ``remedy``. One
-    number is left that no training goes on with, should anybody get past this.
+    number is left, NaN where there is such, should anybody get past this.
     """
     why = _Why(text, error, remedy, FACTS | settings)
     if isinstance(tensor, Unreadable):

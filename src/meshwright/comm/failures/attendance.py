@@ -24,7 +24,7 @@ from meshwright.comm.failures.roll import Roll
 from meshwright.comm.failures.whereabouts import answer_of, own_state
 
 PATIENCE = 2.0
-"""Seconds in which a rank that can answer a roll call has done so, on a machine with room."""
+"""Seconds within which a rank that can answer a roll call does so, given a core to run on."""
 
 KEPT = 4
 """Roll calls whose answers stay on the board, of those that a rank has read."""
@@ -70,10 +70,10 @@ class Attendance:
         self.describers: MutableMapping[str, Describer] = weakref.WeakValueDictionary()
         """Those that add to this rank's answer to a roll call, by name."""
         self._waits: dict[int, list[Waiting]] = {}
-        """Waits of this rank for others, by thread; the last is the inmost."""
+        """Waits of this rank for others, by thread; the last is the innermost."""
         self._wait_count = 0
         self.stuck: Waiting | None = None
-        """A call of c10d's that this rank does not come out of."""
+        """A call of c10d that has not returned on this rank."""
         self._board = board
         self._others = frozenset(range(world_size)) - {rank}
         self._collected: deque[str] = deque()
@@ -95,7 +95,7 @@ class Attendance:
         self.end.come(f"{self.rank} {self._board.clock.wall():.0f}")
 
     def read_left(self) -> None:
-        """Take in who has left the run."""
+        """Read from the board who has left the run."""
         for line in self.end.lines():
             rank, *when = [int(word) for word in line.split() if word.isdecimal()] or [-1]
             if len(when) == 1 and 0 <= rank < self.world_size:
@@ -145,7 +145,7 @@ class Attendance:
             del self._waits[threading.get_ident()]
 
     def note_stuck(self, call: Waiting | None) -> None:
-        """Note the call of c10d's that this rank does not come out of; None when it has."""
+        """Note the call of c10d that does not return on this rank; None once it has."""
         self.stuck = call
 
     def is_watched(self, thread: int) -> bool:
@@ -153,7 +153,7 @@ class Attendance:
         return thread in self._waits
 
     def waiting(self) -> Waiting | None:
-        """Return what the main thread waits in, as far as it waits for other ranks."""
+        """Return the main thread's innermost wait for other ranks, or the call it is stuck in."""
         mine = self._waits.get(threading.main_thread().ident or 0)
         return mine[-1] if mine else self.stuck
 
@@ -176,7 +176,7 @@ class Attendance:
         return process.look() if process is not None and process.is_visible else None
 
     def has_ended(self, rank: int) -> bool:
-        """Tell whether ``rank`` is known to have been a process of this host that is gone."""
+        """Tell whether ``rank`` was a process of this host that is known to have ended."""
         process = self.roll.processes.get(rank)
         return process is not None and process.has_ended
 

@@ -34,7 +34,7 @@ EVERY = 0.25
 """Seconds between two looks of a rank at the board, in worlds that are not large."""
 
 ALL = "all"
-"""The word for those who wait until all have come."""
+"""The word that tells those who wait that all have come."""
 
 _NOTHING = "\x01nothing"
 """The answer of the store for a key that is not there, when asked whether this stands there."""
@@ -46,7 +46,7 @@ class Board:
     """The keys of a store, for all threads of this process.
 
     Every method raises `RankFailedError` when the store's host is lost: `host` says who that is.
-    ``every`` seconds the thread calls ``look``, when one is set.
+    Every ``every`` seconds the thread calls ``look``, where one is set.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Board:
 
     @property
     def host_process(self) -> str:
-        """Name the process of the host, for messages."""
+        """The process of the host, in words for messages."""
         if self.host != STORE:
             return "its process"
         is_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -81,12 +81,12 @@ class Board:
 
     @property
     def silence(self) -> float:
-        """Seconds since which the store has not answered a request."""
+        """Seconds for which the store has left a request without an answer; 0 without one."""
         since = self._busy_since
         return 0.0 if since is None else self.clock.now() - since
 
     def give_up(self, reason: str) -> RankFailedError:
-        """Take the host for lost: who waits for an answer raises. Returns the error."""
+        """Declare the host lost: whoever waits for an answer raises. Returns the error."""
         if self.lost is None:
             is_rank = self.host != STORE
             host = f"rank {self.host}, which hosts the store," if is_rank else "the run's store"
@@ -95,7 +95,7 @@ class Board:
         return self.lost
 
     def run(self, work: Callable[[], T]) -> T:
-        """Have the thread call ``work``, in which nobody else comes between two requests."""
+        """Have the thread call ``work``; no other request comes between its own."""
         return self._worker.run(work, self._refuse)
 
     def later(self, work: Callable[[], object]) -> None:
@@ -111,7 +111,7 @@ class Board:
         self.look = look
 
     def end_looking(self) -> None:
-        """Have the thread do nothing but what it is given."""
+        """Stop calling `look` in the thread; it still does what it is given."""
         self.look = None
 
     def stop(self) -> None:
@@ -159,7 +159,7 @@ class Board:
             arrival.nudge()
 
     def compare_set(self, key: str, expected: str, value: str) -> str:
-        """Leave ``value`` unless something else than ``expected`` stands there; what stands now."""
+        """Replace ``expected``, "" for no value, by ``value``; returns what is there now."""
         return self._request(lambda: _text(self._store.compare_set(key, expected, value)))
 
     def delete_key(self, key: str) -> None:
@@ -177,7 +177,7 @@ class Board:
     def _connect(self) -> Store:
         """Make a client of the store: it serves one request at a time, and so one thread.
 
-        In the thread of the board: where nobody listens, c10d tries for long, in silence.
+        For the board's thread: where nobody listens, c10d silently retries for long.
         """
         try:
             self._given.check(["host"])  # raises at once where the host has gone
@@ -297,11 +297,11 @@ class Gathering:
         return is_last
 
     def close(self, word: str) -> None:
-        """Have the others wait no more, for ``word``: `ALL`, or anything else for a failure."""
+        """End the wait of the others by ``word``: `ALL`, or anything else for a failure."""
         self._board.set(f"{self.key}/all", word)
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most so long; tells whether all have come. A failure that is told ends it."""
+        """Wait at most ``seconds``; tells whether all have come. A reported failure ends it."""
         if self._arrival is None:
             self._arrival = self._board.arrival(f"{self.key}/all")
         if not self._arrival.wait(seconds):

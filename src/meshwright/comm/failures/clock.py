@@ -39,7 +39,7 @@ class Store(Protocol):
         ...
 
     def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
-        """Leave ``value`` unless something else than ``expected`` stands there; what stands now."""
+        """Replace ``expected``, "" for no value, by ``value``; returns what is there now."""
         ...
 
     def delete_key(self, key: str, /) -> object:
@@ -50,7 +50,7 @@ class Store(Protocol):
 
 
 class Worker(Protocol):
-    """The hand that makes all requests of one store, one after the other."""
+    """The worker that makes all requests of one store, one after the other."""
 
     def run(self, work: Callable[[], T], refuse: Callable[[], None]) -> T:
         """Have ``work`` done and return its value; ``refuse`` may raise meanwhile."""
@@ -87,7 +87,7 @@ class Clock:
         return time.monotonic()
 
     def wall(self) -> float:
-        """Return seconds on a clock that all hosts have, about."""
+        """Return seconds on a clock that all hosts roughly share."""
         return time.time()
 
     def sleep(self, seconds: float) -> None:
@@ -107,7 +107,7 @@ class Clock:
 
 
 class _Thread:
-    """A daemon thread: who waits for an answer of a store that gives none can leave it behind."""
+    """A daemon thread: whoever waits in vain for an answer of a store can leave it behind."""
 
     def __init__(self, look: Callable[[], object], every: float) -> None:
         self._look = look

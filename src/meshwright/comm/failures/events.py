@@ -4,10 +4,10 @@ Forward and backward passes bring collectives with them, so that a rank which do
 less or one of another kind would pair them with those of something else. A rank knows by itself
 when it does what it has not done before::
 
-    the two events before, and this one       known: go on, nothing is sent
+    the two events before, and this one       known: continue, nothing is sent
                                               new, or another mode: ask the other ranks first
-after a pass that raised                      ask, and go on only where every rank has issued as
-                                              many collectives: what a rank left out, others wait in
+    after a pass that raised                  ask, and continue only where every rank has issued as
+                                              many collectives: what one left out, others wait in
 
 Ranks ask through the board of `comm.failures.failure`, before any collective is issued: an answer
 that differs is an error on the rank that asks, and the others read it while they wait.
@@ -88,7 +88,7 @@ class EventCheck:
         self._key = Registration("events", communicator, self)
 
     def is_new(self, event: Event) -> bool:
-        """Check that ``event`` has not followed on the two events before it so far."""
+        """Check whether ``event`` has never followed the two events before it."""
         return (*self._last, event) not in self._known
 
     def happens(
@@ -99,14 +99,14 @@ class EventCheck:
         after: str = "",
         instead: Callable[[Mapping[str, Any]], str] = lambda _: "",
     ) -> None:
-        """Take in that ``event`` is next; call it before its first collective.
+        """Note that ``event`` is next, and compare it where it is new; call before its collectives.
 
         ``after`` names the pass that raised on this rank just before, if one did or may have.
         ``instead`` finds in the answer of a rank what it does in the place of the event, where that
         is no event.
 
         Raises `CollectiveMismatchError` when another rank does something else, which is found out
-        when it has not followed on the two events before it so far, or when it ``asks``; and when
+        when it has never followed the two events before it, or when it ``asks``; and when
         another rank waits for what this one left out.
         """
         monitor = PROCESS.monitor
@@ -196,7 +196,7 @@ class EventCheck:
     def _have_come(
         self, monitor: FailureMonitor, event: Event, after: str, answers: Answers
     ) -> bool:
-        """Check that there is nobody left to wait for. Raises when a rank does something else."""
+        """Check whether nobody is left to wait for. Raises when a rank does something else."""
         number, is_complete = self._number, True
         for rank in self._communicator.ranks:
             if rank == self._rank:

@@ -8,13 +8,13 @@ calls, also while the main thread computes or waits.
 notice      meaning
 ==========  =====================================================================
 failed      a rank raised, or was found lost; the first one standing counts
-            for every rank that has not gone on since it raised for it
-recovered   the rank that had failed goes on, after its caller handled the error; a
+            for every rank that has not resumed since it raised for it
+recovered   the rank that had failed resumes, after its caller handled the error; a
             difference between ranks still ends, once, what each of the others does
-ended       the error of a rank has ended its process: it does not go on
+ended       the error of a rank has ended its process: it does not resume
 call        everybody answers with where it is, under the slot's number
 report      a hang report that every rank logs, once for each operation
-deviation   a rank is about to do other than before; "" takes it back
+deviation   a rank is about to act differently; "" takes it back
 ==========  =====================================================================
 
 What is on the store may be a stranger's: what is none of these is ignored, with a warning.
@@ -92,7 +92,7 @@ class Failure:
     error: str
     line: str = ""
     attempt: int = 0
-    """The number of times that the rank that says so had gone on after it raised."""
+    """The number of times that the rank that says so had resumed after it raised."""
 
     @property
     def what(self) -> tuple[str, str]:
@@ -144,7 +144,7 @@ class FailureMonitor:
         self.has_raised = False
         """True when an error that names another rank, or ends the process, has been raised here."""
         self.deviations: dict[int, str] = {}
-        """The things that ranks have said they do otherwise than before; hang reports show them."""
+        """What ranks have announced that they do differently; hang reports show it."""
         self._is_hosting = hosts(store)
         self._seen = 0
         self._called = (0, float("-inf"), frozenset[int]())
@@ -155,7 +155,7 @@ class FailureMonitor:
         self._posted = False
         self._attempt = 0
         self._gave_up: tuple[str, str] | None = None
-        """The phase in which this rank first raised since it has gone on, and the error's type."""
+        """The phase in which this rank first raised since it resumed, and the error's type."""
         self._left: tuple[str, str] | None = None
         """Those of the attempt before."""
         self._standing: dict[int, Failure] = {}
@@ -164,13 +164,13 @@ class FailureMonitor:
         self._raised: set[int] = set()
         """Those of other ranks that have ended what this rank did."""
         self._past: set[int] = set()
-        """Those that this rank has gone on after."""
+        """Those after which this rank has resumed."""
         self._final: set[int] = set()
-        """Those that nobody goes on after."""
+        """Those after which nobody resumes."""
         self._due: dict[int, Failure] = {}
-        """Differences between ranks, taken back or not, until this rank goes on after them.
+        """Differences between ranks, taken back or not, until this rank resumes after them.
 
-        Their finder may go on before another rank has read of them, which must not find the same
+        Their finder may resume before another rank has read of them, which must not find the same
         difference then and publish it a second time.
         """
 
@@ -239,11 +239,11 @@ class FailureMonitor:
             self._post(_notice_of(failure, self._past, is_final=True))
 
     def found_ended(self, rank: int) -> None:
-        """Take in that the process of ``rank`` has ended: it failed, unless it said more."""
+        """Note that the process of ``rank`` has ended: a failure, unless it had left or failed."""
         self.board.later(lambda: self._found_ended(rank))
 
     def go_on(self) -> None:
-        """Begin anew: what this rank has published or raised for ends nothing any more.
+        """Start over: what this rank has published or raised for no longer ends anything.
 
         What others do not take back, because they have ended, shows when this rank waits for them.
         A rank that raises the same a little later gives up what this one has given up before.
@@ -260,14 +260,14 @@ class FailureMonitor:
         self._raised.clear()
 
     def deviate(self, text: str) -> None:
-        """Say what this rank is about to do otherwise than before; "" takes it back.
+        """Announce what this rank is about to do differently; "" takes it back.
 
         The others show it when they wait in vain for this rank.
         """
         self._post({"kind": "deviation", "rank": self.rank, "text": text})
 
     def said(self) -> list[str]:
-        """List what ranks have said they do otherwise than before, one phrase each."""
+        """List what ranks have announced that they do differently, one phrase each."""
         return [f"rank {rank} had said: {text}" for rank, text in self.deviations.items() if text]
 
     def check(self) -> None:
@@ -281,7 +281,7 @@ class FailureMonitor:
 
     @property
     def failure(self) -> Failure | None:
-        """The first failure that stands, as far as this rank has read and not gone on after it."""
+        """The first failure that stands, as far as this rank has read it and not resumed since."""
         found = self._first(is_due=False)
         return None if found is None else found[1]
 
@@ -299,7 +299,7 @@ class FailureMonitor:
 
     @property
     def ending(self) -> RankFailedError | None:
-        """The error of a run that another rank has ended for good; None while it may go on."""
+        """The error of a run that another rank has ended for good; None while it may continue."""
         for slot in sorted(self._final & self._standing.keys()):
             if self._standing[slot].rank != self.rank or self._standing[slot].by != self.rank:
                 return self._error_of(self._standing[slot])
@@ -341,7 +341,7 @@ class FailureMonitor:
         return self.ranks.collect(slot, patience, wanted)
 
     def leads(self, place: str) -> bool:
-        """Check that this rank asks for all that wait at ``place``, which is the same on all.
+        """Check whether this rank asks for all that wait at ``place``, which is the same on all.
 
         The first `LEADERS` that come to it in a turn do; the others hear what they find.
         """
@@ -451,7 +451,7 @@ class FailureMonitor:
         return json.dumps({**notice, "from": f"{self.rank}-{time.monotonic_ns()}"})
 
     def _first(self, *, of_others: bool = False, is_due: bool = True) -> tuple[int, Failure] | None:
-        """List the first failure that ends what this rank does, with its slot.
+        """Find the first failure that ends what this rank does, with its slot.
 
         Without ``is_due`` only failures that stand count.
         """
@@ -464,7 +464,7 @@ class FailureMonitor:
         return None
 
     def _ended_by(self, slot: int, failure: Failure) -> None:
-        """End this rank's work here. It cannot go on after a rank that was found lost."""
+        """Note what ended this rank's work; it can resume only after what is not final."""
         if slot not in self._final and failure.rank != self.rank:
             self._raised.add(slot)
 

@@ -59,7 +59,7 @@ def enter(
 
 
 def resign() -> None:
-    """End a membership that others do not know of."""
+    """Stop this rank's watcher and monitor; the others are told nothing."""
     monitor, watcher = PROCESS.leave()
     if watcher is not None:
         watcher.stop()
@@ -200,7 +200,7 @@ def _wait_for(monitor: FailureMonitor, ranks: Gathering, seconds: float) -> None
 
 
 def _tell(monitor: FailureMonitor, error: BaseException) -> None:
-    """Tell the other ranks of the ``error`` that ends this one, or it who failed first."""
+    """Tell the other ranks of the ``error`` that ends this one, or note on it who failed first."""
     first = blame(monitor, error)
     if first:
         monitor.note_raised()

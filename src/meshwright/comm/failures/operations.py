@@ -31,7 +31,7 @@ class Issued:
         return f"{self.kind} #{self.sequence}{label}"
 
     def describe(self, axis: str) -> str:
-        """Find it in one phrase: kind, number, label, ``axis``."""
+        """Describe it in one phrase: kind, number, label, ``axis``."""
         peer = ""
         if self.peer is not None:
             side = {"send": "to", "recv": "from"}.get(self.kind, "of")
@@ -65,7 +65,7 @@ class AwaitedOperation:
         return f"{self._issued.describe(self._communicator.axis)}{called}"
 
     def has_come(self, rank: int, answer: Mapping[str, Any]) -> bool:
-        """Check that ``rank``, which says ``answer``, has issued it."""
+        """Check whether ``rank``, which says ``answer``, has issued it."""
         counts = self._group(answer).get("counts", {})
         return int(counts.get(self._key(rank), 0)) > self._issued.sequence
 

@@ -114,7 +114,7 @@ class Stillness:
         self._ticks = 0
 
     def take(self, look: Look, now: float) -> float:
-        """Take one more look in, at time ``now`` in seconds; returns the seconds of stillness.
+        """Take in one more look, at time ``now`` in seconds; returns the seconds of stillness.
 
         A process on a machine that gives it no core is ready to run, and so not still. What is less
         than `_IDLE_SHARE` of a core counts as nothing.
@@ -152,7 +152,7 @@ def process_start(pid: int) -> int:
 
 
 def is_alive(pid: int, started: int) -> bool:
-    """Tell whether the process of that number and start is there, and not only waited for."""
+    """Tell whether the process of that number and start is there and is no zombie."""
     fields = status_of(pid)
     return bool(fields) and fields[0] not in ("Z", "X") and int(fields[19]) == started
 

@@ -43,7 +43,7 @@ class Difference:
 
     @property
     def sides(self) -> str:
-        """The ranks on all sides, where what they have says nothing, as a digest."""
+        """The ranks on all sides, for values that say nothing themselves, such as digests."""
         by_value = sides(self.ranks, self.found)
         return ", others on ".join(f"ranks {ranks}" for ranks in by_value.values())
 
@@ -130,7 +130,7 @@ def require_equal(
 
 
 def refusal(axis: Communicator, meaning: str, found: Difference | str, remedy: str) -> str:
-    """Write that ranks of ``axis`` differ, in the one form of all such errors."""
+    """Return the text of an error for ranks of ``axis`` that differ, in the form that all have."""
     return (
         f"axis {axis.axis}: expected {meaning} to be the same on ranks {list(axis.ranks)}, but "
         f"{found}. {remedy}".rstrip()

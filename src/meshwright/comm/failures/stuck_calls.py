@@ -1,4 +1,4 @@
-"""Calls of c10d's own that a thread does not come out of, seen from outside: by its stack.
+"""Calls of c10d's own that do not return, seen from outside by the stacks of threads.
 
 Programs call `torch.distributed` beside us, and what they call may be replaced by them, so nothing
 of it is wrapped. A thread is in such a call when its innermost frame stands
@@ -75,7 +75,7 @@ class _Place(NamedTuple):
 
 
 class CallWatch:
-    """The search of one thread for a call that holds this process up, by the stacks of threads."""
+    """Finds the call that holds this process up, by the stacks of threads. For one thread alone."""
 
     def __init__(self, is_watched: Callable[[int], bool]) -> None:
         """``is_watched`` tells of a thread whether it is in a wait of ours that ends by itself."""
@@ -113,7 +113,7 @@ class CallWatch:
         """Tell whether ``thread`` stands where it stood at the last look, and has not run since.
 
         Frames are asked for only where the main thread has not run: who holds one keeps its locals
-        alive, and with them graphs and activations of a model that goes on.
+        alive, and with them graphs and activations of a model that runs.
         """
         ident, is_main = thread.ident or 0, thread is threading.main_thread()
         work, before = _work_of(thread), self._places.get(ident)

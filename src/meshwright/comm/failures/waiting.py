@@ -61,7 +61,7 @@ GRACE = 1.0
 """Seconds in which a rank that closed its connections may still say why."""
 
 _AWAKE = 5.0
-"""Seconds between two looks that count at most: while this process was stopped it did not wait."""
+"""Seconds between two looks that count at most: a process that is stopped does not wait."""
 
 _OF_A_TRANSPORT = re.compile(r"gloo/|\[gloo\]|RankFailedError: ", re.IGNORECASE)
 """The words of a transport that has lost a peer: Gloo's, and ours as C++ callbacks repeat them."""
@@ -91,7 +91,7 @@ class Awaited(Protocol):
         return []
 
     def last_of(self, answer: Mapping[str, Any]) -> str:
-        """Say what a rank has done last on the same axis, to follow on where it is."""
+        """Say what a rank has done last on the same axis; reports put it behind the rank's line."""
         return ""
 
 
@@ -292,7 +292,6 @@ class Watch:
     # ---------------------------------------------------------------- who is missing
 
     def _unanswering(self, answers: Answers) -> list[int]:
-        """List the awaited ranks that do not answer."""
         return [rank for rank in self._awaited.ranks if rank not in answers]
 
     def _works_alone(self, ranks: Sequence[int]) -> bool:
@@ -399,7 +398,7 @@ class Watch:
 
 
 def _lacks(answer: Mapping[str, Any], wait: Mapping[str, Any], group: str) -> bool:
-    """Tell whether who says ``answer`` has not issued the collective of ``group`` in a ``wait``."""
+    """Tell whether the rank of ``answer`` lacks the collective of ``group`` named in ``wait``."""
     channel, number = wait.get("collective") or ("", 0)
     if channel.removesuffix(CONTROL) != group:
         return False
@@ -454,7 +453,7 @@ class _Silence:
 
 
 def _look(monitor: FailureMonitor, rank: int, answers: Answers) -> tuple[Look | None, bool]:
-    """Look at the process of ``rank``, or take another rank's look, and tell that it is such."""
+    """Look at the process of ``rank``, or take others' look at it; tells whether only they can."""
     own = monitor.ranks.look_at(rank)
     told = (Look.of(answer["seen"].get(str(rank))) for answer in answers.values())
     return next((look for look in (own, *told) if look is not None), None), own is None
@@ -488,7 +487,7 @@ def explain(
 
 
 def blame(monitor: FailureMonitor, error: BaseException) -> str:
-    """Name the rank that failed first, where ``error`` came of it outside of our waits; "" if none.
+    """Name the rank whose failure led to ``error`` outside our waits; "" without one.
 
     A rank that is lost without a word is put on the board.
     """
@@ -507,13 +506,13 @@ def blame(monitor: FailureMonitor, error: BaseException) -> str:
 
 
 def is_of_a_transport(error: BaseException) -> bool:
-    """Check for what a transport raises when it has lost a peer, in its own words."""
+    """Check whether a transport raised ``error`` for a lost peer, by its own words."""
     return type(error) is RuntimeError and _OF_A_TRANSPORT.search(str(error)) is not None
 
 
 def chain_of(error: BaseException | None) -> Iterator[BaseException]:
-    """Iterate over ``error`` and what it came of."""
-    for _ in range(20):  # a chain may be closed by hand
+    """Iterate over ``error`` and the errors that led to it."""
+    for _ in range(20):  # a chain that was set manually may be a circle
         if error is None:
             return
         yield error
@@ -569,7 +568,7 @@ class OutsideCall(AllOthers):
     """A call of `torch.distributed`, or the joining of a group.
 
     Nothing is known of the group or the operation, only that this rank waits. All ranks of the run
-    may have a part in it; who waits too has done theirs, in whatever.
+    may have a part in it; one that waits too, in whatever call, has done its part.
     """
 
     lacks = "is busy"

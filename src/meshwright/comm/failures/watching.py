@@ -1,7 +1,7 @@
 """The thread that watches this process and its neighbors, and touches neither store nor network.
 
 It sees what others cannot say: a rank of this host whose process has ended; the store's host, when
-that does not answer; a call of `torch.distributed` that the main thread does not come out of; an
+that does not answer; a call of `torch.distributed` in which the main thread is stuck; an
 operation of a device that does not end. Where it can never end, since a rank is lost or a limit has
 passed::
 
@@ -115,7 +115,6 @@ class Watcher:
             faulthandler.cancel_dump_traceback_later()
 
     def _renew(self) -> None:
-        """Renew the lease of a process that uses a device."""
         now, limit = time.monotonic(), self._monitor.limit
         if self._renewed is None and not groups_to_abort():
             return
@@ -132,7 +131,7 @@ class Watcher:
             try:
                 self._renew()
                 self._look()
-            except Exception:  # without this thread, ranks would hang in silence
+            except Exception:  # without this thread, ranks would hang silently
                 _log.exception("rank %d: a look at its neighbors failed", self._monitor.rank)
 
     def _look(self) -> None:
@@ -210,7 +209,7 @@ class Watcher:
     def _look_at_trouble(
         self, trouble: RankFailedError, call: StuckCall | Flight | None, now: float
     ) -> None:
-        """Name the failure; give up where ``call`` is stuck for it."""
+        """Name the failure; give up where ``call`` is stuck because of it."""
         monitor = self._monitor
         if self._known_since is None:
             self._known_since = now
@@ -250,12 +249,12 @@ class Watcher:
     # ---------------------------------------------------------------- the end
 
     def _give_up(self, error: CommunicationError) -> None:
-        """End what this rank is in: by an abort of its devices' groups; the process without any."""
+        """Abort the groups of this rank's devices, or end the process where there are none."""
         groups = groups_to_abort()
         if not groups:
             self._end(error)
         elif PROCESS.stopped is None:
-            PROCESS.stop(error)  # before: what an abort ends leaves no numbers to go on with
+            PROCESS.stop(error)  # before: what an abort ends leaves no numbers to continue with
             self._stopped_at = time.monotonic()
             recorded = recorded_operations(RECORDED)
             last = f"; c10d's flight recorder: {', '.join(recorded)}" if recorded else ""

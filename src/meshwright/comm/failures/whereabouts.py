@@ -1,4 +1,4 @@
-"""The whereabouts of a rank: its answer when others ask, and the reading of theirs."""
+"""Rank status: what a rank answers to a roll call, and how it reads the answers of others."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LONGEST_ERROR, HEAD = 600, 200
 
 
 def own_state() -> dict[str, Any]:
-    """Describe this process: phase, source line, and its last operations."""
+    """Describe this process: phase, the user's line, and its last operations."""
     frames = sys._current_frames()
     frame = frames.get(threading.main_thread().ident or 0)
     hook = hook_frame(frames)
@@ -162,7 +162,7 @@ def hook_frame(frames: Mapping[int, FrameType]) -> FrameType | None:
 
 @functools.lru_cache(maxsize=1024)
 def is_the_users(file: str) -> bool:
-    """Check that ``file`` is neither Python's, nor torch's, nor this library's."""
+    """Check whether ``file`` is neither Python's, nor torch's, nor this library's."""
     # Packages may be installed inside of Python's own folder.
     is_pythons = file.startswith(_PYTHON) and "-packages" not in file
     return not is_pythons and not file.startswith((*LIBRARIES, "<"))
@@ -174,7 +174,6 @@ def _is_compiling(frame: FrameType | None) -> bool:
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Iterate over ``frame`` and those that it was called from."""
     while frame is not None:
         yield frame
         frame = frame.f_back

@@ -31,14 +31,14 @@ from meshwright.torch_internals.tensors import FakeTensor
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
-    """Check for a graph that is traced through ``tensor``: then no collective may run."""
+    """Check whether a graph is being traced through ``tensor``: then no collective may run."""
     return torch.compiler.is_compiling() or isinstance(tensor, FakeTensor)
 
 
 def all_reduce(
     tensor: torch.Tensor, communicator: Communicator, *, label: str = ""
 ) -> torch.Tensor:
-    """Compute the sum of every rank's ``tensor``, same shape on every rank."""
+    """Sum every rank's ``tensor``, of the same shape on every rank."""
     return _Linear.apply(tensor, _Operation("all_reduce", communicator, label))
 
 

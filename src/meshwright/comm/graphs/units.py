@@ -3,8 +3,8 @@
 What a trace holds, functions of their arguments alone, until a pass has put them in their places:
 
 ==================  ==============================================================================
-``unshard_unit``    the whole parameters of a unit. Its backward is ``reduce_unit``
-``reduce_unit``     takes whole gradients of a unit; the zero that it returns is the gradient of
+``unshard_unit``    the full parameters of a unit. Its backward is ``reduce_unit``
+``reduce_unit``     takes full gradients of a unit; the zero that it returns is the gradient of
                     the token, which keeps it in the graph
 ==================  ==============================================================================
 
@@ -14,8 +14,8 @@ What the pass makes of them. All write to the token, so that they keep their ord
 ``drive_units``     begins a graph; starts a gather; frees a unit, whose lines it writes to, and
                     reads what comes ``after`` them, so that all who read them come before; holds
                     lines, whose memory is the unit's
-``whole_unit``      waits for a gather: a line of whole parameters, in memory that the unit frees
-``send_unit``       starts a reduction. Gradients of the one before are given once more: their
+``whole_unit``      waits for a gather: a line of full parameters, in memory that the unit frees
+``send_unit``       starts a reduction. Gradients of the one before are passed again: their
                     memory is read until this one starts
 ==================  ==============================================================================
 
@@ -42,12 +42,12 @@ HOLD = "hold"
 """The acts of `drive_units`."""
 
 NEEDED = "needed"
-"""Says of a unit that is freed that a backward will need it."""
+"""Says that a backward will need the unit that is freed."""
 NO_UNIT = -1
 
 
 class Part(NamedTuple):
-    """The place of one whole parameter in a line of its unit."""
+    """The place of one full parameter in a line of its unit."""
 
     line: int
     start: int
@@ -125,7 +125,7 @@ WHOLE = torch.ops.meshwright.whole_unit.default
 SEND = torch.ops.meshwright.send_unit.default
 
 unshard = UNSHARD
-"""Whole parameters of unit ``unit`` of ``model``, of the ``form`` that is given as text."""
+"""Full parameters of unit ``unit`` of ``model``, of the ``form`` that is given as text."""
 
 
 @torch.library.register_fake("meshwright::unshard_unit")

@@ -18,9 +18,9 @@ T = TypeVar("T")
 
 @not_traced
 def untraced(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call ``function``. A compiled graph ends before it, and another begins behind it.
+    """Call ``function``. A compiled graph ends before it, and the next begins after it.
 
-    For hooks that communicate: a graph would keep tensors that are given back after it.
+    For hooks that communicate: a graph would keep tensors alive that are freed after it.
     """
     return function(*args, **kwargs)
 
@@ -30,7 +30,7 @@ constant = keep_result
 
 
 inlined = as_part_of_caller
-"""A decorator: the function is traced as a part of its caller or runs uncompiled, not by halves.
+"""A decorator: the function is traced as a part of its caller or runs uncompiled, never in part.
 
 What it calls may be compiled then. For functions that mark gradients: a graph that breaks inside of
 them would have marks that belong to no forward."""
@@ -38,5 +38,5 @@ them would have marks that belong to no forward."""
 apart = never_first
 """A decorator: no compiler begins with the function's frame, nor with those that it calls.
 
-For hooks that ask `torch.compiler.is_compiling` and take the way of `untraced`. Between graphs they
-are called as they are; without a compiler this costs nothing."""
+For hooks that ask `torch.compiler.is_compiling` and then call through `untraced`. Between graphs
+they are called directly; without a compiler this costs nothing."""

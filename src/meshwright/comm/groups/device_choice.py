@@ -92,8 +92,8 @@ def _visible(*, is_named: bool) -> list[str]:
     """List digests of the GPUs' unique ids, short as every rank reads those of all.
 
     NCCL takes ranks whose ``NCCL_HOSTID`` differs for ranks on hosts of their own, between which it
-    moves tensors of one GPU, too. Empty texts unless ``is_named``: to count them does not begin the
-    driver, which ranks of CPUs that are forked have no use for.
+    moves tensors of one GPU, too. Empty texts unless ``is_named``: counting them does not start
+    the driver, which forked ranks of CPUs have no use for.
     """
     if not is_named:
         return [""] * torch.cuda.device_count()
@@ -104,7 +104,7 @@ def _visible(*, is_named: bool) -> list[str]:
 
 
 def _digest(text: str) -> str:
-    """Stand for ``text`` among those of some thousand ranks."""
+    """Shorten ``text``; still tells it from those of some thousand ranks."""
     return hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
 
 
@@ -138,9 +138,9 @@ def choose(roll: Roll) -> Choice:
 def device_of(group: dist.ProcessGroup, world: dist.ProcessGroup) -> torch.device:
     """Find the device whose tensors ``group`` moves, the host where it has no other.
 
-    Gloo moves tensors of GPUs only where it was asked for them by name. Of GPUs it is the one that
-    the group, or else the ``world``, is bound to, or the current one; in a process that has not
-    begun to use any, the one of its number on its host becomes that.
+    Gloo moves tensors of GPUs only where it was asked for them by name. The GPU is the one that
+    the group, or else the ``world``, is bound to, otherwise the current one. In a process that has
+    not used CUDA yet, the GPU of its local rank becomes current first.
     """
     others = [device for device in device_types_of(group) if not is_host(device)]
     if torch.device("cuda") not in others:
@@ -211,7 +211,7 @@ def _no_nccl(asked: str, roll: Roll, devices: Sequence[int | None]) -> str:
 
 
 def _devices(roll: Roll) -> tuple[int | None, ...]:
-    """List each rank's GPU, among those that it sees."""
+    """List the index of each rank's GPU among those that it sees; None for a rank without any."""
     hosts = [entry["host"] for entry in roll]
     found: list[int | None] = []
     for rank, entry in enumerate(roll):
@@ -223,7 +223,6 @@ def _devices(roll: Roll) -> tuple[int | None, ...]:
 
 
 def _own(chosen: int | None, local: int | None, count: int) -> int:
-    """Find the GPU of a rank among the ``count`` that it sees."""
     return (local or 0) % count if chosen is None else chosen
 
 
@@ -244,7 +243,7 @@ def _shared(roll: Roll, devices: Sequence[int | None]) -> str:
 
 
 def _alike(roll: Roll, name: str, what: str) -> str:
-    """Return what all ranks have under ``name``."""
+    """Return what all ranks have under ``name``. Raises `CommunicationError` where they differ."""
     values = [str(entry[name]) for entry in roll]
     other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
     if other is not None:

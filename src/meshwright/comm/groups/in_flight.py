@@ -1,13 +1,13 @@
-"""Operations of devices between their call and their end, for which no wait of the host's is.
+"""Operations of devices between their call and their end, which the host does not wait for.
 
 ::
 
     the door ──> Flight ──launched──> its works tell ──the program waits──> an event behind that
                  (before the call)    of its end                            wait tells
 
-What a work knows of its tensors would keep their memory, so a work is let go of as soon as the
-program has waited for it. One thread asks, now and then; nobody asks while a graph is captured,
-which a question would break off, and what is captured is not noted.
+A work keeps the memory of its tensors, so it is dropped as soon as the program has waited for it.
+One thread asks, now and then; none asks while a CUDA graph is captured, since a query would end the
+capture, and operations that are captured are not noted.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class Asked(Protocol):
-    """A work of c10d's, as far as it is asked here."""
+    """The part of c10d's work that is used here."""
 
     def is_completed(self) -> bool:
-        """Check that it has ended, well or not."""
+        """Check whether it has ended, well or not."""
 
 
 class Flight:
@@ -52,13 +52,13 @@ class Flight:
         return f"{self.issued.describe(self.communicator.axis)}{at}"
 
     def launched(self, works: Sequence[Asked]) -> None:
-        """Take the works that were started; those of a batch are in the list when it has ended."""
+        """Take the works that were started; a batch adds its work to the list at its end."""
         self._works = works
         if isinstance(works, tuple) and not works:  # c10d has made the current stream wait
             self.waited(record(self.communicator.device))
 
     def waited(self, end: Event) -> None:
-        """Take the point of the stream that has waited for it."""
+        """Take the event behind the stream's wait for it, in place of its works."""
         self._end, self._works = end, ()
 
     def ended(self) -> None:

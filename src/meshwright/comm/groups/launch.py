@@ -58,7 +58,7 @@ def launch(command: Sequence[str], ranks: int, *, grace: float = 60.0) -> int:
 
 
 def _time_to_leave(grace: float) -> dict[str, Any]:
-    """List the setting of torch's launcher for ``grace`` seconds, where it has one."""
+    """Return the setting of torch's launcher for ``grace`` seconds, where it has one."""
     is_known = any(field.name == "shutdown_timeout" for field in fields(LaunchConfig))
     return {"shutdown_timeout": max(1, int(grace))} if is_known else {}
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from meshwright.torch_internals.distributed import living_groups
 
 ProcessGroup: Any = dist.ProcessGroup
-"""Its stubs fix parameter names that differ from one torch to the next."""
+"""Untyped: its stubs fix parameter names that differ from one torch to the next."""
 
 
 class GroupOptions(Protocol):
@@ -120,7 +120,7 @@ class CpuTransport:
         return self._name
 
     def supports_tensor_alloc(self, device: object) -> bool:
-        """Check for an allocator of its own for plain tensors."""
+        """Return False: it has no allocator of its own for plain tensors."""
         return False
 
     def _set_default_timeout(self, timeout: timedelta) -> None:

@@ -45,7 +45,7 @@ class PhaseRecord:
     name: str
     step: int | None
     excused_until: float = 0.0
-    """Until when (on the monotonic clock) other ranks go on waiting for this one."""
+    """Until when (on the monotonic clock) other ranks keep waiting for this one."""
 
     def __str__(self) -> str:
         return self.name if self.step is None else f"{self.name}, step {self.step}"
@@ -65,7 +65,7 @@ class ProcessState:
     communicators: MutableMapping[Any, Communicator] = field(
         default_factory=weakref.WeakKeyDictionary
     )
-    """One communicator for each c10d process group, which it does not keep."""
+    """One communicator for each c10d process group, which is not kept alive."""
     idle_waiters: list[Any] = field(default_factory=list)
     """Threads that have waited for a transfer and may wait for the next; see `pending`."""
     one_as_many: bool = False
@@ -85,9 +85,9 @@ class ProcessState:
     has_refused: bool = False
     """True when the program was told of that."""
     layouts: MutableMapping[Any, Any] = field(default_factory=weakref.WeakValueDictionary)
-    """The ways in which DTensors of now lie, each held by those that do; see `dtensor`."""
+    """Specs of the DTensors that exist, each kept alive by its DTensors alone; see `dtensor`."""
     pages: PagePool = field(default_factory=PagePool)
-    """Memory of lines that come and go."""
+    """Pages of reusable storage."""
     marked: MutableMapping[str, MarkedModel] = field(default_factory=weakref.WeakValueDictionary)
     """Models whose gradients are marked in traced graphs, by the name that their marks carry."""
     roots: MutableMapping[str, TracedRoot] = field(default_factory=weakref.WeakValueDictionary)
@@ -98,11 +98,11 @@ class ProcessState:
     sharings: MutableMapping[Any, None] = field(default_factory=weakref.WeakKeyDictionary)
     """The parameters of each reducer of replicas, in the order of their making."""
     root_numbers: Iterator[int] = field(default_factory=itertools.count)
-    """Numbers that make such names."""
+    """Numbers for the names of ``roots``."""
     checks: CallChecks | None = None
     """Compares every call with those of the other ranks, where that was asked for."""
     outstanding: dict[str, Outstanding] = field(default_factory=dict)
-    """Objects that look at what a device had not come to, in the order of their asking."""
+    """Deferred checks of what a device had not come to, in the order in which they were noted."""
     groups_made: Counter[tuple[int, ...]] = field(default_factory=Counter)
     """The number of groups that this process has made of these ranks of the world, in its run."""
     runs_met: Counter[str] = field(default_factory=Counter)
@@ -118,11 +118,11 @@ class ProcessState:
         self.monitor, self.watcher = monitor, watcher
 
     def fall_silent(self) -> None:
-        """Tell the run nothing more; it goes on to be watched."""
+        """Tell the run nothing more; this process is still watched."""
         self.monitor = None
 
     def leave(self) -> tuple[FailureMonitor | None, Watcher | None]:
-        """Leave the run; returns those who are to be stopped."""
+        """Leave the run; returns the monitor and the watcher, which the caller stops."""
         found = self.monitor, self.watcher
         self.monitor = self.watcher = None
         return found
@@ -140,7 +140,7 @@ class ProcessState:
             self.one_as_many = False
 
     def stop(self, error: CommunicationError) -> None:
-        """Communicate nothing from now on, for ``error``."""
+        """Have all communication raise ``error`` from now on."""
         self.stopped = error
 
     def refuse(self) -> None:
@@ -150,6 +150,7 @@ class ProcessState:
         self.has_refused = True
         if self.monitor is not None:
             self.monitor.note_raised()
+        # Raised many times: old tracebacks would pile up and keep the tensors of their frames.
         raise self.stopped.with_traceback(None)
 
     def name_group(self, ranks: tuple[int, ...]) -> str:
@@ -211,13 +212,13 @@ atexit.register(PROCESS.layouts.clear)
 
 
 def go_on() -> None:
-    """Begin anew on this rank: an error that it has raised before ends it no more."""
+    """Start over on this rank: an error that it has raised before no longer ends it."""
     if PROCESS.monitor is not None:
         PROCESS.monitor.go_on()
 
 
 def hears_actions() -> bool:
-    """Check that somebody wants to hear of the actions of a schedule."""
+    """Check whether any observer hears of actions of a schedule."""
     return any(isinstance(observer, ActionObserver) for observer in PROCESS.observers)
 
 
@@ -230,7 +231,7 @@ def tell_ran(name: str, lane: Lane, category: str, start: Mark, end: Mark) -> No
 def observe(*observers: Observer) -> Iterator[None]:
     """Tell ``observers`` of every collective of this process inside the block.
 
-    An observer that raises is removed and logged; training goes on.
+    An observer that raises is removed and logged; training continues.
     """
     PROCESS.observers.extend(observers)
     try:
@@ -251,7 +252,7 @@ class phase:  # noqa: N801 - it is used as a function: `with phase("forward", st
     Waits for a rank that does something without the others, and may do so for long, are bounded by
     ``limit`` (seconds) of its phase where that is longer than their own bound: slow storage is no
     dead rank. A rank that does not answer at all is lost in any case. One that works alone says so
-    by ``math.inf``, and is waited for without a line about it. A phase that ``computes`` is a span
+    by ``math.inf``, and is waited for without a log line. A phase that ``computes`` is a span
     on the compute lane of observers that measure (`SpanObserver`).
     """
 

@@ -81,7 +81,7 @@ def open_store(
 
 
 def _is_of_new_run(store: dist.Store, rank: int, limit: float, runs_met: int) -> bool:
-    """Check that rank 0 has opened ``store`` anew; else wait until it has closed it.
+    """Check whether rank 0 has opened ``store`` for this run; otherwise wait until it closes it.
 
     Raises RuntimeError when it has not done so within ``limit`` seconds.
     """
@@ -99,7 +99,7 @@ def _is_of_new_run(store: dist.Store, rank: int, limit: float, runs_met: int) ->
 
 
 def _reach(host: str, port: int, world_size: int, limit: float, serves: bool) -> dist.TCPStore:
-    """Connect to the store, or serve it; says now and then that nobody listens yet."""
+    """Connect to the store, or serve it; logs now and then that nobody listens yet."""
     begun = time.monotonic()
     while True:
         left = limit - (time.monotonic() - begun)

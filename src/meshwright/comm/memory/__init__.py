@@ -3,7 +3,7 @@
 Bottom-up:
 
     heap              what C's heap keeps of what is freed
-    pages             pages that move between tensors instead of being freed and got anew
+    pages             pages that move between tensors instead of being freed and allocated again
     reusable_storage  1-D tensors whose memory comes and goes, while views of them stay valid
 """
 

@@ -1,9 +1,9 @@
-"""Pages of this process's memory that move between tensors instead of being freed and got anew.
+"""Pages of this process that move between tensors instead of being freed and allocated again.
 
 A page that the kernel hands out must be cleared first, which costs more than filling it; on a
 virtual machine many times more. C's allocator gives large blocks back to the kernel, or scatters
 them, depending on what else lies between them. So lines that come and go at every unit of every
-step (`lines`) have a window each: addresses for good, with pages in them only while they are used.
+step (`reusable_storage`) have a window each: addresses for good, and pages only while in use.
 
 ::
 
@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 BLOCK = 2 << 20
 """Bytes that one table of pages describes: what is moved in one piece."""
 KEPT_SECONDS = 60.0
-"""For how long pages stay that no window has had."""
+"""How long pages that no window has had are kept."""
 
 _NOTHING, _READ_WRITE = 0, 3
 _PRIVATE_ANONYMOUS_UNRESERVED = 0x2 | 0x20 | 0x4000
@@ -68,7 +68,7 @@ class _Kernel:
             raise MemoryError(f"{nbytes} bytes cannot be moved: {os.strerror(ctypes.get_errno())}")
 
     def seal(self, start: int, nbytes: int) -> None:
-        """Make any use of these addresses end the process, as one of freed memory should."""
+        """Make any access to these addresses crash the process, as one to freed memory should."""
         self._mprotect(start, nbytes, _NOTHING)
 
     def give_back(self, start: int, nbytes: int) -> None:
@@ -120,7 +120,7 @@ class PagePool:
 
     @property
     def is_available(self) -> bool:
-        """Check that pages can be moved here: on Linux from 5.7 on."""
+        """True where pages can be moved: on Linux from 5.7 on."""
         if self._works is None:
             self._works = self._try()
         return self._works
@@ -197,6 +197,7 @@ class PagePool:
             at += extent.nbytes
         self._free.extend(window.extents)
         window.extents.clear()
+        # The addresses stay mapped: unsealed, they would read as zeros.
         kernel.seal(window.start, window.nbytes)
         self._trim(now - KEPT_SECONDS)
 

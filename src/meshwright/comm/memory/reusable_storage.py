@@ -1,7 +1,7 @@
-"""Lines: 1-D tensors whose memory comes and goes, while every view of them stays valid.
+"""Reusable storage: 1-D tensors (lines) whose memory comes and goes while views stay valid.
 
-What autograd has saved of a line finds it again when the line has memory again. Using a line, or a
-view of it, while it has none ends the process.
+What autograd has saved of a line is valid once the line has memory again. Reading or writing a
+line, or a view of it, while it has none crashes the process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Line(ABC):
 
     @abstractmethod
     def restore(self) -> None:
-        """Have memory, uninitialized unless it is there already."""
+        """Get memory, uninitialized, unless it is there already."""
 
 
 class _StorageLine(Line):
@@ -66,7 +66,9 @@ class _PagedLine(Line):
         self._window = pool.open(nbytes)
         memory = (ctypes.c_char * nbytes).from_address(self._window.start)
         closing = weakref.finalize(memory, pool.close, self._window)
+        # At exit the tensor may still be in use: its window has to stay.
         closing.atexit = False  # pyrefly: ignore[missing-attribute]
+        # An inference tensor could never be saved for a backward.
         with torch.inference_mode(False):
             self.tensor = torch.frombuffer(memory, dtype=dtype)
         self.restore()

@@ -4,7 +4,7 @@ Bottom-up:
 
     observers  the protocol, a recorder, and a timer
     shown      collectives as torch's profiler and ``CommDebugMode`` see them
-    late       numbers of a device, looked at when the device has come to them
+    late       deferred reads: numbers of a device, judged when the device has come to them
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Numbers that the host looks at late: those of a device, when the device has come to them.
+"""Deferred reads by the host: numbers of a device, judged when the device has come to them.
 
 ::
 
@@ -33,19 +33,19 @@ class LateNumbers:
         """Give it a ``name`` by which `known` finds it as long as something is outstanding."""
         self._key = name or str(id(self))
         self.coming: list[Callable[[], object]] = []
-        """Judgments of what the device or other ranks may not have come to: each waits first."""
+        """Judgments still to be made; each first waits for the device or for other ranks."""
 
     @classmethod
     def known(cls, name: str) -> LateNumbers:
-        """Find what was noted under ``name``, or begin."""
+        """Return the numbers outstanding under ``name``, or new ones."""
         found = PROCESS.outstanding.get(name)
         return found if isinstance(found, LateNumbers) else cls(name)
 
     def look(self, numbers: torch.Tensor, judge: Judge, *, is_late: bool = False) -> None:
-        """Have ``numbers``, 1-D, judged: now those of the host, with the next `settle` a device's.
+        """Have 1-D ``numbers`` judged: the host's at once, a device's at the next `settle`.
 
-        They may be written to again at once. With ``is_late`` those of the host wait, too: where
-        judges ask other ranks, all have to come in one order.
+        The caller may overwrite them at once. With ``is_late`` those of the host wait, too: judges
+        that ask other ranks have to run in one order on all of them.
         """
         if is_host(numbers.device):
             judged = partial(judge, numbers.tolist())
@@ -64,7 +64,7 @@ class LateNumbers:
         *,
         is_late: bool,
     ) -> None:
-        """Have the rows judged that a ``started`` gather brings, with the next `settle` if late."""
+        """Have the rows of a ``started`` gather judged, at the next `settle` if ``is_late``."""
         if is_late:
             self._note(lambda: judge(started()))
         else:
@@ -95,7 +95,7 @@ def note(check: Outstanding, key: str) -> None:
 
 
 def settle(*_: object) -> None:
-    """Look at all that was noted in this process. Raises the first error.
+    """Judge all that was noted in this process. Raises the first error.
 
     It sends nothing where all is well. It can be a hook of whatever gives out a state.
     """

@@ -69,7 +69,7 @@ class Recorder:
         return [(c.kind, c.label) for c in self.collectives]
 
     def bytes(self) -> int:
-        """Compute the bytes of all recorded tensors on this rank."""
+        """Sum the bytes of all recorded tensors on this rank."""
         return sum(c.bytes for c in self.collectives)
 
     def clear(self) -> None:

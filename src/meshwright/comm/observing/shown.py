@@ -78,7 +78,7 @@ _FUNCTIONAL: MappingProxyType[str, Callable[[torch.Tensor, torch.Tensor], torch.
 
 
 def is_counted(kind: str, tensor: torch.Tensor) -> bool:
-    """Check that a ``CommDebugMode`` counts operations of ``kind`` here, on a real ``tensor``."""
+    """Check whether a ``CommDebugMode`` counts operations of ``kind`` on a real ``tensor``."""
     if dispatch_depth() == 0 or kind not in _OF_C10D:
         return False
     if skips_dispatch_modes():
@@ -93,9 +93,9 @@ def is_counted(kind: str, tensor: torch.Tensor) -> bool:
 def in_place_of(
     kind: str, launch: Callable[[Any], Launched], *, functional: bool
 ) -> Callable[[Any], Launched]:
-    """Show an operation of ``kind`` where ``launch`` is called, which then runs unseen.
+    """Wrap ``launch``, so that it first shows an operation of ``kind`` and then runs unseen.
 
-    It is c10d's, or the functional one that stands for it in graphs.
+    Shown is c10d's operation, or the functional one that stands for it in graphs.
     """
 
     def run(group: Any) -> Launched:  # noqa: ANN401 - as those of `collectives`
@@ -125,7 +125,7 @@ def _show(kind: str, *, functional: bool) -> None:
 
 
 class _InRange:
-    """A work whose waits are a range."""
+    """A work whose waits are ranges of the profiler."""
 
     __slots__ = ("_name", "_work")
 
@@ -142,7 +142,7 @@ class _InRange:
 
 
 def in_ranges(launch: Callable[[Any], Launched], name: str) -> Callable[[Any], Launched]:
-    """Put ``launch`` in a range ``name``; each wait for what it starts is one, too."""
+    """Wrap ``launch`` in a profiler range ``name``; each wait for what it starts gets one, too."""
 
     def shown(group: Any) -> Launched:  # noqa: ANN401 - c10d's group
         with record_function(name):

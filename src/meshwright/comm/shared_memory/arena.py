@@ -56,7 +56,7 @@ def unsupported() -> str:
 
 
 def host_identity() -> str:
-    """Make a text that is equal in two processes exactly when they can share memory."""
+    """Return a text that is equal in two processes exactly when they can share memory."""
     with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
         boot = file.read().strip()
     namespace = os.stat("/proc/self/ns/pid").st_ino
@@ -172,6 +172,7 @@ class SharedTensors:
             self._owned[start] = segment
         memory = (ctypes.c_char * (numel * dtype.itemsize)).from_buffer(segment.map, PAGE)
         freed = weakref.finalize(memory, self._freed, start, os.getpid())
+        # At exit the tensor may still be in use: its segment has to stay.
         freed.atexit = False  # pyrefly: ignore[missing-attribute]
         return torch.frombuffer(memory, dtype=dtype)
 
@@ -190,7 +191,7 @@ class SharedTensors:
         )
 
     def address_of(self, pid: int, location: Location) -> int:
-        """Compute the address in this process of bytes that lie in a segment of process ``pid``."""
+        """Return the address here of bytes in a segment of ``pid``, which is mapped if need be."""
         if pid == self._pid:
             with self._lock:
                 owned = list(self._owned.values())
@@ -215,7 +216,7 @@ class SharedTensors:
         return segment
 
     def _take(self, nbytes: int) -> Segment | None:
-        """Make a segment of the pool or a new one; None when there are too many."""
+        """Take a segment from the pool, or make one; None when there are too many."""
         size = _rounded(nbytes)
         with self._lock:
             free = self._pool.get(size)

@@ -40,7 +40,7 @@ class _Host:
         """Make a group: the creator that c10d calls on each of its ranks."""
         ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
         if not dist.is_initialized():
-            self._known.clear()  # a new world numbers its ranks anew
+            self._known.clear()  # a new world has ranks of its own
         crowd = max(self.crowd, local_size() or 1, len(ranks))
         timeout = options.timeout.total_seconds()
         try:
@@ -64,7 +64,6 @@ class _Host:
 
 
 def _gloo_group(options: GroupOptions, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Make the group that c10d makes for the backend ``gloo``."""
     store = dist.PrefixStore("gloo", options.store)
     transport = dist.ProcessGroupGloo(
         store, options.group_rank, options.group_size, timeout=options.timeout

@@ -11,7 +11,7 @@ from meshwright.comm.shared_memory.waits import Steps
 
 
 def over(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Make a tensor over ``numel`` elements at ``address``, outside autograd."""
+    """Make a tensor over memory at ``address``, outside autograd; it does not keep that alive."""
     memory = (ctypes.c_char * (numel * dtype.itemsize)).from_address(address)
     with torch.inference_mode(False):
         return torch.frombuffer(memory, dtype=dtype)
@@ -25,7 +25,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_of(flat: torch.Tensor, first: int, nbytes: int) -> torch.Tensor:
-    """Compute the elements of ``flat`` that lie in ``nbytes`` bytes from byte ``first``."""
+    """View the elements of ``flat`` that lie in ``nbytes`` bytes from byte ``first``."""
     width = flat.dtype.itemsize
     return flat[first // width : (first + max(0, nbytes)) // width]
 
@@ -66,7 +66,7 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Check that the elements lie in memory as they are, one after another."""
+    """Check whether the elements lie in memory as they are, one after another."""
     dense(tensor)
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
@@ -99,7 +99,7 @@ def _then_copied(body: Steps, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 def cut(tensor: torch.Tensor, sizes: Sequence[int], size: int, name: str) -> list[tuple[int, int]]:
-    """Address and bytes of ``size`` parts of ``tensor`` along dim 0, equal ones without sizes."""
+    """List address and bytes of ``size`` parts of ``tensor`` along dim 0, equal without sizes."""
     rows = tensor.shape[0] if tensor.dim() else 0
     if not sizes:
         sizes = [rows // size] * size

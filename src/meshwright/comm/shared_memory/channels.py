@@ -172,7 +172,7 @@ class Outbox:
         """Bytes in the stream of the message that was granted last."""
 
     def move(self) -> list[Transfer] | None:
-        """Bring the sends forward: those that have ended, or None when nothing has moved."""
+        """Advance the sends; returns those that have ended, or None when nothing has moved."""
         channel, words = self.channel, self.channel.words
         ended: list[Transfer] = []
         moved = False
@@ -212,6 +212,7 @@ class Outbox:
         else:
             self.posted[self._count] = send
         self._count += 1
+        # Last: x86 keeps the order of stores, so who sees the count sees the whole entry.
         channel.words[POSTED] = self._count
 
 
@@ -231,7 +232,7 @@ class Inbox:
         """Bytes of the first of ``granted`` that were drained."""
 
     def take(self) -> tuple[Message, int] | None:
-        """Find the next message of the ring, which stays until `release`, and its address."""
+        """Return the next message of the ring, and its address, which is valid until `release`."""
         channel = self.channel
         if channel.words[POSTED] <= self._count:
             return None
@@ -243,7 +244,7 @@ class Inbox:
         return message, channel.address + start + HEAD_BYTES
 
     def release(self) -> bool:
-        """Give the entry of the message that was taken back; True where it may be waited for."""
+        """Free the entry of the message that was taken; True where the sender may wait for it."""
         words = self.channel.words
         was_full = words[POSTED] - self._count >= ENTRIES
         self._count += 1
@@ -257,7 +258,7 @@ class Inbox:
             self.channel.words[GRANTED] = message.number + 1
 
     def drain(self) -> list[Transfer] | None:
-        """Copy the blocks that are there: receives that have ended, or None without any block."""
+        """Copy the blocks that are there; returns receives that have ended, None if none is."""
         channel, words = self.channel, self.channel.words
         ended: list[Transfer] = []
         moved = False

@@ -86,7 +86,7 @@ class Exchange:
         return self._slots[(self.meeting.step + 1) & 1]
 
     def _enter(self, call: RecordedCall, source: Location | None = None) -> int:
-        """Arrive with the record of ``call``; the parity of the step."""
+        """Arrive with the record of ``call``; returns the parity of the step."""
         parity = (self.meeting.step + 1) & 1
         self.records.write(parity, call, source)
         self.meeting.arrive()
@@ -141,6 +141,7 @@ class Exchange:
                 accumulate(flat(tensor), views, call.reduction)
         elif len(places) == self.size:
             self._reduce_share(call, places, numel, tensor.dtype)
+            # Until all have arrived, peers write to this rank's tensor.
             self.meeting.arrive()
             yield
         else:
@@ -376,6 +377,7 @@ class Exchange:
                     count = min(SLOT_BYTES, sizes[rank] - first)
                     if places[rank] is None and count > 0:
                         _copy(outputs[rank] + first, slots[rank], count)
+        # Tensors that were read in place must not change before all readers have arrived.
         if places.count(None) < len(places):
             self.meeting.arrive()
             yield
@@ -480,7 +482,7 @@ class Exchange:
 
 
 def _share(numel: int, rank: int, size: int) -> tuple[int, int]:
-    """List the elements that ``rank`` reduces, cut at multiples of 64: no cache line is shared."""
+    """Return the range that ``rank`` reduces, split at multiples of 64: no cache line is shared."""
     length = -(-numel // (size * 64)) * 64
     return min(rank * length, numel), min((rank + 1) * length, numel)
 

@@ -33,6 +33,7 @@ class RecordedCall(Call):
         """Return this call with its fingerprint and record computed."""
         fingerprint, label = digest(self.form), digest(self.label) | 1 if self.label else 0
         data = str(self).encode()[:TEXT_BYTES]
+        # Zeros for the locations: they clear those of the step that used this record before.
         head = struct.pack("<2q", fingerprint, label) + bytes(8 * (TEXT - 2))
         record = head + struct.pack("<q", len(data)) + data
         return replace(self, fingerprint=fingerprint, record=record)
@@ -117,7 +118,6 @@ class Records:
         return CollectiveMismatchError(f"{reason}; {self._describe(parity)}")
 
     def _describe(self, parity: int) -> str:
-        """Describe the calls, ranks with the same call together."""
         numbers = self._meeting.peers.ranks
         texts: list[str] = []
         for first in self._first[parity]:

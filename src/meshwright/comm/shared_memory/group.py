@@ -90,7 +90,7 @@ class _Issuing(threading.local):
         self.coalesced = []
 
     def end_coalescing(self) -> list[SharedWork]:
-        """Hand out the works that were noted since the begin."""
+        """Return the works that were noted since `begin_coalescing`."""
         works, self.coalesced = self.coalesced or [], None
         return works
 

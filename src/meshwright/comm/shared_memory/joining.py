@@ -153,7 +153,7 @@ def _await_all(
 def _check_lives(
     missing: Sequence[int], ranks: Sequence[int], known: Mapping[int, tuple[int, int]]
 ) -> None:
-    """Raise when a rank that is waited for is known and has ended, by what it has said if it has"""
+    """Raise when an awaited rank that is known has ended, with what it said of that, if any."""
     for number in missing:
         if number in known and not is_alive(*known[number]):
             error = RankFailedError(

@@ -26,7 +26,7 @@ from meshwright.errors import CollectiveTimeoutError
 from meshwright.torch_internals.distributed import Work
 
 SLICE = 0.5
-"""Seconds of a wait without a bound before the other ranks' failures are looked at, as in ours."""
+"""Seconds of a wait without a bound before failures of other ranks are checked, as in `pending`."""
 TICK = 0.0005
 """Seconds between two looks of the background thread while there is work."""
 SLOWEST_TICK = 0.004
@@ -95,15 +95,15 @@ class SharedWork(Work):
         return self.outputs
 
     def is_completed(self) -> bool:
-        """Check that the operation has ended, in order or with an error."""
+        """Check whether the operation has ended, in order or with an error."""
         return self.done
 
     def is_success(self) -> bool:
-        """Check that the operation has ended without an error."""
+        """Check whether the operation has ended without an error."""
         return self.done and self.error is None
 
     def exception(self) -> BaseException | None:
-        """Make the error of the operation, if it has ended with one."""
+        """Return the error of the operation, if it has ended with one."""
         return self.error
 
     def result(self) -> list[torch.Tensor]:
@@ -119,7 +119,7 @@ class SharedWork(Work):
         """Wait until the operation has ended; raises its error.
 
         With a ``timeout`` it raises `CollectiveTimeoutError` when that passes first. The operation
-        goes on, and may be waited for again.
+        continues, and may be waited for again.
         """
         seconds = timeout.total_seconds()
         if not self.done and seconds > 0:
@@ -138,7 +138,7 @@ class SharedWork(Work):
         raise NotImplementedError
 
     def _late(self, seconds: float) -> str:
-        """Return who is missing after ``seconds``."""
+        """Describe who is missing after ``seconds``."""
         raise NotImplementedError
 
 
@@ -160,11 +160,11 @@ class JoinedWork(SharedWork):
         return [tensor for future in futures.value() for tensor in future.value()]
 
     def is_completed(self) -> bool:
-        """Check that all operations have ended."""
+        """Check whether all operations have ended."""
         return all(work.is_completed() for work in self.works)
 
     def is_success(self) -> bool:
-        """Check that all operations have ended without an error."""
+        """Check whether all operations have ended without an error."""
         return all(work.is_success() for work in self.works)
 
     def exception(self) -> BaseException | None:
@@ -221,7 +221,7 @@ class _Operation(SharedWork):
 
 
 class _Announcer(threading.Thread):
-    """Tells one future after another; its callbacks may wait for further operations."""
+    """Completes one future after another; callbacks may wait for further operations."""
 
     def __init__(self, idle: list[_Announcer], name: str) -> None:
         super().__init__(name=name, daemon=True)
@@ -301,7 +301,7 @@ class Background:
         idle, tick = 0, TICK
         while not self._closed:
             if idle > LINGER:
-                self._awake = False
+                self._awake = False  # before the look: work that comes after that rings the bell
                 if not self._has_work():
                     self._bell.acquire()
                 self._awake, idle = True, 0
@@ -472,7 +472,7 @@ class OperationQueue:
         return moved
 
     def _is_troubled(self, operation: _Operation) -> bool:
-        """Check that it is time to look at the peers' lives and at the limit."""
+        """Check whether it is time to look at the peers' lives and at the limit."""
         now = time.monotonic()
         if now < self._checked:
             return False

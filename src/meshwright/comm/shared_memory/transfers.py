@@ -58,7 +58,7 @@ class _OwnedTransfer(Transfer):
         self.owner = owner
 
     def is_completed(self) -> bool:
-        """Check that the transfer has ended; looks for its message when it has not."""
+        """Check whether the transfer has ended; looks for its message when it has not."""
         if not self.done:
             self.owner.look()
         return self.done
@@ -105,7 +105,7 @@ class Transfers:
         self._background.close()
 
     def look(self) -> bool:
-        """Move what can be moved without waiting: whether anything was."""
+        """Move what can be moved without waiting; tells whether anything was."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -210,7 +210,7 @@ class Transfers:
         return [rank for rank in others if meeting.state(rank) != LEFT] or others
 
     def late(self, transfer: Transfer, seconds: float) -> str:
-        """Return who is missing in ``transfer`` after ``seconds``."""
+        """Describe who is missing in ``transfer`` after ``seconds``."""
         peers = self._meeting.peers
         names = ", ".join(peers.name(rank) for rank in self._awaited(transfer))
         held = "; ".join(
@@ -236,7 +236,7 @@ class Transfers:
             self._end(transfer, error)
 
     def _move(self) -> bool:
-        """Bring all transfers forward as far as they go: whether anything has moved."""
+        """Bring all transfers forward as far as they go; tells whether anything has moved."""
         moved = False
         try:
             for peer, outbox in enumerate(self._outboxes):
@@ -287,6 +287,7 @@ class Transfers:
         return moved
 
     def _receive_for(self, message: Message) -> Transfer | None:
+        # Messages of one source and tag stay in order: an earlier one is still unclaimed.
         if self._unexpected and any(
             held.source == message.source and held.tag == message.tag for held in self._unexpected
         ):

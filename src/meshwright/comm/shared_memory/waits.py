@@ -178,14 +178,14 @@ class Meeting:
         words = self._words
         step = self.step = self.step + 1
         words[self._mine] = step
-        # A locked instruction between the store of the arrival and the load of the sleepers.
+        # A locked instruction: else x86 may load the sleepers before the arrival is stored.
         self._fence.acquire(False)
         self._fence.release()
         if words[self._sleeping].tobytes() != self._nobody:
             self._futex.wake(self.segment.address + 8 * self._mine)
 
     def all_arrived(self) -> bool:
-        """Check that a wait would return at once."""
+        """Check whether a wait would return at once."""
         words, step = self._words, self.step
         return all(words[index] >= step for index in self._arrivals)
 
@@ -265,7 +265,7 @@ class Meeting:
     # ------------------------------------------------------------------ messages
 
     def doorbell(self) -> int:
-        """Find the value of this rank's bell, to be read before looking for messages."""
+        """Return the value of this rank's bell, to be read before looking for messages."""
         return self._words[self._bells[self.peers.me]]
 
     def ring(self, rank: int, count: int) -> None:
@@ -318,7 +318,7 @@ class Meeting:
             )
 
     def state(self, rank: int) -> int:
-        """Find the state that ``rank`` of the group has given itself; 0 while it takes part."""
+        """Return the state that ``rank`` of the group has given itself; 0 while it takes part."""
         return self._words[self.layout.states + rank]
 
     def _check_states(self, ranks: Sequence[int], what: object, *, messages: bool) -> None:

@@ -5,7 +5,7 @@ Bottom-up:
     mixed_lists     operators on lists of DTensors and plain tensors together
     random_values   the random values of DTensors, which each rank draws whole
     derivatives     derivatives of any order of DTensors that are moved
-    corrected       operators whose numbers torch's rules make others than one process has
+    corrected       operators whose results differ under torch's rules from those of one process
     written_parts   writes to parts of DTensors, which change these themselves
 """
 

@@ -1,14 +1,14 @@
-"""Operators on DTensors whose numbers are others under torch's rules than in one process.
+"""Operators on DTensors whose results differ under torch's rules from those of one process.
 
 ==========================================  =====================================================
 means of losses                             a mean of the ranks' means, though some have fewer rows,
                                             or fewer that count; gradients of each rank's own mean
 ``any``                                     a sum of booleans, which as a number counts ranks
 ``fill_`` of what ranks hold summands of    every summand is the value
-``logsumexp`` with ``keepdim``              lies along the dim before the one that is cut
+``logsumexp`` with ``keepdim``              is placed along the dim before the sharded one
 ``sum`` over no dims, which is over all     none is summed: in backward of ``amax`` and ``amin``
 norms of parts, of which more is computed   sums, lists and gradients of each rank's own norm
-convolutions of images that are cut         of each rank's part alone
+convolutions of images that are sharded     of each rank's part alone
 ==========================================  =====================================================
 """
 
@@ -45,7 +45,7 @@ _LOSSES = (
 
 @functools.cache
 def correct_operators() -> None:
-    """Compute what one process would from now on."""
+    """Make these operators compute what one process would, from now on."""
     aten, handlers = torch.ops.aten, dtensor_handlers()
     for name in _LOSSES:
         handlers[getattr(aten, name).default] = _loss
@@ -73,7 +73,7 @@ def _named(op: _Operator, args: _Args, kwargs: _Kwargs) -> dict[str, Any]:
 
 
 def _is_mean_of_parts(given: Mapping[str, Any]) -> bool:
-    """Check for a mean over what ranks hold parts of."""
+    """Check whether the call takes a mean over tensors that ranks hold parts of."""
     tensors = [each for each in given.values() if isinstance(each, DTensor)]
     is_cut = any(not is_replicated(each) for tensor in tensors for each in tensor.placements)
     return given["reduction"] == _MEAN and is_cut
@@ -146,7 +146,7 @@ def _extreme(op: _Operator, args: _Args, kwargs: _Kwargs) -> object:
 
 
 class _Norm:
-    """A handler after which ranks know the norms of what they hold parts of."""
+    """A handler that gives every rank the full norms of tensors of which ranks hold parts."""
 
     __slots__ = ("before",)
 
@@ -172,7 +172,7 @@ def _known(norm: torch.Tensor, order: float) -> torch.Tensor:
 
 
 def _largest(norms: list[DTensor]) -> list[DTensor]:
-    """Give each rank all of ``norms``, numbers: one collective for those that lie alike."""
+    """Give each rank all of ``norms``, numbers: one collective for those that are placed alike."""
     found = list(norms)
     alike: dict[tuple[Any, ...], list[int]] = {}
     for index, norm in enumerate(norms):
@@ -188,7 +188,7 @@ def _largest(norms: list[DTensor]) -> list[DTensor]:
 
 
 def _correct_sums() -> None:
-    """Sum by `_sum`, which all sums pay for, from now on."""
+    """Handle sums by `_sum` from now on; every sum pays for it."""
     aten, handlers = torch.ops.aten, dtensor_handlers()
     handlers[aten.sum.default] = handlers[aten.sum.dim_IntList] = _sum
 
@@ -225,5 +225,4 @@ class _Convolution:
 
 
 def _replicated(tensor: DTensor) -> DTensor:
-    """Give each rank all of ``tensor``."""
     return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)

@@ -27,7 +27,7 @@ _Gradient = Callable[[Any, Any], torch.Tensor]
 
 @functools.cache
 def differentiate_moves() -> None:
-    """Have gradients that are differentiated move by what can be, from now on."""
+    """Make the gradients of moved DTensors differentiable themselves, from now on."""
     ways: tuple[tuple[Any, _Gradient], ...] = (
         (Redistribute, _redistributed),
         (ToTorchTensor, _from_local),
@@ -68,7 +68,6 @@ def _first_of(ctx: Any, *names: str) -> torch.dtype:  # noqa: ANN401
 
 
 def _from_local(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
-    """Make a DTensor of the gradient of a local tensor."""
     lies = ctx.dtensor_spec
     placements = ctx.grad_placements or _whole(lies.placements)
     _, stride = global_tensor_info(gradient, lies.mesh, lies.placements)
@@ -79,7 +78,6 @@ def _from_local(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # noqa: ANN4
 
 
 def _to_local(ctx: Any, gradient: DTensor) -> torch.Tensor:  # noqa: ANN401
-    """Make a local tensor of the gradient of a DTensor."""
     given = ctx.forward_input_placements
     placements = getattr(ctx, "grad_placements", None) or _whole(given)
     # Of a summand's gradient, which is whole, each rank makes a summand again.
@@ -93,5 +91,5 @@ def _to_local(ctx: Any, gradient: DTensor) -> torch.Tensor:  # noqa: ANN401
 
 
 def _whole(placements: Iterable[Placement]) -> list[Placement]:
-    """List the placements of a gradient: whole, of what are summands."""
+    """List the placements of a gradient: Replicate where its tensor is Partial."""
     return [Replicate() if placement.is_partial() else placement for placement in placements]

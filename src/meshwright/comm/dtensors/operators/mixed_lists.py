@@ -1,7 +1,7 @@
 """torch's operators on lists of tensors of which some are DTensors and some are plain.
 
 Clipping, and optimizers with ``foreach`` or ``fused``, give all their tensors to one operator, and
-torch refuses DTensors beside plain tensors, or on two meshes. Here the list is taken apart::
+torch rejects DTensors beside plain tensors, or on two meshes. Here the list is taken apart::
 
     [plain, DTensor on (tensor), plain]    the operator on [plain, plain], then on [DTensor]
     a stack of their norms                 each a plain number of the whole tensor
@@ -10,7 +10,7 @@ torch refuses DTensors beside plain tensors, or on two meshes. Here the list is 
 
 A plain tensor counts as what every rank holds whole.
 
-Where another operator refuses a DTensor beside a plain tensor, who has made it may say why.
+Where another operator rejects a DTensor beside a plain tensor, `explain_reads` may say why.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def take_lists_apart() -> None:
 
 
 def are_lists_taken_apart() -> bool:
-    """Check that mixed lists are let through."""
+    """Check whether mixed lists are taken apart."""
     return isinstance(dtensor_handlers().get(torch.ops.aten.stack.default), _ListOperator)
 
 
@@ -57,7 +57,7 @@ _OF_LISTS = ("_foreach_", "_fused_ada", "_fused_sgd", "_amp_foreach_")
 
 
 class _ListOperator:
-    """A handler that does what torch would, unless its first list lies on several meshes."""
+    """A handler that does what torch would, unless its first list is on several meshes."""
 
     __slots__ = ("apart", "before")
 
@@ -91,7 +91,6 @@ for _operator in without_rules:
 
 
 def _one_by_one(op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
-    """Call ``op`` with the tensors of each mesh."""
     count = len(args[0])
     found: list[Any] = [None] * count
     result: object = None

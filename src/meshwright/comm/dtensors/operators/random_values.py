@@ -1,8 +1,8 @@
 """Random values of DTensors: those that one process draws with the same seed.
 
 Each rank draws the whole tensor, and keeps its part. torch has every rank draw a part of its own:
-on hosts, with one seed, the same on all of them, so that the rows of a weight come again; on GPUs
-one that depends on the layout, for which the host waits, and all ranks of the world have to come.
+on hosts, with one seed, the same on all of them, so that the rows of a weight repeat; on GPUs
+one that depends on the layout, for which the host waits, and all ranks of the world must come.
 Dropout comes here by `bernoulli_`, unless a program calls its one operator.
 """
 
@@ -57,7 +57,7 @@ def draw_whole() -> None:
 
 
 class _Draw:
-    """A handler, before which ranks that hold the same of a tensor are asked for one state."""
+    """A handler that first requires one random state on ranks that hold the same elements."""
 
     __slots__ = ("handler",)
 
@@ -122,7 +122,6 @@ def _drawn(op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> D
 
 
 def _new(op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """Draw a DTensor that lies as the first of ``args``."""
     return part_like(op(_whole_like(args[0]), *args[1:], **kwargs), args[0])
 
 

@@ -1,6 +1,6 @@
 """Writes to parts of DTensors, as ``weight[0].zero_()``, which change the DTensor itself.
 
-torch gathers a DTensor before it takes rows along the dim that is cut, and what is written to them
+torch gathers a DTensor before it takes rows along a sharded dim, and what is written to them
 would be lost with the copy: the padding row of an `nn.Embedding` that is initialized after it was
 sharded. Here each rank takes its part out of the copy again; nothing is sent::
 
@@ -43,7 +43,7 @@ _COPY = "_meshwright_copy"
 def write_through() -> None:
     """Have writes to parts of DTensors change these from now on.
 
-    Writes cost a look at each tensor from the first part on that had to be gathered.
+    From the first part on that had to be gathered, writes to DTensors cost a look at each.
     """
     draw_whole()
     correct_operators()
@@ -142,7 +142,7 @@ class _Copy:
 
 
 def _copies(tensor: DTensor) -> Iterator[tuple[_Copy, torch.Tensor]]:
-    """Find what ``tensor`` is a part of, each with its part: of a copy of a part of a copy."""
+    """Iterate over the copies that ``tensor`` is a part of, each of a part of the next."""
     part = local_of(tensor)
     while (copy := getattr(part.untyped_storage(), _COPY, None)) is not None:
         yield copy, part
@@ -150,7 +150,6 @@ def _copies(tensor: DTensor) -> Iterator[tuple[_Copy, torch.Tensor]]:
 
 
 def _rows(ranges: Ranges) -> torch.Tensor:
-    """List the numbers of rows."""
     rows = [torch.arange(first, first + count, device="cpu") for first, count in ranges]
     return torch.cat([torch.arange(0, device="cpu"), *rows])
 
@@ -167,7 +166,7 @@ def _watch_writes() -> None:
 
 
 class _Write:
-    """A handler that does what was done before, and brings what was written where it belongs."""
+    """A handler that runs the one before it, and brings writes to copies back to their DTensors."""
 
     __slots__ = ("before", "written")
 
