@@ -101,7 +101,7 @@ def check_settled(unit: Unit) -> None:
 
 
 def _release(driver: Driver, slot: Slot) -> Slot:
-    """Take ``slot`` out of the unit of ``driver``, which goes on with the rest."""
+    """Take ``slot`` out of the unit of ``driver``, which keeps the rest."""
     unit = driver.unit
     if unit is None:
         raise InternalError(f"{slot.name!r} is not where it should be")
