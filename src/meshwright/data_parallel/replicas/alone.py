@@ -201,7 +201,7 @@ class InPlaceGradient(_AloneGradient):
             gradient.copy_(self._tensor)
 
     def used(self) -> Sequence[bool]:
-        """Tell whether this rank has a gradient."""
+        """Whether this rank has a gradient."""
         return (not self.lacks,)
 
     def adopt(self, count: float) -> None:
@@ -265,7 +265,7 @@ class SparseGradient(_AloneGradient):
         self._tensor = None
 
     def launch(self, communicator: Communicator) -> None:
-        """Tell the others how many rows there are; `finish` sends them, or has a hook sum them."""
+        """Send the number of rows; `finish` sends the rows, or has a hook sum them."""
         if self._hook is not None and self._hook.is_local:
             return
         own = torch.tensor([int(self._number)], device="cpu")

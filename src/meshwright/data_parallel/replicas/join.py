@@ -97,7 +97,7 @@ class Attendance:
         return kinds[0]
 
     def leave(self) -> tuple[Notice, int] | None:
-        """Give the notice of a rank that has no more inputs."""
+        """Exchange notices as `give`, as a rank that has no more inputs."""
         return self.give(Notice.STOP if self._throws else Notice.DONE)
 
 

@@ -197,7 +197,7 @@ class GradientReducer:
         self.follow_training()
 
     def follow_training(self) -> None:
-        """Plan buckets again where other parameters train, or their kind changed; collective then."""
+        """Plan buckets again where other parameters train, or dtypes changed; collective then."""
         if self.leaves.lent:
             self.follow_leaves()
         trainable = [parameter.requires_grad for parameter in self._parameters]
@@ -435,7 +435,7 @@ class GradientReducer:
                 mean = self.on_reduction() or mean
             self._factor = mean if self._scale is None else self._scale()
             if self.registered_hook is not None:
-                self._factor = self._factor * self.communicator.size
+                self._factor = self._factor * self.communicator.size  # which the hook divides by
         return self._factor
 
     @torch.no_grad()

@@ -75,7 +75,7 @@ class Replica:
         self.is_driven = False
         """True when a pipeline schedule says when gradients are reduced and buffers broadcast."""
         self.on_buffers: Callable[[], int] | None = None
-        """Called before buffers are broadcast in a forward pass; gives the rank to take them from."""
+        """Called before buffers are broadcast in a forward pass; gives the rank to send from."""
         self._has_equal_buffers = False
         """True while a forward pass has begun with equal buffers and not ended: after an exception
         the next one takes its place, since other ranks do not send a second time."""

@@ -23,7 +23,7 @@ ARRIVED, CAME_EMPTY = 1, 2
 
 
 class Arrivals:
-    """The gradients that a backward pass has yet to bring. Hooks hold it, so it refers to no tensor.
+    """The gradients that a backward pass has yet to bring. Hooks hold it: it refers to no tensor.
 
     Hooks count in it while `is_open`. They leave the rest to the reducer: the first gradient of
     a pass, the last of a bucket, a second one of a parameter, one that is None.

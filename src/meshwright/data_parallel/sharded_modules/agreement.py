@@ -234,7 +234,7 @@ class UnitStates:
         return found
 
     def _essence(self) -> Essence:
-        """The facts of now, for every forward: cheap while settings are the same objects."""
+        """The current facts, asked in every forward: cheap while settings are the same objects."""
         rows: list[tuple[object, ...]] = []
         for number, driver in enumerate(self._drivers):
             unit = driver.unit

@@ -318,11 +318,10 @@ class Iteration:
         return versions != before
 
     def _exposed(self) -> list[torch.Tensor]:
-        """List the parameters that optimizers may hold."""
         return [p for unit in self.units for p in unit.exposure.parameters(unit)]
 
     def _given(self) -> list[torch.Tensor]:
-        """Tensors no optimizer may hold: full ones, those of before sharding, those shown now."""
+        """Tensors no optimizer may hold: full ones, those from before sharding, those shown now."""
         slots = [slot for unit in self.units for slot in unit.slots]
         before = (slot.given() for slot in slots if slot.given is not None)
         shown = (module.__dict__.get(name) for slot in slots for module, name in slot.places)
@@ -387,7 +386,7 @@ class Iteration:
             at_end_of_backward(self.end_backward)
 
     def _reaches_parameters(self) -> bool:
-        """Tell whether the backward pass that runs now gives any parameter a gradient."""
+        """Whether the running backward pass gives any parameter a gradient."""
         slots = (slot for unit in self.units for slot in unit.slots)
         return (self.token is not None and gets_gradient(self.token)) or any(
             gets_gradient(slot.leaf) or (slot.full is not slot.leaf and gets_gradient(slot.full))
@@ -576,7 +575,7 @@ def _sent(group: ParameterGroup) -> int:
 
 
 def _widest(units: Sequence[Unit]) -> Communicator | None:
-    """Find the communicator with the most ranks that run the same units."""
+    """The communicator with the most ranks that run the same units."""
     axes = [axis for unit in units for axis in unit.communicators]
     size = max((group.axes.size for unit in units for group in unit.groups), default=1)
     found = max(axes, key=lambda axis: axis.size, default=None)
@@ -593,5 +592,5 @@ def _held(units: Iterable[Unit], optimizer: torch.optim.Optimizer) -> list[Unit]
 
 
 def gets_gradient(leaf: torch.Tensor) -> bool:
-    """Tell whether the backward pass that runs now accumulates a gradient of ``leaf``."""
+    """Whether the running backward pass accumulates a gradient of ``leaf``."""
     return accumulates(accumulator_of(leaf))

@@ -166,6 +166,7 @@ class _Joined:
             unit.reshard()
         elif notice is Notice.REDUCE:
             unit.finish_reduce()
+            # The second sum has a notice of its own: ranks that train may leave it out.
             unit.change(all_reduce=False)
             self._divide(unit)
             unit.reduce()

@@ -73,7 +73,7 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
             unit.reshard()
 
     def reset_iter_state(self) -> None:
-        """Give up an iteration that raised. The next forward pass of the root does it too."""
+        """Abandon an iteration that raised. The next forward pass of the root does it too."""
         iteration = _driver(self).iteration
         if iteration is not None:
             iteration.reset()

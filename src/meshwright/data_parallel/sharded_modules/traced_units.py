@@ -149,7 +149,7 @@ class TracedDriver(Driver):
 
     @constant
     def _has_written(self) -> bool:
-        """Tell whether the forward that is traced has written to a whole parameter."""
+        """Whether the forward being traced has written to a full parameter."""
         return compiler_of_marks().has_written()
 
     @constant

@@ -376,7 +376,7 @@ class FlatBuffer:
         return 0 < start <= address < start + self.full.nbytes
 
     def release(self) -> None:
-        """Give the memory of the whole line back."""
+        """Free the memory of the whole line."""
         if self._whole is not None:
             self._whole.free()
 
@@ -405,7 +405,7 @@ class FlatBuffer:
         ]
 
     def release_gradients(self) -> None:
-        """Give the memory of the whole gradients back."""
+        """Free the memory of the full gradients."""
         for line in self.gradients:
             line.release()
 
@@ -462,7 +462,7 @@ class FlatBuffer:
         return line
 
     def _copies_from(self, line: torch.Tensor, count: int) -> _Copies:
-        """List the copies from ``line``, which has what was gathered of ``count`` first tensors.
+        """List the copies from ``line``, which holds what was gathered of the first ``count``.
 
         On the host one copy serves all ranks; devices fuse copies of contiguous memory only.
         """

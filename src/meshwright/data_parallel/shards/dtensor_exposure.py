@@ -241,7 +241,7 @@ class ExposedTensors(Exposure):
                 entry.be_guarded(None)
 
     def refresh(self, unit: Unit) -> None:
-        """See `Exposure`: parameters given anew, and other memory for those that are there."""
+        """See `Exposure`: follows replaced parameters, and new memory of those that stayed."""
         for group in unit.groups:
             if group not in self._guarded:
                 self._guard(group)
@@ -370,7 +370,7 @@ class ExposedTensors(Exposure):
             run_hooks_of_flat(self._flat[group], group.slots[0].name, len(group.slots))
 
     def _has_direct(self, group: ParameterGroup) -> bool:
-        """Tell whether a loss has left gradients that the flat one does not have."""
+        """Whether a loss has left gradients that the flat one does not have."""
         flat = self._flat.get(group)
         if flat is None or flat.grad is not None:
             return False

@@ -36,7 +36,7 @@ COUNTS = sys.version_info < (3, 14)
 
 
 class KeptLine:
-    """A line of elements, with tensors on it that are used again together with it.
+    """A cached gradient buffer, with tensors on it that are reused together with it.
 
     Never hand out the line itself, only other tensors on its memory: their uses are counted.
     """
@@ -61,7 +61,7 @@ class KeptLine:
         return self._line is not None and tensor.data_ptr() == self._line.data_ptr()
 
     def remember(self, guests: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Use ``guests``, tensors on the line, again as long as the line is."""
+        """Reuse ``guests``, tensors on the line, for as long as the line is reused."""
         self.guests = guests
 
     def forget(self) -> None:

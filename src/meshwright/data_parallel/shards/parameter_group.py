@@ -537,7 +537,7 @@ class ParameterGroup:
         return torch.empty_like(shard, pin_memory=shard.is_pinned()).copy_(mean, non_blocking=True)
 
     def is_unused(self, mean: torch.Tensor) -> bool:
-        """Tell whether no rank had a gradient for ``mean``, of which this rank had none.
+        """Whether no rank had a gradient for ``mean``, of which this rank had none.
 
         A sum is -0.0 only where all its summands are, and the first element of each part is that
         on ranks without a gradient alone. So it needs no collective of its own.

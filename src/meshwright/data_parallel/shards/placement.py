@@ -57,7 +57,7 @@ class Target:
     """The data axes as `fully_shard` is given them."""
 
     mesh: DeviceMesh
-    """The data axes alone: (shard), (replicate, shard), or (replicate) for ``cuts`` false."""
+    """The data axes alone: (shard), (replicate, shard), or (replicate) where ``cuts`` is False."""
     axes: DataAxes
     cuts: bool = True
     around: DeviceMesh | None = None

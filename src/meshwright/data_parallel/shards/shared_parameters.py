@@ -38,7 +38,7 @@ def remember(driver: Driver) -> None:
         if not is_ours_alone(before):
             before.__dict__[HOME] = me
             retire_sharded(before, slot.name)
-        del before
+        del before  # or `forget_gone` would find it held
         slot.live_in(home)
         slot.forget_gone()
 

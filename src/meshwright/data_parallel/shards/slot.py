@@ -41,7 +41,7 @@ class Memory(NamedTuple):
 
 
 def memory_of_plain(tensor: torch.Tensor) -> Memory | None:
-    """Find where ``tensor`` lies; None where that is nowhere, as on the meta device."""
+    """The memory that ``tensor`` lies in; None where it has none, as on the meta device."""
     if tensor.layout is not torch.strided or not tensor.numel() or tensor.is_meta:
         return None
     size, first = tensor.element_size(), tensor.storage_offset()
@@ -75,7 +75,7 @@ class Slot:
     """The plain parameter that computes; ``full`` itself unless that is a DTensor whose modules
     take the leaf over its local tensor."""
     local: torch.Tensor | None = None
-    """This rank's chunk where it is not cut from ``original``; taken by the next group."""
+    """This rank's chunk where it does not come from ``original``; taken by the next group."""
     place: Place | None = None
     """Its place, for one that is more than a part of a line."""
     outer: AtRest | None = None
@@ -129,7 +129,7 @@ class Slot:
         self.full, self.leaf = full, leaf
 
     def replace_original(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Stand for another parameter of the user's from now on; returns the one of before."""
+        """Stand for another parameter of the user's from now on; returns the former one."""
         before, self.original = self.original, parameter
         return before
 
@@ -190,7 +190,7 @@ _OF_LEAF, _OF_WHOLE = attrgetter("leaf.grad"), attrgetter("full.grad")
 
 
 def have_gradients(slots: Collection[Slot]) -> bool:
-    """Tell whether autograd has left a gradient on a whole parameter of ``slots``."""
+    """Whether autograd has left a gradient on a full parameter of ``slots``."""
     found = {*map(type, map(_OF_LEAF, slots)), *map(type, map(_OF_WHOLE, slots))}
     return not found <= {type(None)}
 

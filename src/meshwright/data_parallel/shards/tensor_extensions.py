@@ -42,7 +42,7 @@ PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 
 
 def check_class(name: str, parameter: torch.Tensor, *, why: str = "") -> None:
-    """Raise TypeError for a subclass that sharding would drop; ``why`` refuses extensions too."""
+    """Raise TypeError for a subclass that sharding would drop; ``why`` rejects extensions too."""
     inner: Any = parameter
     check_gradient_dtype(name, parameter)
     if is_dtensor(parameter):
@@ -129,7 +129,7 @@ class Extension:
         self._attributes = {**whole.__dict__}
         self._holder = holder_of(whole)
         self._like: torch.Tensor = whole
-        """The whole one until the first part is cut, then the last part that was made."""
+        """The full tensor until the first part is made, then the last part."""
         self._arguments = (mesh, whole.shape, whole.stride(), module, policy)
         self._is_cut = False
 
@@ -287,7 +287,7 @@ class ExtendedBuffer(FlatBuffer):
                     continue
                 # Bytes: c10d does not know all dtypes.
                 whole, part = line.view(torch.uint8), mine.view(torch.uint8)
-                self._sent.append(part)
+                self._sent.append(part)  # which must live until the gather has ended
                 if custom is not None:
                     ranks = moves.ranks
                     started.append(ranks.custom("all_gather", custom, whole, part, label=label))
@@ -321,7 +321,7 @@ class ExtendedBuffer(FlatBuffer):
         self.wholes = [each.full for each in self._gathered if each.full is not None]
 
     def release(self) -> None:
-        """Give the memory of what was gathered back."""
+        """Free the memory of what was gathered."""
         super().release()
         self._metadata.clear()
         for each in self._gathered:

@@ -74,9 +74,9 @@ class Exposure(ABC):
 
     @abstractmethod
     def show_full(self, unit: Unit) -> bool:
-        """Give modules ``slot.full`` of each slot, with the ``requires_grad`` of now.
+        """Give modules ``slot.full`` of each slot, with the current ``requires_grad``.
 
-        False where one holds a tensor of `torch.func.functional_call` for now.
+        Returns False where one holds a tensor that `torch.func.functional_call` has lent it.
         """
 
     @abstractmethod
@@ -113,7 +113,7 @@ class Exposure(ABC):
         return False
 
     def take_waiting(self, unit: Unit) -> bool:
-        """Put ``.grad`` of before back, less what users have dropped; whether it was shown."""
+        """Restore the former ``.grad``, less what users have dropped; True if it was shown."""
         return False
 
     # What only some exposures have.
@@ -205,7 +205,7 @@ class Unit:
         self.announce: Callable[[Unit, str], None] | None = None
         """See `announce_to`."""
         self.changes = 0
-        """The number of times that parameters were converted, loaded or given anew."""
+        """The number of times that parameters were converted, loaded or replaced."""
         self.shows_all = True
         """False while `torch.func.functional_call` has put other tensors in their place."""
         self._phase = Phase.SHARDED
@@ -367,7 +367,7 @@ class Unit:
         return lost
 
     def has_changed(self) -> None:
-        """Note that parameters were converted, loaded, stepped or given anew: graphs are void."""
+        """Note that parameters were converted, loaded, stepped or replaced: graphs are invalid."""
         self.changes += 1
         self._hidden = (), ()
 
@@ -435,7 +435,7 @@ class Unit:
         return found[0].name if found else ""
 
     def forget_gradients(self) -> None:
-        """Drop gradients that wait for a reduction; one that is under way goes on."""
+        """Drop gradients that wait for a reduction; one that is in flight continues."""
         for group in self.groups if not self.is_reducing else ():
             group.forget_gradients()
 
@@ -499,6 +499,7 @@ class Unit:
         with stream.used():
             _wait_for(self._sums)
             groups = self.trainable_groups
+            # Held until the wait below, as `ParameterGroup.finish_reduce` asks.
             held = [(g.finish_reduce(self.settings, is_late=True), g) for g in groups]
         spent = any(
             each is not group.mean for used, group in held for each in used if each is not None
@@ -553,7 +554,6 @@ class Unit:
 
 
 def _wait_for(started: list[Pending]) -> None:
-    """Wait for all of them, and forget them."""
     for pending in started:
         pending.wait()
     started.clear()

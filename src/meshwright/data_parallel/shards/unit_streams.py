@@ -86,7 +86,7 @@ class UnitStreams:
         self.end()
 
     def deliver(self, *, to_host: bool) -> None:
-        """Have the computation wait for all sums; the host too, where means lie there."""
+        """Make the computation wait for all sums; the host too, where means lie there."""
         for stream in (self.sums, self.further):
             event = stream.mark()
             event.wait()
