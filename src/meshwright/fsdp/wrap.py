@@ -142,7 +142,6 @@ def _or_policy(
     nonwrapped_numel: int,
     policies: Iterable[Callable[..., bool]],
 ) -> bool:
-    """Wrap where any of ``policies`` would."""
     return any(
         policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
         for policy in policies

@@ -42,7 +42,7 @@ class SummonOptions:
 
 @torch.no_grad()
 def gather_line(group: ParameterGroup, line: torch.Tensor, label: str) -> torch.Tensor:
-    """Compute all shards of a line with the layout of ``group``; ``line`` is this rank's."""
+    """Gather all shards of a line with the layout of ``group``; ``line`` is this rank's."""
     shard = group.axes.shard
     if shard is None or shard.is_alone:
         return line.clone()
@@ -112,7 +112,7 @@ def summon_own(wrapper: UnitWrapper, options: SummonOptions) -> Iterator[None]:
 
 
 def _check(wrapper: UnitWrapper, options: SummonOptions) -> None:
-    """Refuse arguments that cannot be joined, and moments at which nothing can be summoned."""
+    """Reject arguments that exclude each other, and moments when nothing can be summoned."""
     state = wrapper.training_state
     if state is TrainingState.FORWARD_BACKWARD:
         raise AssertionError("Cannot manually unshard parameters during forward/backward")
