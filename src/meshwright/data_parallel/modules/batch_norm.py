@@ -143,7 +143,7 @@ def _uses_batch(part: nn.Module) -> bool:
 
 
 def _is_unasked(part: nn.Module) -> bool:
-    """Tell whether nobody has said whose statistics ``part`` uses."""
+    """Whether nobody has said whose statistics ``part`` uses."""
     if isinstance(part, SyncBatchNorm) or IS_KNOWN in vars(part):
         return False
     return getattr(vars(part).get("forward"), "func", None) is not _forward

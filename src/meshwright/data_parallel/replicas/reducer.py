@@ -428,7 +428,6 @@ class GradientReducer:
         bucket.take(place, self._current_factor())
 
     def _current_factor(self) -> Factor:
-        """Compute the factor of gradients in this backward pass."""
         if self._factor is None:
             mean = self._mean
             if self.on_reduction is not None:
@@ -555,7 +554,7 @@ class GradientReducer:
         differences: str,
         sums: Sequence[float],
     ) -> None:
-        """Raise for the pass of which ``sums`` of ``notes`` have come."""
+        """Raise for the pass whose ``sums`` of ``notes`` have come, if it is void."""
         is_late = not self.communicator.is_on_host
         self._tells = self._tells or (is_late and sums[MARKS] != 0 and not self._is_local)
         error = notes.judge(self.communicator, place, differences, sums)

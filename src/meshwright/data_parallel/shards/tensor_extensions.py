@@ -204,7 +204,7 @@ class _Gathered:
         self._storages = [(line.untyped_storage(), line.nbytes) for line in self.lines]
 
     def become(self, full: nn.Parameter) -> None:
-        """Be ``full`` in every gather after the first."""
+        """Keep ``full`` for every gather after the first."""
         self.full = full
 
     def own(self, tensors: Iterable[torch.Tensor]) -> None:
