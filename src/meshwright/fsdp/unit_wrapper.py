@@ -444,7 +444,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         self._is_inner = True
 
     def _share_mesh(self, tensor: DeviceMesh | None) -> None:
-        """Know the mesh of the DTensors that any wrapper of the tree has had."""
+        """Note the mesh of the DTensors that any wrapper of the tree has had."""
         self._groups = replace(self._groups, tensor=tensor)
 
     def _keep_settings(self, settings: StateDictSettings) -> None:

@@ -183,7 +183,7 @@ def _ask(
     *,
     is_root: bool = False,
 ) -> int:
-    """Ask a plain policy about ``module`` and what is below; how many parameters were taken."""
+    """Ask a plain policy about ``module`` and what is below; returns how many it has taken."""
     targets, skipped, seen = found
     seen.add(module)
     numel = sum(p.numel() for p in module.parameters() if id(p) not in skipped)

@@ -165,7 +165,7 @@ class FlatExposure(Exposed):
         self.show_nothing(unit)
 
     def show_nothing(self, unit: Unit) -> None:
-        """Give modules empty tensors, unless they hold what computes for one call."""
+        """Give modules empty tensors, unless they hold tensors lent for one call."""
         before, flat = self._nothing, self.flat
         kind = flat.dtype, flat.device, flat.requires_grad
         if (before.dtype, before.device, self._nothing_trains) != kind:
@@ -197,7 +197,7 @@ class FlatExposure(Exposed):
             self._hide(unit)
 
     def _list(self, unit: Unit) -> None:
-        """Register whole parameters in modules; what computes for one call stays there."""
+        """Register full parameters in modules; tensors lent for one call stay there."""
         for slot in unit.slots:
             for module, name in slot.places:
                 found = module.__dict__.get(name)

@@ -269,7 +269,7 @@ def _whole_gradients(group: ParameterGroup, name: str) -> list[torch.Tensor | No
 
 @torch.no_grad()
 def _write_back(unit: Unit, lines: Sequence[torch.Tensor]) -> None:
-    """Take this rank's part of what was shown, where it is not what it was."""
+    """Take this rank's part of what was shown, where it has changed."""
     for group, line in zip(unit.groups, lines, strict=True):
         shard = group.buffer.shard
         mine = line.view(group.axes.parts, -1)[group.axes.part].to(shard.device)

@@ -250,7 +250,6 @@ def by_current_names(
 
 
 def _with_keys(state: Mapping[str, Any], change: Mapping[Any, Any]) -> dict[str, Any]:
-    """Give ``state`` other keys for parameters."""
     found: dict[str, Any] = {"state": {change[key]: own for key, own in state["state"].items()}}
     if "param_groups" in state:
         found["param_groups"] = [

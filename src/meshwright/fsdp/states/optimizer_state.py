@@ -121,7 +121,6 @@ class _Form:
     """True for the optimizer's own memory, of what is spread over the ranks."""
 
     def of(self, value: torch.Tensor) -> torch.Tensor:
-        """``value`` in this form."""
         return copy_of(value, offloads=self.offloads, shares=self.shares)
 
 
