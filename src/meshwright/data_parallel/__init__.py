@@ -7,7 +7,7 @@ Bottom-up:
     checks                  checks that the ranks of one model do the same
     replicas                equal copies: `replicate` and `DistributedDataParallel`
     comm_hooks              other ways to reduce a bucket of gradients than a plain sum
-    shards                  parameters in parts: their memory, their units, and what is seen of them
+    shards                  sharded parameters: their memory, their units, and how users see them
     sharded_modules         `fully_shard`: how modules bring their units through an iteration
     flat_parameters         the flat view of a model, for optimizers
     residency               replicated and sharded modules as a pipeline's schedule drives them

@@ -70,7 +70,7 @@ class LocalComputation(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LocalParameter:
-    """The local leaf with which one DTensor parameter computes."""
+    """How one DTensor parameter computes, and how its gradient is summed."""
 
     is_local: bool = False
     """True when every module that holds it computes on a plain tensor in its place."""
@@ -78,7 +78,7 @@ class LocalParameter:
 
 
 def local_parameters(module: nn.Module) -> Mapping[int, LocalParameter]:
-    """List the DTensor parameters below ``module``, by their ``id``."""
+    """How the DTensor parameters below ``module`` compute, by their ``id``."""
     inside: set[nn.Module] = set()
     sums: dict[tuple[nn.Module, str], PartialSum] = {}
     for part in module.modules():
@@ -101,7 +101,7 @@ def local_parameters(module: nn.Module) -> Mapping[int, LocalParameter]:
 
 
 def computing(parameter: nn.Parameter, local: Mapping[int, LocalParameter]) -> nn.Parameter:
-    """Find the tensor that modules compute with: the local leaf of a DTensor where it has one."""
+    """The tensor that modules compute with: the local leaf of a DTensor where it has one."""
     known = local.get(id(parameter))
     return local_leaf(parameter) if known is not None and known.is_local else parameter
 
@@ -120,7 +120,7 @@ def check_axes(name: str, known: AtRest, communicator: Communicator) -> None:
 
 
 def cut_axes(outer: AtRest | None, shard: Communicator | None) -> tuple[Communicator, ...]:
-    """Over which axes elements lie spread of what ``shard`` cuts, and was a DTensor before."""
+    """The axes whose ranks hold different elements of what ``shard`` splits, and was ``outer``."""
     own = () if shard is None else (shard,)
     if outer is None:
         return own
@@ -225,7 +225,7 @@ class _Lent:
             run_after_hooks(parameter)
 
     def renew_leaf(self) -> nn.Parameter:
-        """Compute on the leaf that modules have now."""
+        """Take, and return, the leaf that modules have now."""
         self.leaf = take_over(self.parameter)
         return self.leaf
 
@@ -272,13 +272,13 @@ class ReducedLeaves:
         self._hooked: dict[int, list[RemovableHandle]] = {}
         """The hooks on each parameter that has some, by its position."""
         self._is_lent = False
-        # Parameters may outlive who reduces them: a model that was wrapped, and is no more.
+        # Parameters may outlive their reducer: a model whose wrapper is gone.
         leaving = [lent.parameter for lent in self.lent.values()]
         self._last = weakref.finalize(self, _let_go, self._hooked, leaving)
         self._last.atexit = False  # pyrefly: ignore[missing-attribute]
 
     def follow(self) -> set[int]:
-        """Ask for the leaves again, as each forward does; which of them are others than before."""
+        """Look up the leaves again, as each forward does; returns the positions that changed."""
         changed = {n for n, lent in self.lent.items() if take_over(lent.parameter) is not lent.leaf}
         if changed:
             found = list(self.parameters)
@@ -335,7 +335,7 @@ class ReducedLeaves:
 
     @torch.no_grad()
     def take(self, index: int, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Take this rank's part of what ``.grad`` of number ``index`` has gathered; None then."""
+        """Take this rank's part of what ``.grad`` of number ``index`` holds, and set it to None."""
         if index in self.lent:
             self.lent[index].lend()
             parameter = self.lent[index].leaf
@@ -366,7 +366,7 @@ class ReducedLeaves:
 
     @torch.no_grad()
     def give_up(self) -> None:
-        """Give up a backward that has not been given back: it will not be finished."""
+        """Abandon a backward that was not given back: it will not be finished."""
         if self._is_lent:
             self._is_lent = False
             for lent in self.lent.values():

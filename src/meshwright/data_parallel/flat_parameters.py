@@ -4,8 +4,8 @@ An element-wise optimizer (SGD, Adam, AdamW and the like) does the same to every
 as well step this rank's part of a whole unit at once: a few long tensors in place of hundreds of
 short ones. The flat tensors are the memory of the parameters, so both change together.
 
-Backward passes, reductions and hooks treat the parameters as ever. Who reads ``.grad`` of a flat
-parameter, as an optimizer does, gets the gradients side by side::
+Backward passes, reductions and hooks treat the parameters as ever. Reading ``.grad`` of a flat
+parameter, as an optimizer does, puts the gradients side by side::
 
     gradients of parameters                       reading ``.grad`` of the flat parameter
     none has one                                  None
@@ -54,7 +54,7 @@ from meshwright.torch_internals.tensors import foreach_copy_, set_local_tensor
 _PLACE = "_meshwright_flat"
 
 PIECE_BYTES = 4 * 2**20
-"""Of a flat parameter on a CPU, unless one parameter alone is longer.
+"""The most bytes of a flat parameter on a CPU, unless one parameter alone is longer.
 
 An optimizer takes memory of that size again and again, and fresh pages of the system for each of
 its steps from some 16 MiB on: AdamW takes 36 ms for 32 MiB in pieces of 4 MiB, and 65 ms in one.
@@ -83,19 +83,19 @@ class _Member:
         self.local_gradient: torch.Tensor | None = None
 
     def part_of(self, line: torch.Tensor) -> torch.Tensor:
-        """Give this rank's part, with the strides that it has where they leave no holes."""
+        """The part of ``line`` that is its own, with its strides where they leave no holes."""
         local = local_of(self.parameter.detach())
         if is_dense(local):
             return line.as_strided(local.shape, local.stride(), self.start).detach()
         return line[self.start : self.start + local.numel()].view(local.shape).detach()
 
     def gather_in(self, line: torch.Tensor) -> None:
-        """Have the gradient in ``line`` from now on."""
+        """Keep the gradient in ``line`` from now on."""
         self.local_gradient = self.part_of(line)
         self.gradient = self.wrapped(self.local_gradient)
 
     def wrapped(self, part: torch.Tensor) -> torch.Tensor:
-        """Make of ``part``, of any dtype, what the parameter is."""
+        """``part``, of any dtype, as a DTensor where the parameter is one."""
         like = known_at_rest(self.parameter)
         if like is None:
             return part
@@ -107,7 +107,7 @@ class _Member:
         return local_of(self.parameter).data_ptr() == self.address
 
     def given(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Give this rank's part of a ``gradient`` that lies elsewhere."""
+        """This rank's part of a ``gradient`` that lies elsewhere."""
         if gradient.layout is not torch.strided:
             raise TypeError(
                 f"parameter {self.name!r} has a sparse gradient, which a flat parameter cannot "
@@ -119,7 +119,7 @@ class _Member:
 
 
 class _Place:
-    """In which flat parameter one lies. Copies lie in none."""
+    """The flat parameter that a parameter lies in; its copies lie in none."""
 
     __slots__ = ("flat",)
 
@@ -179,7 +179,7 @@ class FlatParameter(ManyInOne):
         raise _not_computed_with()
 
     def view_as(self, other: torch.Tensor) -> NoReturn:
-        """Refuse a graph: the model computes with the parameters, so none would reach this one."""
+        """Reject a graph: the model computes with the parameters, so none would reach this one."""
         raise _not_computed_with()
 
     def parts_of(self, line: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor]]:
@@ -187,18 +187,18 @@ class FlatParameter(ManyInOne):
         return [(m.parameter, m.wrapped(m.part_of(line))) for m in self.members]
 
     def holds(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Check that it consists of just these."""
+        """Whether it consists of just these."""
         mine = [id(member.parameter) for member in self.members if member.is_in_place]
         return mine == [id(parameter) for parameter in parameters]
 
     def stand_for(self, members: Sequence[_Member]) -> None:
-        """Be the memory of ``members``, one after another."""
+        """Become the memory of ``members``, one after another."""
         self.members = tuple(members)
         self.singles = tuple(member.parameter for member in members)
         self._gradient = None
 
     def _alone(self, found: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """Compute the gradient of the one member there is, where it lies as its parameter does."""
+        """The gradient of the only member, if it is laid out as its parameter; else None."""
         if len(found) > 1 or found[0] is None:
             return None
         parameter, gradient = self.members[0].parameter, found[0]
@@ -285,7 +285,7 @@ def flat_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> list[FlatParam
 
 
 def _pieces(named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """Cut ``named`` into pieces of at most `PIECE_BYTES` on a CPU; longer ones stand alone."""
+    """Split ``named`` into pieces of at most `PIECE_BYTES` on a CPU; longer ones stand alone."""
     piece: list[tuple[str, nn.Parameter]] = []
     filled = 0
     for name, parameter in named:

@@ -1,11 +1,11 @@
 """Replicated and sharded modules as a pipeline's schedule drives them: what `pipelining` asks for.
 
 From ``begin`` to ``finish`` hooks of the modules do nothing of their own: parameters are gathered
-by ``unshard``, gradients of microbatches gather whole on this rank, and ``reduce`` sums them, once.
+by ``unshard``, gradients of microbatches add up on this rank, and ``reduce`` sums them, once.
 What was set by ``no_sync`` or ``set_requires_gradient_sync`` holds for whole steps. The order of
 units needs no check then: all of a stage are gathered together, in an order that all ranks know.
-After a step that has raised on this rank alone, before any backward, the next one goes on with what
-that has gathered, so that the other ranks need not notice. Otherwise it gives up what it finds.
+After a step that raised on this rank alone, before any backward, the next one continues with what
+was gathered, so that the other ranks need not notice. Otherwise it discards what it finds.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _JOINED = (
 
 
 class ReplicaResidency:
-    """Of a module that every rank holds whole; ``replica`` may set it up, collectively."""
+    """The residency of a replica; ``replica`` may set it up, a collective."""
 
     def __init__(self, replica: Callable[[], Replica]) -> None:
         self._replica = replica
         self._compared: set[str] = set()
         self._has_begun = False
-        """True when the next step goes on with one that has raised before any backward."""
+        """True when the next step continues one that has raised before any backward."""
         self._is_reducing = False
 
     def begin(self, what: str, *, training: bool) -> None:
@@ -70,7 +70,7 @@ class ReplicaResidency:
         """Do nothing: the parameters stay."""
 
     def computing(self, module: nn.Module, name: str) -> torch.Tensor | None:
-        """Find the parameters themselves."""
+        """None: modules compute with the parameters themselves."""
         return None
 
     def written(self, module: nn.Module, name: str) -> None:
@@ -92,19 +92,19 @@ class ReplicaResidency:
             self._replica().reducer.finish()
 
     def drop(self) -> None:
-        """Set the module's hooks to work again."""
+        """Let the module's hooks work again."""
         self._replica().be_driven(False)
 
 
 class ShardedResidency:
-    """Of all units of one root."""
+    """The residency of all units of one root."""
 
     def __init__(self, module: nn.Module, driver: Driver) -> None:
         self._module = module
         self._root = driver
         self._is_training = False
         self._begun = ""
-        """The step that the next one may go on with: it has raised before any backward."""
+        """The step that the next one may continue: it has raised before any backward."""
 
     def begin(self, what: str, *, training: bool) -> None:
         """Get ready for a step, which is compared with that of the other ranks.
@@ -154,7 +154,7 @@ class ShardedResidency:
             unit.reshard()
 
     def computing(self, module: nn.Module, name: str) -> torch.Tensor | None:
-        """Find the whole parameter of a unit that ``module`` uses as ``name``.
+        """The full parameter of a unit that ``module`` uses as ``name``; None for any other.
 
         Raises TypeError where it or its gradient has another dtype at rest.
         """
@@ -206,7 +206,7 @@ class ShardedResidency:
         self._iteration.end_driven(training=self._is_training)
 
     def drop(self) -> None:
-        """Set hooks to work again."""
+        """Let hooks work again."""
         if self._root.iteration is not None:
             for driver in self._root.iteration.drivers:
                 driver.be_driven(False)
@@ -224,7 +224,7 @@ class ShardedResidency:
 def sharded_residency(
     module: nn.Module, kind: type[ShardedResidency] = ShardedResidency
 ) -> ShardedResidency:
-    """Find the residency of the outermost root around ``module`` that asks."""
+    """Return the residency of ``module``, or of a module around it that has asked before."""
     driver = driver_of(module)
     if driver is None:
         raise ValueError(f"fully_shard was not applied to this {type(module).__name__}")

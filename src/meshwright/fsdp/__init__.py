@@ -4,7 +4,7 @@
 
 Bottom-up:
 
-    options         strategies, precision, also now, kinds of state dicts; those of other libraries
+    options         strategies, precision and its modes, kinds of state dicts; also torch's own
     wrap            policies: the submodules that become units
     groups          the ranks that share parameters, and those that copy
     checks          checks of a module that becomes a unit
@@ -22,9 +22,9 @@ Where this differs from torch's class on purpose:
 * torch's `get_optimizer_state_dict` and `set_optimizer_state_dict` are refused for flat parameters,
   which have several names each; `optim_state_dict` and `optim_state_dict_to_load` save and load.
   With original parameters they work, and before a first step they leave the optimizer as it was.
-* ``limit_all_gathers`` changes nothing: two gathers at most are ever on their way.
+* ``limit_all_gathers`` changes nothing: two gathers at most are ever in flight.
 * An evaluation under ``torch.no_grad`` frees parameters after each unit, in every strategy.
-* Modules that tensor parallelism has cut are wrapped with the data axes of their mesh. State dicts
+* Modules of tensor parallelism are wrapped with the data axes of their mesh. State dicts
   are of whole parameters.
 * Hooks that `register_post_accumulate_grad_hook` has put on parameters run when ``.grad`` is there;
   those of `register_hook` are refused where they would be given a piece of a gradient.

@@ -26,7 +26,7 @@ def choose_targets(
     precision: MixedPrecision | None,
     wrapper: type[nn.Module],
 ) -> Targets:
-    """Find the modules below ``root`` that become units, with their own arguments."""
+    """Return the modules below ``root`` that become units, with their own arguments."""
     for name, module in root.named_modules():
         if isinstance(module, wrapper):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""From a module to a unit: materialized, moved, made equal on all ranks, and cut into shards."""
+"""From a module to a unit: materialized, moved, made equal on all ranks, and sharded."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from meshwright.torch_internals.modules import CHECKPOINTED
 
 REFUSED = "FullyShardedDataParallel gathers as a part of one line"
 ALIGNMENT = 16
-"""Bytes: where parameters begin that keep their identity, as in torch."""
+"""Bytes that original parameters are aligned to, as in torch."""
 SYNCHRONIZED = "_meshwright_is_synchronized"
 
 
@@ -57,7 +57,7 @@ class UnitPlan:
 
 @dataclass(frozen=True, slots=True)
 class Below:
-    """All that lies below a module that becomes a unit, and it itself."""
+    """A module that becomes a unit, and all below it."""
 
     root: nn.Module
     ignored: Ignored
@@ -80,7 +80,7 @@ class Below:
         return found
 
     def skipped(self) -> set[int]:
-        """List the ``id`` of parameters that are another's."""
+        """The ``id`` of parameters that are ignored, or belong to a unit above."""
         return {*map(id, self.ignored.parameters), *map(id, self.deferred)}
 
     def slots(self) -> list[Slot]:
@@ -139,7 +139,7 @@ def materialize(
 ) -> bool:
     """Give memory and values to meta parameters that are ``named``, and to meta buffers, if any.
 
-    ``init`` is called for each of ``modules``, parents first, that has no other tensors of its own.
+    ``init`` is called for each of ``modules``, parents first, that holds meta tensors or none.
     """
     if init is not None and not callable(init):
         raise ValueError(f"Expected {init} to be callable but got {type(init).__name__}")
@@ -218,18 +218,18 @@ def build_unit(below: Below, plan: UnitPlan) -> Unit | None:
         setattr(slot.original, TAKEN, name)
     unit = Unit(name, groups, exposure, plan.settings)
     if not plan.use_orig_params:
-        originals.clear()
+        originals.clear()  # `is_ours_alone` counts references
         for slot in slots:
             before = slot.replace_original(_stand_in(slot.original))
             if not is_ours_alone(before):
                 retire_sharded(before, slot.name)
-            del before
+            del before  # or `forget_gone` would find it held
             slot.forget_gone()
     return unit
 
 
 def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
-    """Make a parameter that looks as ``parameter`` does, without values."""
+    """Make a parameter that looks like ``parameter``, without values."""
     made = whole_parameter(torch.empty_like(parameter, device="meta"), parameter)
     made.__dict__.update(parameter.__dict__)
     return made

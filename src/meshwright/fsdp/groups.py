@@ -19,7 +19,7 @@ SHARD, REPLICATE = "shard", "replicate"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """The strategy that holds, and the communicators of its axes."""
+    """The strategy in force, and the communicators of its axes."""
 
     strategy: ShardingStrategy
     shard: Communicator
@@ -28,7 +28,7 @@ class Groups:
     """Of a hybrid strategy."""
     mesh: DeviceMesh | None = None
     tensor: DeviceMesh | None = None
-    """That of the DTensors which parameters of the model were, beside ``mesh``."""
+    """The mesh of the DTensors that parameters were before, beside ``mesh``."""
 
     @property
     def axes(self) -> DataAxes:
@@ -49,9 +49,9 @@ def hybrid_process_groups(
     global_pg: Any,  # noqa: ANN401 - c10d's types stay in comm
     devices_per_node: int,
 ) -> tuple[Any, Any]:
-    """List the groups ``(shard, replicate)`` of this rank: within its node, and over the nodes.
+    """Return the groups ``(shard, replicate)`` of this rank: within its node, and over the nodes.
 
-    Every rank of the world calls it. Groups that exist already are used again. Raises ValueError
+    Every rank of the world calls it. Groups that exist already are reused. Raises ValueError
     when the ranks do not fill their nodes.
     """
     world = communicator(global_pg)
@@ -83,7 +83,7 @@ def find_groups(
     *,
     has_policy: bool,
 ) -> Groups:
-    """Find the groups that the constructor's arguments name; may make the automatic ones."""
+    """Return the groups that the constructor's arguments name; may make the automatic ones."""
     chosen = own_member(ShardingStrategy, strategy or ShardingStrategy.FULL_SHARD)
     if process_group is not None and mesh is not None:
         raise ValueError(
@@ -152,7 +152,7 @@ def _hybrid(
 
 
 def _without_needless_sharding(groups: Groups) -> Groups:
-    """Choose ``NO_SHARD`` where one rank holds everything anyway; warns of that and its end."""
+    """Choose ``NO_SHARD`` where one rank holds all; warns of that, and of its deprecation."""
     strategy = groups.strategy
     size = groups.shard.size * (1 if groups.replicate is None else groups.replicate.size)
     if size == 1 and groups.shard.is_alone and strategy is not ShardingStrategy.NO_SHARD:

@@ -1,4 +1,4 @@
-"""Options of `FullyShardedDataParallel`: strategies, precision now, and kinds of state dicts."""
+"""Options of `FullyShardedDataParallel`: strategies, precision and its modes, state dict kinds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.torch_internals.modules import AnyBatchNorm
 
 
 class ShardingStrategy(Enum):
-    """The tensors that are cut over the ranks, and the time for which parameters stay whole."""
+    """What is sharded over the ranks, and how long parameters stay unsharded."""
 
     FULL_SHARD = 1
     """Parameters, gradients and optimizer; parameters are whole only while they compute."""
@@ -56,7 +56,7 @@ HYBRID_SHARDING_STRATEGIES = tuple(s for s, row in _ROWS.items() if row.is_hybri
 
 
 def row_of(strategy: ShardingStrategy) -> StrategyRow:
-    """Find the meaning of ``strategy`` for the engine."""
+    """The meaning of ``strategy`` for the engine."""
     return _ROWS[strategy]
 
 
@@ -224,7 +224,7 @@ E = TypeVar("E", bound=Enum)
 
 
 def own_member(kind: type[E], value: object) -> E:
-    """Find the member of ``kind`` that ``value`` is, or is called like in an enum of the same name.
+    """Return the member of ``kind`` that ``value`` is, or is named like in an enum of that name.
 
     Raises TypeError for anything else.
     """
@@ -262,7 +262,7 @@ class PrecisionMode:
         """True when there are two modes at all."""
 
     def enter(self, modules: Iterable[nn.Module], *, is_full: bool) -> None:
-        """Work in full precision, or in the mixed one, from this forward on."""
+        """Switch to full precision, or to the mixed one, from this forward on."""
         wanted = self._full if is_full else self._mixed
         if self._casts_buffers and not is_full:
             self._cast_buffers(modules)

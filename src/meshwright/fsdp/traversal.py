@@ -97,13 +97,13 @@ class UnitDriver(Driver):
         return found
 
     def finish_backward(self, iteration: Iteration) -> None:
-        """See `Driver`. Who looks for parameters after it finds those that optimizers hold."""
+        """See `Driver`. Afterwards modules list the parameters that optimizers hold."""
         super().finish_backward(iteration)
         if self.unit is not None and self.unit.phase is Phase.FULL:
             exposed_of(self.unit).list_at_rest(self.unit)
 
     def before_backward(self, gradient: object = None) -> None:
-        """See `Driver`. Gradients of other parameters than those of the forward are refused."""
+        """See `Driver`. Raises AssertionError where parameters have changed since the forward."""
         unit = self.unit
         if unit is not None and self.has_run:
             exposure = exposed_of(unit)
@@ -138,7 +138,7 @@ class UnitDriver(Driver):
 
 
 def name_alike(name: str, paths: Mapping[str, str]) -> str:
-    """Find the ``name`` of a module or of its tensor by `paths_alike`."""
+    """The name that ranks compare of a module or of its tensor, by `paths_alike`."""
     path, _, last = name.rpartition(".")
     return paths.get(name) or f"{paths.get(path, path)}.{last}".lstrip(".")
 
@@ -172,9 +172,9 @@ NAMES = "_meshwright_names_below"
 def list_below(modules: Iterable[nn.Module], unit: Unit) -> None:
     """Make ``modules`` of ``unit`` list what they have as attributes, too.
 
-    Only the wrapped module registers the flat parameter. One below it would list nothing, and who
-    sums over that, freezes it or trains it would not be told. At rest the attributes are empty
-    tensors, which refuse gradients, freezing and optimizers.
+    Only the wrapped module registers the flat parameter. One below it would list nothing, and code
+    that sums over, freezes or trains that would silently do nothing. At rest the attributes are
+    empty tensors, which reject gradients, freezing and optimizers.
     """
     names: dict[nn.Module, list[str]] = {}
     for slot in unit.slots:
@@ -186,7 +186,7 @@ def list_below(modules: Iterable[nn.Module], unit: Unit) -> None:
             module.__dict__["named_parameters"] = MethodType(named_parameters, module)
 
 
-# Of the name that it is found under: so is it pickled.
+# Named like the attribute: pickle finds a bound method by its function's name.
 def named_parameters(
     module: nn.Module,
     prefix: str = "",

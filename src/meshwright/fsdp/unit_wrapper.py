@@ -196,7 +196,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         return TrainingState.IDLE
 
     def check_is_root(self) -> bool:
-        """Check that no other wrapper is around this one."""
+        """Whether no other wrapper is around this one."""
         return not self._is_inner
 
     # --------------------------------------------------------------------------- forward
@@ -299,7 +299,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         return loan.give(args), {key: loan.give(value) for key, value in kwargs.items()}, loan
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero as any module, also where whole parameters are listed in the others' place."""
+        """Zero as any module, also where full parameters are listed in place of the sharded."""
         root = self._driver.iteration if self._driver.is_root else None
         zero_kept(self._units() if root is None else root.units, set_to_none=set_to_none)
         super().zero_grad(set_to_none)  # without gradients, what is whole stays so
@@ -369,7 +369,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         return Inside(super()._inside._module, FLAT)
 
     def _asked_for(self, info: Any) -> StateDictSettings:  # noqa: ANN401 - torch's
-        """Find what torch's functions ask for, whose options say it and not the user's settings.
+        """The settings that torch's functions ask for, by their options and not the user's.
 
         That is this rank's parts where they did not ask for the whole.
         """
@@ -435,25 +435,23 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         return self
 
     def _follow_device(self, device: torch.device) -> None:
-        """Check anew what was converted, to ``device``."""
+        """Have the next forward check what was converted, to ``device``."""
         self._is_checked = False
         if not self._offloads and device.type != "meta":
             self._device = device
 
     def _be_inner(self) -> None:
-        """Lie inside of another wrapper from now on."""
         self._is_inner = True
 
     def _share_mesh(self, tensor: DeviceMesh | None) -> None:
-        """Know the mesh of the DTensors that any wrapper of the tree has had."""
+        """Note the mesh of the DTensors that any wrapper of the tree has had."""
         self._groups = replace(self._groups, tensor=tensor)
 
     def _keep_settings(self, settings: StateDictSettings) -> None:
-        """Make state dicts as ``settings`` say."""
         self._state_dict_settings = settings
 
     def _be_summoned(self, is_summoned: bool, *, shows_whole: bool = False) -> None:
-        """Run no forward with a backward while whole parameters are shown, here or elsewhere."""
+        """Note whether full parameters are shown: no forward with a backward runs meanwhile."""
         self._is_summoned, self._shows_whole = is_summoned, shows_whole
 
     def named_parameters(
@@ -503,7 +501,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
 
 
 def _take_changes(unit: Unit) -> None:
-    """See to it that the next gather has what the user or an optimizer has written."""
+    """Make the next gather send what the user or an optimizer has written."""
     exposure = exposed_of(unit)
     is_full = unit.phase is Phase.FULL
     if is_full and exposure.is_stale(unit):
@@ -590,7 +588,7 @@ def fsdp_units(module: nn.Module) -> list[Unit]:
 
 
 class WrapperResidency(ShardedResidency):
-    """Of all wrappers of one root."""
+    """The residency of all wrappers of one root."""
 
     def prepare(self, module: nn.Module, driver: Driver) -> None:
         """Set the root up, choose dtypes, and take what was written to parameters since."""

@@ -142,7 +142,6 @@ def _or_policy(
     nonwrapped_numel: int,
     policies: Iterable[Callable[..., bool]],
 ) -> bool:
-    """Wrap where any of ``policies`` would."""
     return any(
         policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
         for policy in policies
@@ -184,7 +183,7 @@ def _ask(
     *,
     is_root: bool = False,
 ) -> int:
-    """Ask a plain policy about ``module`` and what is below; how many parameters were taken."""
+    """Ask a plain policy about ``module`` and what is below; returns how many it has taken."""
     targets, skipped, seen = found
     seen.add(module)
     numel = sum(p.numel() for p in module.parameters() if id(p) not in skipped)

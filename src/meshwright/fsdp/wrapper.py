@@ -213,7 +213,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         axes = self._groups.axes
         if synchronizes:
             building.send_states(module, named, ignored, axes)
-        del named  # who else holds them is counted
+        del named  # `build_unit` counts who else holds them
         self._unit = building.build_unit(below, plan)
         inner = [part for _, part in below.named if isinstance(part, UnitWrapper)]
         building.check_shared(below, [self._unit, *(each._unit for each in inner)])
@@ -267,7 +267,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gather gradients on each rank, without a reduction, in the backwards of the block.
+        """Accumulate gradients on each rank, without a reduction, in the backwards of the block.
 
         The first backward after it reduces the sum. Only for the root.
         """
@@ -281,7 +281,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
             yield
 
     def pipeline_residency(self) -> ShardedResidency:
-        """Find the units that a pipeline's schedule drives: all wrappers of the root."""
+        """The object by which a pipeline's schedule drives all wrappers of the root."""
         return sharded_residency(self, WrapperResidency)
 
     @torch.no_grad()
@@ -337,7 +337,6 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
                 unit.change(reduce_hook=_engine_hook(unit, state, hook))
 
     def _take_hook(self, hook: object) -> None:
-        """Remember the communication hook: there is one to a wrapper."""
         self._hook = hook
 
     @staticmethod
@@ -354,7 +353,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
 
         ``module`` need not be a wrapper itself. Every rank enters the block. Without gradients, as
         in ``generate()``, modules that show them may be called there, in the parameters' dtype.
-        Raises NotImplementedError for arguments that cannot be joined, AssertionError inside of a
+        Raises NotImplementedError for arguments that exclude each other, AssertionError inside of a
         pass.
         """
         options = SummonOptions(
@@ -460,14 +459,14 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
     # --------------------------------------------------------- torch's checkpoint functions
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Answer those functions who is left out of names."""
+        """Tell those functions which parts of names to leave out."""
         super()._fqn_modifiers()
         prepare_optimizers(self)
         return CheckpointNames(WRAPPED, self._inside)
 
 
 FROM_ABOVE = "_meshwright_from_above"
-"""On a module that is to be wrapped by a policy: what its unit leaves to others, and to nobody."""
+"""On a module that a policy wraps: parameters of units above, and what is ignored."""
 
 
 def _move(

@@ -45,7 +45,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def step_if(is_good: torch.Tensor, optimizer: Optimizer, gradients: Iterable[torch.Tensor]) -> None:
-    """Step with ``gradients`` where that ``is_good``, which a device knows alone.
+    """Step with ``gradients`` if that ``is_good``, a tensor that the host does not read.
 
     Else fused optimizers write nothing, and others step with gradients of zero.
     """
@@ -58,7 +58,7 @@ def step_if(is_good: torch.Tensor, optimizer: Optimizer, gradients: Iterable[tor
 
 @torch.no_grad()
 def zero_unless(is_wanted: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:
-    """Zero all of ``tensors``, in place, unless ``is_wanted``, which a device knows alone.
+    """Zero all of ``tensors``, in place, unless ``is_wanted``, which the host does not read.
 
     Their bits are multiplied by one or zero, so that a value that is not finite becomes zero, too.
     """

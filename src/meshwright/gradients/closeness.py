@@ -31,7 +31,7 @@ MOST_APART = 1024
 
 
 def is_due(number: int) -> bool:
-    """Choose the times that are compared, by their ``number``: 1, 2, 4, 8, ..., 1024, 2048, 3072"""
+    """Whether pass ``number`` is compared: 1, 2, 4, 8, ..., 1024, 2048, 3072 are."""
     return number.bit_count() == 1 or number % MOST_APART == 0
 
 
@@ -84,7 +84,7 @@ def beyond_rounding_first(
 def _distances(
     axis: Communicator, name: str, mine: torch.Tensor, floor: float, share: float
 ) -> list[str]:
-    """Say by rank how far its values are from the first one's, see `beyond_rounding`."""
+    """How far each rank's values are from the first's, in words, see `beyond_rounding`."""
     first = mine.coalesce().to_dense() if mine.is_sparse else mine.clone().contiguous()
     values = first.clone()
     axis.broadcast(first, label=f"values of {name}, which differ").wait()
@@ -103,10 +103,10 @@ def rounding_floor(tensors: Iterable[torch.Tensor]) -> float:
 def beyond_rounding(
     found: torch.Tensor, expected: torch.Tensor, floor: float, *, share: float = 1.0
 ) -> float:
-    """Divide the norm of the difference by that of ``expected``; 0 where that is rounding.
+    """The norm of the difference over that of ``expected``; 0 where it is within rounding.
 
     A norm of ``floor`` may come from rounding. What is not finite has to be so in both. ``share``
-    is that of the rounding of a computation which may be in them.
+    scales the rounding that is allowed.
     """
     wide = torch.complex128 if expected.is_complex() else torch.float64
     a, b = found.detach().to(wide), expected.detach().to(wide)
@@ -127,5 +127,5 @@ def kind_of(tensor: torch.Tensor) -> str:
 
 
 def _is_real(tensor: torch.Tensor) -> bool:
-    """Check that rounding is to be expected in it."""
+    """Whether rounding is to be expected in it."""
     return tensor.is_floating_point() or tensor.is_complex()

@@ -33,7 +33,7 @@ class LossScale:
         self.good_steps = 0
 
     def update(self, is_finite: bool) -> bool:
-        """Take in how a step went; returns whether a bad one may be skipped."""
+        """Adapt the scale to how a step went; returns whether a bad one may be skipped."""
         if is_finite:
             self.good_steps += 1
             if self.good_steps >= self.interval:
@@ -47,7 +47,7 @@ class LossScale:
         return {"scale": self.scale, "good_steps": float(self.good_steps)}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
 
 
@@ -114,7 +114,7 @@ def agree_on_non_finite(
     sums: Sequence[str] = (),
     harm: str = UNTOUCHED,
 ) -> NonFiniteError:
-    """Find the same error on every rank, naming the first rank and parameter that broke the step.
+    """Make one error on every rank, naming the first rank and parameter at fault; a collective.
 
     ``found`` names this rank's parameters whose own gradient was not finite, in order of arrival,
     ``sums`` those of which the sum over the ranks is not, as far as this rank holds it. ``what``
@@ -149,7 +149,7 @@ def non_finite_error(
 
 
 def non_finite_gradients(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """List parameters of whose gradients this rank's part is not finite. Sends nothing.
+    """List the parameters whose gradient is not finite in this rank's part. Sends nothing.
 
     The last of ``named`` first, as a backward pass comes to them.
     """

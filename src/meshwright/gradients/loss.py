@@ -7,7 +7,7 @@ the gradient is that of the global mean::
     (sum, count)   sum of all sums / sum of all counts
 
 Counts of later microbatches are not known when the first gradients arrive, so gradients of sums
-gather on each rank, and the one factor is applied on their way into the reduction.
+add up on each rank, and the one factor is applied on their way into the reduction.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class LocalLoss:
 def read_loss(value: object) -> LocalLoss:
     """Bring the result of a loss function into one form.
 
-    Raises TypeError when it keeps no contract.
+    Raises TypeError for any other result.
     """
     found = type(value).__name__
     if any(map(is_dtensor, value if isinstance(value, tuple) else (value,))):
@@ -103,7 +103,7 @@ def call_module(module: Callable[..., object], batch: object) -> object:
 
 
 def cut_batch(batch: object, target: object, parts: int) -> list[tuple[object, object, int]]:
-    """Cut tensors along dim 0 into microbatches with targets and sizes; the rest is shared.
+    """Split tensors along dim 0 into microbatches with targets and sizes; the rest is shared.
 
     Raises ValueError when the tensors have different lengths, or less than ``parts``.
     """
@@ -153,7 +153,7 @@ def apply_loss(
 
 
 def leaves_of(total: torch.Tensor, ends: Collection[object]) -> list[torch.Tensor]:
-    """List what a loss has its gradient for, as far as autograd's ``ends``."""
+    """List the leaves that a loss gives gradients to, up to the autograd nodes ``ends``."""
     found: list[torch.Tensor] = []
     seen: set[object] = {None, *ends}
     stack: list[Any] = [total.grad_fn]
@@ -173,8 +173,8 @@ class LossWindow:
     """The losses of all microbatches and ranks that belong to one optimizer step.
 
     ``add`` each microbatch, ``close`` after the last forward pass, then ``factor`` and ``mean``
-    hold for all ranks. They wait for no device, and lie there as tensors; what the sums say of the
-    losses is judged when they have come to the host, see `know`.
+    hold for all ranks. On a device they are tensors, and no host waits; what the sums say of the
+    losses is judged when they have reached the host, see `know`.
     """
 
     WIDTH = 6
@@ -256,21 +256,21 @@ class LossWindow:
         return torch.tensor(total / count if count else math.nan, dtype=torch.float64, device="cpu")
 
     def sums(self) -> torch.Tensor:
-        """Return the sums over the ranks, for which a stream of the device waits at most."""
+        """The sums over the ranks; on a device the stream waits for them, and not the host."""
         if self._pending is None:
             raise InternalError("the window of losses was read before it was closed")
         self._pending.wait()
         return self._sums
 
     def know(self, sums: Sequence[float]) -> None:
-        """Take in what has come to the host of `sums`. Raises ValueError where they are no use."""
+        """Judge `sums` that have reached the host. Raises ValueError where they give no mean."""
         self._totals, self._beside = list(sums[: self.WIDTH]), list(sums[self.WIDTH :])
         if sums[1] == 0:
             raise _nothing_counted()
         self.check_sizes()
 
     def beside(self) -> list[float]:
-        """Compute the sums over the ranks of what was given to `close`."""
+        """The sums over the ranks of what was given to `close`."""
         self._global()
         return self._beside
 

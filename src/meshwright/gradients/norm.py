@@ -125,7 +125,7 @@ def _look_late(
     named: Iterable[tuple[str, torch.Tensor]],
     over: Communicator | None,
 ) -> None:
-    """Do as `require_finite_norm` of a norm on a device, when that has come to it."""
+    """Do as `require_finite_norm` for a norm on a device, once the host has it."""
     key = f"the norm over {'one rank' if over is None else over.name}"
     late = LateNumbers.known(key)
     if late.coming:
@@ -225,13 +225,13 @@ def global_norm(spread: Sequence[SpreadGradients], norm_type: float = 2.0) -> to
 
 
 def _axes_of(spread: Sequence[SpreadGradients]) -> Communicator | None:
-    """Find all ranks that hold elements which others do not; None where each rank holds all."""
+    """All ranks that hold elements which others do not; None where each rank holds all."""
     axes = [axis for group in spread for axis in group.communicators]
     return union(axes) if axes else None
 
 
 def _counts_here(group: SpreadGradients, over: Communicator) -> bool:
-    """Check that this rank is among those that hold all of ``group`` once: those with the first."""
+    """Whether this rank is among those that count ``group``: the holders with the first rank."""
     if not group.communicators:
         return over.rank == 0
     return over.ranks[0] in union(group.communicators).ranks

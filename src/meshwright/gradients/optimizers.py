@@ -83,7 +83,7 @@ _NOT_FOR_DTENSORS: MappingProxyType[type, str] = MappingProxyType(
 """Classes of torch whose operators DTensors do not have."""
 
 _BY_LOSS = (torch.optim.LBFGS,)
-"""Classes whose steps depend on the loss: ranks with losses of their own would step apart."""
+"""Classes whose steps depend on the loss: ranks with losses of their own would diverge."""
 
 _DECLARED = "_meshwright_looks_at_elements"
 _STAGE = "_meshwright_stage"
@@ -92,7 +92,7 @@ _ZEROS = "_meshwright_zeros"
 
 
 class _Mark:
-    """A parameter's part in other ranks. Copies of it have none."""
+    """The axes that a parameter is marked with. Its copies have no mark."""
 
     __slots__ = ("axes",)
 
@@ -107,7 +107,7 @@ class _Mark:
 
 
 def declare_element_wise(cls: Class) -> Class:
-    """Say that the optimizer ``cls`` changes each element by that element's own history alone.
+    """Declare that the optimizer ``cls`` changes each element by that element's own history alone.
 
     So it may be given parts of parameters: those of `FullyShardedDataParallel` and `flat_groups`.
     SGD, Adam and torch's others like them are known. It holds for subclasses with the same
@@ -127,12 +127,12 @@ def declare_element_wise(cls: Class) -> Class:
 
 
 def mark_stage(parameters: Iterable[torch.Tensor], pipeline: Communicator) -> None:
-    """Tell optimizers of ``parameters`` that ``pipeline`` has others of the model elsewhere."""
+    """Mark ``parameters`` as those of stages: other ranks of ``pipeline`` hold the others."""
     _mark(parameters, _STAGE, (pipeline,))
 
 
 def refuse_stages(parameters: Iterable[torch.Tensor]) -> None:
-    """Raise LayoutError before a norm over ``parameters`` that other ranks have others of."""
+    """Raise LayoutError for a norm over ``parameters`` that are those of a rank's stages."""
     for pipeline in _marked(parameters, _STAGE):
         raise LayoutError(
             "expected the gradients of a whole model, found parameters of this rank's stages: "
@@ -143,7 +143,7 @@ def refuse_stages(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def mark_mean(parameters: Iterable[torch.Tensor], axes: Sequence[Communicator]) -> None:
-    """Tell optimizers of ``parameters`` that their gradients are means over ``axes``.
+    """Mark ``parameters``, for optimizers, as ones whose gradients are means over ``axes``.
 
     LBFGS decides by the loss, too: it is given the mean of what its closure returns on all ranks.
     """
@@ -166,7 +166,7 @@ def _marked(parameters: Iterable[torch.Tensor], name: str) -> tuple[Communicator
 
 @functools.cache
 def look_at_optimizers() -> None:
-    """Look at every optimizer of this process before its first step, from now on."""
+    """Check every optimizer of this process before its first step, from now on."""
     register_optimizer_step_pre_hook(_Watch())
 
 
@@ -234,7 +234,7 @@ def warn_of_zeros(flat: torch.Tensor, find: Callable[[], Sequence[str]]) -> None
 def _with_mean_loss(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """List the arguments of a step whose closure returns the mean over data ranks."""
+    """The arguments of a step, with a closure that returns the mean over data ranks."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
         return None
@@ -303,7 +303,7 @@ def check_optimizer(optimizer: Optimizer, *, has_closure: bool = True) -> str:
 
 
 def _chosen_by_shape(optimizer: Optimizer) -> str:
-    """Say that a group has no parameters where it would have had some in one process."""
+    """The warning for a group without parameters that might have some in one process."""
     groups = optimizer.param_groups
     held = [parameter for group in groups for parameter in group["params"]]
     empty = next((i for i, group in enumerate(groups) if not group["params"]), None)
@@ -353,13 +353,13 @@ def _refuse_mixed(optimizer: Optimizer) -> None:
 
 
 def _answers_itself(cls: type[torch.Tensor]) -> bool:
-    """Tell whether a class of tensors may answer calls of torch with tensors of its own."""
+    """Whether a class of tensors may answer calls of torch with tensors of its own."""
     silent = torch.nn.Parameter.__torch_function__
     return cls is not torch.Tensor and cls.__torch_function__ is not silent
 
 
 def _make_a_row(held: Sequence[torch.Tensor]) -> bool:
-    """Tell whether torch can view each of ``held`` as a row, and join the rows."""
+    """Whether torch can view each of ``held`` as a row, and join the rows."""
     if len(set(map(is_distributed, held))) > 1:
         return False
     if any(is_distributed(parameter) and not parameter.numel() for parameter in held):
@@ -395,7 +395,7 @@ def _unlike_one_process(held: Sequence[torch.Tensor], looks: _Looks) -> tuple[st
 
 
 def _wanted(step: Callable[..., object]) -> str:
-    """Find the arguments that ``step`` cannot be called without, such as ``closure``.
+    """The arguments that ``step`` cannot be called without, such as ``closure``.
 
     A scheduler of learning rates puts a function of its own in the place of a bound ``step``, which
     shows the signature of the one that is not bound.

@@ -1,7 +1,7 @@
 """The check that ranks reduce gradients of the same pass: a few numbers behind the gradients.
 
 Reductions pair up by their order alone. A rank that runs a backward pass more, or skips one, would
-average its gradients with those of another iteration, in silence. So each rank marks where it is:
+silently average its gradients with those of another iteration. So each rank marks where it is:
 how often its weights have changed, and which backward pass of its last forward pass this is, each
 modulo three::
 
@@ -12,7 +12,7 @@ Sums of marks are above zero in any dtype, so the test is exact on any number of
 a number where a rank gave its pass up. Ranks may accumulate different numbers of passes without a
 reduction: that is part of the mean's definition.
 
-Changes may differ that are counted alike. So digests of the weights travel, too, in some passes,
+Equal counts may hide different changes. So digests of the weights travel, too, in some passes,
 see `same_weights`; a rank that was written otherwise than before notes it, which asks for one.
 
 A rank whose weights other ranks change, as optimizers do that split the parameters up among ranks,
@@ -86,7 +86,7 @@ class Alignment:
         """The weights, to be compared."""
         self._is_alone = is_alone
         self.is_odd = False
-        """True when other writes have come before this pass than before the last with some."""
+        """True when other writes came before this pass than before the last that had some."""
         self._writes = 0
         self._distributed = [each for each in parameters if is_dtensor(each)]
         self._steps = StepWatch(lambda: parameters)
@@ -94,8 +94,8 @@ class Alignment:
         """Parameters with gradients of this rank alone, since the last reduction, by position."""
         self._has_warned = False
         self.has_parted = False
-        """True when this rank has stepped by gradients of its own, after a warning: its weights are
-        no copy any more."""
+        """True when this rank has stepped by gradients of its own, after a warning: its weights
+        have diverged."""
         self._weights = 0
         self._backwards = 0
         self.place = PassPlace(0, 0)
@@ -107,14 +107,14 @@ class Alignment:
         """True when changes of this rank's weights can be noticed here."""
 
     def start_over(self) -> None:
-        """Count anew: all ranks have the same weights now, however they came to them."""
+        """Restart the counts: all ranks have the same weights now, however they came to them."""
         self._weights, self._version, self._writes = 0, -1, 0
         self.has_parted = False
         self.copies.start_over()
         self._steps.take()
 
     def begin_forward(self) -> None:
-        """Begin a forward pass: have the weights changed since the one before?"""
+        """Begin a forward pass: count a change of the weights since the one before."""
         version = sum([version_of(parameter) for parameter in self._parameters])
         if self._distributed:  # a write to a DTensor is one to the memory below it
             version += sum([version_of(local_of(parameter)) for parameter in self._distributed])
@@ -132,7 +132,7 @@ class Alignment:
             self._digest = self.copies.digest_of_now()
 
     def stays_local(self, index: int) -> None:
-        """Take in a gradient that is not reduced: the pass was in ``no_sync``."""
+        """Note a gradient that is not reduced: the pass was in ``no_sync``."""
         if not self._local and not self._has_warned:
             self._look_before_step()
         self._local.add(index)
@@ -140,7 +140,7 @@ class Alignment:
     def doubt(
         self, communicator: Communicator, *, is_in: bool = True
     ) -> CollectiveMismatchError | None:
-        """Take in that copies of the weights seem to differ, see `SameWeights.doubt`."""
+        """Handle copies of the weights that seem to differ, see `SameWeights.doubt`."""
         error = self.copies.doubt(communicator, is_in=is_in and not self.has_parted)
         if self.copies.is_in_doubt:
             self._look_before_step()
@@ -176,7 +176,7 @@ class Alignment:
         self.place = PassPlace(self._weights, self._backwards, self._digest)
 
     def write(self, notes: torch.Tensor) -> None:
-        """Mark where this rank is, and what it holds."""
+        """Write into ``notes`` where this rank is, and the digest of its weights."""
         notes.zero_()
         for place in self.marks():
             notes[place].fill_(1)  # to assign a number would wait for the device
@@ -187,7 +187,7 @@ class Alignment:
             notes[ONES:NOTES].add_(bits_of(self.copies.digest))
 
     def say(self) -> tuple[float, float]:
-        """Say of the weights, for a gather of numbers, what `write` says: a digest, odd writes."""
+        """What `write` says of the weights, as two numbers: a digest, and odd writes."""
         is_odd, self.is_odd = self.is_odd, False
         return self.copies.number(), float(is_odd)
 
@@ -198,10 +198,10 @@ class Alignment:
         *,
         gave_up: bool = False,
     ) -> CollectiveMismatchError | None:
-        """Make the error that every rank raises then; collective. Who ``gave_up`` raised before.
+        """Make the error for ranks in different passes; collective. Who ``gave_up`` raised before.
 
         ``place`` is that of the pass, of which this rank is in the next one by now. None where all
-        have the same weights and are in the same pass: they go on.
+        have the same weights and are in the same pass: they continue.
         """
         weights, backwards, digest = place or PassPlace(self._weights, self._backwards)
         digest = self.copies.digest_of_now() if digest is None else digest
@@ -236,7 +236,7 @@ class Alignment:
 
 
 def agree(sums: Sequence[float]) -> bool:
-    """Check, by the ``sums`` of marks over the ranks, that all are the same."""
+    """Whether all ranks wrote the same marks, by the ``sums`` of these."""
     if not sums:
         return True
     if not math.isfinite(sum(sums)):
@@ -276,7 +276,7 @@ class PassNotes:
 
     @property
     def numel(self) -> int:
-        """Count the numbers that `write` fills in."""
+        """How many numbers `write` fills in."""
         return NOTES + (self.static is not None) + (self.reduced is not None)
 
     def begin(self, *, parts_copies: bool) -> None:
@@ -287,7 +287,7 @@ class PassNotes:
                 values.clear()
 
     def write(self, notes: torch.Tensor, *, lacks: bool) -> None:
-        """Say what there is to say, once all gradients of this rank are known.
+        """Write all notes, once all gradients of this rank are known.
 
         ``lacks`` says that a parameter has none.
         """
@@ -300,7 +300,7 @@ class PassNotes:
             self.values.add_to(notes[-1].zero_())
 
     def add_reduced(self, notes: torch.Tensor) -> None:
-        """Say more, once communication hooks have reduced the gradients."""
+        """Add what was found in the gradients that communication hooks have reduced."""
         if self.reduced is not None:
             self.reduced.add_to(notes[-1])
 
@@ -313,9 +313,9 @@ class PassNotes:
     ) -> Exception | None:
         """Make the error that every rank raises for a pass that is void, if one has said so.
 
-        ``place`` and ``differences`` are this rank's in that pass: among its passes, all of which
-        it has for itself in a pass that is not its own, and from the first one. All ranks are told
-        the same ``sums`` of notes, so that they ask alike, and nothing is sent where all is well.
+        ``place`` is this rank's in that pass, `NOWHERE` in a pass that is not its own, and
+        ``differences`` are those of its path from the first pass. All ranks have the same ``sums``
+        of notes, so that they ask alike, and nothing is sent where all is well.
         """
         if place is not NOWHERE and not agree(sums[:MARKS]):
             error = self.alignment.refuse(communicator, place)
@@ -336,7 +336,7 @@ class PassNotes:
     def refuse_non_finite(
         self, notes: torch.Tensor, communicator: Communicator, *, is_local: bool
     ) -> NonFiniteError | None:
-        """Make the error that every rank raises for gradients that are not finite, if it is to.
+        """Make the error that every rank raises for non-finite gradients, where it should raise.
 
         ``is_local`` says that a communication hook has left all gradients on their rank.
         """
@@ -354,11 +354,11 @@ class NonFinite:
     """Gradients that are not finite on this rank when the sums of sharded units have ended."""
 
     flags: tuple[bool, ...] = ()
-    """True where there is something, where it is asked for: to be told to the other ranks."""
+    """One flag for the other ranks: True where something was found; none if not asked for."""
     found: tuple[str, ...] = ()
     sums: tuple[str, ...] = ()
     axes: tuple[Communicator, ...] = ()
-    """Whose ranks know that there is something on one of them."""
+    """The axes whose ranks know that one of them has found something."""
 
     @classmethod
     def of(cls, units: Sequence[Unit]) -> NonFinite:
@@ -381,22 +381,22 @@ class NonFinite:
 
 
 class UseCounts:
-    """The words of ranks to each other about which parameters had a gradient, pass by pass.
+    """The exchange of which parameters had a gradient on any rank, pass by pass.
 
-    A rank on which all had one needs no answer, and waits for none: not for this pass, and for the
-    words of the pass before, which the others had said long ago.
+    A rank on which all had one needs no answer, and does not wait for it in this pass: the next
+    one takes it, when it has long arrived.
     """
 
     def __init__(self) -> None:
         self._told: list[Callable[[], object]] = []
 
     def begin_pass(self) -> None:
-        """Take in what was said in the pass before."""
+        """Complete the exchanges of the pass before."""
         while self._told:
             self._told.pop()()
 
     def on_any(self, flags: list[bool], communicators: Sequence[Communicator]) -> list[bool]:
-        """Find the ``flags`` that are set on any rank of all ``communicators`` together."""
+        """The ``flags`` that are set on any rank of all ``communicators`` together; collective."""
         for axis in communicators:
             started = axis.start_equal(bytes(flags), "use counts")
             if all(flags):

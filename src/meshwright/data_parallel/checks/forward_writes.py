@@ -1,4 +1,4 @@
-"""Parameters and buffers that depend on which batch a rank has: refused, or named."""
+"""Parameters and buffers that depend on which batch a rank has: rejected, or warned of."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def refuse_frequencies(
 
 
 class ForwardWrites:
-    """A look at the first training pass of replicas, which says once what it wrote in place."""
+    """Warns once of parameters that the first training pass of replicas wrote in place."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.is_due = communicator.size > 1 and communicator.rank == 0
@@ -88,9 +88,9 @@ class ForwardWrites:
 
 
 class BatchBuffers:
-    """Says once which buffers the batch of each rank alone has written in the first pass.
+    """Warns once of buffers that the first pass has written by the batch of each rank alone.
 
-    Those of BatchNorm are told of elsewhere, and what no state dict has may be each rank's own.
+    BatchNorm has a warning of its own, and what no state dict has may be each rank's own.
     """
 
     def __init__(

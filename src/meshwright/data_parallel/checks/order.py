@@ -1,4 +1,4 @@
-"""In which order the units of one root run: recorded, compared with before, and between ranks.
+"""The order in which the units of one root run: recorded, and compared between ranks.
 
 Ranks must gather the same units in the same order, or their collectives mix up different tensors.
 Checks, from the cheapest on::
@@ -87,13 +87,13 @@ class OrderOptions:
     in_detail: bool = False
     """As torch's class under debug level DETAIL: each unit of the first forward is exchanged before
     it is gathered, where a difference raises. A rank that leaves its order later warns at once and
-    goes on, which may mix up units of equal size; weights that differ, and a collective that could
-    only hang, raise all the same."""
+    continues, which may mix up units of equal size; weights that differ, and a collective that
+    could only hang, raise all the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Comparison:
-    """A comparison of hashes on its way."""
+    """A comparison of hashes in flight."""
 
     started: Callable[[], bytes]
     """Waits for a `_ROW` of each rank."""
@@ -139,7 +139,7 @@ class OrderCheck:
         self.reference: OrderRecord | None = None
         """The order of the forward before, which the next one is compared with."""
         self.is_unchecked = False
-        """Ranks were found to differ and were let go on: nothing is sent or compared any more."""
+        """True when ranks differ and were let continue: nothing is sent or compared any more."""
         self._is_late = not communicator.is_on_host
         """True when the host is ahead of what it has started, and looks at nothing of this step."""
         self._noted = f"order {id(self)}"
@@ -218,7 +218,7 @@ class OrderCheck:
         self._issue(EndedForward(now.number, record, now.weights, now.settings, now.has_left))
 
     def finish(self) -> None:
-        """End the backward: take in the comparisons on their way, of a device those before it.
+        """End the backward: judge the comparisons in flight, on a device only older ones.
 
         Raises `CollectiveMismatchError` on every rank when the orders differed and that is an
         error.
@@ -230,7 +230,7 @@ class OrderCheck:
             note(self, self._noted)
 
     def settle(self) -> None:
-        """Take in all comparisons on their way. Raises as `finish` does."""
+        """Judge all comparisons in flight. Raises as `finish` does."""
         PROCESS.outstanding.pop(self._noted, None)
         while self._comparisons:
             self._compare_next()
@@ -257,7 +257,7 @@ class OrderCheck:
     # ------------------------------------------------------------------ this rank's own order
 
     def _leave(self, position: int, unit: int) -> None:
-        """Say that this rank is about to leave its order, and ask the others from here on."""
+        """Announce that this rank is about to leave its order, and ask the others from here on."""
         if self._options.in_detail:
             for axis in self._axes:
                 axis.forgo_labels()
@@ -324,7 +324,7 @@ class OrderCheck:
     def _have_come(
         self, monitor: FailureMonitor, position: int, unit: int, answers: Answers
     ) -> bool:
-        """Check that all ranks have come to ``position``, where ranks that stay do not vote.
+        """Whether all ranks have come to ``position``, where ranks that stay do not vote.
 
         Raises when one has another unit there and that is an error.
         """
@@ -340,7 +340,7 @@ class OrderCheck:
         return len(units) == self._communicator.size - 1
 
     def _record(self, answer: Mapping[str, Any] | None, position: int) -> OrderRecord | None:
-        """Find the order of another rank by its ``answer``, where it has come to ``position``."""
+        """The order of another rank, by its ``answer``; None before it comes to ``position``."""
         match None if answer is None else answer["described"].get(str(self._key)):
             case {"iteration": int(number), "units": list(units), "has_ended": has_ended, **more}:
                 ahead = number - self._now.number
@@ -400,7 +400,7 @@ class OrderCheck:
         self._comparisons.append(_Comparison(started=started, ended=ended))
 
     def _compare_next(self) -> None:
-        """Take in the oldest comparison; raise when ranks differ and that is an error."""
+        """Judge the oldest comparison; raise when ranks differ and that is an error."""
         comparison = self._comparisons.pop(0)
         self._due = max(self._due - 1, 0)
         rows = struct.iter_unpack(_ROW, comparison.started())

@@ -30,7 +30,7 @@ class OrderedUnit:
     parameters: tuple[str, ...] = ()
     """Qualified names of its parameters."""
     payload: tuple[int, ...] = ()
-    """Bytes that this rank gives to each of its gathers: equally many are mixed up in silence."""
+    """Bytes that this rank gives to each of its gathers: equal counts are silently mixed up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class OrderRecord:
         return END - 1 - (int.from_bytes(number, "little") >> 2)
 
     def at(self, position: int) -> int:
-        """Find the unit at ``position``, or `END` behind the last."""
+        """The unit at ``position``, or `END` behind the last."""
         return self.units[position] if position < len(self.units) else END
 
 
@@ -120,7 +120,7 @@ class Forward:
         return OrderRecord(units[: self.position])
 
     def expected(self, position: int) -> int:
-        """Find the unit that the reference has at ``position``."""
+        """The unit that the reference has at ``position``."""
         return END if self.reference is None else self.reference.at(position)
 
     @property
@@ -136,17 +136,17 @@ class UnitNames:
         self._units = tuple(units)
 
     def of(self, unit: int) -> str:
-        """Find the unit's own name, or that the forward ends."""
+        """The unit's own name, or that the forward ends."""
         if unit == END:
             return "the end of the forward"
         return self._units[unit].name if unit < len(self._units) else NEW
 
     def parameters(self, unit: int) -> str:
-        """Find the names of its parameters."""
+        """The names of its parameters."""
         return str(list(self._units[unit].parameters)) if unit < len(self._units) else NEW
 
     def may_mix(self, unit: int, other: int) -> bool:
-        """Check that the gathers of two units pass for each other, with wrong results."""
+        """Whether the gathers of two units could pass for each other, with wrong results."""
         if END in (unit, other):
             return unit == other
         known = range(len(self._units))
@@ -157,7 +157,7 @@ class UnitNames:
         )
 
     def drawn(self, record: OrderRecord, position: int) -> str:
-        """Find the units around ``position``."""
+        """The names of the units around ``position``."""
         first = max(position - AROUND, 0)
         names = [self.of(unit) for unit in record.units[first : position + AROUND + 1]]
         before = ["..."] if first else []

@@ -1,6 +1,6 @@
 """The check that copies of weights stay equal: digests of them, compared in some passes.
 
-A write on one rank alone parts copies for good, and no count of writes tells it from one on all::
+A write on one rank alone makes copies diverge, and no count of writes tells it from one on all::
 
     compared in   passes 1, 2, 4, 8, ... and from 1024 on each 1024th
                   the pass after one in which a rank was written otherwise than in the pass before
@@ -30,7 +30,7 @@ from meshwright.gradients import beyond_rounding_first, is_due
 BITS = 16
 """Bits of a digest that travel: others differ by chance alone in one of 65,536 comparisons."""
 FREE, SHARE = 4, 32
-"""Comparisons on request: so many, and one more in so many passes."""
+"""Comparisons on request: `FREE` of them, and one more in each `SHARE` passes."""
 PATIENCE = 8
 """Passes after which copies in doubt are compared although no optimizer of torch's has stepped."""
 ROUNDING = 0.1
@@ -58,12 +58,12 @@ class SameWeights:
         self._said: set[str] = set()
 
     def start_over(self) -> None:
-        """Count passes anew, from weights that all ranks have alike."""
+        """Restart the count of passes, from weights that all ranks have alike."""
         self.passes = 0
         """Passes so far."""
         self._next = 1
         self.digest: torch.Tensor | None = None
-        """The digest of the pass of now, if it is compared: 64 bits, where the weights lie."""
+        """The digest of the current pass, if it is compared: 64 bits, where the weights lie."""
         self._answered = 0
         self._number = 0.0
         self._doubt: tuple[int, Communicator, bool] | None = None
@@ -75,7 +75,7 @@ class SameWeights:
 
     @contextlib.contextmanager
     def parting(self) -> Iterator[None]:
-        """Make a block in which copies may part, as inside of ``join``: that is a warning then."""
+        """A block in which copies may diverge, as inside ``join``: that is a warning then."""
         self._may_part = True
         try:
             yield
@@ -128,7 +128,7 @@ class SameWeights:
         return [(held, digest) for held, digest in pairs if digest is not None]
 
     def doubt(self, axis: Communicator, *, is_in: bool = True) -> CollectiveMismatchError | None:
-        """Take in that digests differ, which all ranks of ``axis`` see; the error to raise, if any.
+        """Handle digests that differ, which all ranks of ``axis`` see; returns the error to raise.
 
         Without ``is_in`` those of this rank are not compared.
         """

@@ -1,8 +1,8 @@
 """State that all ranks must hold alike before the first step: compared, or broadcast from one rank.
 
-Parameters that become shards are compared by digests, taken of the whole tensors before these are
-cut: of other values on another rank nothing would be left to see. What has other values by then is
-not compared, as a state that was loaded into the shards.
+Parameters that become shards are compared by digests, taken of the full tensors before these are
+sharded: afterwards no rank could tell that another has started from other values. Values that were
+written since are not compared, as a state that was loaded into the shards.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ITEM_SIZE = attrgetter("dtype.itemsize")
 LANES = 2**14
 """32-bit lanes that are multiplied by weights of their own in a digest."""
 ROWS = 16
-"""So many times as many at once: memory of a digest that stays in a cache."""
+"""Rows of lanes that are read at once, so that memory of a digest stays in a cache."""
 _TOGETHER = 16 * ROWS
 """Short tensors that are read as one: few operators, in at most 16 MiB."""
 GOLDEN = -7046029254386353131
@@ -116,7 +116,7 @@ def broadcast_tensors(
 ) -> None:
     """Give every rank the values that rank ``source`` has, in place.
 
-    With ``only_changed`` what is equal already is not written: a graph of before may need it.
+    With ``only_changed`` what is equal already is not written: an existing graph may need it.
 
     Of DTensors the parts that this rank holds. Tensors travel together as bytes, whatever their
     dtypes, so that many small ones cost one broadcast.
@@ -263,7 +263,7 @@ class StartingBuffer:
 
 
 def is_of_one_rank(module: nn.Module, ignored: Collection[int]) -> bool:
-    """Check for a module whose parameters are all ``ignored``, by ``id``, as those of an expert."""
+    """Whether all parameters of ``module`` are ``ignored``, by ``id``, as those of an expert."""
     parameters = list(module.parameters())
     return bool(parameters) and all(id(parameter) in ignored for parameter in parameters)
 
@@ -396,7 +396,7 @@ def _one_of(digests: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def has_values_of(tensor: torch.Tensor, before: torch.Tensor) -> bool:
-    """Check that ``tensor`` is ``before``, perhaps converted."""
+    """Whether ``tensor`` has the values of ``before``, perhaps converted."""
     if tensor.is_meta or before.is_meta or tensor.shape != before.shape:
         return False
     return torch.equal(before.to(tensor.device, tensor.dtype), tensor)

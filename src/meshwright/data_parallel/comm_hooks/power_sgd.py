@@ -70,12 +70,12 @@ class PowerSGDState:
         self._generator = torch.Generator().manual_seed(self.random_seed)
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """List the rate, and how many numbers there were before and after compression."""
+        """The rate, and how many numbers there were before and after compression."""
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return (before / after if after else 0.0), before, after
 
     def starts(self, bucket: GradBucket) -> bool:
-        """Check that ``bucket`` is to be compressed; counts the pass with its last bucket."""
+        """Whether ``bucket`` is to be compressed; counts the pass with its last bucket."""
         is_started = self.iter >= self.start_powerSGD_iter
         if bucket.is_last():
             self.iter += 1
@@ -92,7 +92,7 @@ class PowerSGDState:
         return is_started
 
     def is_worthwhile(self, rows: int, columns: int) -> bool:
-        """Check that a matrix is worth compressing; counts what it saves."""
+        """Whether a matrix is worth compressing; counts what it saves."""
         size = rows * columns
         rank = min(rows, columns, self.matrix_approximation_rank)
         thin = (rows + columns) * rank

@@ -155,7 +155,6 @@ def optimizer_in_backward_hook(state: OptimizerInBackward, bucket: GradBucket) -
 
 
 def _mean_in(dtype: torch.dtype, state: object, bucket: GradBucket) -> Future:
-    """Compute the mean of a bucket, sent in ``dtype``."""
     axis, buffer = reduction_axis(state, bucket.communicator), bucket.buffer()
     sent = buffer.to(dtype).div_(axis.size)
     pending = axis.all_reduce(sent, label=bucket.label)

@@ -26,8 +26,8 @@ from meshwright.torch_internals.modules import (
 M = TypeVar("M", bound=nn.Module)
 
 IS_KNOWN = "_meshwright_local_statistics"
-"""The attribute of a BatchNorm of which its user has said, or was told, that the statistics are of
-each rank: replicas may be made anew, and lie inside of each other."""
+"""The attribute of a BatchNorm whose user has said, or was warned, that the statistics are of
+each rank: replicas may be rebuilt, and nested."""
 
 _WRAPPERS = re.compile(r"_(\w+_wrapped_module|orig_mod)\.")
 
@@ -81,7 +81,7 @@ def keep_batch_norm_local(module: nn.Module) -> None:
 
 
 class LocalStatistics:
-    """Says once, on one rank, which BatchNorm modules normalize by the batch of each rank alone."""
+    """Warns once, on one rank, of BatchNorm modules that normalize by each rank's batch alone."""
 
     def __init__(self, module: nn.Module, axes: Sequence[Communicator]) -> None:
         """``axes`` are those over which ranks train on different batches."""
@@ -90,7 +90,7 @@ class LocalStatistics:
         self.follow(module)
 
     def follow(self, module: nn.Module) -> None:
-        """Take the modules that ``module`` holds now for those that there are."""
+        """Look at the modules that ``module`` holds now, in place of those before."""
         self._named = with_statistics(module) if self._is_first else {}
         self.is_due = bool(self._named)
         """True where there is one that has not trained yet."""
@@ -143,7 +143,7 @@ def _uses_batch(part: nn.Module) -> bool:
 
 
 def _is_unasked(part: nn.Module) -> bool:
-    """Tell whether nobody has said whose statistics ``part`` uses."""
+    """Whether nobody has said whose statistics ``part`` uses."""
     if isinstance(part, SyncBatchNorm) or IS_KNOWN in vars(part):
         return False
     return getattr(vars(part).get("forward"), "func", None) is not _forward

@@ -4,7 +4,7 @@
 one has a place in names. While those functions ask, and only then, a wrapper steps aside::
 
     torch asks a wrapper                              the answer
-    1  ``_fqn_modifiers()``, how names change         below it a name goes on inside
+    1  ``_fqn_modifiers()``, how names change         below it a name continues inside
     2  ``named_children()``                           what is inside
     3  ``named_modules()``, and so its parameters     names without the wrapper's place
     4  ``state_dict()``                               names without it
@@ -42,7 +42,7 @@ def without_compiled(name: str) -> str:
 class Inside:
     """The module below a wrapper as torch's functions find it in its place, by its own rules.
 
-    ``hidden`` are names of parameters that nobody has given.
+    ``hidden`` is the prefix of names of parameters that users have not given.
     """
 
     def __init__(self, module: nn.Module, hidden: str = "") -> None:
@@ -50,7 +50,7 @@ class Inside:
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - an attribute of any module
         if self._hides(name):
-            return None  # it is only looked whether names lead somewhere
+            return None  # torch only checks whether names lead somewhere
         module: Any = self._module
         own = getattr(module, "_fqn_modifiers", dict)().get(name)
         if own and hasattr(module, own):
@@ -96,7 +96,7 @@ class StepOver(dict[str, str]):
         self._inside = inside
 
     def get(self, key: str, default: Any = None) -> Any:  # noqa: ANN401 - as of any dict
-        """Find the way on from the wrapper, by a name inside: its own place is in none.
+        """The way on from the wrapper to a name inside: its own place is in none.
 
         A module around the wrapper that hands on its attributes (of PEFT) has names of its own.
         """

@@ -32,7 +32,7 @@ class EqualBuffers:
         """Those that were last known to be alike on all ranks."""
 
     def look(self) -> Mapping[str, torch.Tensor]:
-        """List the buffers of now, by name."""
+        """The buffers that the module holds now, by name."""
         return self._held.look()
 
     def follow(self) -> Mapping[str, torch.Tensor]:

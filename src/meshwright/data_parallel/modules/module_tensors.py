@@ -1,4 +1,4 @@
-"""The parameters and buffers that a module holds now: each of them may be given anew at any time.
+"""The parameters and buffers that a module holds now: each of them may be replaced at any time.
 
 Nobody can keep the tensors that were found first. ``module.weight = nn.Parameter(...)``,
 ``load_state_dict(assign=True)`` or another submodule put other objects into the dicts of modules,
@@ -67,7 +67,7 @@ class _Held:
 
     @property
     def _has_changed(self) -> bool:
-        """Tell whether any tensor or module is another object than at the last look."""
+        """True when any tensor or module is another object than at the last look."""
         return not (_are(self._known, self._tensors) and _are(self._known_modules, self._modules))
 
     def _collect(self) -> dict[str, torch.Tensor]:
@@ -119,7 +119,7 @@ class ModuleParameters(_Held):
             self.named = tuple(found.items())
 
     def _runs_with_others(self) -> bool:
-        """Tell whether the module runs with other tensors for this call alone."""
+        """Whether the module runs with other tensors for this call alone."""
         held = chain.from_iterable(self._tensors)
         is_own = all(isinstance(each, nn.Parameter | None) for each in held)
         return not is_own or lent_now() is not None
@@ -152,5 +152,5 @@ def _objects(views: Iterable[Iterable[object]]) -> list[object]:
 
 
 def _are(known: list[object], views: Iterable[Iterable[object]]) -> bool:
-    """Tell whether ``views`` show just the objects of ``known``, which ends with `_END`."""
+    """Whether ``views`` show just the objects of ``known``, which ends with `_END`."""
     return all(map(is_, chain(chain.from_iterable(views), (_END,)), known))

@@ -36,9 +36,9 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:  # noqa: ANN401
-    """Give ``value`` with ``function`` of its tensors in their places.
+    """Return ``value`` with ``function`` of its tensors in their places.
 
-    Registered containers (sequences and mappings are) are made anew; dataclasses, which need not be
+    Registered containers (sequences and mappings are) are rebuilt; dataclasses, which need not be
     registered, and sets are copied where one of their tensors has changed.
     """
     return tree_map(partial(_mapped, function), value)
@@ -50,7 +50,7 @@ def cloned(
     where: Callable[[torch.Tensor], bool],
     clone: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.clone,
 ) -> Any:  # noqa: ANN401
-    """Give ``value`` with copies of the tensors for which ``where`` is true, made by ``clone``."""
+    """Return ``value`` with copies, by ``clone``, of the tensors for which ``where`` is true."""
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
         return clone(tensor) if where(tensor) else tensor
@@ -61,7 +61,7 @@ def cloned(
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401
-    """Give ``value`` in ``dtype`` where it is a floating-point tensor, as it is otherwise."""
+    """Return ``value`` in ``dtype`` where it is a floating-point tensor, else as it is."""
     if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != dtype:
         return value.to(dtype)
     return value
@@ -117,7 +117,7 @@ class Loan:
         that ask ``key is query`` expect."""
 
     def give(self, value: Any) -> Any:  # noqa: ANN401 - whatever a module is given
-        """Find what the module is to be given for ``value``: itself, where no tensor changes."""
+        """Return what the module is given for ``value``: itself, where no tensor changes."""
         if id(value) in self._given:
             return self._given[id(value)]
         if isinstance(value, torch.Tensor):
@@ -169,7 +169,7 @@ class Loan:
         return new
 
     def has_given(self, value: Any) -> bool:  # noqa: ANN401
-        """Tell whether ``value`` was given to the module in the place of another one."""
+        """Whether ``value`` was given to the module in the place of another one."""
         return any(given is value for given, _ in self._pairs)
 
     def _before(self, item: Any) -> Any:  # noqa: ANN401

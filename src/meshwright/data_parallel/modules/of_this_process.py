@@ -8,7 +8,7 @@ from torch import nn
 
 
 class OfThisProcess(nn.Module):
-    """A module that no file can hold: `pickle` and `torch.save` refuse it."""
+    """A module that no file can hold: `pickle` and `torch.save` raise."""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:  # noqa: ANN401 - of any object
         raise TypeError(
@@ -24,8 +24,8 @@ class OfThisProcess(nn.Module):
 
 
 def home_of(cls: type) -> dict[str, object]:
-    """Make the member by which a class that is made of ``cls`` is found where ``cls`` is.
+    """The member by which a class that is made of ``cls`` is found where ``cls`` is.
 
-    None where that is torch: compilers look less closely at a module of torch's own.
+    Empty where that is torch: compilers look less closely at a module of torch's own.
     """
     return {} if cls.__module__.startswith("torch.") else {"__module__": cls.__module__}

@@ -58,7 +58,7 @@ class KeptMemory:
     def tensor(
         self, shape: Sequence[int], stride: Sequence[int], device: torch.device
     ) -> torch.Tensor | None:
-        """Make an uninitialized tensor, unless somebody holds also what was allocated just now.
+        """Make an uninitialized tensor; None where somebody holds even newly allocated memory.
 
         It is no view of another tensor: the user may detach it in place.
         """
@@ -75,7 +75,7 @@ class KeptMemory:
 
 
 def _is_ours_alone(storage: torch.UntypedStorage) -> bool:
-    """Check that no tensor and no other name uses ``storage``."""
+    """Whether no tensor and no other name uses ``storage``."""
     # References: the attribute, the name here, the argument of the call.
     return storage_users(storage_id(storage)) == 1 and sys.getrefcount(storage) <= 3
 
@@ -125,7 +125,7 @@ class InPlaceGradient(_AloneGradient):
         self._began_without = self.parameters[0].grad is None
 
     def takes(self, slot: int) -> bool:
-        """Check that the gradient was made by this pass, so that `take` may move it."""
+        """Whether the gradient was made by this pass, so that `take` may move it."""
         return self._began_without
 
     def take(self, slot: int, scale: Factor) -> None:
@@ -201,7 +201,7 @@ class InPlaceGradient(_AloneGradient):
             gradient.copy_(self._tensor)
 
     def used(self) -> Sequence[bool]:
-        """Tell whether this rank has a gradient."""
+        """Whether this rank has a gradient."""
         return (not self.lacks,)
 
     def adopt(self, count: float) -> None:
@@ -211,7 +211,7 @@ class InPlaceGradient(_AloneGradient):
 
 
 class _Instead(IntEnum):
-    """The words that a rank sends in place of a number of rows."""
+    """Codes that a rank sends in place of a number of rows."""
 
     ABSENT = -1
     """It had no gradient."""
@@ -265,7 +265,7 @@ class SparseGradient(_AloneGradient):
         self._tensor = None
 
     def launch(self, communicator: Communicator) -> None:
-        """Tell the others how many rows there are; `finish` sends them, or has a hook sum them."""
+        """Send the number of rows; `finish` sends the rows, or has a hook sum them."""
         if self._hook is not None and self._hook.is_local:
             return
         own = torch.tensor([int(self._number)], device="cpu")
@@ -369,7 +369,7 @@ class SparseGradient(_AloneGradient):
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Check that the strides cover ``tensor.numel()`` elements in a row, without holes."""
+    """Whether the strides cover ``tensor.numel()`` elements in a row, without holes."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -379,7 +379,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _is_alike(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Check that the gradient's memory can be reduced as it is, and written to."""
+    """Whether the gradient's memory can be reduced as it is, and written to."""
     return (
         gradient.stride() == parameter.stride()
         and gradient.dtype == parameter.dtype

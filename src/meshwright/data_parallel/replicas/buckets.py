@@ -72,7 +72,7 @@ def slot_of(
 
 
 def _turn(index: int, names: Sequence[str], settings: ReductionSettings) -> int:
-    """Put delayed parameters right after the bucket of the one they wait for."""
+    """The turn that puts delayed parameters right after the bucket of the one they wait for."""
     if not settings.delayed:
         return 0
     if names[index] in settings.delayed:
@@ -133,7 +133,7 @@ class Bucket(Reduction):
         ]
 
     def takes(self, slot: int) -> bool:
-        """Check that `take` should copy this gradient: it is large, and frees its own memory."""
+        """Whether `take` should copy this gradient: it is large, and frees its own memory."""
         return self.is_gradient_view and self._single[slot]
 
     def take(self, slot: int, scale: Factor) -> None:
@@ -208,7 +208,7 @@ class Bucket(Reduction):
         )
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Give all its gradients in one tensor where ``.grad`` is a view of it."""
+        """Its gradients, all in one tensor where ``.grad`` is a view of it."""
         return iter((self.gradients,)) if self.is_gradient_view else super().tensors()
 
     def await_hook(self, *, unless: type | None = None) -> None:
@@ -264,7 +264,7 @@ class Bucket(Reduction):
             self._copy_out()
 
     def used(self) -> Sequence[bool]:
-        """List the parameters of which this rank has a gradient."""
+        """By parameter, whether this rank has a gradient."""
         return [slot not in self._absent for slot in range(len(self.parameters))]
 
     def unused(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""`DistributedDataParallel`: a wrapper around one module, as torch's, on the house's replica."""
+"""`DistributedDataParallel`: a wrapper around one module, like torch's, on `Replica`."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ class DistributedDataParallel(SteppedOver):
         self._set_up()
 
     def _set_up(self) -> Replica:
-        """Return the running half; a collective where there is none yet."""
+        """Return the replica; a collective where there is none yet."""
         if self._replica is None:
             if self._lacks_hook:
                 raise RuntimeError(
@@ -281,7 +281,7 @@ class DistributedDataParallel(SteppedOver):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> contextlib.AbstractContextManager[None]:
-        """Make a block in which ranks may have different numbers of batches."""
+        """A block in which ranks may have different numbers of batches."""
         if not enable:
             return contextlib.nullcontext()
         return uneven_inputs(

@@ -69,7 +69,7 @@ class GradBucket:
         return self._index
 
     def is_last(self) -> bool:
-        """Check that no other bucket follows in this backward pass."""
+        """Whether no other bucket follows in this backward pass."""
         return self._is_last
 
     def buffer(self) -> torch.Tensor:
@@ -117,7 +117,7 @@ class Deferred(torch.futures.Future[T]):
     value = wait
 
     def done(self) -> bool:
-        """Check that the value has been made."""
+        """Whether the value has been made."""
         return self._produce is None
 
     def then(self, callback: Callable[[torch.futures.Future[T]], Any]) -> Deferred[Any]:
@@ -131,7 +131,7 @@ class Deferred(torch.futures.Future[T]):
 
 
 def reduction_axis(state: object, own: Communicator) -> Communicator:
-    """Find the axis that ``state`` names: a process group, a communicator, or None for ``own``."""
+    """The axis that ``state`` names: a process group, a communicator, or None for ``own``."""
     if state is None:
         return own
     return state if isinstance(state, Communicator) else communicator(cast("Any", state))
@@ -157,7 +157,7 @@ class RegisteredHook:
 
     @property
     def parts_copies(self) -> bool:
-        """True when ranks step with other gradients by right, so that their weights differ."""
+        """True when ranks may step with different gradients, so that their weights diverge."""
         start: int | None = getattr(self.state, "start_localSGD_iter", None)
         is_apart = start is not None and self.state.iter >= start
         return is_apart or self.is_local or getattr(self.hook, "parts_copies", False)
@@ -178,7 +178,7 @@ class RegisteredHook:
 def compressed_dtype(
     registered: RegisteredHook, axis: Communicator, own: torch.dtype
 ) -> torch.dtype | None:
-    """Find the dtype in which a hook sends gradients of dtype ``own`` over ``axis``.
+    """The dtype in which a hook sends gradients of dtype ``own`` over ``axis``.
 
     None where it does anything but a plain mean over that axis, in one dtype or another. Torch's
     hooks of the same names count too.

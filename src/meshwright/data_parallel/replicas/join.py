@@ -1,6 +1,6 @@
 """Uneven inputs: ranks that have run out of batches take part until all have.
 
-Before each collective that uses an `Attendance` is coming, the ranks that still train say which::
+Before each collective the ranks that still train announce it through an `Attendance`::
 
     rank 0   forward  backward: REDUCE   forward  backward: REDUCE   end: DONE  reduce  end: DONE
     rank 1   forward  backward: REDUCE   end: DONE  reduce (zeros)       DONE          ...
@@ -55,7 +55,7 @@ class Attendance:
         Raises RuntimeError when a rank wants all to stop, CollectiveMismatchError when those that
         train are about to do different things.
         """
-        late.settle()  # of a device: it may send, and ranks that are done come to it here alone
+        late.settle()  # on devices: it may send, and ranks that are done settle only here
         rows = [(float(self._rank), float(own), float(detail))]
         for axis in self.communicators:
             flat = [number for row in rows for number in row]
@@ -97,7 +97,7 @@ class Attendance:
         return kinds[0]
 
     def leave(self) -> tuple[Notice, int] | None:
-        """Give the notice of a rank that has no more inputs."""
+        """Exchange notices as `give`, as a rank that has no more inputs."""
         return self.give(Notice.STOP if self._throws else Notice.DONE)
 
 
@@ -105,7 +105,7 @@ class Attendance:
 def uneven_inputs(
     replica: Replica, *, divides_by_all: bool, throws_on_early_termination: bool
 ) -> Iterator[None]:
-    """Make a block in which ranks may run different numbers of iterations.
+    """A block in which ranks may run different numbers of iterations.
 
     Gradients are divided by the number of all ranks (``divides_by_all``), so that late batches
     count as they would have, or by the number of those that still train. When the last rank is

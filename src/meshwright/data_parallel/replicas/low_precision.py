@@ -72,7 +72,7 @@ class _Casts:
         self._install()
 
     def follow(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Begin the forward of the outermost module, perhaps with other parameters than before."""
+        """Forward pre-hook of the outermost module: follows parameters that were replaced."""
         before = self._held.named
         if self._held.look() is not before:
             self._install()

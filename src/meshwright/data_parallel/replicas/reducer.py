@@ -106,8 +106,8 @@ class GradientReducer:
         """The notes of the pass before, until the device has summed them."""
         self._uses = UseCounts()
         self._tells = self._lacks = self._has_told = False
-        """The host is to tell the other ranks of each pass which gradients it has, since one of
-        them has lacked some; this pass lacks one; its ranks were told."""
+        """True when ranks exchange which gradients they have, since one has lacked some; when this
+        pass lacks one; when they were exchanged in this pass."""
         self.leaves = ReducedLeaves((), {})
         self._sharing = Sharing(self)
         self.take_up(named, settings, local)
@@ -120,7 +120,7 @@ class GradientReducer:
     ) -> None:
         """Reduce the gradients of ``named`` from now on, in place of those until now.
 
-        All ranks do it before the same pass. What passes before have shown, as which parameters
+        All ranks do it before the same pass. What earlier passes have shown, as which parameters
         are used, is forgotten.
         """
         self.leaves.release()
@@ -197,7 +197,7 @@ class GradientReducer:
         self.follow_training()
 
     def follow_training(self) -> None:
-        """Give parameters their places anew where other ones require grad than before."""
+        """Plan buckets again where other parameters train, or dtypes changed; collective then."""
         if self.leaves.lent:
             self.follow_leaves()
         trainable = [parameter.requires_grad for parameter in self._parameters]
@@ -213,7 +213,7 @@ class GradientReducer:
         self._arrange()
 
     def follow_leaves(self) -> None:
-        """Find leaves of DTensors anew, and hook what trains now; not collective, as traces are."""
+        """Look up leaves of DTensors again, and hook what trains now; no collective, for traces."""
         if self.leaves.lent and self.leaves.follow():
             self._arrange()
         self.leaves.hook_trainable(self._arrivals, self._arrived, self._arrived_at_leaf)
@@ -225,11 +225,11 @@ class GradientReducer:
         return kinds
 
     def want(self, is_wanted: bool) -> None:
-        """Reduce the gradients of forward passes from now on, or leave them on this rank."""
+        """Set whether gradients of later forward passes are reduced, or stay on this rank."""
         self.is_wanted = is_wanted
 
     def synchronize(self, is_due: bool) -> None:
-        """Reduce gradients in the hooks of the pass of now, or do not."""
+        """Set whether hooks of the current pass reduce gradients."""
         self.is_synchronizing = is_due
         self._arrivals.open(False)
 
@@ -373,7 +373,7 @@ class GradientReducer:
 
     @apart
     def _arrived(self, index: int, parameter: torch.Tensor) -> None:
-        """Count a gradient in that is complete, see `Arrivals`, and launch what is full."""
+        """Hook of a complete gradient: counts it in, see `Arrivals`, and launches full buckets."""
         if torch.compiler.is_compiling():
             if self.marking is not None:
                 self.marking.accumulated(index, parameter)
@@ -411,7 +411,7 @@ class GradientReducer:
 
     @apart
     def _arrived_at_leaf(self, index: int, leaf: torch.Tensor) -> None:
-        """Do as `_arrived`, of a DTensor; where nothing is reduced it gets its gradient now."""
+        """The same for the leaf of a DTensor, which gets its gradient now if nothing is reduced."""
         if torch.compiler.is_compiling():
             if self.marking is not None:
                 self.marking.accumulated_at_leaf(index, leaf)
@@ -428,14 +428,13 @@ class GradientReducer:
         bucket.take(place, self._current_factor())
 
     def _current_factor(self) -> Factor:
-        """Compute the factor of gradients in this backward pass."""
         if self._factor is None:
             mean = self._mean
             if self.on_reduction is not None:
                 mean = self.on_reduction() or mean
             self._factor = mean if self._scale is None else self._scale()
             if self.registered_hook is not None:
-                self._factor = self._factor * self.communicator.size
+                self._factor = self._factor * self.communicator.size  # which the hook divides by
         return self._factor
 
     @torch.no_grad()
@@ -555,7 +554,7 @@ class GradientReducer:
         differences: str,
         sums: Sequence[float],
     ) -> None:
-        """Raise for the pass of which ``sums`` of ``notes`` have come."""
+        """Raise for the pass whose ``sums`` of ``notes`` have come, if it is void."""
         is_late = not self.communicator.is_on_host
         self._tells = self._tells or (is_late and sums[MARKS] != 0 and not self._is_local)
         error = notes.judge(self.communicator, place, differences, sums)

@@ -40,7 +40,7 @@ class Reducer(Protocol):
 
 
 class Sharing:
-    """The parameters of a reducer that others have, too; these are told of more of them."""
+    """The parameters of a reducer that other reducers have, too; these learn of new ones."""
 
     def __init__(self, reducer: Reducer) -> None:
         self._reducer = weakref.ref(reducer)
@@ -49,7 +49,7 @@ class Sharing:
         PROCESS.sharings[self] = None
 
     def hold(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Have ``parameters`` from now on."""
+        """Set the reducer's parameters, and tell other reducers which of them they share."""
         self._held = {id(parameter): parameter for parameter in parameters}
         self._shared.clear()
         for other, reducer in others_with(self._held.keys(), self):
@@ -60,11 +60,11 @@ class Sharing:
                 reducer.share()
 
     def is_shared(self, parameter: torch.Tensor) -> bool:
-        """Tell whether another reducer has ``parameter``."""
+        """Whether another reducer has ``parameter``."""
         return id(parameter) in self._shared
 
     def is_of_other(self, parameter: torch.Tensor) -> bool:
-        """Tell whether another reducer has ``parameter`` and is in a backward pass."""
+        """Whether another reducer has ``parameter`` and is in a backward pass."""
         found = _holders({id(parameter)}, self) if self.is_shared(parameter) else []
         return any(reducer.is_in_backward for _, reducer in found)
 
@@ -79,9 +79,9 @@ def _holders(ids: Set[int], own: Sharing | None) -> list[tuple[Sharing, Reducer]
 
 
 def others_with(ids: Set[int], own: Sharing | None) -> list[tuple[Sharing, Reducer]]:
-    """List what has parameters of ``ids`` beside ``own``, on all ranks alike."""
+    """List the reducers but ``own`` that have parameters of ``ids``, the same on all ranks."""
     if _holders(ids, own):
-        gc.collect()  # a wrapper that nobody has any more is to be gone on all ranks
+        gc.collect()  # a wrapper that nobody holds must be gone on all ranks
     return _holders(ids, own)
 
 

@@ -75,10 +75,10 @@ class Replica:
         self.is_driven = False
         """True when a pipeline schedule says when gradients are reduced and buffers broadcast."""
         self.on_buffers: Callable[[], int] | None = None
-        """Called before buffers are broadcast in a forward pass; gives the rank to take them of."""
+        """Called before buffers are broadcast in a forward pass; gives the rank to send from."""
         self._has_equal_buffers = False
-        """True while a forward pass has begun with equal buffers and not ended: the one that
-        follows on an exception takes its place, and other ranks send nothing a second time."""
+        """True while a forward pass has begun with equal buffers and not ended: after an exception
+        the next one takes its place, since other ranks do not send a second time."""
         self._options = options
         apart = options.ignored, options.ignored_names
         self.buffers = EqualBuffers(module, communicator, *apart)
@@ -90,7 +90,7 @@ class Replica:
         self._writes = ForwardWrites(communicator)
         self._written = BatchBuffers(module, communicator, self.buffers.look())
         self._is_stepping = False
-        """Tell whether the backward pass that runs ends with steps of optimizers."""
+        """True while a backward pass runs that ends with steps of optimizers."""
         parameters = self._held.named
         tensors = [parameter for _, parameter in parameters]
         self._stepped = take_over_steps(tensors)
@@ -121,7 +121,7 @@ class Replica:
         self.marking = Marking(module, self.reducer, communicator, swaps_parameters=swaps)
 
     def be_driven(self, is_driven: bool) -> None:
-        """Leave reductions and broadcasts to a pipeline's schedule, or do them again."""
+        """Set whether a pipeline's schedule drives reductions and broadcasts."""
         if is_driven and self._stepped:
             raise RuntimeError(
                 "parameters have optimizers in the backward (_apply_optimizer_in_backward), which "
@@ -130,7 +130,7 @@ class Replica:
         self.is_driven = is_driven
 
     def ask_for_buffers(self, ask: Callable[[], int] | None) -> None:
-        """Call ``ask`` before buffers are sent; it returns the rank whose they are."""
+        """Call ``ask`` before buffers are sent; it returns the rank to send from."""
         self.on_buffers = ask
 
     @apart
@@ -157,12 +157,12 @@ class Replica:
         """Get ready for a pass that is traced and whose gradients are marked."""
         if torch.is_grad_enabled():
             self.marking.begin()
-            # What is compared stays so, or the graph does not run: it is for these objects alone.
+            # A trace guards what it compares: its graph runs for these parameter objects only.
             held = dict(module.named_parameters())
             _ = [held.get(name) is parameter for name, parameter in self.reducer.named]
         if self.broadcast_buffers and self.reducer.is_wanted:
             known = self._buffer_names().split("\n")
-            # Through the module, or a graph would go on with the buffers that it has now.
+            # Through the module, or a graph would keep the buffers that it was traced with.
             found = [buffer for name, buffer in module.named_buffers() if name in known]
             if found:
                 broadcast_traced(self.communicator, found)
@@ -206,10 +206,10 @@ class Replica:
         self._has_equal_buffers = (sends or looks) and not self.is_driven
 
     def _take_up(self) -> None:
-        """Reduce parameters that are others than before, as all were at first; collective then.
+        """Reduce the parameters that the module holds now; collective where they have changed.
 
         They are compared, and with ``init_sync`` given the values of rank 0; where a pass may have
-        computed with them already, they must have these.
+        used new ones already, they must have these values.
         """
         found, reducer = self._held.look(), self.reducer
         was_lent, self._was_lent = self._was_lent, self._held.is_lent
@@ -252,10 +252,10 @@ class Replica:
 
     @constant
     def _follow_module(self) -> bool:
-        """Take up what the module holds when a pass is traced: collective where that is others.
+        """Take up what the module holds when a pass is traced: collective where that has changed.
 
-        A graph is traced anew when a parameter has become another object. Returns False where the
-        module's own are out of sight.
+        Compilers trace again when a parameter has become another object. Returns False where a
+        call hides the module's own tensors.
         """
         if self._unsent and lent_now() is None:
             self._send_own_buffers()
@@ -303,11 +303,11 @@ class Replica:
             self.reducer.begin_backward()
             if self._stepped and self.reducer.is_synchronizing and not self._is_stepping:
                 self._is_stepping = True
-                at_end_of_backward(self._step)
+                at_end_of_backward(self._step)  # runs after the reducer's, which was queued first
 
     @torch.no_grad()
     def _step(self) -> None:
-        """Step by optimizers in the backward, with the means: after the reducer has finished."""
+        """Step the optimizers in the backward, with the means: after the reducer has finished."""
         self._is_stepping = False
         for parameter in self._stepped:
             if parameter.grad is not None:
@@ -319,9 +319,9 @@ def watch_first_steps(
     options: ReplicateOptions,
     ignored: Callable[[nn.Module], Collection[nn.Module]] = lambda _: (),
 ) -> StepWatch:
-    """Raise before a step with gradients of ``module`` that no `Replica` has reduced.
+    """A watch that raises before a step with gradients of ``module`` that no `Replica` reduced.
 
-    To be held until the replica is set up. Gradients of zeros pass: with those, and a learning rate
+    Hold it until the replica is set up. Gradients of zeros pass: with those, and a learning rate
     of zero, torch makes optimizers build their state.
     """
     find = weakref.ref(module)  # the module holds the watch
@@ -354,7 +354,7 @@ def _difference(
     now: Sequence[tuple[str, nn.Parameter]],
     fresh: Collection[str],
 ) -> str:
-    """Name the change of parameters, for ranks that do something else."""
+    """The change of parameters in words, for ranks that do something else."""
     for name in fresh:
         return f": parameter {name!r} was given anew"
     for name in sorted({name for name, _ in before} - {name for name, _ in now}):
@@ -370,7 +370,7 @@ def _check(
     *,
     may_be_frozen: bool,
 ) -> None:
-    """Refuse what could only fail later, on this rank, before any collective."""
+    """Reject on this rank, before any collective, what could only fail later."""
     for name, parameter in parameters:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise RuntimeError(

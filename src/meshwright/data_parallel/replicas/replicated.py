@@ -135,14 +135,14 @@ class ReplicateState:
         self._hook = (state, checked)
 
     def _ddp_weakref(self) -> Replica | None:
-        """Find the live replica with its ``device_ids``; None before the first forward pass."""
+        """The live replica, with its ``device_ids``; None before the first forward pass."""
         return self._replica
 
     @apart
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Begin a forward pass: the module's forward pre-hook."""
+        """Forward pre-hook of the module: begins a pass."""
         self._is_called = True
         if torch.compiler.is_compiling():
             if self._route() == "eager":
@@ -152,7 +152,7 @@ class ReplicateState:
 
     @apart
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        """End a forward pass: the module's forward hook."""
+        """Forward hook of the module: ends a pass."""
         if not torch.compiler.is_compiling():
             self.replica.after_forward(output)
         elif self._route() == "eager":
@@ -183,7 +183,7 @@ class ReplicateState:
 
     @constant
     def _is_traceable(self) -> bool:
-        """Check that the module's class computes its forward; sets the replica up, a collective."""
+        """Whether the module's class computes its forward; sets the replica up, a collective."""
         module = self._module()
         if self.replica is None or module is None or "forward" in vars(module):
             return False
@@ -193,7 +193,7 @@ class ReplicateState:
 
 
 class ReplicatedModule(OfThisProcess):
-    """The members that the class of a replicated module has beside its own."""
+    """The members that `replicate` adds to the class of a module."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Make a module of the class before: a slice of a container has no gradients to reduce."""
@@ -228,7 +228,7 @@ class ReplicatedModule(OfThisProcess):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> contextlib.AbstractContextManager[None]:
-        """Make a block in which ranks may have different numbers of batches, see `uneven_inputs`.
+        """A block in which ranks may have different numbers of batches, see `uneven_inputs`.
 
         Collective when there was no forward pass yet.
         """
@@ -353,7 +353,7 @@ def replicate(
 
 
 def replicate_with(module: M, options: ReplicateOptions) -> M:
-    """Apply to ``module`` what ``options`` say, for callers that have made them up."""
+    """Replicate ``module`` by ``options``, for callers that have built them."""
     look_at_optimizers()
     states: dict[str, Any] = module.__dict__.setdefault(STATES, {})
     if NAME in states:
@@ -391,7 +391,7 @@ def replicate_with(module: M, options: ReplicateOptions) -> M:
 
 
 def replica_state(module: nn.Module) -> ReplicateState:
-    """Find the state of a replicated ``module``. Raises ValueError for any other."""
+    """Return the state of a replicated ``module``. Raises ValueError for any other."""
     state = module.__dict__.get(STATES, {}).get(NAME)
     if not isinstance(state, ReplicateState):
         raise ValueError(
@@ -425,7 +425,7 @@ def check_names(function: str, before: Sequence[str], after: Sequence[str]) -> N
 
 
 def _traceable(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the ``forward`` that `ReplicateState.forward` runs ``forward`` in."""
+    """Wrap ``forward`` so that `ReplicateState.forward` runs it."""
 
     @functools.wraps(forward)
     def traceable(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401

@@ -25,8 +25,8 @@ ARRIVED, CAME_EMPTY = 1, 2
 class Arrivals:
     """The gradients that a backward pass has yet to bring. Hooks hold it: it refers to no tensor.
 
-    They count in it while `is_open`. What is more than that is the reducer's: the first gradient of
-    a pass, the last of a bucket, a second one of a parameter, one that is none.
+    Hooks count in it while `is_open`. They leave the rest to the reducer: the first gradient of
+    a pass, the last of a bucket, a second one of a parameter, one that is None.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class Reduction(ABC):
     lacks = False
     """True when a parameter has no gradient on this rank in this backward pass."""
     known: Sequence[bool] | None = None
-    """The parameters of which a rank has a gradient; None while their counts have to be read."""
+    """By parameter, whether any rank has a gradient; None while counts have to be read."""
 
     def __init__(self, layout: BucketLayout, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.layout = layout
@@ -131,7 +131,7 @@ class Reduction(ABC):
         """1 for each parameter whose gradient `take` has had in this backward pass."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Give all its gradients in as few tensors as hold them; of a sparse one the values."""
+        """Its gradients, in as few tensors as hold them; of a sparse one the values."""
         for parameter in self.parameters:
             gradient = parameter.grad
             if gradient is not None:
@@ -147,15 +147,15 @@ class Reduction(ABC):
         return
 
     def used(self) -> Sequence[bool]:
-        """List the parameters of which this rank has a gradient, where others need to know."""
+        """By parameter, whether this rank has a gradient, where others need to know."""
         return ()
 
     def know(self, used: Sequence[bool]) -> None:
-        """Take in of which of them any rank has one."""
+        """Note for which parameters any rank has a gradient."""
         self.known = used
 
     def takes(self, slot: int) -> bool:
-        """Check that `take` should have this gradient as soon as it is there."""
+        """Whether `take` should have this gradient as soon as it is there."""
         return False
 
     def take(self, slot: int, scale: Factor) -> None:
@@ -278,7 +278,7 @@ def _layout(index: int, members: Sequence[GradientSlot]) -> BucketLayout:
 
 
 def sparse_gradient(slot: GradientSlot, gradient: torch.Tensor) -> RuntimeError:
-    """Make the refusal of a gradient that has no place in a buffer."""
+    """The error for a gradient that has no place in a buffer."""
     return RuntimeError(
         f"parameter {slot.name!r} has a sparse gradient ({gradient.layout}), and no module that "
         "announces one: replicate reduces sparse gradients of nn.Embedding and nn.EmbeddingBag "
@@ -287,7 +287,7 @@ def sparse_gradient(slot: GradientSlot, gradient: torch.Tensor) -> RuntimeError:
 
 
 def lost_gradient(slot: GradientSlot) -> RuntimeError:
-    """Make the refusal of a gradient that somebody has used up before it was the mean."""
+    """The error for a gradient that somebody has used up before it was the mean."""
     return RuntimeError(
         f"parameter {slot.name!r} got a gradient in this backward pass, and had none any more when "
         "it was to be summed over the ranks: a hook took it, which has seen the gradient of this "
@@ -297,7 +297,7 @@ def lost_gradient(slot: GradientSlot) -> RuntimeError:
 
 
 def came_empty(parameter: torch.Tensor) -> int:
-    """Name the arrival of no gradient: undefined, unless a hook before ours may have taken it.
+    """The mark of an empty arrival: `CAME_EMPTY`, or `ARRIVED` if a hook may have taken it.
 
     Autograd runs hooks also where a function of the graph has returned None.
     """

@@ -27,18 +27,18 @@ class StaticGraph:
         self._is_skipped = True
 
     def arrived(self, index: int) -> bool:
-        """Count an arrival, and check that it is the last; in the first pass nobody knows."""
+        """Count an arrival; True when it is the last. The first pass, which counts them: False."""
         self._seen[index] += 1
         return self._expected is not None and self._seen[index] == self._expected[index]
 
     def deviates(self) -> bool:
-        """Check that this pass used something else than the first, as far as it has come."""
+        """Whether this pass used something else than the first, as far as it has come."""
         if self._is_skipped:
             return False
         return self._expected is not None and self._seen != self._expected
 
     def end(self) -> None:
-        """End a pass that was well: the first one is what the others are held against."""
+        """End a complete pass; the first one is what later ones are compared with."""
         if self._expected is None and not self._is_skipped:
             self._expected = self._seen
         self.reset()

@@ -63,15 +63,15 @@ class GradientMarking(Protocol):
         ...
 
     def modules_of_trace(self) -> list[nn.Module]:
-        """List the modules that the function has whose graph is traced now."""
+        """List the modules of the function whose graph is being traced."""
         ...
 
     def obstacle_to_gathers(self, module: nn.Module) -> str:
-        """Get ready for gathers of shards of ``module`` in it; "", or what is in the way."""
+        """Prepare gathers of shards of ``module`` in the graph; returns "" or the obstacle."""
         ...
 
     def has_written(self) -> bool:
-        """Tell whether the graph that is traced now has written to what it gathers."""
+        """Whether the graph being traced has written to what it gathers."""
         ...
 
     def ran(self, plan: str) -> None:
@@ -94,7 +94,7 @@ class Marking:
         *,
         swaps_parameters: bool = False,
     ) -> None:
-        """Take ``swaps_parameters`` for True when modules compute with casts of the parameters."""
+        """``swaps_parameters`` is True when modules compute with casts of the parameters."""
         self._module = weakref.ref(module)
         self._reducer = reducer
         self._communicator = communicator
@@ -106,7 +106,7 @@ class Marking:
         self.is_open = False
         """True while such a pass has begun, and its gradients have not come."""
         self.renewals = 0
-        """The number of times that all graphs have become void."""
+        """The number of times that all graphs have become invalid."""
         self._running = -1
         """The backward pass of the graph that ran last, as autograd numbers it."""
         self._takes = False
@@ -145,7 +145,7 @@ class Marking:
     def route(self) -> Route:
         """Choose the route of the marks of the pass that is traced."""
         reducer = self._reducer
-        # Read while tracing, so that a trace is made anew when they change.
+        # Read while tracing: compilers guard them, and trace again when they change.
         is_scaled = reducer.on_reduction is not None or reducer.is_scaled
         route = self._choose(is_scaled, reducer.registered_hook is not None, self.renewals)
         # One backward may bring both gradients, and a graph marks its own alone.
@@ -177,7 +177,7 @@ class Marking:
         return route
 
     def _sent_in(self) -> torch.dtype | None:
-        """Find the dtype in which float32 is sent; None where a hook does more than a mean."""
+        """The dtype in which float32 is sent; None where a hook does more than a mean."""
         hook, dtype = self._reducer.registered_hook, torch.float32
         return dtype if hook is None else compressed_dtype(hook, self._communicator, dtype)
 
@@ -217,7 +217,7 @@ class Marking:
             self.keep()
 
     def took_forward(self) -> bool:
-        """Check, once, that a traced forward pass has begun, which no hook has seen."""
+        """Return, and clear, whether a traced forward pass has begun that no hook has seen."""
         has_begun, self.has_begun = self.has_begun, False
         return has_begun
 
@@ -334,10 +334,10 @@ class Marking:
     def agree(self, indices: Sequence[int], plan: str) -> None:
         """Compare with the other ranks what this backward pass is and what it will reduce.
 
-        On a device that was asked in the pass before is read in this one, but where this rank does
-        something else than then: it reads the answer before it reduces. So a rank that still
-        compiles is waited for. Raises CollectiveMismatchError on every rank, RuntimeError when a
-        hook of a parameter has come after the graph.
+        On a device the answer is read in the next pass, unless this rank does something else than
+        in the pass before: then it reads it before it reduces, and waits for ranks that still
+        compile. Raises CollectiveMismatchError on every rank, RuntimeError when a hook of a
+        parameter was registered after the graph was compiled.
         """
         late, alignment = self._reducer.late, self._reducer.alignment
         running = running_backward()
@@ -387,7 +387,7 @@ class Marking:
                 self._reduce_rest(indices)
 
     def _rest(self, indices: Sequence[int]) -> _Rest:
-        """Find when to reduce gradients of passes without a reduction that this graph leaves."""
+        """When to reduce the gradients of passes without a reduction that this graph leaves."""
         in_hooks = self._reducer.is_synchronizing
         takes, self._takes = self._takes or in_hooks, False
         kept, self.is_open = self.keeps, self.is_open and not in_hooks
@@ -539,6 +539,6 @@ class TracedForward(nn.Module):
 
 
 def compiler_of_marks() -> GradientMarking:
-    """Find the compiler's side, which the first trace that asks for it loads."""
+    """The compiler's side, which the first trace that asks for it loads."""
     # The one way round the arrow between the rooms: loaded by the first trace that needs it.
     return cast("GradientMarking", meshwright.compiler.MARKING)

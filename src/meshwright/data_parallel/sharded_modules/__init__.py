@@ -2,14 +2,14 @@
 
 Bottom-up:
 
-    agreement       the settings that ranks must have alike
+    agreement       the settings that must agree across ranks
     module_tree     the modules of one root, and those that came later
-    unseen          backward passes that no output of a unit tells of
+    unseen          backward passes that no output of a unit announces
     iteration       the state that units of one root share in an iteration
     module_hooks    the hooks that bring units through an iteration
-    traced_units    the same inside of a compiled graph
+    traced_units    the same inside a compiled graph
     sharded_join    ranks that have run out of batches
-    sharded_module  the members that a sharded module has beside its own
+    sharded_module  the members that `fully_shard` adds to a module
     sharded         `fully_shard`
 """
 

@@ -1,7 +1,7 @@
-"""The settings that ranks must have alike for one root: units, their parameters, their switches.
+"""The settings that must agree across ranks for one root: units, their parameters, their switches.
 
-Units are compared in full when a root starts. What is set is compared again, through
-`meshwright.comm.failures.events`, in the first forward pass after it has changed on a rank.
+Units are compared in full when a root starts. Settings are compared again, through
+`meshwright.comm.failures.events`, in the first forward pass after a rank has changed them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from meshwright.data_parallel.sharded_modules.module_hooks import Driver
 
 REMEMBERED = 16
-"""States of a root whose digests are kept: accumulation changes to and from one, for instance."""
+"""How many states of a root keep their digests: accumulation, say, switches between two."""
 
 LABEL = "compare copies"
 
@@ -88,8 +88,8 @@ def compare_units(
 def compare_values(drivers: Sequence[Driver], names: Mapping[nn.Module, str]) -> None:
     """Check that all ranks have started from the same values; a collective for each axis.
 
-    What an axis shards is compared as it was when it was sharded, unless it was written since; what
-    it replicates, as it is now. ``names`` are those of modules.
+    Values that an axis shards are compared as they were when sharded, unless written since; values
+    that it replicates, as they are now. ``names`` are those of modules.
 
     Raises CollectiveMismatchError on every rank, naming what differs first and the ranks.
     """
@@ -128,10 +128,10 @@ def compare_values(drivers: Sequence[Driver], names: Mapping[nn.Module, str]) ->
 
 
 class SameCopies:
-    """The comparison of the parts that ranks hold alike, over each axis that has copies of them.
+    """Compares the shards that ranks hold as copies, over each axis that replicates.
 
-    Digests are sent when a forward begins, and looked at when its backward ends; those of a device
-    one pass later.
+    Digests are sent when a forward begins, and read when its backward ends; on a device one pass
+    later.
     """
 
     def __init__(self, drivers: Sequence[Driver]) -> None:
@@ -154,7 +154,7 @@ class SameCopies:
                 self._coming.append((axis, axis.start_equal(struct.pack("<d", number), LABEL)))
 
     def finish(self) -> None:
-        """Look at what was sent. Raises CollectiveMismatchError as `SameWeights.doubt` says."""
+        """Compare what was sent. Raises CollectiveMismatchError as `SameWeights.doubt` says."""
         while self._coming:
             axis, started = self._coming.pop(0)
             said = started()
@@ -171,7 +171,7 @@ class SameCopies:
 
 
 def _parts(drivers: Sequence[Driver], axis: Communicator) -> list[tuple[str, torch.Tensor]]:
-    """List what this rank holds of each parameter that has copies over ``axis``."""
+    """This rank's shards of the parameters that are replicated over ``axis``, with their names."""
     return [
         (driver.alike(slot.name), group.buffer.own(index))
         for driver in drivers
@@ -234,7 +234,7 @@ class UnitStates:
         return found
 
     def _essence(self) -> Essence:
-        """Summarize for every forward: cheap where settings are the objects of before."""
+        """The current facts, asked in every forward: cheap while settings are the same objects."""
         rows: list[tuple[object, ...]] = []
         for number, driver in enumerate(self._drivers):
             unit = driver.unit
@@ -245,7 +245,7 @@ class UnitStates:
             if settings is not self._settings[number]:
                 self._settings[number] = settings
                 values = (getattr(settings, name) for name in _NAMES)
-                # Some are functions that are made anew in each step.
+                # Hooks among them may be new objects in each step: only their presence counts.
                 self._values[number] = tuple(_word(value) for value in values)
             ahead, behind = driver.forward_ahead, driver.backward_ahead
             trains = [tuple(unit.exposure.trains(unit, group)) for group in unit.groups]
@@ -266,7 +266,7 @@ def _trains(unit: Unit) -> list[list[bool]]:
 
 
 def _settings(unit: Unit) -> list[Any]:
-    """List the settings that ranks must have alike; of functions, whether there are any."""
+    """The settings that must agree across ranks; of functions, only whether there are any."""
     settings: UnitSettings = unit.settings
     words: list[Any] = []
     for field in fields(settings):
@@ -276,7 +276,7 @@ def _settings(unit: Unit) -> list[Any]:
 
 
 def _word(value: object) -> object:
-    """Name a setting as ranks can compare it: of a function only that there is one."""
+    """A setting as ranks can compare it: of a function only that there is one."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return f"{value.size} ranks" if isinstance(value, Communicator) else "a function"

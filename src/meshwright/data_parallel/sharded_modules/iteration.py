@@ -5,7 +5,7 @@
     root's forward   begin_forward, record for each unit, end_forward
     backward         begin_backward, start_reduction for each unit, end_backward (autograd calls it)
 
-An iteration that an exception has ended is given up when the next one begins.
+An iteration that raised is abandoned when the next one begins.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ if TYPE_CHECKING:
     from meshwright.data_parallel.sharded_modules.module_hooks import Driver
 
 IN_FLIGHT = 1
-"""Reductions that may be under way for each sum of a unit; then the oldest is waited for, before
-another one starts. Each holds the whole gradients of its unit."""
+"""Reductions that may be in flight for each axis of a unit; beyond that, the oldest is waited for
+before another one starts. Each holds the full gradients of its unit."""
 
 OF_PARAMETERS = "a backward pass"
 OF_INPUTS = "a backward pass that gives no parameter a gradient"
 
 REMEMBERED = 8
-"""Forwards without a backward after which the oldest are forgotten."""
+"""Forwards of the root without a backward after which all of them are forgotten."""
 
 
 class Iteration:
-    """Brings the units of ``drivers`` (the root's first) through iterations, one after another."""
+    """The state that ``drivers`` (the root's first) share, from one iteration to the next."""
 
     token: torch.Tensor | None = None
     """The tensor that graphs that gather write to, see `traced_units`; its gradient is zero."""
@@ -80,9 +80,9 @@ class Iteration:
         self.in_flight: list[Unit] = []
         """Units whose gradients are being reduced, the oldest first."""
         self.most_in_flight: int | None = None
-        """The most reductions that may be under way; `IN_FLIGHT` for each sum when None."""
+        """The most reductions that may be in flight; `IN_FLIGHT` for each axis when None."""
         self.in_blocks: list[Unit] = []
-        """Units whose whole parameters are spread among fewer ranks than their shards."""
+        """Units whose full parameters are resharded among fewer ranks than their shards."""
         self.is_in_backward = self.is_in_forward = self.ended_in_forward = False
         self.keeps_graph = self.makes_graph = False
         """Of the last backward pass: its graph may be run again; its gradients have gradients."""
@@ -94,7 +94,7 @@ class Iteration:
         """Says once what there is to say of BatchNorm modules below the root."""
         units = [driver.unit for driver in drivers if driver.unit is not None]
         self.axes = tuple(dict.fromkeys(axis for unit in units for axis in unit.communicators))
-        """Over which the units send."""
+        """The axes over which the units communicate."""
         self.announce: Callable[[], None] | None = None
         """See `announce_to`."""
         self.announce_clip: Callable[[float, float], None] | None = None
@@ -112,12 +112,12 @@ class Iteration:
         self._versions: list[int] = []
         self._shards: list[torch.Tensor] = []
         self._has_delivered = self._has_warned = False
-        """True when its last backward left gradients here; when a step by none was told of."""
+        """True when the last backward left gradients here; when a step without any was reported."""
         self._raised_in = ""
         """The pass that was given up last, until the next one has begun."""
         self._streams = _streams_of(units, self.axes)
         self._steps = StepWatch(self._exposed, self._given, self._before_step, with_settings=True)
-        # In detail torch's class only warns where ranks freeze and run others than each other.
+        # At debug level DETAIL, torch's class does not compare which parameters train.
         strict = options is None or not options.in_detail
         self._states = UnitStates(drivers, with_training=strict)
         self._copies = SameCopies(drivers)
@@ -152,17 +152,17 @@ class Iteration:
         self.token = torch.zeros((), device="cpu", requires_grad=True)
 
     def leave_use_counts_out(self) -> None:
-        """Take every parameter for used by some rank, and ask none."""
+        """Treat every parameter as used by some rank, without asking the ranks."""
         self.sends_use_counts = False
 
     def keep_sums(self) -> None:
-        """Remember that gradients of the pass of now are not reduced all the way."""
+        """Remember that gradients of the current pass are not fully reduced."""
         self.keeps_sums = True
 
     # --------------------------------------------------------------------------- forward
 
     def begin_forward(self, *, training: bool) -> None:
-        """Begin the root's forward; an iteration that raised is given up first."""
+        """Begin the root's forward; an iteration that raised is abandoned first."""
         self._check_taken()
         raised_in = self._begin()
         if self._follow is not None:
@@ -192,7 +192,7 @@ class Iteration:
         self._check.begin(training=training, weights=weights, settings=settings)
 
     def _begin(self) -> str:
-        """Start anew; the pass that raised before, if one did."""
+        """Begin a forward; returns the pass that raised before it, "" if none did."""
         go_on()
         if self.is_in_backward or self.is_in_forward:
             self.reset()
@@ -216,10 +216,10 @@ class Iteration:
         return raised_in
 
     def begin_driven(self, what: str, *, training: bool) -> None:
-        """Begin a step in which somebody else gathers, frees and reduces; an exception ends it.
+        """Begin a step in which a schedule gathers, frees and reduces; an exception ends it.
 
-        Units are gathered in their own order then, so that no order is recorded. ``what`` is
-        compared over the ranks like a forward pass.
+        The schedule gathers units in an order of its own, so none is recorded. ``what`` is
+        compared across the ranks like a forward pass.
         """
         raised_in = self._begin()
         self.take_waiting()
@@ -273,12 +273,12 @@ class Iteration:
             self._streams.end()
 
     def limit_in_flight(self) -> None:
-        """Follow what the drivers allow."""
+        """Apply the largest `Driver.most_in_flight` that was set, if any."""
         asked = [d.most_in_flight for d in self.drivers if d.most_in_flight is not None]
         self.most_in_flight = max(asked, default=None)
 
     def reset(self) -> None:
-        """Give up an iteration that ended in an exception."""
+        """Abandon an iteration that ended in an exception."""
         self.take_waiting()
         self.makes_graph = False
         if self.is_in_backward or self.is_in_forward:
@@ -304,25 +304,24 @@ class Iteration:
         return ACCUMULATES if is_known and has_unused else UNKNOWN
 
     def _have_versions_changed(self) -> bool | None:
-        """Check that somebody has written to weights since the last call; None if unknown.
+        """Whether weights were written to since the last call; None if unknown.
 
-        For optimizers that are not torch's: it takes a while with many DTensors.
+        For optimizers that are not torch's: reading versions is slow with many DTensors.
         """
         versions = [unit.exposure.version(unit) for unit in self.units]
         shards = [group.buffer.shard for unit in self.units for group in unit.groups]
         before, self._versions = self._versions, versions
         then, self._shards = self._shards, shards
-        # What was converted since then counts something else now.
+        # A converted shard is another tensor, with a version counter of its own.
         if len(then) != len(shards) or any(a is not b for a, b in zip(then, shards, strict=True)):
             return None
         return versions != before
 
     def _exposed(self) -> list[torch.Tensor]:
-        """List the parameters that optimizers may hold."""
         return [p for unit in self.units for p in unit.exposure.parameters(unit)]
 
     def _given(self) -> list[torch.Tensor]:
-        """List what no optimizer may hold: what was sharded, is whole, or shows instead."""
+        """Tensors no optimizer may hold: full ones, those from before sharding, those shown now."""
         slots = [slot for unit in self.units for slot in unit.slots]
         before = (slot.given() for slot in slots if slot.given is not None)
         shown = (module.__dict__.get(name) for slot in slots for module, name in slot.places)
@@ -346,17 +345,17 @@ class Iteration:
         if self.finished:
             if not self._has_warned and not self._steps.has_closure:
                 self._has_warned = warn_without_gradients(optimizer)
-            # What a forward without a backward has left whole is that of before, in a moment.
+            # What a forward without a backward has left unsharded is stale after this step.
             whole = [unit for unit in self.units if unit.phase is Phase.FULL]
             for unit in _held(whole, optimizer):
                 unit.has_changed()
                 unit.reshard()
-        # Not inside of join, where ranks that are done take part in what is said there.
+        # Not inside join: ranks that are done take part in announced collectives only.
         if self._check is not None:
             self._copies.judge()
 
     def _check_taken(self) -> None:
-        """Raise RuntimeError where a pass that is over has left gradients that nobody has seen."""
+        """Raise RuntimeError where an ended backward has left gradients that no hook noticed."""
         if self.is_in_backward or not have_gradients(self._slots):
             return
         for unit in self.units:
@@ -365,13 +364,13 @@ class Iteration:
                 raise unseen.lost(name, unit)
 
     def _has_gradients(self) -> bool:
-        """Check that an optimizer that steps now would change anything on this rank."""
+        """Whether an optimizer step now would change anything on this rank."""
         return any(unit.exposure.has_gradients(unit) for unit in self.units)
 
     # -------------------------------------------------------------------------- backward
 
     def begin_backward(self) -> None:
-        """Ask autograd for a call at the end of this backward pass, once."""
+        """Begin a backward pass, once: announce it, and have autograd call `end_backward`."""
         if not self.is_in_backward:
             self.is_of_inputs = self.keeps_sums and not self._reaches_parameters()
             if self._events is not None:
@@ -387,7 +386,7 @@ class Iteration:
             at_end_of_backward(self.end_backward)
 
     def _reaches_parameters(self) -> bool:
-        """Tell whether the backward pass that runs now gives any parameter a gradient."""
+        """Whether the running backward pass gives any parameter a gradient."""
         slots = (slot for unit in self.units for slot in unit.slots)
         return (self.token is not None and gets_gradient(self.token)) or any(
             gets_gradient(slot.leaf) or (slot.full is not slot.leaf and gets_gradient(slot.full))
@@ -412,8 +411,8 @@ class Iteration:
             unit.exposure.take_waiting(unit)
 
     def before(self, driver: Driver) -> Driver | None:
-        """Find the driver whose backward comes after that of ``driver``: it ran just before."""
-        # A backward that has ended has forgotten those of its forward.
+        """The driver whose backward follows that of ``driver``: its forward ended just before."""
+        # The end of a backward clears `finished`: an older position may lie beyond it.
         for position in range(min(driver.position, len(self.finished)) - 1, -1, -1):
             other = self.finished[position]
             if other.unit is not None and other.unit is not driver.unit:
@@ -432,7 +431,7 @@ class Iteration:
             most = IN_FLIGHT * max(len(unit.communicators), 1) if asked is None else asked
             while len(self.in_flight) >= most:
                 self.in_flight.pop(0).finish_reduce()
-        # Not before: its line and that of a reduction that has ended are not there together.
+        # Not earlier: a reduction that has ended frees its memory before this one takes some.
         unit.accumulate()
         unit.reduce()
         self.in_flight.append(unit)
@@ -478,7 +477,7 @@ class Iteration:
             )
 
     def stop(self) -> None:
-        """Raise on every rank where gradients that have been delivered were to be finite."""
+        """Raise NonFiniteError on every rank, if ranks stop at the gradients delivered last."""
         found, self._non_finite = self._non_finite, None
         if found is not None:
             raise found.error()
@@ -500,7 +499,7 @@ class Iteration:
 
     @contextlib.contextmanager
     def without_order_check(self) -> Iterator[None]:
-        """Compare no forwards of the block between ranks: somebody else does it."""
+        """Suspend the comparison of passes between ranks in the block: the caller compares."""
         check, events = self._check, self._events
         self._check = self._events = None
         try:
@@ -509,7 +508,7 @@ class Iteration:
             self._check, self._events = check, events
 
     def deliver(self) -> None:
-        """Set the gradients of the units whose sums have ended."""
+        """Set the gradients of the units whose reductions have ended; asks ranks for use flags."""
         present = [driver.unit for driver in self.drivers if driver.unit is not None]
         units = [unit for unit in present if any(g.mean is not None for g in unit.groups)]
         if not units:
@@ -547,7 +546,6 @@ class Iteration:
 def _order_check(
     communicator: Communicator, drivers: Sequence[Driver], options: OrderOptions | None
 ) -> OrderCheck:
-    """Find the check of the units' order over ``communicator``."""
     ordered = [
         OrderedUnit(
             name=driver.name,
@@ -577,7 +575,7 @@ def _sent(group: ParameterGroup) -> int:
 
 
 def _widest(units: Sequence[Unit]) -> Communicator | None:
-    """Find the communicator with the most ranks that run the same units."""
+    """The communicator with the most ranks that run the same units."""
     axes = [axis for unit in units for axis in unit.communicators]
     size = max((group.axes.size for unit in units for group in unit.groups), default=1)
     found = max(axes, key=lambda axis: axis.size, default=None)
@@ -594,5 +592,5 @@ def _held(units: Iterable[Unit], optimizer: torch.optim.Optimizer) -> list[Unit]
 
 
 def gets_gradient(leaf: torch.Tensor) -> bool:
-    """Tell whether the backward pass that runs now accumulates a gradient of ``leaf``."""
+    """Whether the running backward pass accumulates a gradient of ``leaf``."""
     return accumulates(accumulator_of(leaf))

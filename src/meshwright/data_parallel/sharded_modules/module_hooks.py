@@ -2,7 +2,7 @@
 
 ::
 
-    before a module's forward    gather its unit, show whole parameters, watch its inputs
+    before a module's forward    gather its unit, show full parameters, watch its inputs
     after it                     free the unit, watch its outputs
     gradient of an output        gather the unit again, and the one that ran before it
     gradient of all inputs       take the unit's gradients, start their reduction, free the unit
@@ -57,12 +57,12 @@ NOBODY: Sequence[Driver] = ()
 
 
 def attach(module: nn.Module, driver: Driver) -> None:
-    """Make ``driver`` the one of ``module``, by which roots find their units."""
+    """Store ``driver`` on ``module``, where roots find it."""
     module.__dict__[ATTRIBUTE] = driver
 
 
 def driver_of(module: nn.Module) -> Driver | None:
-    """Find the driver of ``module``; None without one."""
+    """The driver of ``module``; None without one."""
     return module.__dict__.get(ATTRIBUTE)
 
 
@@ -82,8 +82,8 @@ class CastSettings:
 class Driver:
     """Drives one unit (None for modules without parameters of their own) from module hooks."""
 
-    _before: Driver | None = None  # whose backward comes after the one of now
-    _began = 0  # the forwards that had ended when its last one began
+    _before: Driver | None = None  # its backward follows the current one
+    _began = 0  # how many forwards had ended when its last one began
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Driver:
         self.is_last_backward = True
         """True when backward passes deliver gradients; that of the root counts."""
         self.stops_on_non_finite = stops_on_non_finite
-        """True where ranks stop at gradients that are not finite, of all units if of one."""
+        """True where ranks stop at non-finite gradients; one driver's True counts for the root."""
         self.most_in_flight: int | None = None
         """The most reductions under way that its unit allows; the largest counts for the root."""
         self.without_effect: dict[str, object] = {}
@@ -132,7 +132,7 @@ class Driver:
         self.residency: object | None = None
         """The object by which a schedule drives this unit, once it has been asked for."""
         self.is_driven = False
-        """True while a schedule, or a method around, gathers and frees, so that hooks need not."""
+        """True while a schedule or a wrapped method gathers and frees, so that hooks need not."""
         self._is_shown = False  # within a range of the profiler
         self._parts = frozenset(map(id, parts))
         self._to_run: set[int] = set()
@@ -140,11 +140,11 @@ class Driver:
         self.loans: list[Loan | None] = []
         """Lists and dicts that running forwards have been given; None where there are none."""
         self._uses = 0
-        """Forwards whose backward has not ended in the pass of now."""
+        """Forwards whose backward has not ended in the current pass."""
         self._in_graphs = 0
-        """Forwards in graphs of now, which may run again where they are kept."""
-        self._is_inner = False  # no gradient of an input was watched in its last forward
-        self._unseen: unseen.Hooks | None = None  # outputs tell of its backward
+        """Forwards in living graphs, which may run again where they are kept."""
+        self._is_inner = False  # True when its last forward watched gradients of inputs
+        self._unseen: unseen.Hooks | None = None  # None while outputs announce its backward
         self.has_run = False
         """True while its forward has run and its backward has not ended yet."""
         self._changes = 0
@@ -153,7 +153,7 @@ class Driver:
     # -------------------------------------------------------------------------- settings
 
     def expect_last_backward(self, is_last: bool) -> None:
-        """Take the next backward passes of the root for the last ones of a step, or not."""
+        """Set whether the next backward passes of the root are the last ones of a step."""
         root = self if self.iteration is None else self.iteration.drivers[0]
         root._expect_last(is_last)
 
@@ -161,7 +161,7 @@ class Driver:
         self.is_last_backward = is_last
 
     def stop_on_non_finite(self, stops: bool) -> None:
-        """Stop all ranks at gradients that are not finite, of the whole root, or do not."""
+        """Set whether all ranks stop at non-finite gradients, of the whole root."""
         self.stops_on_non_finite = stops
 
     def free_as_root(self) -> None:
@@ -187,7 +187,7 @@ class Driver:
         return bool(self._parts)
 
     def be_driven(self, is_driven: bool) -> None:
-        """Leave gathers and reductions to the caller, or do them again."""
+        """Set whether the caller gathers and reduces, in place of the hooks."""
         self.is_driven = is_driven
 
     def keep_residency(self, residency: object) -> None:
@@ -197,7 +197,7 @@ class Driver:
     # ---------------------------------------------------------------------------- set-up
 
     def part_with(self, unit: Unit | None) -> None:
-        """Go on with ``unit``, which has fewer parameters; with none where it is None."""
+        """Continue with ``unit``, which has fewer parameters; None where none are left."""
         self.unit = unit
 
     def take_buffers(self) -> Sequence[StartingBuffer]:
@@ -215,7 +215,7 @@ class Driver:
         self.name = self.name or name
 
     def start(self, module: nn.Module) -> Iteration:
-        """Find the iteration this belongs to; becomes a root when it belongs to none."""
+        """Return the iteration this belongs to; becomes a root when it belongs to none."""
         if self.iteration is not None:
             return self.iteration
         if self._parts:
@@ -259,11 +259,11 @@ class Driver:
         return iteration
 
     def clean(self, name: str) -> str:
-        """Find the name that users know a parameter by."""
+        """The name by which users know a parameter."""
         return name
 
     def alike(self, name: str) -> str:
-        """Find the name by which ranks compare what has the user's ``name`` on this one."""
+        """The name by which ranks compare what this rank's user calls ``name``."""
         return name
 
     def adopt_names(self, modules: Mapping[nn.Module, str]) -> None:
@@ -281,7 +281,7 @@ class Driver:
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """List the forward pre-hook: whole parameters are there afterwards. Never traced."""
+        """Forward pre-hook: gathers the unit and prefetches the next one. Never traced."""
         if torch.compiler.is_compiling():
             if self.joins_graph(module):
                 is_kept = self.cast.inputs is None
@@ -320,21 +320,21 @@ class Driver:
         return self.cast_inputs(args, kwargs)
 
     def joins_graph(self, module: nn.Module) -> bool:
-        """Have the graph that is traced gather what ``module`` computes with, if it can."""
+        """Have the graph being traced gather the unit of ``module``; False if it cannot."""
         return False
 
     def leaves_graph(self, module: nn.Module) -> bool:
-        """End that behind the forward of ``module``; False where the graph did not gather."""
+        """End that after the forward of ``module``; False where `after_forward` has to run."""
         return False
 
     def refuse_transforms(self, module: nn.Module) -> None:
-        """Raise RuntimeError inside of a transform of `torch.func`, and of forward mode."""
+        """Raise RuntimeError inside a transform of `torch.func`, and in forward mode."""
         if function_transforms() is not None or (forward_level() >= 0 and torch.is_grad_enabled()):
             raise unseen.refusal(self.name or type(module).__name__)
 
     @apart
     def after_forward(self, module: nn.Module, args: object, output: Any) -> Any:  # noqa: ANN401
-        """Find the forward hook: the unit is freed, unless it is kept. Never traced."""
+        """Forward hook: watches outputs and frees the unit, unless it is kept. Never traced."""
         is_traced = torch.compiler.is_compiling()
         if is_traced and not self.leaves_graph(module):
             return untraced(self.after_forward, module, args, output)
@@ -349,7 +349,7 @@ class Driver:
         if is_traced or self.is_driven:
             return output
         if self.unit is not None:
-            output = cloned(output, where=self.unit.lends)  # their memory will be gone
+            output = cloned(output, where=self.unit.lends)  # views of memory freed below
         iteration = self.iteration or self.start(module)
         if running_backward() != -1:
             return output
@@ -373,7 +373,7 @@ class Driver:
         if is_training:
             self.position = len(iteration.finished)
             iteration.finished.append(self)
-        # Not one that has called itself, and goes on, nor what stays whole until the backward.
+        # Not while an outer call of the module runs, nor where no output announces its backward.
         unit = None if self.loans or self._unseen is not None else self.unit
         if unit is not None and not is_seen:  # no backward comes: no gradients, or all is frozen
             unit.reshard()
@@ -399,7 +399,7 @@ class Driver:
             return self.after_forward(module, (), output)
 
     def leave_forward(self, *, is_outermost: bool) -> None:
-        """End the root's forward: modules of one unit that did not run or raised will not come."""
+        """End the root's forward: modules of a unit that did not run, or raised, no longer will."""
         has_raised, unit = is_outermost and bool(self.loans), self.unit
         if self._to_run or has_raised:
             self._to_run.clear()
@@ -419,7 +419,7 @@ class Driver:
             other.unshard()
 
     def _own_modules(self, module: nn.Module) -> Sequence[nn.Module]:
-        """List the modules of the unit, less those below that are other ones'."""
+        """``module`` and the modules below it that have no driver, or this one."""
         if module not in self._below:
             self._below[module] = own = [module]
             for part in own:
@@ -438,7 +438,7 @@ class Driver:
     def _watch_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Notice when the gradients of all inputs are there: this unit's backward is over then."""
+        """Hook the inputs: this unit's backward is over when all their gradients are there."""
         watched: list[torch.Tensor] = []
         give, loan = partial(self._alias, watched), None
         if kwargs or [*map(type, args)] != [torch.Tensor]:
@@ -469,7 +469,7 @@ class Driver:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Cast what is floating-point to the dtype of the computation, if that is set."""
         loan = None if self.cast.inputs is None else Loan(self._cast_input)
-        self.loans.append(loan)
+        self.loans.append(loan)  # None, too: each forward pushes one, and its `after_forward` pops
         if loan is None:
             return args, kwargs
         return loan.give(args), {key: loan.give(value) for key, value in kwargs.items()}
@@ -497,7 +497,7 @@ class Driver:
         self.before_backward(gradient)
 
     def before_backward(self, gradient: object = None) -> None:
-        """Take in the gradient of an output: whole parameters are needed again."""
+        """Hook of an output's gradient: gathers the unit again, and others ahead."""
         if is_profiled() and not self._is_shown:
             with self._shown("pre_backward"):
                 Driver.before_backward(self, gradient)
@@ -525,14 +525,14 @@ class Driver:
             if not is_kept:
                 unit.wait_unshard()
         if before is not None and before.has_run and before.position >= self._began:
-            # It ran within this forward, and what it has hidden comes before its output tells.
+            # It ran inside this forward: tensors it hid may come before its output's hook runs.
             inner = before.unit
             if inner is not None and inner.settings.unshard_in_backward:
                 inner.wait_unshard()
 
     @apart
     def after_backward(self, gradient: object = None) -> None:
-        """Take in the gradients of the inputs: those of the parameters have come, too."""
+        """Hook of the inputs' gradients: reduces those of the parameters, and frees the unit."""
         iteration, unit = self.iteration, self.unit
         if iteration is not None:
             iteration.begin_backward()
@@ -556,12 +556,12 @@ class Driver:
             self._in_graphs = 0
             self._unseen = self._unseen and self._unseen.stop()
         self._uses, self.has_run = self._in_graphs, False
-        self.loans.clear()  # of forwards that were computed anew as far as was needed
+        self.loans.clear()  # of recomputed forwards that stopped early
         if unit is not None and (has_run or unit.has_gradient or unit.phase is not Phase.SHARDED):
             self._end(iteration, unit, is_due=has_run)
 
     def drop(self) -> None:
-        """Give up an iteration that ended in an exception."""
+        """Abandon an iteration that ended in an exception."""
         self._uses, self._in_graphs, self.has_run = 0, 0, False
         self._to_run.clear()
         self.loans.clear()
@@ -582,8 +582,8 @@ class Driver:
             unit.keep_gradients()
         elif unit.trainable_groups and (is_due or unit.has_gradient):
             iteration.start_reduction(unit)
-        # Modules have shown what is kept after the forward: a loss may have read it. A graph that
-        # runs again after a pass of inputs alone may begin there, before anything gathers.
+        # Modules show what is kept after the forward, so a loss may have read it. A graph that
+        # runs again after a pass of inputs alone may begin there, before any hook gathers.
         is_read = self._unseen or settings.keep_full_after_forward
         is_read = is_read and iteration.keeps_graph and is_of_inputs
         if not settings.keep_full_after_backward and not is_read:
@@ -591,7 +591,7 @@ class Driver:
 
     @contextlib.contextmanager
     def _shown(self, what: str) -> Iterator[None]:
-        """Make a range of the block."""
+        """Show the block as a range in the profiler."""
         self._is_shown = True
         try:
             with record_function(f"FSDP::{what} ({self.name})"):

@@ -1,7 +1,7 @@
 """The modules of one root, watched for parameters that came after it was sharded.
 
 A module that is added or replaced later, as adapters are, brings parameters that no unit holds:
-they would train on each rank alone, in silence. So would what lies in the memory that a parameter
+each rank would silently train them alone. So would what lies in the memory that a parameter
 of another unit had.
 """
 
@@ -73,7 +73,7 @@ class ModuleTree:
         places = {place for slot in slots for place in slot.places}
         flat = {id(unit.exposure.one_flat) for unit in units}
         seen: list[tuple[dict[str, Any], list[int], dict[str, Any], int]] = []
-        self._seen.clear()  # who goes on after an error is told again
+        self._seen.clear()  # a caller that catches the error is told again
         self._frozen.clear()
         for path, module in modules:
             children, parameters = module._modules, module._parameters

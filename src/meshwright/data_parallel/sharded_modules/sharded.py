@@ -59,7 +59,7 @@ NAME = "fully_shard"
 
 
 class _ShardedDriver(TracedDriver):
-    """Its unit is called by the names that the root knows."""
+    """A driver that names its unit's parameters as the root knows them."""
 
     def adopt_names(self, modules: Mapping[nn.Module, str]) -> None:
         if self.unit is not None:
@@ -138,22 +138,22 @@ def fully_shard(
         before they are sharded.
 
     Parameters may be DTensors already, for tensor parallelism: their parts are sharded. They
-    compute as local tensors in modules of this library, elsewhere as they are. They lie on
-    other axes than ``mesh``, or, with ``dp_mesh_dims``, on
-    all axes of ``mesh``, of which that names those for data. Parameters below ``module`` that
-    tensor parallelism has left whole are replicated over its axes, on the same mesh.
+    compute as local tensors in modules of this library, elsewhere as they are. Their axes are
+    others than those of ``mesh``, or, with ``dp_mesh_dims``, all axes of ``mesh``. Parameters
+    below ``module`` that tensor parallelism has not sharded are replicated over its axes, on the
+    same mesh.
 
     A parameter that is a tensor subclass with ``fsdp_pre_all_gather`` and
-    ``fsdp_post_all_gather`` is gathered by these: as torch's, but for inputs that are short of
-    the padding, which is added. It has its values in one plain tensor of its shape and dtype.
+    ``fsdp_post_all_gather`` is gathered by these as in torch, except that inputs without padding
+    are padded. It has its values in one plain tensor of its shape and dtype.
 
     Ranks must hold the same values: what they have sharded is compared when the root runs for
-    the first time, but for what was written or loaded since.
+    the first time, except for what was written or loaded since.
 
     Hooks of parameters run when gradients have been reduced: those of `Tensor.register_hook`
     on the mean, a DTensor, those of ``register_post_accumulate_grad_hook`` when ``.grad`` is
     set. `torch.autograd.grad` of inputs returns this rank's gradient; for parameters it raises,
-    as the graph has whole tensors in their place.
+    as the graph has full tensors in their place.
 
     ``p.full_tensor()`` outside of the module is for terms of parameters alone, equal on all
     ranks. In a term with this rank's data its gradient would be this rank's, without a mean:
@@ -206,7 +206,7 @@ def fully_shard(
 
 
 def sharded_state(module: nn.Module) -> ShardedState:
-    """Find the state of the sharded ``module``. Raises ValueError when it is not sharded."""
+    """Return the state of the sharded ``module``. Raises ValueError when it is not sharded."""
     state = module.__dict__.get(STATES, {}).get(NAME)
     if not isinstance(state, ShardedState):
         raise ValueError(
@@ -293,7 +293,7 @@ def _framed(cls: type[nn.Module]) -> dict[str, object]:
 
 
 def _put_away(driver: Driver, *_: object) -> None:
-    """State dicts hold what is at rest, also where whole parameters are kept for the backward."""
+    """State-dict hook: frees full parameters, so that state dicts hold those at rest."""
     settle()
     if driver.unit is not None:
         driver.unit.reshard()
@@ -301,7 +301,7 @@ def _put_away(driver: Driver, *_: object) -> None:
 
 def _loaded(driver: Driver, module: nn.Module, keys: object) -> None:
     unit = driver.unit
-    if unit is not None and driver.has_parts:  # others of it may be loaded yet
+    if unit is not None and driver.has_parts:  # its other modules may still be loaded
         unit.has_changed()
     elif unit is not None:
         unit.exposure.take_over(unit)

@@ -1,11 +1,11 @@
 """Uneven inputs of sharded modules: a rank without batches issues its part of each collective.
 
-Shards of a rank that is done are still needed, and still learn. So it does, on each notice::
+Shards of a rank that is done are still needed and still updated. It acts on each notice::
 
     UNSHARD n          gathers unit n, and frees it
     REDUCE n           takes part with zeros in the reduction of unit n; REDUCE_FURTHER n in hybrid
     DELIVER            sets its shards' gradients
-    CLIP               clips its gradients as the others (of the facade)
+    CLIP               clips its gradients as the others do (facade only)
     STEP k             steps its optimizer k, with the learning rates and the like of the others
 
 Notices carry what comes next on every rank that trains, and are compared: the order check of the
@@ -43,12 +43,12 @@ def join_sharded(
     """Open a block in which ranks may run different numbers of iterations of the sharded root.
 
     Gradients are divided by the number of all ranks (``divide_by_initial_world_size``) or by the
-    number of those that still train; with a communication hook, which divides itself, by that
-    alone. The optimizers that step ``module`` inside the block are noticed, and a rank that is done
-    steps its own with the others; one that may have no batch at all needs ``optimizers``. Gradients
-    are taken to be zeroed between a step and the next backward pass. The facade's own clipping is
-    joined. Collectives of the user's own on the same axes are not, `torch.nn.utils.clip_grad_norm_`
-    of DTensors among them, and `ShardedGradScaler` refuses to work inside the block.
+    number of those that still train; a communication hook does all of the division. The optimizers
+    that step ``module`` inside the block are detected, and a rank that is done steps its own with
+    the others; one that may have no batch at all needs ``optimizers``. Gradients are assumed to be
+    zeroed between a step and the next backward pass. The facade's own clipping is joined.
+    Collectives of the user's own on the same axes are not, `torch.nn.utils.clip_grad_norm_` of
+    DTensors among them, and `ShardedGradScaler` raises inside the block.
 
     Raises RuntimeError on all ranks at the end of the first with ``throw_on_early_termination``,
     ValueError for a module that is not a sharded root.
@@ -88,12 +88,12 @@ class _Joined:
 
     @contextlib.contextmanager
     def announcing(self) -> Iterator[None]:
-        """Say what comes next before each collective and each step, as long as there are inputs."""
+        """Announce each collective and each step before it begins, while there are inputs."""
         before = [(unit.settings.divide_factor, unit.settings.block) for unit in self._units]
         handle = register_optimizer_step_pre_hook(self._before_step)
         self.iteration.announce_to(self._before_delivery, self._before_clip)
         for unit in self._units:
-            # A rank that is done holds no part of what was whole in a forward of the others.
+            # A rank that is done holds no part of the blocks that others keep after a forward.
             unit.forget_block()
             unit.change(block=None)
             unit.announce_to(self._before_move)
@@ -132,7 +132,7 @@ class _Joined:
         _share(self._attendance.communicators, [max_norm, norm_type])
 
     def holds(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Check that ``optimizer`` has parameters of the root."""
+        """Whether ``optimizer`` has parameters of the root."""
         mine = {id(parameter) for parameter in self._module.parameters()}
         return any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
 
@@ -166,6 +166,7 @@ class _Joined:
             unit.reshard()
         elif notice is Notice.REDUCE:
             unit.finish_reduce()
+            # The second sum has a notice of its own: ranks that train may leave it out.
             unit.change(all_reduce=False)
             self._divide(unit)
             unit.reduce()
@@ -213,7 +214,7 @@ class JoinsUnevenInputs(nn.Module):
         throw_on_early_termination: bool = False,
         optimizers: Sequence[torch.optim.Optimizer] = (),
     ) -> contextlib.AbstractContextManager[None]:
-        """Make a block in which ranks may have different numbers of batches, see `join_sharded`."""
+        """A block in which ranks may have different numbers of batches, see `join_sharded`."""
         if not enable:
             return contextlib.nullcontext()
         return join_sharded(
@@ -225,7 +226,7 @@ class JoinsUnevenInputs(nn.Module):
 
 
 def joins(optimizer: torch.optim.Optimizer) -> bool:
-    """Check that ``optimizer`` steps a root that is inside of a `join_sharded` block."""
+    """Whether ``optimizer`` steps a root that is inside a `join_sharded` block."""
     owners = (getattr(hook, "__self__", None) for hook in step_hooks_of_all.values())
     return any(isinstance(owner, _Joined) and owner.holds(optimizer) for owner in owners)
 
@@ -252,7 +253,7 @@ def _numbers(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _share(communicators: Sequence[Communicator], mine: Any = None) -> Any:  # noqa: ANN401 - JSON
-    """Find the first of the ranks' values that is not None."""
+    """Return the first of the ranks' values that is not None; a collective on each axis."""
     for axis in communicators:
         rows = axis.gather_values(mine, label="uneven inputs: optimizer")
         mine = next((row for row in rows if row is not None), None)

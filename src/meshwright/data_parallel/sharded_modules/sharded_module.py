@@ -19,13 +19,13 @@ from meshwright.data_parallel.shards.unit import Phase, Unit, zero_kept
 
 
 class UnshardHandle:
-    """A gather on its way. ``wait`` makes the whole parameters visible."""
+    """A gather in flight. ``wait`` makes the full parameters visible."""
 
     def __init__(self, unit: Unit | None) -> None:
         self._unit = unit
 
     def wait(self) -> None:
-        """Wait until the parameters are there; nothing the second time."""
+        """Wait until the parameters are there; a second call does nothing."""
         unit, self._unit = self._unit, None
         if unit is not None:
             unit.wait_unshard()
@@ -73,7 +73,7 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
             unit.reshard()
 
     def reset_iter_state(self) -> None:
-        """Give up an iteration that raised. The next forward pass of the root does it too."""
+        """Abandon an iteration that raised. The next forward pass of the root does it too."""
         iteration = _driver(self).iteration
         if iteration is not None:
             iteration.reset()
@@ -97,7 +97,7 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Set whether backward passes reduce. Without it whole gradients gather on this rank."""
+        """Set whether backward passes reduce. Without it full gradients add up on this rank."""
         self._set(recurse, synchronize=requires_gradient_sync)
 
     @contextlib.contextmanager
@@ -112,7 +112,7 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
                 unit.change(synchronize=synchronize)
 
     def pipeline_residency(self) -> ShardedResidency:
-        """Return what lets a pipeline's schedule drive this module's unit and those below."""
+        """The object by which a pipeline's schedule drives this module's unit and those below."""
         return sharded_residency(self)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
@@ -146,7 +146,7 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
         """Set whether parameters are freed after the backward pass.
 
         What is kept is gathered again where gradients have come to ``.grad``, since an optimizer
-        may have stepped: keeping pays while gradients gather without a reduction.
+        may have stepped: keeping pays while gradients accumulate without a reduction.
         """
         self._set(recurse, keep_full_after_backward=not reshard_after_backward)
 
@@ -169,7 +169,7 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
         self._set(False, divide_factor=factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Do as `set_gradient_divide_factor`, whose older name this is."""
+        """The older name of `set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
 
     def register_comm_hook(self, state: object, hook: object) -> None:
@@ -307,7 +307,7 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Make several roots share streams; without effect on a CPU, where there are none.
+    """Accept several roots that torch would have share streams; nothing is shared here.
 
     Raises ValueError for a module that is not sharded.
     """

@@ -1,4 +1,4 @@
-"""Sharded modules inside of a root whose forward is compiled: the graph gathers and frees them.
+"""Sharded modules inside a root whose forward is compiled: the graph gathers and frees them.
 
 ::
 
@@ -58,7 +58,7 @@ class TracedDriver(Driver):
     root_name = ""
     """Of a root: unlike that of any other in this process."""
     look = ""
-    """The root's name and the number of the state of its units, which a graph is made for."""
+    """The root's name and the number of its units' state, which a graph is made for."""
     lent: Sequence[nn.Parameter | None] = ()
     """The parameters that modules hold at rest, while a forward is traced."""
 
@@ -99,11 +99,11 @@ class TracedDriver(Driver):
         return not self._has_written()
 
     def be_graphed(self, graphed: GraphedRoot) -> None:
-        """Be a root that graphs drive as ``graphed``."""
+        """Let graphs drive this root through ``graphed``."""
         self.graphed = graphed
 
     def see(self, look: str) -> None:
-        """Be traced anew, unless a graph was made for ``look``."""
+        """Take ``look``: compilers trace again unless they have a graph for it."""
         self.look = look
 
     # While a graph runs.
@@ -118,7 +118,7 @@ class TracedDriver(Driver):
         if not is_needed:
             unit.reshard()
             return
-        if running_backward() == -1:  # else a checkpoint computes it anew
+        if running_backward() == -1:  # else a checkpoint recomputes it
             self._uses += 1
             self._in_graphs += 1
             self.has_run = True
@@ -131,7 +131,7 @@ class TracedDriver(Driver):
         if unit.changes != self._changes:
             raise converted(self.name, unit.communicators)
 
-    # What a trace asks for once, and keeps.
+    # What a trace asks for once, and keeps as a constant.
 
     @constant
     def _joins(self, look: str, is_driven: bool) -> bool:
@@ -149,7 +149,7 @@ class TracedDriver(Driver):
 
     @constant
     def _has_written(self) -> bool:
-        """Tell whether the forward that is traced has written to a whole parameter."""
+        """Whether the forward being traced has written to a full parameter."""
         return compiler_of_marks().has_written()
 
     @constant
@@ -177,7 +177,7 @@ class GraphedRoot:
         self._iteration = iteration
         self._drivers = iteration.drivers
         self._told = ""
-        """The obstacle that the log has told last."""
+        """The obstacle that was logged last."""
         self._looks: list[tuple[object, ...]] = []
         """The states that the units have been in, by number."""
         self._is_wanted = False
@@ -187,7 +187,7 @@ class GraphedRoot:
         self.follow()
 
     def follow(self) -> None:
-        """See what the units look like now: graphs are made anew for what was not seen before."""
+        """Note what the units look like now: compilers trace again for a look that is new."""
         asked = self._iteration.announce is not None, self._iteration.most_in_flight
         groups = [(d.unit, g) for d in self._drivers if d.unit is not None for g in d.unit.groups]
         lines = ((g.buffer.full.dtype, g.buffer.layout.shapes) for _, g in groups)
@@ -205,7 +205,7 @@ class GraphedRoot:
     # ------------------------------------------------------------------ while a graph is traced
 
     def joins(self, driver: Driver) -> bool:
-        """Take the unit of ``driver`` into the graph, or tell the log what is in the way."""
+        """Take the unit of ``driver`` into the graph, or log what prevents it."""
         modules = compiler_of_marks().modules_of_trace()
         root = next((each for each in modules if driver_of(each) is self._drivers[0]), None)
         if root is None:
@@ -223,7 +223,7 @@ class GraphedRoot:
         return not obstacle
 
     def describe(self, driver: Driver, unit: Unit, *, has_backward: bool) -> tuple[int, str]:
-        """Find the number of ``unit`` and its form as it is now."""
+        """The number of ``unit`` and its current form."""
         names = [each.name for each in self._drivers]
         around = [n for n, name in enumerate(names) if n and driver.name.startswith(f"{name}.")]
         parts: list[Part] = []
@@ -332,12 +332,12 @@ class GraphedRoot:
 
 
 def look_of(name: str, number: int) -> str:
-    """Write down a look of root ``name``: compilers compare it, and equal models share no graph."""
+    """A look of root ``name`` as text: compilers compare it, so equal models share no graph."""
     return f"{name} {number}"
 
 
 def _joined() -> dict[Driver, nn.Module]:
-    """Return the drivers whose units the graph has that is traced now, with their modules.
+    """The drivers whose units are in the graph being traced, with their modules.
 
     Older compilers take no module as an argument of a function whose result they keep.
     """

@@ -1,11 +1,11 @@
-"""Backward passes that no output of a unit tells of: its forward has returned none that is found.
+"""Backward passes that no output of a unit announces: no output of its forward was found.
 
-Outputs are looked for in containers, dataclasses and what is registered with torch. In an object of
-any other class, a closure or a generator they are not. Such a unit stays whole until the backward
-has ended, which begins at the latest with the first gradient of a parameter. Beside outputs that
-are found, others are not expected. A unit is there before its output's gradient comes, so that
-they train. Where one was not, torch refuses to read what was saved of its parameters (see
-`Unit`); where a backward has gone through these alone, that is an error.
+Outputs are found in containers, dataclasses and classes that are registered with torch, but not in
+objects of other classes, closures and generators. A unit without outputs stays unsharded until
+the backward has ended, which begins at the latest with the first gradient of a parameter. Where
+some outputs are found, hidden ones are not expected beside them; they train where the unit is
+gathered in time. Where it is not, torch rejects the read of saved parameters (see `Unit`); a
+backward through hidden outputs alone raises.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None))
 
 
 def with_own_node(output: Any, tell: Callable[..., None]) -> Any:  # noqa: ANN401
-    """Give the root's ``output`` as views, where a unit that was freed has returned the same.
+    """Return the root's ``output`` with views in place of what a freed unit has returned.
 
-    The gradient of a view comes before all that the unit has computed, and tells the unit, too.
+    The gradient of a view comes before all that the unit has computed, and calls its hook, too.
     ``tell`` is the method of drivers that hooks of outputs call.
     """
 
@@ -69,13 +69,13 @@ class Hooks:
         self._iteration.begin_backward()
 
     def stop(self) -> None:
-        """Begin nothing more."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
 
 def refusal(name: str) -> RuntimeError:
-    """Find the refusal of a forward of module ``name`` whose derivatives no hook tells of."""
+    """The error for a forward of module ``name`` whose derivatives reach no hook."""
     transform = "a transform of torch.func (vmap, grad, ...)"
     if function_transforms() is None:
         transform = "forward-mode differentiation (torch.autograd.forward_ad) with gradients"
@@ -93,7 +93,7 @@ _RETURN = (
 
 
 def lost(name: str, unit: Unit) -> RuntimeError:
-    """Find the error for a gradient of parameter ``name`` that ``unit`` has never been told of."""
+    """The error for a gradient of parameter ``name`` that no hook of ``unit`` announced."""
     return RuntimeError(
         f"rank {rank_in(unit.communicators)}: a backward pass has given sharded parameter {name!r} "
         f"a gradient and went through no output of unit {unit.name!r}: nothing has reduced it, and "
@@ -104,10 +104,10 @@ def lost(name: str, unit: Unit) -> RuntimeError:
 def expect(
     unit: Unit | None, iteration: Iteration, output: object, *, is_inner: bool
 ) -> Hooks | None:
-    """Notice when the backward of ``unit`` comes; None where none will.
+    """Hook the parameters of ``unit`` to notice its backward; None where none will come.
 
-    ``is_inner`` tells that its inputs get gradients. Those of a unit without anything to train may
-    be hidden as those of its ``output`` are.
+    ``is_inner`` says that its inputs get gradients. With nothing to train, tensors hidden in its
+    ``output`` may still need a backward.
     """
     slots = () if unit is None else unit.slots
     leaves = [slot.leaf for slot in slots if slot.leaf.requires_grad]

@@ -1,18 +1,18 @@
-"""Shards: parameters that lie in parts on the ranks, unit by unit.
+"""Sharded parameters, unit by unit.
 
 Bottom-up:
 
     policies             dtypes, and the device of shards
-    gradient_lines       whole gradients on their way into a reduction, and their memory
+    gradient_lines       full gradients on their way into a reduction, and their memory
     buffer               one line of elements: the shard, the whole, and gradients
-    placement            the ranks and the dim that each parameter is cut over
-    tensor_extensions    parameters that say themselves how they are gathered
+    placement            the ranks and the dim that each parameter is sharded over
+    tensor_extensions    tensor subclasses that define how they are gathered
     slot                 one parameter of a unit, with all its uses
     parameter_hooks      hooks of users on parameters
     parameter_group      the parameters of a unit that lie in one buffer
     unit_streams         streams of a device beside the computation, and the order between them
     replaced_parameters  tensors that users put in the place of a parameter
-    unit                 parameters that come and go together
+    unit                 parameters that are gathered and reduced together
     dtensor_exposure     what optimizers, clipping and state dicts see of a unit
     shared_parameters    parameters that modules of several units share
     sharding             from modules to a unit

@@ -1,4 +1,4 @@
-"""One line of elements on the data axes: a shard at rest, the whole when needed, and gradients.
+"""One flat buffer on the data axes: a shard at rest, the full line when gathered, and gradients.
 
 ============  ============  ==========================================================
 from          to            operation
@@ -9,9 +9,9 @@ Partial       Shard         reduce-scatter of ``gradient``     (`reduce`, axis `
 Partial       Replicate     all-reduce                         (`reduce`, axis ``replicate``)
 ============  ============  ==========================================================
 
-Elements lie in two ways. Packed, the line is cut at any element, and the gather writes straight
-into ``full``, whose views are the tensors. Chunked, each shard holds a chunk of every tensor; what
-is gathered then lies rank by rank in a staging line and is copied out to the tensors.
+There are two layouts. Packed: the line is split at any element, and the gather writes straight into
+``full``, whose views are the tensors. Chunked: each shard holds a chunk of every tensor; gathered
+chunks arrive rank by rank in a staging line and are copied out to the tensors.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class DataAxes:
     """Its ranks hold the same part; None where there is only one holder of each."""
 
     parts: int = field(init=False, repr=False, compare=False)
-    """Into how many shards a line is cut."""
+    """The number of shards that a line is split into."""
     part: int = field(init=False, repr=False, compare=False)
     """The number of the shard that this rank holds."""
     is_cut: bool = field(init=False, repr=False, compare=False)
-    """True when shards have to be brought together, and sums to be taken apart."""
+    """True when parameters have to be gathered, and gradients scattered."""
     size: int = field(init=False, repr=False, compare=False)
     """The number of ranks whose gradients are summed."""
     communicators: tuple[Communicator, ...] = field(init=False, repr=False, compare=False)
-    """Those that there are, shard first."""
+    """The axes present, shard first."""
 
     def __post_init__(self) -> None:
         there = tuple(axis for axis in (self.shard, self.replicate) if axis is not None)
@@ -74,7 +74,7 @@ class BufferTypes:
     reduce: torch.dtype
     """In which gradients are summed."""
     asked: tuple[torch.dtype | None, torch.dtype | None] = (None, None)
-    """The last two as they were asked for; None follows the one before."""
+    """``compute`` and ``reduce`` as asked for; None follows the one before."""
 
     @classmethod
     def of(
@@ -122,7 +122,7 @@ class Moves(NamedTuple):
 
     @staticmethod
     def joined(found: Sequence[Moves]) -> list[Moves]:
-        """Join what goes over the same ranks."""
+        """Join the moves over the same ranks."""
         joined: dict[Communicator, Moves] = {}
         for moves in found:
             known = joined.setdefault(moves.ranks, Moves(moves.ranks, [], []))
@@ -136,9 +136,9 @@ _Copies: TypeAlias = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
 class FlatBuffer:
-    """The storage of one group of parameters. It moves when told to, and knows no phases.
+    """The storage of one group of parameters; its `Unit` decides when it is gathered and freed.
 
-    When it is new the whole line has memory, for views to be made, until `release`.
+    A new one has memory for the whole line, so that views can be made, until `release`.
     """
 
     wholes: Sequence[nn.Parameter] = ()
@@ -176,13 +176,13 @@ class FlatBuffer:
         least = math.inf if is_packed else -(-ALONE // types.compute.itemsize)
         self._together = layout.together(least)
         self._comes_staged = not self.is_direct and self._together == len(layout.names)
-        """True when all that is gathered comes to memory of its own, and is copied from there."""
+        """True when every tensor is gathered into ``_staging``, and copied from there."""
         self._after: Callable[[], _Copies] | Literal["staged"] | None = None
-        """Gives the copies to make when the gather under way has ended; else from ``_staging``."""
+        """Gives the copies to make when the gather in flight has ended; "staged": `_copies`."""
         self._kept: tuple[Communicator, torch.Tensor] | None = None
         """This rank's part of the whole line among fewer ranks, between two uses; see `keep`."""
         self._held: object = None
-        """The same while it is read."""
+        """Keeps that alive while a gather reads it."""
         self._gathered_version = -1
 
     # What only passes need is made in the first one.
@@ -204,7 +204,7 @@ class FlatBuffer:
 
     @cached_property
     def _moves(self) -> tuple[list[torch.Tensor], tuple[_Move, ...]]:
-        """The lines that a gather fills, and all of each; made while these have memory."""
+        """The lines that a gather fills, and its moves; made while these lines have memory."""
         with torch.inference_mode(False), torch.no_grad():
             moves = self._plan_moves()
         return [line for line, _, _ in moves], tuple(moves)
@@ -219,7 +219,7 @@ class FlatBuffer:
 
     @torch.no_grad()
     def fill(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Take this rank's part of whole tensors; where there is None the shard stays."""
+        """Copy this rank's part of full tensors into the shard; None leaves a part as it is."""
         places: list[torch.Tensor] = []
         parts: list[torch.Tensor] = []
         for cut in self.layout.cuts(self.axes.part):
@@ -232,27 +232,27 @@ class FlatBuffer:
             foreach_copy_(places, parts)
 
     def view(self, index: int) -> torch.Tensor:
-        """Give the whole tensor ``index``, in ``full``, with a version counter of its own."""
+        """Return the full tensor ``index``, in ``full``, with a version counter of its own."""
         # So a gather does not look like a change of what autograd has saved.
         return self._place(index).data
 
     def distance(self, index: int) -> int | None:
-        """Count the bytes in ``full`` before whole tensor ``index``; None of no elements."""
+        """The bytes in ``full`` before tensor ``index``; None where that has no elements."""
         is_empty = 0 in self.layout.shapes[index]
         return None if is_empty else self.layout.whole_start(index) * self.full.itemsize
 
     def local(self, index: int) -> torch.Tensor:
-        """Give this rank's chunk of tensor ``index``: a view of the shard. For chunked layouts."""
+        """This rank's chunk of tensor ``index``: a view of the shard. For chunked layouts."""
         shape = self.layout.chunked_layout().local_shape(index, self.axes.part)
         return _piece(self.shard, self.layout.offsets[index], shape)
 
     def around(self, index: int) -> torch.Tensor:
-        """Give this rank's chunk of tensor ``index`` as users see it, on the shard's memory."""
+        """This rank's chunk of tensor ``index`` as users see it, on the shard's memory."""
         shape = self.layout.chunked_layout().local_shape(index, self.axes.part)
         return beginning_piece(self.shard, self.layout.offsets[index], shape)
 
     def own(self, index: int, line: torch.Tensor | None = None) -> torch.Tensor:
-        """Give this rank's elements of tensor ``index``: a view of the shard, or of ``line``."""
+        """This rank's elements of tensor ``index``, 1-D: a view of the shard, or of ``line``."""
         line = self.shard if line is None else line
         return line[slice(*self.layout.own_range(index, self.axes.part))]
 
@@ -282,18 +282,18 @@ class FlatBuffer:
         return self.is_copy and self._gathered_version != version_of(self.shard)
 
     def distrust(self) -> None:
-        """Expect that the shard is written from now on in ways that leave no trace.
+        """Mark what was gathered as stale: writes to the shard may leave no trace from now on.
 
-        What an optimizer does to a DTensor counts no version of the memory below it.
+        An optimizer that writes to a DTensor does not bump the version of the memory below it.
         """
         self._gathered_version = -1
 
     def gather(
         self, label: str, started: list[Pending], custom: CustomCollective | None = None
     ) -> Moves | None:
-        """Prepare to bring the whole line together; what is returned is left to be launched.
+        """Prepare to gather the whole line; the caller launches the moves that are returned.
 
-        ``custom`` gathers at once where there is one, and what it has begun joins ``started``.
+        ``custom``, where given, gathers at once, and its pending work joins ``started``.
         """
         if self._whole is None:
             return None
@@ -327,7 +327,7 @@ class FlatBuffer:
             self._staging.restore()
             self._after = "staged"
         if not self._comes_staged:
-            self._whole.restore()  # else when all that comes is there: not both for long
+            self._whole.restore()  # else in `finish_gather`: both have memory only briefly
         given: list[torch.Tensor] = []
         outputs, moves = self._moves
         for line, place, mine in moves:
@@ -339,7 +339,7 @@ class FlatBuffer:
         return Moves(shard, outputs, given) if given else None
 
     def finish_gather(self, before_freeing: Callable[[], None] | None = None) -> None:
-        """Put what has come where it belongs.
+        """Copy what was gathered to its places in ``full``.
 
         ``before_freeing`` is called when that has begun, before memory is given back.
         """
@@ -356,10 +356,10 @@ class FlatBuffer:
 
     @torch.no_grad()
     def keep(self, block: Communicator) -> None:
-        """Keep a part of the whole line such that the ranks of ``block`` hold it together.
+        """Keep a part of the whole line such that the ranks of ``block`` hold all of it.
 
-        The next `gather` runs over them only, unless the shard has been written by then. Parts are
-        cut from the line as it lies, whatever the layout: nothing is copied out afterwards.
+        The next `gather` runs over them only, unless the shard has been written by then. The line
+        is split as it lies, whatever the layout: nothing is copied out afterwards.
         """
         if self.is_copy:
             self._kept = block, self.full.view(block.size, -1)[block.rank].clone()
@@ -369,14 +369,14 @@ class FlatBuffer:
         self._kept = None
 
     def lends(self, address: int) -> bool:
-        """Check that the memory at ``address`` is gone after `release`."""
+        """Whether `release` frees the memory at ``address``."""
         if self._whole is None:
             return False
         start = self.full.data_ptr()
         return 0 < start <= address < start + self.full.nbytes
 
     def release(self) -> None:
-        """Give the memory of the whole line back."""
+        """Free the memory of the whole line."""
         if self._whole is not None:
             self._whole.free()
 
@@ -405,7 +405,7 @@ class FlatBuffer:
         ]
 
     def release_gradients(self) -> None:
-        """Give the memory of the whole gradients back."""
+        """Free the memory of the full gradients."""
         for line in self.gradients:
             line.release()
 
@@ -453,7 +453,7 @@ class FlatBuffer:
         label: str,
         started: list[Pending],
     ) -> torch.Tensor:
-        """Start to gather all in one piece, in memory and by a call of the user's: that memory."""
+        """Start a gather of all in one piece by the user's ``custom``; returns what it fills."""
         size = mine.numel() * ranks.size
         line = custom.allocate((size,), dtype=self.types.compute, device=self.device)
         place = line.view(ranks.size, -1)[ranks.rank]
@@ -462,9 +462,9 @@ class FlatBuffer:
         return line
 
     def _copies_from(self, line: torch.Tensor, count: int) -> _Copies:
-        """Copy from ``line``, which has what was gathered of the first ``count`` tensors, to each.
+        """List the copies from ``line``, which holds what was gathered of the first ``count``.
 
-        On the host in one copy for all ranks; devices join copies of what is contiguous alone.
+        On the host one copy serves all ranks; devices fuse copies of contiguous memory only.
         """
         layout, width = self.layout.chunked_layout(), line.numel() // self.layout.parts
         targets: list[torch.Tensor] = []
@@ -503,7 +503,7 @@ def _piece(line: torch.Tensor, start: int, shape: Sequence[int]) -> torch.Tensor
 def _shard(
     numel: int, dtype: torch.dtype, device: torch.device, axis: Communicator | None
 ) -> torch.Tensor:
-    """Make zeros; where it pays, in memory that the ranks of ``axis`` read without a copy."""
+    """Make a shard of zeros; where it pays, in memory that ranks of ``axis`` read directly."""
     is_small = numel * dtype.itemsize < SHARED
     if is_small or axis is None or axis.is_on_host != is_host(device):
         return torch.zeros(numel, dtype=dtype, device=device)

@@ -84,7 +84,7 @@ class _Entry:
         carry_hooks(before, shown, slot.name)
         self.exposed = shown
         self.guard: object | None = None
-        """The refusal of gradients past the hooks, while it is in force."""
+        """Rejects gradients past the hooks while it is held."""
         self.note_memory()
         self.trains = trains
         """True when both required grad when they were compared last."""
@@ -104,7 +104,7 @@ class _Entry:
 
     @torch.no_grad()
     def follow_place(self) -> None:
-        """Lie on the mesh that the slot's place has now: this rank's part is the same there."""
+        """Move to the mesh of the slot's current place: this rank's part is the same there."""
         (mesh, placements, *_), gradient = self.wrap, self.exposed.grad
         if mesh is self.exposed.device_mesh:
             return
@@ -122,7 +122,7 @@ class _Entry:
         self.storage = self.exposed.untyped_storage()
 
     def expose(self, parameter: Any, local: torch.Tensor) -> None:  # noqa: ANN401
-        """Be ``parameter`` in all modules, on the memory ``local``.
+        """Put ``parameter`` into all modules, on the memory ``local``.
 
         It stays the object that optimizers know; its memory is the shard's.
         """
@@ -137,7 +137,7 @@ class _Entry:
         return line[self.start : self.stop].view(self.shape)
 
     def gradient_on(self, line: torch.Tensor, *, is_shown: bool) -> torch.Tensor:
-        """Make a gradient of its part of ``line``; it moves with one that ``is_shown`` to users."""
+        """A gradient on its part of ``line``: a plain view where ``line`` ``is_shown`` to users."""
         # Detached, since a view would hold on to the tensor that it is of.
         part = self.part_of(line).detach()
         return dtensor_like(part if is_shown else beginning_storage(part), self.exposed)
@@ -147,11 +147,11 @@ class _Entry:
         self.trains = self.slot.full.requires_grad
 
     def be_guarded(self, guard: object | None) -> None:
-        """Refuse gradients past the hooks by ``guard``; with None torch may swap the tensor."""
+        """Hold ``guard``, which rejects gradients past hooks; None lets torch swap the tensor."""
         self.guard = guard
 
     def follow_training(self) -> None:
-        """Make the one parameter require grad as the other, that the user has changed, does now."""
+        """Give both parameters the ``requires_grad`` of the one that the user has changed."""
         full, exposed = self.slot.full, self.exposed
         is_new = exposed.requires_grad is not self.trains
         self.trains = exposed.requires_grad if is_new else full.requires_grad
@@ -168,9 +168,9 @@ class ExposedTensors(Exposure):
         """The parameter that was put into all cells of an entry last."""
         self._flat: dict[ParameterGroup, nn.Parameter] = {}
         self._delivered: set[ParameterGroup] = set()
-        """Of which flat gradients have been set that nobody is known to have zeroed."""
+        """The groups whose flat gradient was set, and not seen zeroed since."""
         self._guarded: set[ParameterGroup] = set()
-        """Of which gradients past the hooks are refused: of those that have begun a pass."""
+        """The groups that have begun a pass: gradients past the hooks are rejected."""
 
     def entries(self, group: ParameterGroup) -> list[_Entry]:
         """List the parameters of ``group`` as they look at rest, made at the first call."""
@@ -189,11 +189,11 @@ class ExposedTensors(Exposure):
         return next(e.exposed for group in entries for e in group if e.slot is slot)
 
     def shows(self, parameter: nn.Parameter) -> bool:
-        """Check for a parameter that modules hold at rest."""
+        """Whether ``parameter`` is one that modules hold at rest."""
         return any(e.exposed is parameter for group in self._entries.values() for e in group)
 
     def shard_of(self, group: ParameterGroup) -> nn.Parameter:
-        """Find the shard of ``group`` as one parameter, whose gradient is set from now on too."""
+        """The shard of ``group`` as one parameter, whose gradient is set from now on too."""
         found = self._flat.get(group)
         if group.slots[0].extension is not None:
             raise ValueError(
@@ -207,7 +207,7 @@ class ExposedTensors(Exposure):
         return found
 
     def has_flat(self, group: ParameterGroup, flat: nn.Parameter) -> bool:
-        """Check that ``flat`` is the shard of ``group``."""
+        """Whether ``flat`` is the shard of ``group``."""
         return self._flat.get(group) is flat
 
     def parts_of(
@@ -227,7 +227,7 @@ class ExposedTensors(Exposure):
                 entry.follow_place()
 
     def forget_places(self) -> None:
-        """Forget the places: the slots are used in others now."""
+        """Look up the modules of all slots once more: they are used in others now."""
         for entries in self._entries.values():
             for entry in entries:
                 entry.find_cells()
@@ -241,7 +241,7 @@ class ExposedTensors(Exposure):
                 entry.be_guarded(None)
 
     def refresh(self, unit: Unit) -> None:
-        """See `Exposure`: parameters given anew, and other memory for those that are there."""
+        """See `Exposure`: follows replaced parameters, and new memory of those that stayed."""
         for group in unit.groups:
             if group not in self._guarded:
                 self._guard(group)
@@ -262,7 +262,7 @@ class ExposedTensors(Exposure):
                     return
 
     def _guard(self, group: ParameterGroup) -> None:
-        """Refuse gradients past the hooks of those that train; before a pass none can come."""
+        """Reject gradients past the hooks of those that train; before a pass none can come."""
         self._guarded.add(group)
         entries = self.entries(group)
         new = [e for e in entries if e.guard is None and e.exposed.requires_grad]
@@ -302,7 +302,7 @@ class ExposedTensors(Exposure):
         return is_all
 
     def follow_training(self, unit: Unit) -> None:
-        """See which of both parameters the user has frozen, or not, while both were there."""
+        """Give full and exposed parameters the ``requires_grad`` that a user has set on either."""
         for group in unit.groups:
             for entry in self.entries(group):
                 entry.follow_training()
@@ -370,7 +370,7 @@ class ExposedTensors(Exposure):
             run_hooks_of_flat(self._flat[group], group.slots[0].name, len(group.slots))
 
     def _has_direct(self, group: ParameterGroup) -> bool:
-        """Tell whether a loss has left gradients that the flat one does not have."""
+        """Whether a loss has left gradients that the flat one does not have."""
         flat = self._flat.get(group)
         if flat is None or flat.grad is not None:
             return False
@@ -455,7 +455,7 @@ class ExposedTensors(Exposure):
         return made
 
     def _follow(self, unit: Unit) -> None:
-        """Something else is in the place of a parameter, or has other memory, than was shown."""
+        """Handle a parameter that is not the one shown, or that has other memory."""
         if not is_given_for_call():
             unit.reshard()
             self.take_over(unit)
@@ -472,7 +472,7 @@ class ExposedTensors(Exposure):
     def take_over(self, unit: Unit) -> None:
         """Follow what modules hold now: other values, dtypes, devices or parameter objects.
 
-        Who holds parameters of before keeps these, and their memory.
+        Callers that hold the former parameters keep these, and their memory.
         """
         for group in unit.groups:
             entries = self.entries(group)
@@ -499,7 +499,7 @@ class ExposedTensors(Exposure):
     def _renew(self, group: ParameterGroup, held: Sequence[Any]) -> None:
         """Give ``group`` memory of the kind that ``held`` has, and new memory where that has.
 
-        What somebody else may hold now keeps the memory of before.
+        What somebody else may hold now keeps its memory.
         """
         entries = self.entries(group)
         is_new = any(e.exposed is not p for e, p in zip(entries, held, strict=True))
@@ -527,7 +527,7 @@ class ExposedTensors(Exposure):
 
 
 def _is_ours(entry: _Entry, cells: dict[str, Any], name: str) -> bool:
-    """Check that a module holds what the unit shows, False for what computes in one call.
+    """Whether a module holds what the unit shows; False for a tensor that is lent for one call.
 
     Raises RuntimeError for anything else.
     """
@@ -540,7 +540,7 @@ def _is_ours(entry: _Entry, cells: dict[str, Any], name: str) -> bool:
 
 
 def _held(entry: _Entry) -> Any:  # noqa: ANN401
-    """Find the DTensor parameter that all modules hold. Raises RuntimeError for any other.
+    """Return the DTensor parameter that all modules hold. Raises RuntimeError for any other.
 
     The modules of a tied one may hold several of the same values, as ``load_state_dict`` with
     ``assign=True`` leaves them.
@@ -558,14 +558,14 @@ def _held(entry: _Entry) -> Any:  # noqa: ANN401
 
 
 def _have_same(one: Any, other: Any) -> bool:  # noqa: ANN401
-    """Check that two DTensors lie alike and have the same values on this rank."""
+    """Whether two DTensors have the same layout, and the same values on this rank."""
     mine, theirs = local_of(one), local_of(other)
     lies = [(each.device_mesh, each.placements, each.shape, each.dtype) for each in (one, other)]
     return lies[0] == lies[1] and mine.device == theirs.device and torch.equal(mine, theirs)
 
 
 def _belongs_elsewhere(entry: _Entry, parameter: nn.Parameter) -> bool:
-    """Check for the parameter that another place shows: nothing would tie the two."""
+    """Whether another slot's unit shows ``parameter``: nothing would tie the two."""
     held = parameter.__dict__.get(HOME)
     slot = None if held is None else held()
     driver = None if slot is None or slot is entry.slot else slot.driver
@@ -575,14 +575,14 @@ def _belongs_elsewhere(entry: _Entry, parameter: nn.Parameter) -> bool:
 def _whereabouts(
     entry: _Entry, cells: dict[str, Any], name: str
 ) -> tuple[nn.Module, Sequence[Communicator]]:
-    """List the module that ``cells`` are of, and the axes that the parameter lies on."""
+    """The module that ``cells`` belong to, and the axes that the parameter lies on."""
     slot = entry.slot
     module = next(m for m, n in slot.places if m._parameters is cells and n == name)
     return module, () if slot.place is None else slot.place.axes.communicators
 
 
 def _check_alike(entry: _Entry, held: Any, first: Any) -> None:  # noqa: ANN401
-    """Raise RuntimeError unless ``held`` lies as the parameter, of one kind with ``first``."""
+    """Raise RuntimeError unless ``held`` has the parameter's layout and the kind of ``first``."""
     before = entry.exposed
     lies = (held.shape, held.placements, local_of(held).shape)
     expected = (before.shape, before.placements, entry.shape)

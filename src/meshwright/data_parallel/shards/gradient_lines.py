@@ -1,4 +1,4 @@
-"""Whole gradients on their way into a reduction: lines of elements, one for each collective.
+"""Full gradients on their way into a reduction: flat buffers, one for each collective.
 
 A line has memory from the first gradient that is put into it until its reduction has ended. A
 gradient that fills a line by itself is not put there: it is reduced from where autograd left it.
@@ -36,9 +36,9 @@ COUNTS = sys.version_info < (3, 14)
 
 
 class KeptLine:
-    """A line of elements, with tensors on it that are used again together with it.
+    """A cached gradient buffer, with tensors on it that are reused together with it.
 
-    The line itself is not to be given away: only tensors with its memory are, which are counted.
+    Never hand out the line itself, only other tensors on its memory: their uses are counted.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class KeptLine:
         self._line: torch.Tensor | None = None
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Make a line, uninitialized, that nobody else uses."""
+        """Return an uninitialized line that nobody else uses: the kept one if possible."""
         line = self._line
         if line is None or line.dtype != dtype or line.device != device or line.numel() != numel:
             return self._renew(numel, dtype, device)
@@ -57,11 +57,11 @@ class KeptLine:
         return line
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Check that ``tensor`` has the memory of the line that is kept now."""
+        """Whether ``tensor`` has the memory of the line that is kept now."""
         return self._line is not None and tensor.data_ptr() == self._line.data_ptr()
 
     def remember(self, guests: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Use ``guests``, tensors on the line, again as long as the line is."""
+        """Reuse ``guests``, tensors on the line, for as long as the line is reused."""
         self.guests = guests
 
     def forget(self) -> None:
@@ -75,7 +75,7 @@ class KeptLine:
         return self._line
 
     def _is_unused(self, line: torch.Tensor) -> bool:
-        """Check that the memory is used by the line and the guests alone, and those by nobody."""
+        """Whether only the line and the guests use the memory, and nobody uses the guests."""
         # One use each by the line, the storage that is asked for here, and each guest's local part,
         # or the storage that begins with that.
         lines = storage_id(line.untyped_storage())
@@ -100,7 +100,7 @@ _Place: TypeAlias = tuple[torch.Tensor, tuple[slice, ...] | list[int] | None]
 
 
 class GradientLine:
-    """The gradients of the tensors ``first`` to ``last`` of a layout, as one collective takes them.
+    """The gradients of the tensors ``indices`` of a layout, as one collective takes them.
 
     They are in the order of the shards: all that goes to the first rank comes first.
     """
@@ -128,7 +128,7 @@ class GradientLine:
         )
         self._memory.free()
 
-    # Lists for what a line of even parts does only where a tensor has no gradient.
+    # A line of even parts needs these only where a tensor has no gradient.
 
     @cached_property
     def _slots(self) -> list[list[_Place]]:
@@ -193,7 +193,7 @@ class GradientLine:
         return [[target for target, _ in slot] for slot in self._slots]
 
     def wholes(self, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-        """Make the gradients it holds whole, of these ``shapes``: copies, or the borrowed one."""
+        """Return the full gradients that it holds, in ``shapes``: copies, or the borrowed one."""
         if self._source is not None:
             return [self._source.view(shapes[0])]
         found = []
@@ -210,7 +210,7 @@ class GradientLine:
     # --------------------------------------------------------------------------- private
 
     def _may_borrow(self, gradient: torch.Tensor | None) -> bool:
-        """Check that the collective can read ``gradient`` where it is."""
+        """Whether the collective can read ``gradient`` where it is."""
         return (
             gradient is not None
             and self._rows.shape[0] > 1
@@ -263,7 +263,7 @@ class GradientLine:
         return places
 
     def _is_filled(self, layout: LineLayout) -> bool:
-        """Check for even tensors that nothing lies between."""
+        """Whether even tensors fill the line without gaps."""
         at = self.start
         for index in self.indices:
             if layout.offsets[index] != at:
@@ -293,7 +293,7 @@ class GradientLine:
 
 
 Summand = tuple[PartialSum, torch.Tensor]
-"""A gradient, or a part of one, and over what it is to be summed."""
+"""A gradient, or a part of one, and the sum that it needs over other axes."""
 
 
 def summands_of(sums: Sequence[tuple[int, PartialSum]], line: GradientLine) -> list[Summand]:
@@ -304,7 +304,7 @@ def summands_of(sums: Sequence[tuple[int, PartialSum]], line: GradientLine) -> l
 
 @torch.no_grad()
 def sum_parts(summands: Iterable[Summand]) -> None:
-    """Sum in place: one all-reduce for each axis, dtype and device."""
+    """Sum in place: a collective, with one all-reduce for each axis, dtype and device."""
     together: dict[tuple[Communicator, torch.dtype, torch.device], list[torch.Tensor]] = {}
     for add, part in summands:
         if part.numel():

@@ -66,7 +66,7 @@ class UnitSettings:
     keep_full_after_forward: bool = False
     keep_full_after_backward: bool = False
     block: Communicator | None = None
-    """Among whose ranks whole parameters are spread between forward and backward, if any."""
+    """The ranks that full parameters are resharded over between forward and backward, if any."""
     unshard_in_backward: bool = True
     divide_factor: float | None = None
     """The divisor of summed gradients; the number of ranks when None."""
@@ -145,7 +145,7 @@ class ParameterGroup:
         self._reduced: torch.Tensor | None = None
         self._added: torch.Tensor | None = None
         self._result: torch.Tensor | None = None
-        """Memory for the mean, from the stream on which users have it, where it is a cast."""
+        """Memory for a mean that is cast, allocated on the stream where users read it."""
         self._factor: Factor = 1.0
         self.in_hook: torch.Tensor | None = None
         """The whole gradients that a hook is summing now."""
@@ -198,7 +198,7 @@ class ParameterGroup:
             self.slots[index].note_start(starts, at)
 
     def carry_starts(self, parts: Sequence[torch.Tensor]) -> None:
-        """Put ``parts`` in the place of those of now: forget starts of what is not converted."""
+        """Keep the starts of slots whose ``parts`` convert the current ones; forget the others."""
         for index, (slot, part) in enumerate(zip(self.slots, parts, strict=True)):
             found = slot.take_start()
             if found is None:
@@ -212,7 +212,7 @@ class ParameterGroup:
                 slot.note_start(Starts(starts.whole[at : at + 1], now.view(1)), 0)
 
     def _carry_gradients(self, before: FlatBuffer) -> None:
-        """Keep what waits for a reduction, in the dtype and on the device of now."""
+        """Keep what waits for a reduction, in the current dtype and on the current device."""
         kind, device = self.types.reduce, self.buffer.device
         if before.has_gradient:
             self.buffer.take([g.to(device, kind) for g in before.whole_gradients()])
@@ -231,7 +231,7 @@ class ParameterGroup:
         return FlatBuffer(*arguments)
 
     def finish_gather(self, before_freeing: Callable[[], None] | None = None) -> None:
-        """Put whole parameters that have come where they belong; see `FlatBuffer`."""
+        """Complete a gather: full parameters are in place afterwards; see `FlatBuffer`."""
         self.buffer.finish_gather(before_freeing)
         for slot, whole in zip(self.slots, self.buffer.wholes, strict=False):
             if slot.full is not whole:
@@ -248,7 +248,7 @@ class ParameterGroup:
         return next(slot.name for slot, then, now in pairs if then != now)
 
     def note_written(self, index: int) -> None:
-        """Take what was written to a whole parameter for known: it is in the shards."""
+        """Accept what was written to a full parameter: it is in the shards."""
         self._versions[index] = version_of(self.slots[index].leaf)
 
     def _empty_shard(self, layout: LineLayout, home: torch.device | None) -> torch.Tensor | None:
@@ -269,8 +269,8 @@ class ParameterGroup:
                 whole = whole_parameter(view, slot.original)
                 slot.become(whole, whole)
             else:
-                # What reads it beside layers that tensor parallelism has cut gets the DTensor: a
-                # plain part would be taken for the whole.
+                # What reads it beside layers that tensor parallelism has sharded gets the DTensor:
+                # a plain part would be taken for the whole.
                 dtensor = dtensor_at_rest(
                     view, outer.mesh, outer.placements, outer.shape, outer.stride
                 )
@@ -286,11 +286,11 @@ class ParameterGroup:
         buffer.release()
 
     def moved(self) -> list[tuple[Slot, torch.Tensor]]:
-        """List parameters whose whole tensors were given other memory, with places in the line."""
+        """List parameters whose full tensors were given other memory, with views of the line."""
         start, addresses = self._addresses
         if start != self.buffer.full.data_ptr():
             start = self.buffer.full.data_ptr()
-            # torch tells 0 where there is no memory.
+            # `data_ptr` is 0 where there is no memory.
             addresses = [start + at if start and at is not None else 0 for at in self._distances]
             self._addresses = start, addresses
         found = [*map(torch.Tensor.data_ptr, self._wholes)]
@@ -321,7 +321,7 @@ class ParameterGroup:
     def take_mean(self) -> torch.Tensor:
         """Hand over the mean, with which ``.grad`` is set: the shards are about to change.
 
-        A tensor of its own on the same memory: who still uses that is counted.
+        A detached alias, not the line itself: `KeptLine` counts who still uses its memory.
         """
         if self.mean is None:
             raise InternalError(f"no mean of {self.slots[0].name!r} is finished")
@@ -370,8 +370,8 @@ class ParameterGroup:
     ) -> Moves | None:
         """Prepare the sum over the ranks of what the buffer holds (zeros when it holds nothing).
 
-        Returned is what is to be launched; what a call of the user's has begun joins ``started``.
-        Memory of what users are given is taken here, where `finish_reduce` is late.
+        The caller launches the moves that are returned; a custom collective joins ``started``.
+        Memory that users are given is allocated here, on their stream, if `finish_reduce` is late.
         """
         buffer, axes = self.buffer, self.axes
         is_absent = not buffer.has_gradient
@@ -385,6 +385,7 @@ class ParameterGroup:
         lines = buffer.gradients
         if is_late and self.types.reduce != self.types.master:
             self._result = torch.empty_like(buffer.shard, device=buffer.device)
+        # A sum of float16 overflows easily: it is divided before.
         if self.types.reduce == torch.float16 and settings.reduce_hook is None:
             for line in lines:
                 line.tensor.mul_(self._factor)
@@ -425,7 +426,7 @@ class ParameterGroup:
         return torch.empty(size, dtype=dtype, device=self.buffer.device)
 
     def _reduce_by(self, hook: ReduceHook) -> None:
-        """Sum the gradients by ``hook``, whose result is not scaled any more."""
+        """Sum the gradients by ``hook``, whose result is not scaled."""
         whole, self._factor = self._whole_line(), 1.0
         self.in_hook = whole
         if self.axes.shard is None:
@@ -439,7 +440,7 @@ class ParameterGroup:
     def _reduce_scatter_by(
         self, custom: CustomCollective, shard: Communicator, label: str
     ) -> Pending:
-        """Sum over ``shard`` in memory and by a call of the user's."""
+        """Start a sum over ``shard`` by the user's ``custom``, in memory that it allocates."""
         layout, types = self.buffer.layout, (self.types.reduce, self.buffer.device)
         sent = custom.allocate((layout.padded_size,), dtype=types[0], device=types[1])
         self._write_whole(sent)
@@ -448,7 +449,7 @@ class ParameterGroup:
         return shard.custom("reduce_scatter", custom, out, sent, label=label)
 
     def _whole_line(self) -> torch.Tensor:
-        """Compute all gradients in one line, shard by shard: what a hook is given."""
+        """All gradients in one line, shard by shard, as a hook is given them."""
         lines = self.buffer.gradients
         if len(lines) == 1:
             return lines[0].tensor
@@ -498,8 +499,8 @@ class ParameterGroup:
     ) -> tuple[torch.Tensor | None, ...]:
         """Add this rank's part of the mean to ``mean``, unless it is partial still.
 
-        Where that ``is_late``, on another stream than gradients come from, these stay, and so must
-        what is returned, until that stream waits for this one.
+        Where that ``is_late``, on another stream than gradients come from, they are not freed, and
+        the caller holds what is returned, until that stream waits for this one.
         """
         reduced, added, result = self._reduced, self._added, self._result
         self._reduced = self._added = self._result = None
@@ -536,7 +537,7 @@ class ParameterGroup:
         return torch.empty_like(shard, pin_memory=shard.is_pinned()).copy_(mean, non_blocking=True)
 
     def is_unused(self, mean: torch.Tensor) -> bool:
-        """Tell whether no rank had a gradient for ``mean``, of which this rank had none.
+        """Whether no rank had a gradient for ``mean``, of which this rank had none.
 
         A sum is -0.0 only where all its summands are, and the first element of each part is that
         on ranks without a gradient alone. So it needs no collective of its own.
@@ -555,7 +556,7 @@ class ParameterGroup:
         return [part if used else None for part, used in zip(parts, self.used, strict=True)]
 
     def forget_waiting(self, indices: Iterable[int]) -> None:
-        """Give up what waits for these parameters."""
+        """Drop the gradients of these parameters that wait for a reduction."""
         for index in indices:
             slot, self.used[index] = self.slots[index], False
             slot.full.grad = slot.leaf.grad = None
@@ -584,7 +585,7 @@ class ParameterGroup:
 
 @torch.no_grad()
 def _gathered(slot: Slot) -> torch.Tensor | None:
-    """Give this rank's gradient of a parameter, with what was computed with a DTensor itself."""
+    """This rank's gradient of a parameter, with what has reached its DTensor ``full``."""
     given, leaf, add = slot.full.grad, slot.leaf, slot.computes.partial
     if given is None or slot.outer is None:
         return leaf.grad

@@ -1,9 +1,8 @@
-"""Hooks that users have put on parameters which are sharded: they run when gradients are there.
+"""Hooks that users have registered on sharded parameters: they run when gradients are reduced.
 
-Autograd never sees a sharded parameter: it sees the whole one, whose gradient is of one rank. So
-what was registered on the parameter runs here, once for each mean that is delivered. That is also
-what the hook of one process would see, where `Tensor.register_hook` on a replica sees the
-gradient of its own rank alone.
+Autograd never sees a sharded parameter: it sees the full one, whose gradient is of one rank. So
+what was registered on the parameter runs here, once for each mean that is delivered. The hook of a
+single process sees the same; `Tensor.register_hook` on a replica sees the gradient of its own rank.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from meshwright.torch_internals.autograd import backward_hooks_of, set_backward_
 
 
 def has_hooks(parameter: torch.Tensor) -> bool:
-    """Check that anything waits for the gradient of ``parameter``."""
+    """Whether ``parameter`` has hooks of either kind."""
     return bool(backward_hooks_of(parameter)) or has_after_hooks(parameter)
 
 
@@ -47,7 +46,7 @@ class _Behind(torch.autograd.Function):
 
 
 def accumulators_of(leaves: Sequence[torch.Tensor]) -> list[torch.autograd.graph.Node]:
-    """Find the nodes by which autograd adds to ``.grad`` of ``leaves``, which require grad."""
+    """The nodes by which autograd adds to ``.grad`` of ``leaves``, which require grad."""
     with torch.enable_grad():
         behind: torch.Tensor = _Behind.apply(*leaves)
     nodes = () if behind.grad_fn is None else behind.grad_fn.next_functions
@@ -58,7 +57,7 @@ def accumulators_of(leaves: Sequence[torch.Tensor]) -> list[torch.autograd.graph
 
 
 def accumulator_of(leaf: torch.Tensor) -> torch.autograd.graph.Node:
-    """Find the node by which autograd adds to ``leaf.grad``; ``leaf`` requires grad."""
+    """The node by which autograd adds to ``leaf.grad``; ``leaf`` requires grad."""
     return accumulators_of([leaf])[0]
 
 
@@ -96,21 +95,21 @@ class _Refusal:
 
 
 def refuse_past_hooks(parameters: Sequence[Guarded]) -> list[object]:
-    """Refuse a backward that gives one, at rest, a gradient itself while it has hooks.
+    """Reject a backward that gives a parameter at rest a gradient itself while it has hooks.
 
-    A loss that has read it does: the hooks would run for that term, and again for the mean. Return
-    for each what keeps this in force. All of them train. It costs no step anything.
+    A loss that has read it does: the hooks would run for that term, and again for the mean. Returns
+    for each the node that keeps this in force. All require grad. Steps cost nothing.
     """
     if not parameters:
         return []
     nodes = accumulators_of([each.exposed for each in parameters])
     for node, each in zip(nodes, parameters, strict=True):
         node.register_prehook(_Refusal(each))
-    return [*nodes]
+    return [*nodes]  # torch holds them weakly: the hooks end with the last reference
 
 
 def run_hooks_of_flat(flat: nn.Parameter, name: str, count: int) -> None:
-    """Run the hooks behind the gradient of a flat parameter: of ``count``, ``name`` first.
+    """Run the post-accumulate hooks of a flat parameter: of ``count``, ``name`` the first.
 
     Raises RuntimeError for hooks on the gradient itself.
     """

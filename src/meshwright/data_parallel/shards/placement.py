@@ -1,7 +1,7 @@
-"""The places of parameters: the ranks each is cut over, along which dim, and its form at rest.
+"""The places of parameters: the ranks each is sharded over, its dim, and its form at rest.
 
-A plain parameter is cut along one dim of the data mesh. A parameter that is a DTensor already, on
-the axes of tensor parallelism, is cut once more: this rank's part of it over the data axes::
+A plain parameter is sharded over one dim of the data mesh. A parameter that is a DTensor already,
+on the axes of tensor parallelism, is sharded once more: this rank's part of it over the data axes::
 
     given                          at rest                                computes as
     plain                          (Shard(0),) on ("shard",)              plain
@@ -9,7 +9,7 @@ the axes of tensor parallelism, is cut once more: this rank's part of it over th
     (Shard(1),) on ("tensor",)     (Shard(0), Shard(1)) on both axes      the DTensor it was, or
                                                                           its local tensor
     (Replicate(), Shard(0)) on     (Shard(0), Shard(0)) on the same mesh, the DTensor it was
-    ("shard", "tensor")            the first strided: it cuts last
+    ("shard", "tensor")            the first strided: it splits last
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ShardPlacementResult:
     """The result of a ``shard_placement_fn`` for a parameter with a mesh of its own."""
 
     placement: Any
-    """Has the ``dim`` to cut along; None for dim 0."""
+    """Has the ``dim`` to shard along; None for dim 0."""
     mesh_info: Any
     """A `DeviceMesh` of one or two dims, or something that has one as ``mesh``."""
 
@@ -57,7 +57,7 @@ class Target:
     """The data axes as `fully_shard` is given them."""
 
     mesh: DeviceMesh
-    """The data axes alone: (shard), (replicate, shard), or (replicate) for ``cuts`` false."""
+    """The data axes alone: (shard), (replicate, shard), or (replicate) where ``cuts`` is False."""
     axes: DataAxes
     cuts: bool = True
     around: DeviceMesh | None = None
@@ -72,12 +72,12 @@ class Place:
 
     axes: DataAxes
     dim: int
-    """Of this rank's part before the cut."""
+    """The dim to shard along, of this rank's part of the tensor."""
     mesh: DeviceMesh
     """The mesh of the DTensor at rest."""
     placements: tuple[Any, ...]
     shape: tuple[int, ...]
-    """Of the whole tensor, over all axes."""
+    """Of the full tensor, over all axes."""
     outer: AtRest | None = None
     """The DTensor that it was, and is again while it computes."""
     kept: tuple[int, ...] = ()
@@ -85,7 +85,7 @@ class Place:
 
 
 def target_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> Target:
-    """Find the data axes of ``mesh``. Raises ValueError or AssertionError for an unfit one."""
+    """Return the data axes of ``mesh``. Raises ValueError or AssertionError for an unfit one."""
     if dims is not None:
         return _named_target(mesh, dims)
     if mesh.ndim not in (1, 2):
@@ -123,10 +123,10 @@ def _named_target(mesh: DeviceMesh, dims: DataParallelMeshDims) -> Target:
 def place(
     name: str, parameter: torch.nn.Parameter, target: Target, choose: PlacementChoice | None
 ) -> Place:
-    """Find the place of ``parameter``; ``choose`` is the user's ``shard_placement_fn``.
+    """Return the place of ``parameter``; ``choose`` is the user's ``shard_placement_fn``.
 
     Raises AssertionError for a dim that it does not have, NotImplementedError for one that cannot
-    be cut evenly and must, ValueError for what is no placement or not on the mesh.
+    be split evenly and must, ValueError for what is no placement or not on the mesh.
     """
     choice = None if choose is None else choose(parameter)
     dim, target = _chosen(choice, target)
@@ -150,10 +150,10 @@ def place(
 
 
 def _place_again(name: str, outer: AtRest, target: Target, dim: int, *, is_chosen: bool) -> Place:
-    """Find the place of a DTensor: its own axes and those of the data.
+    """The place of a DTensor: its own axes and those of the data.
 
-    Two cuts of one dim are even, or another dim is cut that is, unless the user has chosen ``dim``.
-    Rows that no dim divides evenly are cut unevenly along dim 0, as torch does.
+    A dim that is split twice must split evenly; else another dim that does is sharded, unless the
+    user has chosen ``dim``. Where no dim does, dim 0 is split unevenly, as torch does.
     """
     if target.around is None or target.dims is None:
         for axis in target.axes.communicators:
@@ -170,7 +170,7 @@ def _place_again(name: str, outer: AtRest, target: Target, dim: int, *, is_chose
         cut_once_more(placements, mesh, shard, dim) if target.cuts else (tuple(placements), False)
     )
     parts = target.axes.parts
-    # As every rank of the other axes finds it, whose parts may be of another size.
+    # By the full shape: ranks of the other axes have parts of other sizes, and must decide alike.
     pieces = parts * _times_cut(outer, dim)
     is_split = is_side_by_side(outer, dim)
     is_uneven = (spread[1] or dim != 0) and outer.shape[dim] % pieces != 0
@@ -197,13 +197,13 @@ def _place_again(name: str, outer: AtRest, target: Target, dim: int, *, is_chose
 
 
 def _times_cut(outer: AtRest, dim: int) -> int:
-    """Into how many parts ``dim`` of a DTensor is cut."""
+    """The number of parts that ``dim`` of a DTensor is split into."""
     sizes = zip(outer.mesh.shape, outer.placements, strict=True)
     return math.prod(size for size, each in sizes if getattr(each, "dim", None) == dim)
 
 
 def even_dim(outer: AtRest, parts: int) -> int | None:
-    """Find the first dim that ``parts`` more cuts leave even on all ranks, or dim 0 uncut."""
+    """The first dim that splits evenly into ``parts`` more, or dim 0 if nothing splits it yet."""
     for dim, size in enumerate(outer.shape):
         times = _times_cut(outer, dim)
         is_even = not size % (times * parts) or (dim == 0 and times == 1)
@@ -215,12 +215,12 @@ def even_dim(outer: AtRest, parts: int) -> int | None:
 def _around(
     outer: AtRest, target: Target, dims: DataParallelMeshDims
 ) -> tuple[DeviceMesh, list[Any], int]:
-    """List the mesh at rest, its placements before the cut, and which of its dims cuts."""
+    """The mesh at rest, its placements before sharding, and which of its dims shards."""
     names = outer.mesh.mesh_dim_names or ()
     if len(dims.shard_names) < 2 and len(dims.replicate_names) < 2:
         cutting = names.index(dims.shard_names[0]) if dims.shard_names else 0
         return outer.mesh, list(outer.placements), cutting
-    # Several names count as one axis, so that its chunks are those of one cut.
+    # Several names count as one axis, so that its chunks are those of one split.
     others = [name for name in names if name not in (*dims.shard_names, *dims.replicate_names)]
     meshes = [target.mesh, *(outer.mesh[name] for name in others)]
     placements: list[Any] = [Replicate() for _ in range(target.mesh.ndim)]

@@ -85,9 +85,9 @@ class DataParallelMeshDims:
     """
 
     shard: str | tuple[str, ...] | None = None
-    """Over which parameters are cut."""
+    """The dims that parameters are sharded over."""
     replicate: str | tuple[str, ...] | None = None
-    """Over which they are the same."""
+    """The dims that they are replicated over."""
 
     def __post_init__(self) -> None:
         if not self.shard_names and not self.replicate_names:
@@ -97,12 +97,12 @@ class DataParallelMeshDims:
 
     @property
     def shard_names(self) -> tuple[str, ...]:
-        """The dims to cut over."""
+        """The dims to shard over."""
         return _names(self.shard)
 
     @property
     def replicate_names(self) -> tuple[str, ...]:
-        """The dims to repeat over."""
+        """The dims to replicate over."""
         return _names(self.replicate)
 
 

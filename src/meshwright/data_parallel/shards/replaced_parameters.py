@@ -1,7 +1,7 @@
-"""Tensors that users put in the place of a sharded parameter: lent for one call, or refused.
+"""Tensors that users put in the place of a sharded parameter: lent for one call, or rejected.
 
-A unit shows modules its whole parameters and its sharded ones by turns. Where it finds what it has
-not put there itself, it does not write over it::
+A unit shows modules its full parameters and its sharded ones by turns. Where it finds what it has
+not put there itself, it does not overwrite it::
 
     found in the place of a parameter         then
     what the unit has put there               the other one of both comes there
@@ -9,7 +9,7 @@ not put there itself, it does not write over it::
     a DTensor parameter that lies alike       the unit takes it over, before a forward pass
     anything else, or nothing                 an error that names parameter, module and rank
 
-An optimizer would train what is refused here on each rank alone, or not at all.
+An optimizer would train what is rejected here on each rank alone, or not at all.
 
 Outside of its unit a sharded parameter is a DTensor. Where an operator gets it beside a plain
 tensor, torch's error is raised in words that name the parameter and its unit.
@@ -72,7 +72,7 @@ def replaced(
     shape: Sequence[int],
     communicators: Sequence[Communicator],
 ) -> RuntimeError:
-    """Find the refusal of ``found`` in the place of a sharded parameter of whole ``shape``."""
+    """The error for ``found`` in the place of a sharded parameter of full ``shape``."""
     what = "nothing"
     if isinstance(found, torch.Tensor):
         what = f"a {type(found).__name__} of shape {tuple(found.shape)} and {found.dtype}"
@@ -86,7 +86,7 @@ def replaced(
 
 
 def data_assigned(name: str, communicators: Sequence[Communicator]) -> RuntimeError:
-    """Find the refusal of an assignment that torch does not carry out for a DTensor."""
+    """The error for an assignment that torch does not carry out for a DTensor."""
     return RuntimeError(
         f"rank {rank_in(communicators)}: something was assigned to .data of parameter {name!r}, "
         "which is a DTensor: torch leaves its values as they were. Use copy_() under "
@@ -95,7 +95,7 @@ def data_assigned(name: str, communicators: Sequence[Communicator]) -> RuntimeEr
 
 
 def written(name: str, communicators: Sequence[Communicator]) -> RuntimeError:
-    """Find the refusal of a write to a whole parameter."""
+    """The error for a write to a full parameter."""
     return RuntimeError(
         f"rank {rank_in(communicators)}: parameter {name!r} was written in place while it was "
         "whole, or given other memory (.data), as a forward does that changes its own weights, or "
@@ -106,7 +106,7 @@ def written(name: str, communicators: Sequence[Communicator]) -> RuntimeError:
 
 
 def converted(name: str, communicators: Sequence[Communicator]) -> RuntimeError:
-    """Find the refusal of a backward whose graph has the parameters of before."""
+    """The error for a backward whose graph needs parameters that have changed since."""
     return RuntimeError(
         f"rank {rank_in(communicators)}: parameters of {name!r} were converted, loaded or given "
         "anew between its forward and its backward pass, or stepped, and its graph needs those of "
@@ -115,22 +115,22 @@ def converted(name: str, communicators: Sequence[Communicator]) -> RuntimeError:
 
 
 def is_ours_alone(parameter: nn.Parameter) -> bool:
-    """Check that nobody but the caller, by one name, holds ``parameter``."""
+    """Whether nobody but the caller, by one name, holds ``parameter``."""
     # References: the caller's name, the argument here, that of the call.
     return COUNTS and sys.getrefcount(parameter) <= OURS
 
 
 def retire_sharded(parameter: nn.Parameter, name: str) -> None:
-    """Refuse to show ``parameter``, whose place a sharded one has taken."""
+    """Make ``parameter`` unreadable: a sharded one has taken its place."""
     retire(parameter, name, "its module was sharded")
 
 
 def refuse_views(modules: Iterable[nn.Module], slots: Iterable[Slot]) -> None:
     """Raise ValueError for what lies in the memory that a parameter of ``slots`` had.
 
-    That is an attribute or a buffer of a module, or another parameter: it would keep the values of
-    then. What a hook computes anew in each forward from ``<name>_orig`` is let through. A tensor
-    that a parameter was made of may be kept, but no longer read.
+    That is an attribute or a buffer of a module, or another parameter: it would keep old values.
+    What a hook recomputes in each forward from ``<name>_orig`` is allowed. A tensor that a
+    parameter was made of may be kept, but is made unreadable.
     """
     lying: dict[int, list[tuple[str, Memory]]] = {}
     places: set[tuple[nn.Module, str]] = set()
@@ -191,7 +191,7 @@ def _refuse_overlap(named: Iterable[tuple[str, Memory]]) -> None:
 
 
 def _slot_of(given: object) -> Slot | None:
-    """Find the slot of a sharded parameter, of a view of one, or of what it was cast to."""
+    """The slot of a sharded parameter, of a view of one, or of what it was cast to."""
     if not isinstance(given, torch.Tensor) or not is_dtensor(given):
         return None
     behind, node = viewed_by(given), given.grad_fn
@@ -203,7 +203,7 @@ def _slot_of(given: object) -> Slot | None:
 
 
 def mixed(op: object, given: Iterable[object]) -> RuntimeError | None:
-    """Find the refusal of a sharded parameter that ``op`` was given beside a plain tensor."""
+    """The error for a sharded parameter that ``op`` was given beside a plain tensor, or None."""
     slot = next((found for each in given if (found := _slot_of(each)) is not None), None)
     if slot is None:
         return None

@@ -1,4 +1,4 @@
-"""From modules to the unit of their parameters: which they are, where they go, in which buffers."""
+"""From modules to a unit: which parameters it has, where they are sharded, in which buffers."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def build_unit(
 
 
 def _place(slot: Slot, options: ShardOptions, known: dict[tuple[int, ...], Place]) -> Place:
-    """Find the place of ``slot``; those of plain parameters that nobody chooses are ``known``."""
+    """The place of ``slot``; ``known`` caches those of plain parameters, by shape."""
     if options.placement_of is not None or is_dtensor(slot.original):
         return place(slot.name, slot.original, options.target, options.placement_of)
     shape = tuple(slot.original.shape)
@@ -117,7 +117,7 @@ def _place(slot: Slot, options: ShardOptions, known: dict[tuple[int, ...], Place
 
 
 def on_one_mesh(drivers: Iterable[Driver]) -> None:
-    """Put parameters that tensor parallelism has left whole on the mesh of those it has cut.
+    """Put parameters that tensor parallelism did not shard on the mesh of those that it did.
 
     They are replicated there. torch's functions of lists of DTensors, as clipping and optimizers
     with ``foreach``, take one mesh only. Where the units of ``drivers`` know several meshes
@@ -161,7 +161,7 @@ def _synchronize(
 
 
 def _move_buffers(own: Iterable[tuple[str, nn.Module]], options: ShardOptions) -> None:
-    """Put the buffers of modules where these will compute, as their parameters."""
+    """Move the buffers of modules to the device that the modules will compute on."""
     device = _device_of(options.target)
     for _, module in own:
         for name, buffer in module._buffers.items():
@@ -170,7 +170,7 @@ def _move_buffers(own: Iterable[tuple[str, nn.Module]], options: ShardOptions) -
 
 
 def _extension(slot: Slot, place: Place, options: ShardOptions) -> Extension | None:
-    """Find how ``slot`` is gathered, if a subclass says so; refuse what would be lost."""
+    """The extension of ``slot``, if a subclass defines one; raises for what would be lost."""
     check_gradient_dtype(slot.name, slot.original)
     if type(slot.original) in PLAIN:
         return None
@@ -204,7 +204,7 @@ def _together(slots: Iterable[Slot]) -> list[list[Slot]]:
 
 
 def _block(options: ShardOptions) -> Communicator | None:
-    """Find the ranks that share whole parameters after the forward, if any were asked for."""
+    """Make the group of ranks that keep full parameters after a forward, if one was asked for."""
     after, shard = options.reshard_after_forward, options.target.axes.shard
     if shard is None or after is None or isinstance(after, bool) or not 1 < after < shard.size:
         return None
@@ -252,12 +252,12 @@ def _device_of(target: Target) -> torch.device:
 
 
 class Below(NamedTuple):
-    """All that lies below modules that are about to become a unit, and they themselves."""
+    """The modules that are about to become a unit, and all below them."""
 
     own: list[tuple[str, nn.Module]]
     """The modules that no other call has taken, each once, with their names."""
     drivers: list[Driver]
-    """Those of the modules that one has."""
+    """The drivers of modules that an earlier call has taken."""
 
 
 def below(modules: Sequence[nn.Module]) -> Below:
@@ -298,7 +298,7 @@ def below(modules: Sequence[nn.Module]) -> Below:
 
 
 def is_taken(module: nn.Module) -> bool:
-    """Tell whether a composable function has been applied to ``module``."""
+    """Whether a composable function has been applied to ``module``."""
     return bool(module.__dict__.get(STATES))
 
 

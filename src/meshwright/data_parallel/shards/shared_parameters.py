@@ -38,7 +38,7 @@ def remember(driver: Driver) -> None:
         if not is_ours_alone(before):
             before.__dict__[HOME] = me
             retire_sharded(before, slot.name)
-        del before
+        del before  # or `forget_gone` would find it held
         slot.live_in(home)
         slot.forget_gone()
 
@@ -101,7 +101,7 @@ def check_settled(unit: Unit) -> None:
 
 
 def _release(driver: Driver, slot: Slot) -> Slot:
-    """Take ``slot`` out of the unit of ``driver``, which goes on with the rest."""
+    """Take ``slot`` out of the unit of ``driver``, which keeps the rest."""
     unit = driver.unit
     if unit is None:
         raise InternalError(f"{slot.name!r} is not where it should be")

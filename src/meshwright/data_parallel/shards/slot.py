@@ -34,14 +34,14 @@ class Memory(NamedTuple):
     """Those that are the tensor's; None where they are not side by side."""
 
     def meets(self, other: Memory) -> bool:
-        """Tell whether ``other``, in the same storage, may have bytes of it."""
+        """Whether ``other``, in the same storage, may share bytes with it."""
         if self.bytes is None or other.bytes is None:
             return True
         return self.bytes.start < other.bytes.stop and other.bytes.start < self.bytes.stop
 
 
 def memory_of_plain(tensor: torch.Tensor) -> Memory | None:
-    """Find where ``tensor`` lies; None where that is nowhere, as on the meta device."""
+    """The memory that ``tensor`` lies in; None where it has none, as on the meta device."""
     if tensor.layout is not torch.strided or not tensor.numel() or tensor.is_meta:
         return None
     size, first = tensor.element_size(), tensor.storage_offset()
@@ -50,7 +50,7 @@ def memory_of_plain(tensor: torch.Tensor) -> Memory | None:
 
 
 def _shared_memory(parameter: nn.Parameter) -> Memory | None:
-    """Find where ``parameter`` lies, if any other tensor lies there, or did: few do."""
+    """The memory of ``parameter``, if another tensor lies there, or did; else None."""
     if type(parameter) is not nn.Parameter or not has_storage(parameter):
         return None
     # Uses: the parameter's, and that of the storage which is asked for here.
@@ -70,12 +70,12 @@ class Slot:
     original: nn.Parameter
     """The parameter that the module held when it was taken over; its storage is given up then."""
     full: nn.Parameter = field(init=False)
-    """The parameter of modules while it is gathered: the same object for good, with memory then."""
+    """The parameter of modules while it is gathered: one object, which has memory only then."""
     leaf: nn.Parameter = field(init=False)
     """The plain parameter that computes; ``full`` itself unless that is a DTensor whose modules
     take the leaf over its local tensor."""
     local: torch.Tensor | None = None
-    """This rank's chunk where it is not cut from ``original``; taken by the next group."""
+    """This rank's chunk where it does not come from ``original``; taken by the next group."""
     place: Place | None = None
     """Its place, for one that is more than a part of a line."""
     outer: AtRest | None = None
@@ -108,11 +108,11 @@ class Slot:
         return None if self.home is None else self.home()
 
     def settle(self, place: Place, extension: Extension | None) -> None:
-        """Be cut as ``place`` says, and be gathered by ``extension`` where there is one."""
+        """Set the place, and the extension that gathers it where there is one."""
         self.place, self.outer, self.extension = place, place.outer, extension
 
     def move(self, place: Place) -> None:
-        """Lie at ``place`` from now on, where this rank has the part that it had."""
+        """Change to ``place``, where this rank has the same part."""
         self.place = place
 
     def compute_as(self, computes: LocalParameter) -> None:
@@ -120,31 +120,31 @@ class Slot:
         self.computes = computes
 
     def take_part(self, outer: AtRest, computes: LocalParameter, part: nn.Parameter) -> None:
-        """Be ``part``, this rank's of the DTensor ``outer``, in every module that holds it."""
+        """Stand for ``part``, this rank's of DTensor ``outer``, in every module that holds it."""
         self.outer, self.computes, self.original = outer, computes, part
         self.show(part)
 
     def become(self, full: nn.Parameter, leaf: nn.Parameter) -> None:
-        """Be ``full`` while it is gathered, and compute as ``leaf``."""
+        """Set the parameter that modules hold while it is gathered, and the one that computes."""
         self.full, self.leaf = full, leaf
 
     def replace_original(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Stand for another parameter of the user's from now on; returns the one of before."""
+        """Stand for another parameter of the user's from now on; returns the former one."""
         before, self.original = self.original, parameter
         return before
 
     def share(self, names: Iterable[str], places: Iterable[tuple[nn.Module, str]]) -> None:
-        """Have other names and places too, in modules of other units."""
+        """Add names and places in modules of other units."""
         self.be_used_too(names, places)
         self.is_spread = True
 
     def be_used_too(self, names: Iterable[str], places: Iterable[tuple[nn.Module, str]]) -> None:
-        """Have other names and places too."""
+        """Add names and places."""
         self.names += tuple(names)
         self.places += tuple(places)
 
     def rename(self, modules: Mapping[nn.Module, str]) -> None:
-        """Be called by the full names of its ``modules``, as far as they are known."""
+        """Take the full names of its ``modules``, as far as they are known."""
         found = [
             f"{modules[module]}.{attribute}" if modules[module] else attribute
             for module, attribute in self.places
@@ -153,11 +153,11 @@ class Slot:
         self.names = tuple(found) or self.names
 
     def give_local(self, local: torch.Tensor) -> None:
-        """Bring ``local`` to the next group, which has this rank's chunk from there."""
+        """Pass ``local``, this rank's chunk, to the next group."""
         self.local = local
 
     def take_local(self) -> torch.Tensor | None:
-        """Hand over the chunk that was brought, once."""
+        """Hand over the chunk that was passed, once."""
         local, self.local = self.local, None
         return local
 
@@ -171,7 +171,7 @@ class Slot:
         return None if starts is None else (starts, self.start_at)
 
     def live_in(self, driver: weakref.ref[Any]) -> None:
-        """Belong to the unit of ``driver``."""
+        """Note the driver of the unit that it belongs to."""
         self.home = driver
 
     def forget_gone(self) -> None:
@@ -190,7 +190,7 @@ _OF_LEAF, _OF_WHOLE = attrgetter("leaf.grad"), attrgetter("full.grad")
 
 
 def have_gradients(slots: Collection[Slot]) -> bool:
-    """Tell whether autograd has left a gradient on a whole parameter of ``slots``."""
+    """Whether autograd has left a gradient on a full parameter of ``slots``."""
     found = {*map(type, map(_OF_LEAF, slots)), *map(type, map(_OF_WHOLE, slots))}
     return not found <= {type(None)}
 

@@ -1,4 +1,4 @@
-"""Parameters that are tensor subclasses: gathered by calls of their own, kept, or refused by name.
+"""Parameters that are tensor subclasses: gathered by their own methods, kept, or rejected by name.
 
 ::
 
@@ -42,7 +42,7 @@ PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 
 
 def check_class(name: str, parameter: torch.Tensor, *, why: str = "") -> None:
-    """Raise TypeError for a subclass that sharding would drop; ``why`` refuses extensions too."""
+    """Raise TypeError for a subclass that sharding would drop; ``why`` rejects extensions too."""
     inner: Any = parameter
     check_gradient_dtype(name, parameter)
     if is_dtensor(parameter):
@@ -86,7 +86,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def whole_parameter(view: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
-    """Make a parameter on ``view``, of the class of ``like`` if that is a mere subclass."""
+    """Make a parameter on ``view``, of the class of ``like`` unless that dispatches itself."""
     cls = type(like)
     if cls in PLAIN or is_dtensor(like) or is_dtensor(view) or dispatches(like):
         if type(view) is torch.Tensor:  # as the class does it, which looks at more first
@@ -100,9 +100,9 @@ def whole_parameter(view: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
 def extension_of(
     name: str, parameter: nn.Parameter, mesh: DeviceMesh | None, module: nn.Module, policy: object
 ) -> Extension | None:
-    """Find the extension of ``parameter``; None where it has none.
+    """Return the extension of ``parameter``; None where it has none.
 
-    ``mesh`` is what it is cut over, and ``policy`` the mixed precision: arguments of its calls.
+    ``mesh`` is what it is sharded over, and ``policy`` the mixed precision: arguments of its calls.
     Raises TypeError for a subclass that would be dropped.
     """
     check_class(name, parameter)
@@ -112,7 +112,7 @@ def extension_of(
 
 
 class Extension:
-    """The way in which one parameter is cut and gathered."""
+    """The way in which one tensor subclass is sharded and gathered."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class Extension:
         self._attributes = {**whole.__dict__}
         self._holder = holder_of(whole)
         self._like: torch.Tensor = whole
-        """The whole one until the first part is cut, then the last part that was made."""
+        """The full tensor until the first part is made, then the last part."""
         self._arguments = (mesh, whole.shape, whole.stride(), module, policy)
         self._is_cut = False
 
@@ -204,11 +204,11 @@ class _Gathered:
         self._storages = [(line.untyped_storage(), line.nbytes) for line in self.lines]
 
     def become(self, full: nn.Parameter) -> None:
-        """Be ``full`` in every gather after the first."""
+        """Keep ``full`` for every gather after the first."""
         self.full = full
 
     def own(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Memory of ``tensors`` comes and goes too."""
+        """Free and restore the memory of ``tensors`` too."""
         known = {storage_id(storage) for storage, _ in self._storages}
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -226,7 +226,7 @@ class _Gathered:
             storage.resize_(0)
 
     def lends(self, address: int) -> bool:
-        """Check for what lies in memory that goes."""
+        """Whether ``address`` lies in memory that `free` gives back."""
         starts = [
             (storage.data_ptr(), size) for storage, size in self._storages if storage.nbytes()
         ]
@@ -260,7 +260,7 @@ class ExtendedBuffer(FlatBuffer):
     def gather(
         self, label: str, started: list[Pending], custom: CustomCollective | None = None
     ) -> Moves | None:
-        """Prepare to bring together what the parts of all ranks say; see `FlatBuffer`."""
+        """Prepare to gather the inputs of all ranks' parts; see `FlatBuffer`."""
         layout = self.layout.chunked_layout()
         self._gathered_version = version_of(self.shard)
         self._metadata.clear()
@@ -287,7 +287,7 @@ class ExtendedBuffer(FlatBuffer):
                     continue
                 # Bytes: c10d does not know all dtypes.
                 whole, part = line.view(torch.uint8), mine.view(torch.uint8)
-                self._sent.append(part)
+                self._sent.append(part)  # which must live until the gather has ended
                 if custom is not None:
                     ranks = moves.ranks
                     started.append(ranks.custom("all_gather", custom, whole, part, label=label))
@@ -321,12 +321,12 @@ class ExtendedBuffer(FlatBuffer):
         self.wholes = [each.full for each in self._gathered if each.full is not None]
 
     def release(self) -> None:
-        """Give the memory of what was gathered back."""
+        """Free the memory of what was gathered."""
         super().release()
         self._metadata.clear()
         for each in self._gathered:
             each.free()
 
     def lends(self, address: int) -> bool:
-        """Tell whether what lies at ``address`` is gone after `release`."""
+        """Whether `release` frees the memory at ``address``."""
         return any(each.lends(address) for each in self._gathered)

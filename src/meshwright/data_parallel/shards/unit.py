@@ -1,4 +1,4 @@
-"""One communication group of modules: its parameters come and go together, so do its gradients.
+"""One unit: parameters that are gathered and freed together, with gradients reduced together.
 
 The phase tells where the parameters are::
 
@@ -74,9 +74,9 @@ class Exposure(ABC):
 
     @abstractmethod
     def show_full(self, unit: Unit) -> bool:
-        """Give modules ``slot.full`` of each slot, with the ``requires_grad`` of now.
+        """Give modules ``slot.full`` of each slot, with the current ``requires_grad``.
 
-        False where one holds a tensor of `torch.func.functional_call` for now.
+        Returns False where one holds a tensor that `torch.func.functional_call` has lent it.
         """
 
     @abstractmethod
@@ -96,11 +96,11 @@ class Exposure(ABC):
 
     @abstractmethod
     def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
-        """List, for each of the group's parameters, that it requires grad now."""
+        """List, for each of the group's parameters, whether it requires grad now."""
 
     @abstractmethod
     def has_gradients(self, unit: Unit) -> bool:
-        """Check that an optimizer that steps now would change this rank's part of the unit."""
+        """Whether an optimizer step now would change this rank's part of the unit."""
 
     @abstractmethod
     def set_gradients(
@@ -113,7 +113,7 @@ class Exposure(ABC):
         return False
 
     def take_waiting(self, unit: Unit) -> bool:
-        """Put ``.grad`` of before back, less what users have dropped; whether it was shown."""
+        """Restore the former ``.grad``, less what users have dropped; True if it was shown."""
         return False
 
     # What only some exposures have.
@@ -133,19 +133,19 @@ class Exposure(ABC):
         return slot.original
 
     def shows(self, parameter: nn.Parameter) -> bool:
-        """Check for a parameter that modules hold at rest."""
+        """Whether ``parameter`` is one that modules hold at rest."""
         return False
 
     def follow_training(self, unit: Unit) -> None:
-        """See which parameters the user has frozen, or not, while two of each were there."""
+        """Give full and exposed parameters the ``requires_grad`` that a user has set on either."""
         return
 
     def follow_places(self) -> None:
-        """Lie where the places of slots are now."""
+        """Move the exposed parameters to the current places of their slots."""
         return
 
     def forget_places(self) -> None:
-        """Look for the modules that use the slots again."""
+        """Look up the modules that use the slots once more."""
         return
 
     def let_go(self, unit: Unit) -> None:
@@ -163,7 +163,7 @@ class Exposure(ABC):
         return None
 
     def has_flat(self, group: ParameterGroup, flat: nn.Parameter) -> bool:
-        """Check that ``flat`` is the shard of ``group``."""
+        """Whether ``flat`` is the shard of ``group``."""
         return False
 
     def parts_of(
@@ -205,7 +205,7 @@ class Unit:
         self.announce: Callable[[Unit, str], None] | None = None
         """See `announce_to`."""
         self.changes = 0
-        """The number of times that parameters were converted, loaded or given anew."""
+        """The number of times that parameters were converted, loaded or replaced."""
         self.shows_all = True
         """False while `torch.func.functional_call` has put other tensors in their place."""
         self._phase = Phase.SHARDED
@@ -244,7 +244,7 @@ class Unit:
 
     @contextlib.contextmanager
     def changed(self, **settings: Any) -> Iterator[None]:
-        """Change some settings; those of before hold again behind the block, all of them."""
+        """Change some settings for the block; after it all settings are restored."""
         before = self.settings
         self.change(**settings)
         try:
@@ -265,7 +265,7 @@ class Unit:
         return Unit(self.name, groups, self.exposure, self.settings)
 
     def rename(self, name: str, modules: Mapping[nn.Module, str]) -> None:
-        """Be called ``name``, and call parameters by the full names of their ``modules``."""
+        """Take ``name``, and name parameters by the full names of their ``modules``."""
         self.name = name
         for slot in self.slots:
             slot.rename(modules)
@@ -275,15 +275,15 @@ class Unit:
     def unshard(self, *, is_late: bool = False) -> None:
         """Start to gather the parameters; nothing when they are there or on their way.
 
-        On a device a gather that ``is_late`` begins before the computation has come to its end.
+        On a device a gather that ``is_late`` does not wait for the unit before to be freed.
         """
-        if self._is_at_rest:  # who has seen them may have written to them
+        if self._is_at_rest:  # a caller that saw them may have written to them
             self.reshard()
         if self._phase in (Phase.FULL, Phase.GATHERING):
             if self._phase is Phase.GATHERING or not any(map(_IS_STALE, self.groups)):
                 return
             self._become(Phase.SHARDED)
-            if self._streams is not None:  # it is written where it may be read still
+            if self._streams is not None:  # which writes where the computation may still read
                 self._streams.gathers.follow()
         if self.announce is not None:
             self.announce(self, "unshard")
@@ -310,7 +310,7 @@ class Unit:
         _wait_for(self._gathers)
         if self._is_there is not None:
             self._is_there.wait()
-        if self._hidden[0]:
+        if self._hidden[0]:  # graphs may read what they have saved again
             set_versions(*self._hidden)
             self._hidden = (), ()
         before_freeing = None if self._streams is None else self._streams.gathers.follow
@@ -321,15 +321,15 @@ class Unit:
         self.trainable_groups = tuple(filter(_IS_TRAINABLE, self.groups))
 
     def show_at_rest(self, is_shown: bool) -> None:
-        """Put what optimizers hold into the modules, or again the whole ones kept meanwhile."""
+        """Show sharded parameters in the modules while full ones are kept, or the full ones."""
         if self._phase is Phase.FULL and self._is_at_rest is not is_shown:
             self._is_at_rest = is_shown
             (self.exposure.show_sharded if is_shown else self.exposure.show_full)(self)
 
     def reshard_for_backward(self) -> bool:
-        """Do as `reshard`, but what the backward gathers stays among fewer ranks if set so.
+        """Do as `reshard`, but keep a copy among fewer ranks for the backward if set so.
 
-        Whether it did: `forget_block` is due when the backward does not come.
+        Returns whether it did: `forget_block` is due when the backward does not come.
         """
         block = self.settings.block
         if block is None or self._phase is not Phase.FULL:
@@ -346,7 +346,7 @@ class Unit:
             group.buffer.forget_kept()
 
     def reshard(self) -> None:
-        """Put the sharded parameters into the modules and give the memory of the rest back."""
+        """Put the sharded parameters into the modules and free the full ones."""
         if self.settings.block is not None:
             self.forget_block()
         if self._phase in (Phase.SHARDED, Phase.REDUCING):
@@ -367,7 +367,7 @@ class Unit:
         return lost
 
     def has_changed(self) -> None:
-        """Note that parameters were converted, loaded, stepped or given anew: graphs are void."""
+        """Note that parameters were converted, loaded, stepped or replaced: graphs are invalid."""
         self.changes += 1
         self._hidden = (), ()
 
@@ -380,8 +380,8 @@ class Unit:
         self.exposure.show_sharded(self)
         lost = self.take_written()
         if self.settings.unshard_in_backward:
-            # A loss that nobody has seen may come before anything has gathered its unit again:
-            # torch refuses what a graph has saved of these, and does not read what is gone.
+            # A backward that no hook announces may get here before the unit is gathered again: a
+            # higher version has torch reject what graphs have saved, and not read freed memory.
             leaves: list[torch.Tensor] = []
             for group in self.groups:
                 if group.buffer.is_copy and not group.is_extended:
@@ -425,7 +425,7 @@ class Unit:
                 group.accumulate()
 
     def take_unseen(self) -> str:
-        """Name a parameter whose gradient is from a pass that the unit was not told of; drop it."""
+        """Name a parameter whose gradient is from a pass that no hook announced; drop it."""
         if self._waits:
             return ""
         left = [s for g in self.groups if g.has_new_gradient for s in g.slots]
@@ -435,7 +435,7 @@ class Unit:
         return found[0].name if found else ""
 
     def forget_gradients(self) -> None:
-        """Drop gradients that wait for a reduction; one that is under way goes on."""
+        """Drop gradients that wait for a reduction; one that is in flight continues."""
         for group in self.groups if not self.is_reducing else ():
             group.forget_gradients()
 
@@ -499,6 +499,7 @@ class Unit:
         with stream.used():
             _wait_for(self._sums)
             groups = self.trainable_groups
+            # Held until the wait below, as `ParameterGroup.finish_reduce` asks.
             held = [(g.finish_reduce(self.settings, is_late=True), g) for g in groups]
         spent = any(
             each is not group.mean for used, group in held for each in used if each is not None
@@ -515,14 +516,14 @@ class Unit:
                 self.exposure.set_gradients(self, group, group.take_mean(), used[group])
 
     def lends(self, tensor: torch.Tensor) -> bool:
-        """Check that ``tensor`` lies in the memory of the whole parameters."""
+        """Whether ``tensor`` lies in the memory of the full parameters."""
         if not has_storage(tensor) or tensor.layout is not torch.strided:
             return False
         address = tensor.data_ptr()
         return any(group.buffer.lends(address) for group in self.groups)
 
     def drop(self) -> None:
-        """Give up an iteration that ended in an exception: nothing travels, all is sharded."""
+        """Abandon an iteration that raised: nothing is in flight then, and all is sharded."""
         if self._phase is Phase.GATHERING:
             self.wait_unshard()
         _wait_for(self._sums)
@@ -553,7 +554,6 @@ class Unit:
 
 
 def _wait_for(started: list[Pending]) -> None:
-    """Wait for all of them, and forget them."""
     for pending in started:
         pending.wait()
     started.clear()

@@ -38,17 +38,17 @@ class UnitStreams:
         """For sums over ``replicate`` that follow those over ``shard``."""
         self._all = self.gathers, self.sums, self.further
         self._computation = [current_stream(device)]
-        """The stream that the last pass began on, for `_leave`, which holds nothing else of it."""
+        """The stream that the last pass began on, in a list: `_leave` must not hold this object."""
         end = weakref.finalize(self, _leave, device, self._computation, self._all, os.getpid())
         end.atexit = False  # pyrefly: ignore[missing-attribute]
         self._left: deque[tuple[Event, Sequence[ParameterGroup], list[FlatBuffer]]] = deque()
-        """Whole units that nobody needs any more behind these events; their memory is there,
-        also where they have been given another buffer since."""
+        """Units to free once these events have passed, with the buffers whose memory that is: a
+        group may have been given another buffer since."""
         self._is_running = False
         """True where shards are as they were when `begin` was called."""
 
     def begin(self) -> None:
-        """Begin a pass: gathers read what has been written to the shards by now, and not later."""
+        """Begin a pass: gathers wait for the writes to the shards so far, and for no later ones."""
         self._give_back(0)
         self.gathers.follow()
         self._computation[0] = current_stream(self._device)
@@ -61,9 +61,9 @@ class UnitStreams:
 
     @contextmanager
     def gathering(self, groups: Sequence[ParameterGroup], *, is_late: bool) -> Iterator[None]:
-        """Gather ``groups`` in the block, in the memory of units that were given up before.
+        """Gather ``groups`` in the block, in the memory of units that were freed before.
 
-        One that ``is_late`` begins beside the computation of the unit before, which keeps its.
+        One that ``is_late`` overlaps the computation of the unit before, which keeps its memory.
         """
         if not self._is_running:
             self.gathers.follow()
@@ -75,18 +75,18 @@ class UnitStreams:
             yield
 
     def leave(self, groups: Sequence[ParameterGroup]) -> None:
-        """Give the whole of ``groups`` up behind what the computation was given by now."""
+        """Free the full parameters of ``groups`` behind the work enqueued by now."""
         self._left.append((record(self._device), groups, [group.buffer for group in groups]))
         if not self._is_running:
             self._give_back(0)
 
     def stop(self) -> None:
-        """Put all streams behind each other: what comes next may use anything."""
+        """Make all streams wait for each other: what comes next may use any memory."""
         _join(self._all)
         self.end()
 
     def deliver(self, *, to_host: bool) -> None:
-        """Have the computation wait for all sums; the host too, where means lie there."""
+        """Make the computation wait for all sums; the host too, where means lie there."""
         for stream in (self.sums, self.further):
             event = stream.mark()
             event.wait()
@@ -102,7 +102,7 @@ class UnitStreams:
 
 
 def _join(streams: Sequence[SideStream]) -> None:
-    """Put ``streams`` and the current one behind each other."""
+    """Make ``streams`` and the current one wait for each other."""
     for stream in streams:
         stream.mark().wait()
     for stream in streams:
@@ -112,7 +112,7 @@ def _join(streams: Sequence[SideStream]) -> None:
 def _leave(
     device: torch.device, computations: Sequence[object], streams: Sequence[SideStream], pid: int
 ) -> None:
-    """Join the ``streams`` of a root that goes in the middle of a pass: its memory goes next.
+    """Finalizer: joins the ``streams`` of a root that dies within a pass, before its memory goes.
 
     Nothing in a process that was forked since, which must not ask the device.
     """

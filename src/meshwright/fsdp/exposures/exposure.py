@@ -2,7 +2,7 @@
 
 While a unit computes its modules have the whole parameters registered, as in one process. What they
 list at rest is put back when the unit is freed, and in any case when the backward has ended. A
-unit's parameters lie in one line, which is cut at any element: this rank has pieces of them.
+unit's parameters lie in one line, which is split at any element: this rank has pieces of them.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class Exposed(Exposure):
 
     @abstractmethod
     def is_stale(self, unit: Unit) -> bool:
-        """Check for a parameter that was written in place after it was gathered."""
+        """Whether a parameter was written in place after it was gathered."""
 
     @abstractmethod
     def is_replaced(self, unit: Unit) -> bool:
-        """Check for another parameter, or for memory that is not its place in the shard."""
+        """Whether a parameter is another object, or not in its place in the shard."""
 
     @abstractmethod
     def convert(self, unit: Unit) -> None:
@@ -77,7 +77,7 @@ class Exposed(Exposure):
 
     @abstractmethod
     def list_full(self, unit: Unit) -> None:
-        """Register whole parameters that are there and have been put out of sight."""
+        """Register full parameters that are gathered and have been hidden."""
 
     @abstractmethod
     def list_at_rest(self, unit: Unit) -> None:
@@ -165,7 +165,7 @@ class FlatExposure(Exposed):
         self.show_nothing(unit)
 
     def show_nothing(self, unit: Unit) -> None:
-        """Give modules empty tensors, unless they hold what computes for one call."""
+        """Give modules empty tensors, unless they hold tensors lent for one call."""
         before, flat = self._nothing, self.flat
         kind = flat.dtype, flat.device, flat.requires_grad
         if (before.dtype, before.device, self._nothing_trains) != kind:
@@ -197,7 +197,7 @@ class FlatExposure(Exposed):
             self._hide(unit)
 
     def _list(self, unit: Unit) -> None:
-        """Register whole parameters in modules; what computes for one call stays there."""
+        """Register full parameters in modules; tensors lent for one call stay there."""
         for slot in unit.slots:
             for module, name in slot.places:
                 found = module.__dict__.get(name)
@@ -211,7 +211,7 @@ class FlatExposure(Exposed):
             held.update([(name, held.pop(name)) for name in order if name in held])
 
     def _hide(self, unit: Unit, before: torch.Tensor | None = None) -> None:
-        """Give modules whole parameters as attributes, or what is shown for ``before``."""
+        """Give modules full parameters as attributes, or with ``before`` the empty tensor."""
         nothing = self._nothing
         for slot in unit.slots:
             whole = slot.full
@@ -228,7 +228,7 @@ class FlatExposure(Exposed):
         self.owner._parameters[FLAT] = self._flat
 
     def _find(self, unit: Unit) -> bool:
-        """Look whether modules hold what they were shown; False where one does for a call only.
+        """Whether modules hold what they were shown; False where one holds what a call lent it.
 
         Raises RuntimeError for anything else.
         """
@@ -367,7 +367,7 @@ def exposed_of(unit: Unit) -> Exposed:
 
 
 def flat_layout(group: ParameterGroup) -> FlatLayout:
-    """Find the layout of a unit of the facade: it is always packed."""
+    """The layout of a unit of the facade: it is always packed."""
     return group.buffer.layout.packed_layout()
 
 
@@ -400,16 +400,16 @@ def own_pieces(group: ParameterGroup) -> dict[int, Piece]:
 
 
 def cuts_of(group: ParameterGroup, slots: Iterable[Slot]) -> set[tuple[Communicator, ...]]:
-    """Over which axes the elements of ``slots`` lie spread."""
+    """The sets of axes that elements of ``slots`` are spread over."""
     return {cut_axes(slot.outer, group.axes.shard) for slot in slots}
 
 
 def mark_pieces(
     parameter: nn.Parameter, group: ParameterGroup, slots: Sequence[Slot], *, is_line: bool
 ) -> None:
-    """Tell sums over all parameters which ranks hold the rest of those in ``parameter``.
+    """Mark ``parameter`` with the ranks that hold the rest of it, for sums over all parameters.
 
-    And tell optimizers over which its gradient is a mean.
+    And with those that its gradient is a mean over, for optimizers.
     """
     mark_mean([parameter], group.axes.communicators)
     outers, name = [slot.outer for slot in slots], slots[0].name
@@ -421,7 +421,7 @@ def change_piece_by_hooks(
 ) -> None:
     """Run hooks of ``parameter`` on its gradient, unless this rank has a piece of it.
 
-    Raises RuntimeError then: a hook that takes a norm, say, would go wrong without a word.
+    Raises RuntimeError then: a hook that takes a norm, say, would silently go wrong.
     """
     if not backward_hooks_of(parameter):
         return
@@ -468,7 +468,7 @@ def places_in_shards(
 
 @torch.no_grad()
 def write_back(parameter: nn.Parameter, target: torch.Tensor, name: str) -> None:
-    """Copy what the user has put into an exposed parameter to the shard, and look there again."""
+    """Copy what the user has put into an exposed parameter to the shard, and point it there."""
     if parameter.device.type != target.device.type:
         raise RuntimeError(
             "Expected `FlatParameter` to be on the compute device or where it is offloaded to, "

@@ -92,7 +92,7 @@ class OriginalExposure(Exposed):
         for slot in unit.slots:
             full, original = slot.full, slot.original
             if full.requires_grad is not self._trained.get(slot, True):
-                # Who changed it saw the whole one.
+                # Whoever changed it saw the full one.
                 original.requires_grad_(full.requires_grad)
                 self._trained[slot] = full.requires_grad
             for module, name in slot.places:

@@ -1,4 +1,4 @@
-"""Parameters that tensor parallelism has cut before they were wrapped: parts of parts.
+"""Parameters that tensor parallelism has sharded before they were wrapped: parts of parts.
 
 ::
 
@@ -42,7 +42,7 @@ from meshwright.mesh import DeviceMesh
 def take_part(slot: Slot, groups: Groups, local: Mapping[int, LocalParameter]) -> None:
     """Have the modules of ``slot`` hold a plain parameter on the part, where it is a DTensor.
 
-    Raises ValueError where no mesh was given, or one with axes that cut the parameter.
+    Raises ValueError where no mesh was given, or one with axes that shard the parameter.
     """
     outer = known_at_rest(slot.original)
     if outer is None:
@@ -61,12 +61,12 @@ def take_part(slot: Slot, groups: Groups, local: Mapping[int, LocalParameter]) -
 
 
 def whole_shape(shape: Sequence[int], outer: AtRest | None) -> tuple[int, ...]:
-    """List the shape of the whole of which the part has ``shape``."""
+    """The shape of the full tensor whose part has ``shape``."""
     return tuple(shape) if outer is None else outer.shape
 
 
 def whole_of(part: torch.Tensor, outer: AtRest | None, label: str) -> torch.Tensor:
-    """Compute the whole of a part; a collective over the axes that cut it."""
+    """Gather the full tensor of a part; a collective over the axes that shard it."""
     if outer is None:
         return part
     found = dtensor_at_rest(part, outer.mesh, outer.placements, outer.shape, outer.stride)
@@ -74,16 +74,16 @@ def whole_of(part: torch.Tensor, outer: AtRest | None, label: str) -> torch.Tens
 
 
 def part_of(value: torch.Tensor, outer: AtRest | None) -> torch.Tensor:
-    """Give this rank's part of a whole ``value``."""
+    """This rank's part of a full ``value``."""
     if outer is None:
         return value
     return local_of(part(value, outer.mesh, outer.placements, outer.stride))
 
 
 def on_all_axes(value: torch.Tensor, outer: AtRest, groups: Groups, label: str) -> torch.Tensor:
-    """Make a part as a DTensor on the data axes and those that have cut it before; a collective.
+    """A part as a DTensor on the data axes and those it was sharded over before; a collective.
 
-    The last of the data axes cuts dim 0, before those, as in torch's class; another dim where
+    The last of the data axes shards dim 0, before those, as in torch's class; another dim where
     several tensors lie side by side along dim 0.
     """
     if groups.mesh is None:
@@ -103,7 +103,7 @@ def as_parameter(value: torch.Tensor, slot: Slot, *, requires_grad: bool) -> nn.
 
 
 def tensor_mesh(slots: Iterable[Slot]) -> DeviceMesh | None:
-    """Find the mesh that the parameters of ``slots`` lay on, if those that were DTensors agree."""
+    """The mesh that the parameters of ``slots`` lay on, if those that were DTensors agree."""
     meshes = {slot.outer.mesh for slot in slots if slot.outer is not None}
     return meshes.pop() if len(meshes) == 1 else None
 

@@ -3,7 +3,7 @@
 After a backward in ``no_sync`` programs find there what has been added up so far: they look at it,
 scale it, and drop it with ``zero_grad``. Before the next backward it is taken back.
 
-A gradient that autograd gives to what a unit shows, past the whole parameters, is refused: only a
+A gradient that autograd gives to what a unit shows, past the full parameters, is rejected: only a
 loss that has read a parameter beside its module makes one, computed with this rank's piece.
 """
 
@@ -59,7 +59,7 @@ class WaitingGradients:
         return any(self._shown)
 
     def take(self) -> list[bool]:
-        """Put ``.grad`` of before back; which have been dropped, and nothing if none was shown."""
+        """Restore the former ``.grad``; returns which were dropped, nothing if none was shown."""
         taken = [each is not None and _take(each) for each in self._shown]
         self._shown.clear()
         return taken
@@ -85,7 +85,7 @@ def _take(shown: _Shown) -> bool:
         shown.gradient.copy_(plain(shell))
     if before is not None and version_of(shell) != shown.version and not shell.any():
         before.zero_()  # so was all that this stands for
-    # Its memory may be given back: who still holds it must not read that.
+    # Its memory may be freed: callers that still hold the tensor must not read that.
     shell.data = shell.data.new_empty(0)
     holder.grad = None if is_dropped else before
     return is_dropped
@@ -107,6 +107,7 @@ class Refusals:
         communicators = unit.communicators
         if all(axis.size == 1 for axis in communicators):
             return
+        # Through a view, as a leaf does not show the node that accumulates its gradient.
         trains = tensor.requires_grad
         function = tensor.requires_grad_().view_as(tensor).grad_fn
         tensor.requires_grad_(trains)

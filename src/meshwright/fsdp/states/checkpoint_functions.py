@@ -97,7 +97,7 @@ class _Hooks:
         optimizer.register_step_pre_hook(self._end)
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """See to it that torch finds a state: it would make one by a step of the weights.
+        """Make torch find a state: otherwise it makes one by a step of the weights.
 
         Before it loads, also that of parameters that have none: it leaves out what has no place.
         """

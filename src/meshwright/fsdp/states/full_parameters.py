@@ -42,7 +42,7 @@ class SummonOptions:
 
 @torch.no_grad()
 def gather_line(group: ParameterGroup, line: torch.Tensor, label: str) -> torch.Tensor:
-    """Compute all shards of a line with the layout of ``group``; ``line`` is this rank's."""
+    """Gather all shards of a line with the layout of ``group``; ``line`` is this rank's."""
     shard = group.axes.shard
     if shard is None or shard.is_alone:
         return line.clone()
@@ -112,7 +112,7 @@ def summon_own(wrapper: UnitWrapper, options: SummonOptions) -> Iterator[None]:
 
 
 def _check(wrapper: UnitWrapper, options: SummonOptions) -> None:
-    """Refuse arguments that cannot be joined, and moments at which nothing can be summoned."""
+    """Reject arguments that exclude each other, and moments when nothing can be summoned."""
     state = wrapper.training_state
     if state is TrainingState.FORWARD_BACKWARD:
         raise AssertionError("Cannot manually unshard parameters during forward/backward")
@@ -269,7 +269,7 @@ def _whole_gradients(group: ParameterGroup, name: str) -> list[torch.Tensor | No
 
 @torch.no_grad()
 def _write_back(unit: Unit, lines: Sequence[torch.Tensor]) -> None:
-    """Take this rank's part of what was shown, where it is not what it was."""
+    """Take this rank's part of what was shown, where it has changed."""
     for group, line in zip(unit.groups, lines, strict=True):
         shard = group.buffer.shard
         mine = line.view(group.axes.parts, -1)[group.axes.part].to(shard.device)

@@ -32,7 +32,7 @@ MADE, OWN = 1, 2
 
 
 def has_state(answers: Sequence[Held]) -> bool:
-    """Check for state of a parameter: ranks whose parts get no gradients may have none at all."""
+    """Whether a parameter has state: ranks whose parts get no gradients may have none."""
     found = {kind for kind, _, _ in answers}
     return OWN in found or found == {MADE}
 
@@ -45,14 +45,14 @@ def exchange(shard: Communicator, held: Sequence[Held]) -> list[list[Held]]:
 
 
 def is_scalar(value: object) -> bool:
-    """Check for a number, a text or a tensor without dims: what every rank counts."""
+    """Whether ``value`` is a number, a text or a tensor without dims: what every rank counts."""
     return value is not None and (
         value.ndim == 0 if isinstance(value, torch.Tensor) else isinstance(value, _PLAIN)
     )
 
 
 def packed(value: Any) -> list[Any]:  # noqa: ANN401 - any state
-    """Make a value as JSON: what it is, and what it is made of."""
+    """A value as JSON: its kind, and what it is made of."""
     if isinstance(value, torch.Tensor):
         raw = value.detach().cpu().reshape(-1).contiguous().view(torch.uint8)
         text = base64.b64encode(bytes(raw.tolist())).decode()
@@ -96,7 +96,7 @@ def unpacked(value: Sequence[Any]) -> Any:  # noqa: ANN401 - any state
 
 
 def from_first_rank(state: Mapping[str, Any] | None, world: Communicator) -> dict[str, Any]:
-    """List the state of the first rank of ``world``, on all its ranks.
+    """Return the state of the first rank of ``world`` on all its ranks; a collective.
 
     An outline goes first, as JSON, then each tensor. Raises ValueError where the first has none.
     """
@@ -250,7 +250,6 @@ def by_current_names(
 
 
 def _with_keys(state: Mapping[str, Any], change: Mapping[Any, Any]) -> dict[str, Any]:
-    """Give ``state`` other keys for parameters."""
     found: dict[str, Any] = {"state": {change[key]: own for key, own in state["state"].items()}}
     if "param_groups" in state:
         found["param_groups"] = [
@@ -297,7 +296,7 @@ def rekey(
 
 
 def state_of_zero_steps(optimizer: torch.optim.Optimizer) -> defaultdict[Any, Any]:
-    """Find the state that ``optimizer`` begins with: of a step by a twin, on zeros."""
+    """The state that ``optimizer`` begins with: that of a twin after one step on zeros."""
     kind = type(optimizer)
     twin = object.__new__(kind)
     # A scheduler's ``step`` on the object is bound to the original.

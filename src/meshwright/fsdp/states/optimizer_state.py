@@ -1,7 +1,7 @@
 """Optimizer state under the names of parameters: taken apart, put together, and loaded.
 
-State of a flat parameter, and of an original one that is cut, has the form of the shard. On the way
-out it is cut into parameters, on the way in it is put together again::
+State of a flat parameter, and of an original one that is sharded, has the form of the shard. It is
+split into parameters on the way out, and put together on the way in::
 
     optimizer          {0: {"exp_avg": (17,), "step": ()}}            positions, this rank's shards
     optim_state_dict   {"first.weight": {"exp_avg": (7, 5), "step": ()}, "first.bias": ...}
@@ -121,7 +121,6 @@ class _Form:
     """True for the optimizer's own memory, of what is spread over the ranks."""
 
     def of(self, value: torch.Tensor) -> torch.Tensor:
-        """Give ``value`` in this form."""
         return copy_of(value, offloads=self.offloads, shares=self.shares)
 
 
@@ -254,7 +253,7 @@ def _held(entry: Managed, own: State | None, kind: int) -> Held:
 
 
 def _gives(entry: Managed) -> bool:
-    """True on the first rank with elements, which gives to those without what is not spread."""
+    """Whether this rank, the first with elements, sends unsharded state to ranks without any."""
     layout, axes = flat_layout(entry.group), entry.group.axes
     (start, stop), (_, size) = layout.range(entry.index), layout.shard_range(0)
     if entry.is_flat or start == stop:  # every rank has all of one without elements
@@ -274,7 +273,7 @@ def _own_state(
     answers: Sequence[Held] | None,
     form: _Form,
 ) -> State:
-    """Find the state of one parameter; without ``answers`` only what this rank has elements of."""
+    """The state of one parameter; without ``answers`` only what this rank has elements of."""
     held, shape = own or {}, entry.exposed.shape
     spread = {k: v.dtype for k, v in held.items() if _is_shard_like(v, shape)}
     # Copies: several parameters share the counter of their flat one, and optimizers change it.
@@ -306,7 +305,7 @@ def _spread_value(
     dtype: torch.dtype,
     form: _Form,
 ) -> torch.Tensor:
-    """Give the state of one parameter whose parts are spread like its shards."""
+    """The state of one parameter whose parts are spread like its shards."""
     group, index = entry.group, entry.index
     piece, shard = own_pieces(group).get(index), group.buffer.shard
     local = torch.empty(0, dtype=dtype, device=shard.device if value is None else value.device)
@@ -446,7 +445,7 @@ def _fitting(
 
 
 def _own_part(entry: Managed, value: Any, *, shares: bool = False) -> Any:  # noqa: ANN401 - any state
-    """Give this rank's part of a value, in the form of the exposed parameter.
+    """This rank's part of a value, in the form of the exposed parameter.
 
     Where it ``shares`` the memory of a view becomes the optimizer's.
     """
@@ -478,11 +477,11 @@ def _put_together(
     *,
     takes: bool,
 ) -> State:
-    """Find the state of a flat parameter from that of all its parameters.
+    """The state of a flat parameter, from that of all its parameters.
 
-    One without state has got no gradients: of what lies like it there are zeros in the line. It
-    does not count as the others do, and is refused where the ``known`` names lack it. It ``takes``
-    out of ``given`` what is in the line, so that no rank holds all of it twice.
+    A parameter without state has had no gradients: its elements of the line are zeros. Its count
+    of steps differs from the others', so it is rejected where ``known`` lacks its names. ``takes``
+    pops from ``given`` what is in the line, so that no rank holds all of it twice.
     """
     found = [next((given[n] for n in e.names if n in given), None) for e in entries]
     present = [own for own in found if own]

@@ -65,7 +65,7 @@ def set_settings(
 
 
 def get_settings(module: nn.Module) -> StateDictSettings:
-    """Find the settings of all wrappers in ``module``; AssertionError when they differ."""
+    """Return the settings of all wrappers in ``module``; AssertionError when they differ."""
     wrappers = wrappers_in(module)
     if not wrappers:
         return StateDictSettings()

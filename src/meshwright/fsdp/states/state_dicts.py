@@ -73,7 +73,6 @@ def unit_entries(
 def _values(
     group: ParameterGroup, name: str, settings: StateDictSettings, groups: Groups
 ) -> list[torch.Tensor]:
-    """Give one value for each parameter of ``group``."""
     layout, shard = flat_layout(group), group.buffer.shard
     if settings.shares:
         return _held_values(group)
@@ -96,7 +95,7 @@ def _values(
 
 
 def _held_values(group: ParameterGroup) -> list[torch.Tensor]:
-    """Give what this rank holds of each parameter, on the memory of the shard; nothing is sent."""
+    """What this rank holds of each parameter, on the memory of the shard; nothing is sent."""
     shard, pieces = group.buffer.shard.detach(), own_pieces(group)
     wholes = cut_line(group, shard) if group.axes.shard is None else None
     return [
@@ -129,7 +128,7 @@ def sharded_value(
 def copy_of(tensor: torch.Tensor, *, offloads: bool = False, shares: bool = False) -> torch.Tensor:
     """Make a copy that the next step leaves alone, on the CPU if it ``offloads``.
 
-    Where it ``shares`` give the memory itself.
+    Where it ``shares``, returns the memory itself.
     """
     if shares:
         return tensor.detach()
@@ -139,7 +138,7 @@ def copy_of(tensor: torch.Tensor, *, offloads: bool = False, shares: bool = Fals
 def as_dtensor(
     whole: torch.Tensor, groups: Groups, outer: AtRest | None, label: str
 ) -> torch.Tensor:
-    """Make a whole tensor as a DTensor on the mesh, cut along dim 0 on the last of the data axes.
+    """A full tensor as a DTensor on the mesh, sharded along dim 0 over the last data axis.
 
     Of one that was a DTensor ``outer`` before it is this rank's part; any other is replicated on
     the mesh of these.
@@ -167,7 +166,7 @@ def _local_total(group: ParameterGroup) -> int:
 
 
 def _local_range(group: ParameterGroup) -> tuple[int, int]:
-    """Find this rank's elements of that line."""
+    """This rank's elements of that line."""
     total = _local_total(group)
     start, stop = flat_layout(group).shard_range(group.axes.part)
     return min(start, total), min(stop, total)
