@@ -174,7 +174,7 @@ def union(own: Mapping[str, torch.Tensor], axis: Communicator) -> dict[str, torc
     rows = axis.gather_values(facts, label="names of a pipeline")
     found: dict[str, torch.Tensor] = {}
     for source, row in enumerate(rows):
-        for name, shape, dtype in row:
+        for name, shape, dtype in row:  # the gathered order, so that broadcasts match
             if source == axis.rank:
                 tensor = own[name].detach().to(axis.device).contiguous()
             else:

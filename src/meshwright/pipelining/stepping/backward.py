@@ -341,7 +341,7 @@ def _run_path(
             [tensor for tensor, _ in starts],
             inputs,
             [gradient for _, gradient in starts],
-            retain_graph=True,
+            retain_graph=True,  # the weight half reads the saved tensors
             allow_unused=True,
         )
     finally:

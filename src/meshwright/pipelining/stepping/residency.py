@@ -51,7 +51,7 @@ class Residency(Protocol):
         """
 
     def written(self, module: nn.Module, name: str) -> None:
-        """Write the gathered parameter ``name`` of ``module`` back to its shards."""
+        """Adopt the current value of the gathered parameter ``name`` of ``module``."""
 
     def reduce(self) -> None:
         """Start to sum the gradients accumulated since the last call."""

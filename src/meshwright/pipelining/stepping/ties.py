@@ -165,6 +165,7 @@ class TiedParameters:
             for mine, other in tied_pairs(held.tie for held in self._held)
             if mine in self._mine and other not in self._mine
         }
+        # One order for all ranks, so that exchanges never wait in a circle.
         return sorted(found, key=lambda pair: (min(pair), max(pair)))
 
     def _look_up(self) -> None:
