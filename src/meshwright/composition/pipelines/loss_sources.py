@@ -6,9 +6,9 @@ scaled, and is rejected by name::
 
     whole parameter of the model     as in one process
     DTensor over axis tensor         its full_tensor()
-    DTensor over axis shard          refused: its gradient is not summed and scaled with the others
-    parameter of another stage       refused: that may have been reduced by then
-    any other                        refused: nobody trains it
+    DTensor over axis shard          rejected: its gradient is not summed and scaled with the others
+    parameter of another stage       rejected: that may have been reduced by then
+    any other                        rejected: nobody trains it
 """
 
 from __future__ import annotations

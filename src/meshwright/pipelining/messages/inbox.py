@@ -116,7 +116,7 @@ class Inbox:
 
 
 def _fresh(leaf: object, has_backward: bool) -> object:
-    """Detach another stage's output: its gradient ends here and is sent back by hand."""
+    """Detach another stage's output: its gradient ends here and is sent back."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     fresh = leaf.detach()
