@@ -1,27 +1,27 @@
-"""Checkpoints that are complete or absent, and whose every byte is checked before it is believed.
+"""Checkpoints that are complete or absent, with every byte verified before it is used.
 
 A *checkpoint* is a directory ``step_00000120`` with one safetensors file for each rank that wrote
 and a *manifest* that names every tensor, its *pieces* (boxes of the global shape) and their
-checksums. A *torso* is what an interrupted save leaves: it has another name and is never read.
-Nothing in it is a pickle, as torch's own files are, which `exchange` reads and writes. One job at a
+checksums. A *torso* is left by an interrupted save: it has another name and is never read. A
+checkpoint has no pickles, unlike torch's own files, which `exchange` reads and writes. One job at a
 time writes to a folder of checkpoints, which it *claims*.
 
 Bottom-up:
 
     document     sealed JSON
-    checksums    of the bytes of a piece
+    checksums    checksums of the bytes of a piece
     tensor_file  bytes of a safetensors file
     manifest     pieces of tensors, files and checksums
-    pieces       who writes what
+    pieces       the assignment of pieces to writers
     storage      file operations
-    claims       one job in a folder
-    reading      nothing is believed before it is verified
+    claims       locks that keep other jobs out of a folder
+    reading      verified reads
     steps        the folder of checkpoints
     writing      all of a checkpoint, or nothing
     nested       nested state as named tensors
     optimizers   an optimizer's state, by parameter name
     training     `save` and `load`: a training loop under any wrapper
-    exchange     weights in other formats, and what checkpoints hold
+    exchange     weights in other formats, and the contents of checkpoints
 """
 
 from __future__ import annotations

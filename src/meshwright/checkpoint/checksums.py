@@ -1,4 +1,4 @@
-"""Checksums of the elements of a piece, which change with a format's version.
+"""Checksums of the elements of a piece, whose kind depends on the format's version.
 
 xxh3 of 64 bits (xxHash, https://xxhash.com) runs at the speed of memory. Version 1 had crc32,
 which takes three times as long as reading from the page cache.
@@ -16,14 +16,14 @@ Bytes = bytes | bytearray | memoryview | Array[c_char]
 
 
 class Checksum(Protocol):
-    """The checksum of all bytes that it was given, one chunk after the other."""
+    """A running checksum of chunks of bytes."""
 
     def update(self, data: Bytes, /) -> object:
-        """Take more bytes in."""
+        """Add more bytes."""
         ...
 
     def intdigest(self) -> int:
-        """Return the checksum of what it was given so far."""
+        """Return the checksum of all bytes so far."""
         ...
 
 
@@ -39,10 +39,10 @@ class _Crc32:
 
 
 def algorithm(kind: str) -> Callable[[Bytes], Checksum]:
-    """Find how a checksum of ``kind`` is begun, with the first bytes that it is given."""
+    """Return the constructor of a checksum of ``kind``, which takes the first bytes."""
     if kind == "crc32":
         return _Crc32
-    import xxhash  # here, so that models train where nothing is saved without it
+    import xxhash  # imported here, so that training without checkpoints does not need it
 
     return xxhash.xxh3_64
 
@@ -51,6 +51,6 @@ DIGITS: Mapping[str, int] = MappingProxyType({"xxh3": 16, "crc32": 8})
 """Hexadecimal digits of each kind."""
 
 OF_VERSION: Mapping[int, str] = MappingProxyType({1: "crc32", 2: "xxh3"})
-"""The kind that each version of the format has."""
+"""The kind of checksum of each version of the format."""
 
 OURS = "xxh3"

@@ -1,4 +1,4 @@
-"""The claim of one job to a folder of checkpoints: two locks, which end with the process.
+"""The claim of one job to a folder of checkpoints: two locks, released when the process ends.
 
 ::
 
@@ -6,13 +6,13 @@
     the file .claim     during a save; of a rank that has joined a     seen on every host that the
                         run, from its first save until it leaves       folder is shared with
 
-Both are locks of flock, which belong to an open file. A POSIX lock would go when any other open of
-the file is closed, as by a copy of the folder in the same process. However the process ends, its
-kernel gives the locks back; a file server does so when it gives up a host that is gone. A forked
-child shares open files, so that a worker of a data loader would hold the claim of a rank that was
-killed: a child closes them before it does anything else, and a program that is started gets none.
+Both are flock locks, which belong to an open file. A POSIX lock would be dropped when any other
+descriptor of the file is closed, for example by copying the folder in the same process. However the
+process ends, the kernel releases its locks; a file server does so when it gives up a lost host. A
+forked child shares open files, so a data loader's worker would keep the claim of a killed rank:
+children close them first of all, and new programs inherit none.
 
-What a process has saved alone, the processes that it starts may go on with.
+Processes that the holder has started may save to a folder that it has saved to alone.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from meshwright.errors import CheckpointClaimedError
 
 CLAIM_NAME = ".claim"
 GRACE = 0.1
-"""Seconds in which a lock that another process has taken for a moment is asked for again."""
+"""Seconds for which a lock that another process holds is retried."""
 ENDING = 30.0
-"""Seconds in which a process that was killed has given back what it holds."""
+"""Seconds within which a killed process must have released its locks."""
 FOLDERS = 64
-"""Folders that a process keeps after saving alone; with more, those claimed first are let go."""
+"""Folders that a process keeps after saving alone; beyond that, the oldest are released."""
 
 _PENDING_KILL = 1 << 8
 _EXITING = 4
@@ -53,14 +53,14 @@ _RECORD_BYTES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """The process that holds a claim, as it has written or as its host knows it."""
+    """The process that holds a claim, from its own record or from the host's data."""
 
     pid: int
     host: str = ""
     place: str = ""
-    """Host, boot and process-id namespace: where ``pid`` means this process."""
+    """Host, boot and process-id namespace, within which ``pid`` is unique."""
     started: int = 0
-    """In clock ticks after the boot, to tell it from a later process of that number."""
+    """Start time in clock ticks after boot, to distinguish a later process of that number."""
     since: str = ""
     run: str = ""
     command: str = ""
@@ -86,7 +86,7 @@ class Holder:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Holder | None:
-        """Read what a holder has written; None for anything else."""
+        """Parse a holder's record; None for anything else."""
         try:
             return cls(**json.loads(data))
         except (ValueError, TypeError):
@@ -99,17 +99,17 @@ class Holder:
         return f"process {self.pid}{run} on host {self.host}{since}{command}"
 
     def is_same(self, other: Holder) -> bool:
-        """Check that both are one process."""
+        """Whether both are the same process."""
         return (self.pid, self.started, self.place) == (other.pid, other.started, other.place)
 
     @property
     def is_here(self) -> bool:
-        """True when its number is that of a process of this host."""
+        """True when ``pid`` is valid on this host."""
         return self.place == _place()
 
     @property
     def is_ending(self) -> bool:
-        """True when it was killed or has ended: what it holds comes back by itself."""
+        """True when it was killed or has ended, so that its locks will be released."""
         if not self.is_here:
             return False
         fields = _fields(self.pid)
@@ -119,7 +119,7 @@ class Holder:
 
     @property
     def has_started_this(self) -> bool:
-        """True when it is this process or has started it, directly or through others."""
+        """True when it is this process or an ancestor of it."""
         pid = os.getpid() if self.is_here else 0
         while pid not in (0, self.pid):
             fields = _fields(pid)
@@ -131,7 +131,7 @@ _UNKNOWN = Holder(pid=0)
 
 
 class Claim:
-    """The claim of this process to one folder; its locks come and go as the module says."""
+    """The claim of this process to one folder, with the locks that the module describes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -142,29 +142,29 @@ class Claim:
         self._file = -1
 
     def take(self, *, stays: bool) -> Holder | None:
-        """Take what is missing of the locks: None, or who has them.
+        """Take the missing locks; returns None, or the process that holds one.
 
-        After one that ``stays`` the file's lock is kept after every save.
+        Once called with ``stays``, the file's lock is kept after every save.
         """
         self.stays = self.stays or stays
         if self._home >= 0 and not _is_at(self._home, self.folder):
-            self.close()  # the folder was removed, and made again
+            self.close()  # the folder was removed and recreated
         path = self.folder / CLAIM_NAME
         if self._file >= 0 and not _is_at(self._file, path):
-            self._file = _closed(self._file)  # somebody has given the folder to another job
+            self._file = _closed(self._file)  # the file was removed to free the folder
         had_home = self._home >= 0
         other = None if had_home else self._take_home()
         if other is None and self._file < 0:
             other = self._take_file(path)
         if other is not None and not had_home:
-            self._home = _closed(self._home)  # it is for whoever has the file
+            self._home = _closed(self._home)  # leave it to the holder of the file
         return other
 
     @contextlib.contextmanager
     def saving(self) -> Generator[None, None, None]:
-        """Begin the one save that may be under way, and let go at its end unless the claim stays.
+        """The context of a save, of which one may run; at its end, release the file unless kept.
 
-        Raises ``CheckpointClaimedError`` where there is another.
+        Raises ``CheckpointClaimedError`` if another save is running.
         """
         with PROCESS.holding:
             if self.is_saving:
@@ -182,7 +182,7 @@ class Claim:
                     self.let_go()
 
     def let_go(self) -> None:
-        """Give the file's lock back, and remove the file."""
+        """Remove the file, and release its lock."""
         if self._file >= 0:
             path = self.folder / CLAIM_NAME
             if _is_at(self._file, path):
@@ -191,12 +191,12 @@ class Claim:
             self._file = _closed(self._file)
 
     def release(self) -> None:
-        """Give all back."""
+        """Release both locks."""
         self.let_go()
         self.close()
 
     def close(self) -> None:
-        """Close the files and leave theirs on the disk: for a forked child, which has copies."""
+        """Close the files without removing any, as a forked child must with its copies."""
         self._home, self._file = _closed(self._home), _closed(self._file)
 
     def _take_home(self) -> Holder | None:
@@ -207,7 +207,7 @@ class Claim:
             holder = _holder_of_lock(os.fstat(handle))
             os.close(handle)
             return None if holder.has_started_this else holder
-        except OSError:  # this file system locks no directories: the file's lock has to do
+        except OSError:  # this file system cannot lock directories: rely on the file's lock
             os.close(handle)
             return None
         self._home = handle
@@ -226,28 +226,28 @@ class Claim:
             os.close(handle)
             raise OSError(error.errno, error.strerror, str(path)) from error
         if not _is_at(handle, path):
-            os.close(handle)  # its last holder has removed it meanwhile
+            os.close(handle)  # its last holder has removed it in between
             return _UNKNOWN
         self._file = handle
-        with contextlib.suppress(OSError):  # on a full disk the claim holds without a name
+        with contextlib.suppress(OSError):  # on a full disk the claim is valid without a record
             self._sign(handle)
         return None
 
     def _sign(self, handle: int) -> None:
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps(asdict(Holder.of_process(os.getpid()))).encode(), 0)
-        if os.fstat(handle).st_uid == os.geteuid():  # who may write to the folder may claim it
+        if os.fstat(handle).st_uid == os.geteuid():  # all who may write to the folder may claim
             os.fchmod(handle, self.folder.stat().st_mode & 0o666)
         if self.stays:
-            os.fsync(handle)  # other hosts shall read it, too
+            os.fsync(handle)  # so that other hosts can read it
 
 
 def hold(folder: Path, *, stays: bool) -> Claim:
-    """Claim ``folder``, which is there, for this process, or make sure that it still has it.
+    """Claim an existing ``folder`` for this process, or renew the claim.
 
-    Where it ``stays``, the claim is seen on all hosts until `release` or until the process leaves
-    its run or ends, otherwise until it is let go. Raises ``CheckpointClaimedError`` naming who has
-    it, and ``OSError`` where the file system has no locks.
+    If it ``stays``, all hosts see the claim until `release`, or until the process leaves its run or
+    ends; otherwise until the end of the save. Raises ``CheckpointClaimedError`` naming the holder,
+    and ``OSError`` if the file system has no locks.
     """
     begun = came = time.monotonic()
     seen: Holder | None = None
@@ -260,7 +260,7 @@ def hold(folder: Path, *, stays: bool) -> Claim:
                 return claim
         now = time.monotonic()
         if seen is None or not holder.is_same(seen):
-            # A lock that comes back while it is looked for has no holder: not the end of a wait.
+            # A lock that is released during the lookup has no holder: restart the wait.
             seen, came = holder, now
         if now - came > (ENDING if holder.is_ending else GRACE) or now - begun > 2 * ENDING:
             release(folder)
@@ -269,7 +269,7 @@ def hold(folder: Path, *, stays: bool) -> Claim:
 
 
 def is_claimed(folder: Path) -> bool:
-    """Look for another process of this host that has claimed ``folder``."""
+    """Whether another process of this host has claimed ``folder``."""
     for path in (folder, folder / CLAIM_NAME):
         with contextlib.suppress(FileNotFoundError):
             if _holder_of_lock(path.stat()).pid not in (0, os.getpid()):
@@ -278,9 +278,10 @@ def is_claimed(folder: Path) -> bool:
 
 
 def release(directory: str | os.PathLike[str]) -> None:
-    """Give a folder of checkpoints back that this process has saved to, for other jobs.
+    """Release a folder of checkpoints that this process has saved to, for other jobs.
 
-    It happens by itself when the process leaves its run (`meshwright.comm.disconnect`) or ends.
+    This happens automatically when the process leaves its run (`meshwright.comm.disconnect`) or
+    ends.
     """
     with PROCESS.holding:
         claim = PROCESS.held.pop(os.path.realpath(directory), None)
@@ -318,7 +319,7 @@ def _closed(handle: int) -> int:
 
 
 def _is_at(handle: int, path: Path) -> bool:
-    """Check that ``path`` still names the open file."""
+    """Whether ``path`` still names the open file."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except OSError:
@@ -340,7 +341,7 @@ def _holder_of_lock(state: os.stat_result) -> Holder:
     found: dict[bool, int] = {}
     with contextlib.suppress(OSError), open("/proc/locks", encoding="utf-8") as lines:
         for words in map(str.split, lines):
-            # Some file systems show files under another device than the locks.
+            # Some file systems report files under another device than their locks.
             at, _, inode = words[5].rpartition(":")
             if words[1] == "FLOCK" and inode == str(state.st_ino):
                 found.setdefault(at == device, int(words[4]))
@@ -348,7 +349,7 @@ def _holder_of_lock(state: os.stat_result) -> Holder:
 
 
 def _proc(name: str) -> str:
-    """Read a file below /proc; empty where it is not there."""
+    """Read a file below /proc; empty if it does not exist."""
     try:
         return Path("/proc", name).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -360,7 +361,7 @@ def _fields(pid: int) -> list[str]:
 
 
 def _pending_signals(pid: int) -> int:
-    """Read the signals, as bits, that wait for a process or its first thread."""
+    """The signals, as bits, that are pending for a process or its first thread."""
     rows = [line.split() for line in _proc(f"{pid}/status").splitlines()]
     sets = [int(row[1], 16) for row in rows if row and row[0] in ("SigPnd:", "ShdPnd:")]
     return functools.reduce(operator.or_, sets, 0)

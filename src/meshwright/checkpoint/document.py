@@ -8,7 +8,7 @@
 The file is JSON that any tool can read. Its checksum covers the bytes between two fixed frames, so
 every bit of the file is either compared with a frame or checked. The checksum is verified before
 the JSON parser sees a byte. There is exactly one text for a value: no blanks, ASCII only, keys in
-the order of insertion. A reader that writes what it has read, and compares, has refused repeated
+the order of insertion. A reader that writes the parsed value again, and compares, rejects repeated
 keys, odd forms of numbers and stray blanks.
 """
 
@@ -33,7 +33,7 @@ _TAIL_BYTES = len(b',\n"crc32":"00000000"}\n')
 
 
 def check_json(value: object, where: str, depth: int = 0) -> None:
-    """Refuse what JSON would not give back as it was: tuples, NaN, keys that are no strings.
+    """Reject values that JSON does not round-trip: tuples, NaN, keys that are not strings.
 
     Raises ``TypeError`` or ``ValueError`` naming the place, e.g. ``metadata.sampler.position``.
     """
@@ -63,13 +63,13 @@ def check_json(value: object, where: str, depth: int = 0) -> None:
 
 
 def canonical(value: JSON | Mapping[str, JSON]) -> bytes:
-    """Write the one text of a JSON value."""
+    """Return the canonical text of a JSON value."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return text.encode("ascii")
 
 
 def seal(text: bytes) -> bytes:
-    """Write the file for the canonical text of a body, with its checksum."""
+    """Return the contents of the file for a canonical text, with its checksum."""
     sealed = _HEAD + text + b',\n"crc32":"%08x"}\n' % zlib.crc32(text)
     if len(sealed) > MAX_DOCUMENT_BYTES:
         raise ValueError(
@@ -80,9 +80,9 @@ def seal(text: bytes) -> bytes:
 
 
 def unseal(data: bytes) -> JSON:
-    """Read the body of a sealed file. Raises ``ValueError`` if any bit is not as it was sealed.
+    """Parse the body of a sealed file. Raises ``ValueError`` if any bit is not as it was sealed.
 
-    The text may be another than the canonical one, which `seal` would give for the body.
+    The text is not checked to be canonical.
     """
     if len(data) > MAX_DOCUMENT_BYTES:
         raise ValueError(f"{len(data)} bytes, the limit is {MAX_DOCUMENT_BYTES}")

@@ -1,8 +1,7 @@
-"""The manifest: which pieces of which tensors lie in which file, and the checksum of every byte.
+"""The manifest: the files of all pieces of all tensors, and the checksum of every byte.
 
-In a sound ``Manifest`` each tensor is covered by its pieces exactly once and each file holds
-nothing but pieces. An unsound one cannot be made: a save meets the rule before it writes, a load
-when it parses.
+In a sound ``Manifest`` the pieces of each tensor cover it exactly once, and files have nothing but
+pieces. An unsound one cannot be constructed: a save fails before it writes, a load when it parses.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _MAX_COVER_WORK = 2**25
 
 
 class UnknownVersionError(ValueError):
-    """The manifest is sound, but of a version that this code does not read."""
+    """The manifest has a format version that this code does not read."""
 
 
 class Piece(NamedTuple):
@@ -45,7 +44,7 @@ class Piece(NamedTuple):
 
 
 class TensorRecord(NamedTuple):
-    """A whole tensor. One without elements has no pieces."""
+    """A full tensor. One without elements has no pieces."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -54,7 +53,7 @@ class TensorRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The content of one checkpoint. ``file_maps`` is derived: where everything lies in each file.
+    """The contents of one checkpoint. ``file_maps``, the layout of each file, is derived.
 
     Raises ``ValueError`` when the description is not sound.
     """
@@ -63,7 +62,7 @@ class Manifest:
     tensors: Mapping[str, TensorRecord]
     metadata: Mapping[str, JSON]
     version: int = _VERSION
-    """The format's, from which the kind of checksums follows."""
+    """The version of the format, which sets the kind of checksums."""
     file_maps: Mapping[str, FileMap] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -91,7 +90,7 @@ class Manifest:
         object.__setattr__(self, "file_maps", maps)
 
     def owner(self, file: str, key: str) -> str:
-        """Find the tensor that the key of a file belongs to."""
+        """Return the name of the tensor that a key of a file belongs to; KeyError for none."""
         for name, record in self.tensors.items():
             if any(piece.file == file and piece.key == key for piece in record.pieces):
                 return name
@@ -99,7 +98,7 @@ class Manifest:
 
 
 def _check_form(dtype: str, shape: tuple[int, ...], boxes: list[Box], budget: int) -> int:
-    """Refuse a shape or boxes that are not sound; return the work that it took."""
+    """Raise ValueError for an unsound shape or boxes; returns the work done."""
     if math.prod(shape) * item_size(dtype) >= 2**63:
         raise ValueError(f"shape {shape} is too large")
     return covers(shape, boxes, budget)
@@ -173,7 +172,7 @@ def _show(box: Box) -> str:
 def to_bytes(
     manifest: Manifest, checksum: Callable[[Piece], int] = attrgetter("checksum")
 ) -> bytes:
-    """Write the manifest file; ``checksum`` says that of each piece, by default its own."""
+    """Return the bytes of the manifest file; ``checksum`` defaults to each piece's own."""
     kind = OF_VERSION[manifest.version]
     form = f"0{DIGITS[kind]}x"
     files = (
@@ -200,15 +199,15 @@ def to_bytes(
 
 @lru_cache(4096)
 def _listed(counts: tuple[int, ...]) -> str:
-    """Write a shape; a number of another type than it has there is refused or differs."""
+    """Format a shape; a number of another type raises, or gives another text."""
     return f"[{','.join([f'{count:d}' for count in counts])}]"
 
 
 def from_bytes(data: bytes) -> Manifest:
     """Parse a manifest file. Raises ``ValueError`` unless every bit is as it was written.
 
-    What was read is written again and must give the same text: whatever is missing, more, of
-    another type or in another order differs, or cannot be read.
+    The parsed manifest is written again and must give the same text. So any missing, extra or
+    reordered entry, or one of another type, differs or fails to parse.
     """
     body = unseal(data)
     if not isinstance(body, dict) or body.get("format") != _FORMAT:
@@ -233,7 +232,7 @@ def from_bytes(data: bytes) -> Manifest:
 
 
 def _read(body: dict[str, Any]) -> Manifest:
-    """Read what has the form of a manifest; of anything else it makes an error, or nonsense."""
+    """Parse a well-formed manifest; anything else may raise, or give a wrong manifest."""
     _, version, step, _, tensors, metadata = body.values()
     if type(metadata) is not dict:
         raise ValueError("manifest: 'metadata' must be an object")

@@ -1,12 +1,11 @@
 """Nested Python state as named tensors and JSON, and back exactly.
 
-A checkpoint holds tensors by name and JSON, nothing that could run. ``flatten`` takes the tensors
-out of nested state and writes the rest down; what JSON cannot say is marked by a key beginning
-with ``$``::
+A checkpoint has tensors by name and JSON, no code. ``flatten`` takes the tensors out of nested
+state and encodes the rest; what JSON cannot express is marked by a key beginning with ``$``::
 
     tensor            {"$tensor": "optimizer/state/weight/exp_avg"}
     (0.9, 0.999)      {"$tuple": [0.9, 0.999]}
-    {0: "a"}          {"$dict": [[0, "a"]]}          keys that are no strings, or begin with $
+    {0: "a"}          {"$dict": [[0, "a"]]}          keys that are not strings, or begin with $
     OrderedDict(...)  {"$ordered": [["a", 1]]}
     Counter(...)      {"$counter": [[30, 1]]}        a scheduler's milestones
     inf, -inf, nan    {"$float": "inf"}
@@ -32,18 +31,18 @@ _MAX_DEPTH = 32  # a marked level takes up to three of the 100 levels of JSON
 
 
 def flatten(value: object, prefix: str) -> tuple[dict[str, Tensor | ShardedPiece], JSON]:
-    """List the tensors of nested state by names that begin with ``prefix``, and the rest as JSON.
+    """Return the tensors of nested state, by names that begin with ``prefix``; the rest as JSON.
 
     Takes None, bool, int, float, str, bytes, tensors, ``ShardedPiece``, and lists, tuples, dicts,
-    OrderedDicts and Counters of these. Raises ``TypeError`` naming the place of anything else: what
-    would come back as another type is refused, subclasses (an ``IntEnum``) included.
+    OrderedDicts and Counters of these. Raises ``TypeError`` naming the place of anything else,
+    including subclasses (an ``IntEnum``), which would come back as another type.
     """
     tensors: dict[str, Tensor | ShardedPiece] = {}
     return tensors, _encode(value, prefix, tensors, 0)
 
 
 def unflatten(structure: JSON, tensors: Mapping[str, Tensor | ShardedPiece]) -> object:
-    """Find the state that ``flatten`` took apart.
+    """Rebuild the state that ``flatten`` took apart.
 
     Raises ``ValueError`` when the structure is malformed or names a tensor that is not there.
     """

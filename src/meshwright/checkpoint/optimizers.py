@@ -1,8 +1,8 @@
 """The state of an optimizer by the names of its parameters, independent of their order.
 
-torch numbers parameters in the order in which an optimizer got them; a checkpoint read by another
-program, or after layers moved, would give one parameter the moments of another. Here each state
-hangs on the parameter's name, and what does not fit is refused.
+torch numbers parameters in the order in which an optimizer got them; in another program, or after
+layers moved, a parameter would get the moments of another. Here each state is keyed by the
+parameter's name, and a mismatch is rejected.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshwright.errors import CheckpointMismatchError
 def optimizer_state(
     optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]]
 ) -> dict[str, object]:
-    """Take ``{"state": {name: {...}}, "param_groups": [{"params": [names], "lr": ...}]}``.
+    """Return ``{"state": {name: {...}}, "param_groups": [{"params": [names], "lr": ...}]}``.
 
     ``flatten`` turns it into named tensors and JSON. Tensors are the optimizer's own, not copies.
     Raises ``ValueError`` for a parameter of the optimizer without a name.
@@ -34,7 +34,7 @@ def optimizer_state(
         for group in packed["param_groups"]
     ]
     for group in groups:
-        group.pop("param_names", None)  # those of the wrapped model; an optimizer keeps its own
+        group.pop("param_names", None)  # torch's names, of the wrapped model; each optimizer's own
     return {"state": state, "param_groups": groups}
 
 
@@ -45,7 +45,7 @@ def load_optimizer_state(
     *,
     copies: bool = True,
 ) -> None:
-    """Give an optimizer the state that ``optimizer_state`` took, by name and without any cast.
+    """Load the state that ``optimizer_state`` returned, by name and without any cast.
 
     Without ``copies`` the tensors of ``saved`` become the optimizer's own.
 
@@ -92,7 +92,7 @@ def _names(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]])
 
 
 def _checked(saved: object) -> tuple[dict[str, dict[str, object]], list[dict[str, object]]]:
-    """Take the two halves of a saved state, with the types that they must have."""
+    """Return the two halves of a saved state; CheckpointMismatchError for other types."""
     if isinstance(saved, dict) and saved.keys() == {"state", "param_groups"}:
         state, groups = saved["state"], saved["param_groups"]
         if (
@@ -109,7 +109,7 @@ def _checked(saved: object) -> tuple[dict[str, dict[str, object]], list[dict[str
 
 
 def differing_groups(here: Sequence[Sequence[str]], there: Sequence[Sequence[str]]) -> list[str]:
-    """List each parameter whose group is another one here than in the checkpoint, or missing."""
+    """Describe each parameter that is missing or in another group than in the checkpoint."""
     mine = {name: number for number, names in enumerate(here) for name in names}
     saved = {name: number for number, names in enumerate(there) for name in names}
     problems = [f"{name!r} has no saved state" for name in sorted(mine.keys() - saved.keys())]
@@ -131,11 +131,11 @@ def _restore_as_saved(
 ) -> None:
     """Undo the cast to the parameter's dtype that torch's ``load_state_dict`` makes silently.
 
-    Values of a parameter's shape get its strides, too: fused steps go through the memory of both as
-    if it were one line, and pair other elements where the strides differ.
+    Values of a parameter's shape also get its strides: fused steps iterate over the memory of both
+    as flat arrays, and would pair wrong elements if the strides differed.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    taken: set[int] = set()  # tied parameters may have one state there, and have each their own
+    taken: set[int] = set()  # parameters may share one saved state, but need one each
     for name, parameter in zip(names, parameters, strict=True):
         own = optimizer.state[parameter] if name in state else {}
         for key, value in state.get(name, {}).items():
@@ -157,5 +157,5 @@ def _restore_as_saved(
 
 
 def _is_of_more(tensor: Tensor) -> bool:
-    """Return True for a view of memory that has more in it, which would stay with it."""
+    """Whether ``tensor`` is a view of larger memory, which it would keep alive."""
     return type(tensor) is Tensor and tensor.untyped_storage().nbytes() > tensor.nbytes

@@ -1,10 +1,9 @@
-"""Reading a checkpoint: nothing is believed before it is verified, nothing outside is opened.
+"""Reading a checkpoint: everything is verified before use, and no file outside is opened.
 
-The manifest says which bytes hold which box of which tensor, so any layout reads what any other has
-written: only pieces that overlap the wanted boxes are read, each verified whole. Small neighbors
-in a file are read in one call, each into its own memory. Files are opened relative to the
-checkpoint's own directory, links are refused, and no byte of a file is ever interpreted except as
-the elements of a tensor.
+The manifest maps bytes to boxes of tensors, so any layout can read what any other has written: only
+pieces that overlap the wanted boxes are read, each verified in full. Adjacent small pieces are read
+in one call, each into its own memory. Files are opened relative to the checkpoint's own directory,
+links are rejected, and the bytes of a file are never interpreted except as elements of a tensor.
 """
 
 from __future__ import annotations
@@ -45,22 +44,22 @@ from meshwright.errors import CheckpointDamagedError, CheckpointError, Checkpoin
 from meshwright.layout import Box
 
 _CHUNK = 2**20
-"""Bytes that are read in one call: the processor's cache still holds them when they are summed."""
+"""Bytes that are read in one call: still in the CPU's cache for the checksum."""
 _BUFFERS = 1024
-"""Pieces that are read in one call: as many as the system takes."""
+"""Pieces that are read in one call: the limit of the system."""
 _OPEN_FILES = 32
-"""Files of tensors that a reader keeps open: those of one tensor's pieces are read in turn."""
+"""Tensor files that a reader keeps open: the pieces of one tensor are in several."""
 _ADVICE = "restore it from a copy, or use another checkpoint"
 
 
 _Read = tuple[str, int, int, str, int, Tensor]
-"""A stored piece that is to be read: its file, where it begins and ends there, the name of its
-tensor, its checksum, and what it is read into, which is contiguous and on the host."""
+"""A stored piece to read: file, start, stop, name of the tensor, checksum, and the contiguous host
+tensor to read into."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Checkpoint:
-    """A loaded checkpoint: whole tensors on the CPU, by name."""
+    """A loaded checkpoint: full tensors on the CPU, by name."""
 
     step: int
     metadata: Mapping[str, JSON]
@@ -72,14 +71,14 @@ class Reader:
 
     Opening reads the manifest and compares the list and the sizes of the files. Each file's header
     and each piece is verified when it is read. Raises ``CheckpointDamagedError`` naming file and
-    tensor, ``CheckpointMismatchError`` for another format version, and ``CheckpointError`` where
-    the system refuses to read, or a job that keeps its last checkpoints only has removed it.
+    tensor, ``CheckpointMismatchError`` for another format version, and ``CheckpointError`` if the
+    system cannot read it, or a job with ``keep_last`` has removed it.
     """
 
     directory: Path
     """The folder of the checkpoint."""
     manifest: Manifest
-    """The list of its contents."""
+    """The manifest of the checkpoint."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
@@ -108,7 +107,7 @@ class Reader:
         self.close()
 
     def close(self) -> None:
-        """Close the directory and its files; further reads are refused by the system."""
+        """Close the directory and its files; further reads fail."""
         while self._files:
             os.close(self._files.popitem()[1])
         handle, self._handle = self._handle, -1
@@ -118,22 +117,22 @@ class Reader:
     # ------------------------------------------------------------------ tensors
 
     def read(self, name: str) -> Tensor:
-        """Read a whole tensor."""
+        """Read a full tensor."""
         return self.read_all([name])[name]
 
     def read_all(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Read whole tensors, each into a storage of its own."""
+        """Read full tensors, each into its own storage."""
         found = {name: self.empty(name) for name in names}
         self._fill(found)
         return found
 
     def empty(self, name: str) -> Tensor:
-        """Make a tensor, not filled, for a whole one."""
+        """Allocate an uninitialized tensor for a full one."""
         record = self._record(name)
         return torch.empty(record.shape, dtype=self._dtype(name, record), device="cpu")
 
     def read_piece(self, name: str, box: Box) -> Tensor:
-        """Read one box of a tensor, whatever the boxes it was saved in."""
+        """Read one box of a tensor, which may differ from the boxes it was saved in."""
         record = self._record(name)
         tensor = torch.empty(box.shape, dtype=self._dtype(name, record), device="cpu")
         held = ShardedPiece(global_shape=record.shape, boxes=(box,), tensor=tensor)
@@ -141,7 +140,7 @@ class Reader:
         return tensor
 
     def read_into(self, name: str, target: Tensor | ShardedPiece) -> None:
-        """Fill a tensor, or the boxes that it holds, in place. Shape and dtype must be equal.
+        """Fill a tensor, or its boxes, in place. Shape and dtype must be equal.
 
         When this raises, a part of the target may be overwritten.
         """
@@ -150,16 +149,16 @@ class Reader:
     def read_all_into(
         self, targets: Mapping[str, Tensor | ShardedPiece], *, within: str | None = ""
     ) -> None:
-        """Fill tensors as `read_into`, after all were compared as in `check_names`."""
+        """Fill tensors as `read_into`, after comparing all of them as in `check_names`."""
         expected = {name: form_of(name, target) for name, target in targets.items()}
         self.check_names(expected, within=within)
         self._fill(targets)
 
     def _fill(self, targets: Mapping[str, Tensor | ShardedPiece]) -> None:
-        """Fill tensors whose shapes and dtypes are those that are stored.
+        """Fill tensors whose shapes and dtypes have been checked.
 
-        What does not lie as it is stored comes through other memory, of which there is one large
-        piece at a time, or a few small ones.
+        Pieces that do not match a target's memory are read into temporary memory: one large piece
+        at a time, or a few small ones.
         """
         reads: list[_Read] = []
         copies: list[tuple[Tensor, Tensor]] = []
@@ -178,7 +177,7 @@ class Reader:
     def _steps(
         self, targets: Mapping[str, Tensor | ShardedPiece]
     ) -> Iterator[tuple[_Read | None, Sequence[tuple[Tensor, Tensor]]]]:
-        """List what is read to fill ``targets``, each with what is copied to where then."""
+        """Yield the reads that fill ``targets``, each with the (target, source) copies after it."""
         for name, target in targets.items():
             pieces = self._record(name).pieces
             if len(pieces) == 1 and isinstance(target, Tensor) and is_plain_host(target):
@@ -202,7 +201,7 @@ class Reader:
     def _step(
         self, name: str, piece: Piece, held: Sequence[tuple[Tensor, Box]]
     ) -> Iterator[tuple[_Read, Sequence[tuple[Tensor, Tensor]]]]:
-        """Read what ``held`` has of a stored piece: straight, where that is all of the piece."""
+        """Yield the read of a piece's overlap with ``held``: directly if that is the full piece."""
         common: list[tuple[Tensor, Box]] = []
         for view, box in held:
             inner = box if box == piece.box else box.intersect(piece.box)
@@ -290,7 +289,7 @@ class Reader:
         return CheckpointDamagedError(f"{self.directory / file}: {text}; {_ADVICE}")
 
     def _missing(self, file: str) -> CheckpointError:
-        """Make the error for a file that is gone: damage, unless the whole checkpoint is."""
+        """Make the error for a missing file: damage, unless the checkpoint was removed."""
         try:
             is_there = os.path.samestat(os.fstat(self._handle), self.directory.stat())
         except OSError:
@@ -381,7 +380,7 @@ class Reader:
         return handle
 
     def _open(self, file: str) -> int:
-        """Open a tensor file of the right size; it stays open until others are."""
+        """Open a tensor file of the right size, or reuse the handle; old ones are closed."""
         handle = self._files.get(file)
         if handle is None:
             if len(self._files) >= _OPEN_FILES:
@@ -394,7 +393,7 @@ class Reader:
         return handle
 
     def _check_header(self, file: str, handle: int) -> None:
-        """Compare the header with the only one that fits the manifest, once."""
+        """Compare the header, once, with the one that follows from the manifest."""
         if file in self._verified_headers:
             return
         expected = self.manifest.file_maps[file].header
@@ -419,8 +418,8 @@ class Reader:
         return file, start, stop, name, checksum, into
 
     def _read(self, reads: list[_Read], copies: list[tuple[Tensor, Tensor]]) -> None:
-        """Read all, then copy from it, and empty both lists. Raises for the first damage."""
-        # Before, because damage is found when some are overwritten.
+        """Run all reads, then all copies, and clear both lists. Raises for the first damage."""
+        # Bump versions before reading: damage may be found after some targets are overwritten.
         kept = filterfalse(Tensor.is_inference, map(itemgetter(-1), reads))
         torch.autograd.graph.increment_version(list(kept))
         for error in self._damages(reads):
@@ -431,7 +430,7 @@ class Reader:
         copies.clear()
 
     def _damages(self, reads: list[_Read]) -> Iterator[CheckpointDamagedError]:
-        """Read all, neighbors in one call; list what is damaged, headers of files included."""
+        """Run all reads, adjacent ones in one call; yields damage, including that of headers."""
         reads.sort(key=itemgetter(0, 1))
         run: list[_Read] = []
         file, start, end = "", 0, 0
@@ -446,7 +445,7 @@ class Reader:
         yield from self._damages_of(file, run)
 
     def _damages_of(self, file: str, run: Sequence[_Read]) -> Iterator[CheckpointDamagedError]:
-        """Read pieces that lie side by side: together, or one large one in chunks."""
+        """Read adjacent pieces: small ones in one call, a large one in chunks; yields damage."""
         if not run:
             return
         try:
@@ -501,7 +500,7 @@ class Reader:
 
 
 def _after(parts: Sequence[Bytes], count: int) -> list[memoryview]:
-    """View what is left of ``parts`` after the first ``count`` bytes."""
+    """Views of ``parts`` without the first ``count`` bytes."""
     for number, part in enumerate(parts):
         if count < len(part):
             return [memoryview(part)[count:], *map(memoryview, parts[number + 1 :])]
@@ -512,11 +511,11 @@ def _after(parts: Sequence[Bytes], count: int) -> list[memoryview]:
 def load_tensors(
     directory: str | os.PathLike[str], *, names: Sequence[str] | None = None
 ) -> Checkpoint:
-    """Load whole tensors (all, or those named), verifying every byte that is read.
+    """Load full tensors (all, or those named), verifying every byte that is read.
 
-    Raises ``CheckpointDamagedError`` naming file and tensor where anything differs from what was
-    saved, ``CheckpointMismatchError`` for names that are not there, ``CheckpointError`` where
-    there is no checkpoint or it cannot be read.
+    Raises ``CheckpointDamagedError`` naming file and tensor if anything differs from what was
+    saved, ``CheckpointMismatchError`` for missing names, ``CheckpointError`` if there is no
+    checkpoint or it cannot be read.
     """
     with Reader(directory) as reader:
         wanted = tuple(reader.manifest.tensors) if names is None else tuple(names)
@@ -533,12 +532,12 @@ def load_into(
     *,
     within: str = "",
 ) -> Checkpoint:
-    """Fill tensors, or the boxes that this rank holds, in place, from any layout.
+    """Fill tensors, or this rank's boxes, in place, from any layout.
 
     All names, shapes and dtypes are compared first (``within``: only stored tensors whose names
-    begin so must be among the targets): ``CheckpointMismatchError`` lists every difference
-    and nothing is overwritten. When damage is found later, some targets are overwritten.
-    The returned ``tensors`` are empty.
+    begin with it must be among the targets): ``CheckpointMismatchError`` lists every difference,
+    and nothing is overwritten. If damage is found later, some targets may be overwritten. The
+    returned ``tensors`` are empty.
     """
     with Reader(directory) as reader:
         reader.read_all_into(targets, within=within)
@@ -547,7 +546,7 @@ def load_into(
 
 
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
-    """Read the manifest of a checkpoint whose files are there with their right sizes."""
+    """Read the manifest of a checkpoint; the list and sizes of its files are checked."""
     with Reader(directory) as reader:
         return reader.manifest
 

@@ -1,13 +1,13 @@
-"""The folder of a run's checkpoints: names of steps, the newest one, what interruptions left.
+"""The folder of a run's checkpoints: names of steps, the newest one, leftovers of interruptions.
 
 ::
 
-    step_00000120               a checkpoint: it got this name when all of it was on the disk
+    step_00000120               a checkpoint: it got this name when it was complete on the disk
     .step_00000130.tmp-1f0c22d9 torso of an interrupted save: never read, removed by the next save
     .step_00000110.old-77ab01c3 torso of an interrupted removal: the same
     .claim                      locked by the job that saves here: see `claims`
 
-Who removes anything has claimed the folder: all torsos are those of jobs that have ended.
+Only the holder of the claim removes anything, so all torsos belong to jobs that have ended.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TORSO = re.compile(r"\.step_[0-9]{8,16}\.(tmp|old)-[0-9a-f]{8}")
 
 
 def step_directory(folder: str | os.PathLike[str], step: int) -> Path:
-    """Name the folder of the checkpoint of ``step``.
+    """Return the directory of the checkpoint of ``step``.
 
     Raises ``ValueError`` for a step out of range.
     """
@@ -40,16 +40,16 @@ def step_directory(folder: str | os.PathLike[str], step: int) -> Path:
 
 
 def torso_directory(target: Path, kind: str = "tmp") -> Path:
-    """Make a fresh name beside ``target`` for what is not a checkpoint yet, or no longer."""
+    """Return a new name next to ``target`` for what is not a checkpoint yet, or no longer."""
     return target.with_name(f".{target.name}.{kind}-{secrets.token_hex(4)}")
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """Find the newest complete checkpoint of a folder; ``None`` when there is none to resume from.
+    """Return the newest complete checkpoint of a folder; ``None`` if there is none to resume from.
 
-    Complete means: a sound manifest for this step, and every file there with its right size; the
-    contents are verified when they are loaded. What is passed over is named in the log. A job may
-    save to the folder meanwhile, and remove what is returned when it saves the next.
+    Complete means: a sound manifest for this step, and every file with its right size; the contents
+    are verified when they are loaded. Skipped directories are logged. A job that saves to the
+    folder meanwhile may remove the returned checkpoint.
     Raises ``CheckpointDamagedError`` when there are checkpoints but none is usable (a crash
     alone never leads there, and starting over silently would lose the run), and
     ``CheckpointError`` when the folder cannot be read.
@@ -95,7 +95,7 @@ def prune(newest: Path, keep_last: int, storage: Storage) -> None:
 
 
 def remove_torsos(folder: Path, storage: Storage) -> None:
-    """Remove what interrupted saves and removals left, naming each in the log."""
+    """Remove torsos of interrupted saves and removals, logging each."""
     for torso in _torsos(folder):
         _log.warning("removing %s: left by an interrupted save", torso)
         try:
@@ -105,7 +105,7 @@ def remove_torsos(folder: Path, storage: Storage) -> None:
 
 
 def _incomplete(step: int, path: Path) -> str | None:
-    """Find the reason not to resume from a checkpoint, as far as names and sizes show."""
+    """Describe why a checkpoint cannot be resumed from, by names and sizes, or return None."""
     try:
         with Reader(path) as reader:
             found = reader.manifest.step
@@ -119,7 +119,7 @@ def _incomplete(step: int, path: Path) -> str | None:
 
 
 def _steps(folder: Path) -> list[tuple[int, Path]]:
-    """List the directories named after a step, by step, as they are at one moment."""
+    """List the directories named after a step, by step, as a consistent snapshot."""
     found: list[tuple[int, Path]] = []
     for name in _names(folder):
         match = _STEP.fullmatch(name)
@@ -130,7 +130,7 @@ def _steps(folder: Path) -> list[tuple[int, Path]]:
             found.append((int(match[1]), path))
         elif os.path.lexists(path):
             _log.warning("ignoring %s: not a directory", path)
-        else:  # a job that saves here has removed it, and others are there since
+        else:  # a running job has removed it and saved others: list again
             return _steps(folder)
     return sorted(found)
 

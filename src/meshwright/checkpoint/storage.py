@@ -1,4 +1,4 @@
-"""The few file operations that a save consists of, behind one class: tests inject faults there.
+"""The few file operations of a save, in one class, where tests inject faults.
 
 A save is crash-safe only through the order of these calls: files written and synced, their
 directory synced, the directory renamed, its parent synced. Nothing else in this room writes.
@@ -20,7 +20,7 @@ from meshwright.errors import CheckpointClaimedError, CheckpointDamagedError
 class Storage:
     """A POSIX file system. Every method raises ``OSError`` when it fails.
 
-    Subclasses in tests count, refuse, record or drop operations; a save calls nothing else.
+    Subclasses in tests count, fail, record or drop operations; a save calls nothing else.
     """
 
     def make_directory(self, path: Path) -> None:
@@ -28,7 +28,7 @@ class Storage:
         path.mkdir()
 
     def create(self, path: Path) -> int:
-        """Open a new file for writing; an existing name is refused, links are not followed."""
+        """Open a new file for writing; fails for an existing name, follows no links."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         return os.open(path, flags, 0o666)
 
@@ -101,7 +101,7 @@ class Storage:
 
 @contextmanager
 def naming(path: Path) -> Generator[None, None, None]:
-    """Name the file in an error that the system raised for its handle."""
+    """Add ``path`` to an OSError that has no file name."""
     try:
         yield
     except OSError as error:
@@ -111,7 +111,7 @@ def naming(path: Path) -> Generator[None, None, None]:
 
 
 def reason(error: Exception) -> str:
-    """Say in one line what went wrong, with the file."""
+    """Describe an error in one line, with its file."""
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror}"
@@ -122,7 +122,7 @@ def reason(error: Exception) -> str:
 
 
 def advice(error: Exception) -> str:
-    """Say what to do about an error of a save."""
+    """Advice on an error of a save."""
     match getattr(error, "errno", None):
         case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
             return "free some space or choose another folder"

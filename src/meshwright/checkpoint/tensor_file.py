@@ -1,11 +1,11 @@
-"""The bytes of one safetensors file as a pure function of what it holds.
+"""The bytes of one safetensors file as a pure function of its contents.
 
 ::
 
     | 8 bytes: length n | n bytes: JSON header, padded with blanks | tensors, no gaps |
 
-The writer and the reader call the same function: a reader that knows from the manifest which
-tensors a file holds knows its header to the last byte, compares, and never has to parse one.
+The writer and the reader call the same function: a reader that knows a file's tensors from the
+manifest knows its exact header, compares it, and never has to parse one.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ _FILE_NAME = re.compile(r"rank_[0-9]{5,9}\.safetensors")
 
 
 def item_size(dtype: str) -> int:
-    """Count the bytes of an element. Raises ``ValueError`` for a dtype safetensors cannot hold."""
+    """The bytes of an element. Raises ``ValueError`` for a dtype that safetensors lacks."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} cannot be saved; expected one of {', '.join(DTYPES)}")
     return dtype_bytes(dtype)
 
 
 def file_name(rank: int) -> str:
-    """Find the file that ``rank`` writes."""
+    """The name of the file that ``rank`` writes."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def is_file_name(name: str) -> bool:
-    """Check that a manifest may name this file: no folder, no other characters, bounded length."""
+    """Whether a manifest may name this file: no folder, no other characters, bounded length."""
     return _FILE_NAME.fullmatch(name) is not None
 
 
@@ -82,19 +82,19 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileMap:
-    """The places of all that lies in one file; spans are absolute byte positions, in file order."""
+    """The layout of one file; spans are absolute byte positions, in file order."""
 
     header: bytes
     spans: Mapping[str, tuple[int, int]]
     size: int
-    """Bytes of the whole file."""
+    """Bytes of the file."""
 
 
 def file_map(name: str, step: int, entries: Iterable[tuple[str, str, tuple[int, ...]]]) -> FileMap:
-    """Find the header and the byte spans of the file ``name`` of a step.
+    """Compute the header and the byte spans of the file ``name`` of a step.
 
     Larger elements come first, so that each tensor is aligned to its element and the file has no
-    gap. The header holds the step and the file's name: files of another step or rank do not fit.
+    gap. The header has the step and the file's name, so files of another step or rank do not match.
     ``entries`` are key, dtype and shape, as an ``Entry`` has them.
     """
     kinds: dict[tuple[str, tuple[int, ...]], tuple[int, int, str]] = {}

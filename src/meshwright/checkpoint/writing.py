@@ -2,7 +2,7 @@
 
 ::
 
-    1 describe   every rank says what it holds; all compute who writes what
+    1 describe   the ranks exchange what they hold, and compute the writers
     2 prepare    rank 0 claims the folder, checks name and space, removes torsos, makes
                  .step_00000120.tmp-1f0c22d9
     3 write      every rank writes its file and syncs it
@@ -73,7 +73,7 @@ STORAGE_LIMIT = 3600.0
 _ANSWER, _ERROR = b"+", b"-"
 _CHUNK = 2**20
 _SMALL = 2**16
-"""Bytes up to which tensors are written together, in one call."""
+"""Bytes up to which tensors are collected and written in one call."""
 _BLOCK = 4096
 _T = TypeVar("_T")
 
@@ -85,7 +85,7 @@ class Alone:
     size = 1
 
     def gather_bytes(self, payload: bytes, *, label: str) -> list[bytes]:
-        """List the one payload."""
+        """Return the single payload."""
         return [payload]
 
 
@@ -95,7 +95,7 @@ class _Request:
 
     target: Path
     torso: Path
-    """Chosen by each rank; that of rank 0 is used."""
+    """Each rank chooses one; rank 0's is used."""
     tensors: Mapping[str, Tensor | ShardedPiece | ReadTensor]
     metadata: Mapping[str, JSON]
     step: int
@@ -127,17 +127,17 @@ def save_tensors(
     """Save ``tensors`` and ``metadata`` as ``directory/step_00000120`` and return that path.
 
     With a ``communicator`` every rank calls this with the same ``step``, ``metadata`` and shared
-    ``directory``, and with the tensors it holds: whole tensors on any number of ranks, or
-    ``ShardedPiece``; together they must cover each tensor exactly. Replicas of a box are written
-    once; of those that differ it is the lowest rank's. A ``ReadTensor`` is read when it is written,
-    by one of its ranks. State of one rank only goes under a name of its own, such as ``"rng/3"``.
+    ``directory``, and with its tensors: full tensors on any number of ranks, or ``ShardedPiece``;
+    together they must cover each tensor exactly. Replicas of a box are written once; if they
+    differ, the lowest rank's. A ``ReadTensor`` is read when it is written, by one of its ranks.
+    State of a single rank needs its own name, such as ``"rng/3"``.
 
-    ``keep_last``: how many complete checkpoints stay in ``directory``, this one included.
-    ``alike``: the names of tensors that should be the same wherever they are held whole or in the
-    same box, as parameters are: a warning says which are not.
+    ``keep_last``: the number of complete checkpoints to keep in ``directory``, this one included.
+    ``alike``: the names of tensors that should be equal on all ranks that have the same box, such
+    as parameters: a warning is logged for those that are not.
 
-    Raises ``CheckpointWriteError`` (one line: rank, file, reason, what to do) on all ranks when
-    any of them fails, `CheckpointClaimedError` when another job saves to ``directory`` (see
+    Raises ``CheckpointWriteError`` (one line: rank, file, reason, advice) on all ranks when any of
+    them fails, `CheckpointClaimedError` when another job saves to ``directory`` (see
     `claim`); earlier checkpoints are untouched. An existing checkpoint of the step is never
     overwritten. In one process wrong arguments raise ``TypeError`` or ``ValueError``.
     """
@@ -165,14 +165,14 @@ def save_tensors(
 
 
 def claim(directory: str | os.PathLike[str], *, communicator: Communicator | None = None) -> None:
-    """Claim the folder ``directory`` for this job before its first save, which would do so, too.
+    """Claim the folder ``directory`` for this job ahead of its first save, which would do so.
 
-    Every rank of ``communicator`` calls it. One job at a time saves to a folder. The claim ends
-    with the process of the first rank, when that leaves its run, or with `release`; others may
+    Every rank of ``communicator`` must call this. One job at a time saves to a folder. The claim
+    ends with the process of the first rank, when that leaves its run, or with `release`; others may
     read meanwhile.
 
     Raises ``CheckpointClaimedError`` on all ranks, naming the process that saves there, and
-    ``CheckpointWriteError`` where nothing can be written.
+    ``CheckpointWriteError`` if nothing can be written.
     """
     group = communicator if communicator is not None else Alone()
     told: dict[str, JSON] = {}
@@ -196,7 +196,7 @@ def claim(directory: str | os.PathLike[str], *, communicator: Communicator | Non
 def _save_all(
     request: _Request, own: Sequence[Held], rows: Sequence[bytes], held: ExitStack
 ) -> None:
-    """Prepare, write and commit; rank 0 has the folder until ``held`` is closed."""
+    """Prepare, write and commit; rank 0 keeps the claim until ``held`` is closed."""
     try:
         writes, names = _agree(request, "prepare", lambda: _prepare(request, own, rows, held))
         torso = request.target.with_name(str(json.loads(names[0])))
@@ -239,10 +239,10 @@ def _prepare(
         )
     free = storage.free_bytes(target.parent)
     maps = writes.draft.file_maps.values()
-    # The manifest says of each piece at most three times what the header of its file does.
+    # The manifest's entry of a piece is at most three times as long as its file's header entry.
     manifest = 3 * sum(len(at.header) for at in maps) + len(canonical(writes.draft.metadata))
     sizes = [*(at.size for at in maps), manifest]
-    # In whole blocks, with one for the directory.
+    # Rounded up to blocks, with one for the directory.
     needed = sum(-(-size // _BLOCK) * _BLOCK for size in sizes) + _BLOCK
     if free < needed:
         text = f"needs {_size(needed)}, {_size(free)} free"
@@ -252,7 +252,7 @@ def _prepare(
 
 
 def _plan(request: _Request, own: Sequence[Held], rows: Sequence[bytes]) -> _Writes:
-    """Plan who writes which pieces. Rank 0 checks the whole; the others look at their own files.
+    """Assign pieces to ranks. Rank 0 checks the full manifest; the others plan their own file.
 
     Raises ``ValueError`` unless the ranks agree and cover every tensor.
     """
@@ -378,9 +378,9 @@ def _commit(
 
 
 def _discard(request: _Request) -> None:
-    """Remove the torso by the names that it can hold, which takes no file descriptor."""
+    """Remove the torso by its possible file names, which needs no file descriptor."""
     if not os.path.lexists(request.torso):
-        return  # a file system that is read-only says so of what is not there
+        return  # a read-only file system would raise even for missing files
     names = [file_name(rank) for rank in range(request.group.size)]
     try:
         for name in [*names, MANIFEST_NAME]:
@@ -402,14 +402,14 @@ def _discard(request: _Request) -> None:
 def _agree(
     request: _Request, phase: str, action: Callable[[], tuple[_T, JSON]]
 ) -> tuple[_T, list[bytes]]:
-    """Do one step on every rank; its own result and all ranks' answers, or one error on all.
+    """Run one step on every rank; returns its own result and all answers, or raises on all.
 
-    Answers are JSON texts: of what grows with the tensors, most ranks need nothing.
+    Answers stay JSON texts: most ranks need not parse those that grow with the tensors.
     """
     failure: Exception | None = None
     result: tuple[_T, JSON] | None = None
     payload = b""
-    # An error is for the exchange below, so it must not leave the phase, which would publish it.
+    # Catch errors inside the phase, which would publish them: they are exchanged below.
     with comm.phase(f"checkpoint: {phase}", request.step, limit=STORAGE_LIMIT):
         try:
             result = action()

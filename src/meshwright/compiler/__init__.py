@@ -1,12 +1,12 @@
-"""Gradient reductions, and gathers of shards, inside of graphs that `torch.compile` makes.
+"""Gradient reductions and gathers of shards inside graphs of `torch.compile`.
 
 Bottom-up:
 
-    bucket_plan  the marks that go together
-    bucket_pass  marks that become fused reductions, and checks of the graph after it
-    unit_pass    gathers of shards in their places, and checks of the graph after it
+    bucket_plan  buckets of marked gradients
+    bucket_pass  replaces marks by fused reductions, and checks the graph
+    unit_pass    places gathers of shards, and checks the graph
     marking      the pass, its settings and ways to compile, loaded by the first traced replica
-    breaks       the ends of graphs, with reasons
+    breaks       graph breaks, with reasons
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from meshwright.compiler.breaks import GraphBreak, GraphBreaks
 from meshwright.compiler.marking import MARKING, aot_backend, compile_module, compiled_autograd
 
 counters = MARKING.counters
-"""Counts of what the compiled reductions of this process have done so far."""
+"""Counts of compiled reductions in this process so far, see `MARKING`."""
 
 __all__ = [
     "MARKING",

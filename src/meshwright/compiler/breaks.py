@@ -1,4 +1,4 @@
-"""The ends of compiled graphs, with reasons and the user's lines, as torch says of them."""
+"""Graph breaks with reasons and the user's lines, read from torch's log."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class GraphBreak:
     """The innermost line outside of libraries: file and number, and the function if known."""
     reason: str
     uncompiled: str = ""
-    """The function that runs without the compiler for it, as one does that breaks in a loop."""
+    """A function that runs uncompiled because of it, such as one with a break in a loop."""
 
     def __str__(self) -> str:
         skipped = f"; {self.uncompiled} runs uncompiled" if self.uncompiled else ""
@@ -45,9 +45,9 @@ class GraphBreak:
 
 
 class GraphBreaks(logging.Filter):
-    """The places where graphs end in what is compiled inside of the block.
+    """Collects the graph breaks of all that is compiled in the block.
 
-    What torch has told of before, it does not tell again until `torch.compiler.reset`.
+    torch reports each break only once, until `torch.compiler.reset`.
 
     >>> with GraphBreaks() as breaks:
     ...     loss(model(inputs)).backward()
@@ -58,12 +58,12 @@ class GraphBreaks(logging.Filter):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[GraphBreak] = []
-        """Each once, in the order in which they came."""
+        """Each break once, in order."""
         self._logger = logging.getLogger(GRAPH_BREAKS)
         self._level = logging.NOTSET
 
     def __enter__(self) -> Self:
-        """Begin to listen."""
+        """Start to collect."""
         self._level = self._logger.level
         self._logger.addFilter(self)
         self._logger.setLevel(logging.DEBUG)
@@ -75,12 +75,12 @@ class GraphBreaks(logging.Filter):
         exc_val: BaseException | None,
         exc_tb: TracebackType | None,
     ) -> None:
-        """Listen no more."""
+        """Stop collecting, and restore the logger."""
         self._logger.setLevel(self._level)
         self._logger.removeFilter(self)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Take ``record``; it is shown only where it would have been without us."""
+        """Collect ``record``; it is shown only if it would have been without this filter."""
         found = _read(record.getMessage())
         if found is not None and found not in self.found:
             self.found.append(found)
@@ -88,7 +88,7 @@ class GraphBreaks(logging.Filter):
 
 
 def _read(text: str) -> GraphBreak | None:
-    """Read the break that ``text`` tells of; None when it comes without a line, told before."""
+    """Parse the break in ``text``; None for one without a line, which was reported before."""
     place, frames = _PLACE.search(text.partition("\n")[0]), _FRAME.findall(text)
     if place is None or not frames:
         return None

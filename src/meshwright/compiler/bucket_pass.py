@@ -1,4 +1,4 @@
-"""The pass that turns the marks of a graph into fused reductions, started early, awaited late.
+"""The pass that replaces the marks of a graph by fused reductions, started early, awaited late.
 
 ::
 
@@ -7,9 +7,9 @@
     g1 -> mark -> copy_        g1 ─ divide, reduce bucket 1
                                wait, copy_ (all of bucket 0), wait, copy_ (of bucket 1)
 
-What is sent stands behind the last of a bucket's gradients, and buckets of one group in the order
-of the plan. Whatever needs a mean moves behind everything else, each wait before the first use.
-Every graph is checked afterwards.
+A reduction comes after the last of its bucket's gradients, and buckets of one group in the order of
+the plan. Nodes that need a mean move behind all others, each wait before the first use. Every graph
+is checked afterwards.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class _Emitted:
 
 
 def fuse_marks(graph: fx.Graph) -> list[BucketPlan]:
-    """Replace all marks of ``graph`` by reductions of buckets, and say which there are.
+    """Replace all marks of ``graph`` by reductions of buckets; returns the buckets.
 
-    Raises InternalError when a gradient is computed from a mean: no graph of a backward does that.
+    Raises InternalError if a gradient is computed from a mean, which no backward graph does.
     """
     marks = marks_of(graph)
     if not marks:
@@ -82,7 +82,7 @@ def fuse_marks(graph: fx.Graph) -> list[BucketPlan]:
 
 
 class Writer:
-    """The new nodes of a graph, each with the value that the trace would have seen."""
+    """Adds nodes to a graph, each with the fake value that the trace would have given it."""
 
     def __init__(self, graph: fx.Graph, before: fx.Node) -> None:
         self.graph = graph
@@ -91,7 +91,7 @@ class Writer:
         self._fake = detect_fake_mode(values)
 
     def call(self, target: Callable[..., Any], *args: Any, **constants: Any) -> fx.Node:
-        """Write a call of ``target`` before the end."""
+        """Insert a call of ``target`` before the end."""
         with self.graph.inserting_before(self._before):
             node = self.graph.call_function(target, args, constants)
         values = fx.map_arg(args, lambda argument: argument.meta["val"])
@@ -102,7 +102,7 @@ class Writer:
         return node
 
     def bucket(self, plan: BucketPlan) -> _Emitted:
-        """Emit the nodes that reduce ``plan``."""
+        """Insert the nodes that reduce ``plan``."""
         return self._concat(plan) if plan.marks[0].mode == "concat" else self._coalesced(plan)
 
     def _coalesced(self, plan: BucketPlan) -> _Emitted:
@@ -127,7 +127,7 @@ class Writer:
         return _Emitted(plan, send, receive, [means[mark] for mark in plan.marks])
 
     def _alone(self, mark: Mark) -> fx.Node:
-        if mark.mode != "shared":  # else generated code divides where the gradient lies
+        if mark.mode != "shared":  # else generated code divides in place
             divided = self.call(_ATEN.div.Tensor, mark.gradient, mark.ranks)
             return self.call(ALL_REDUCE, divided, "sum", mark.group)
         divided = self.call(DIVIDED, mark.gradient, mark.index, mark.ranks, mark.model)
@@ -154,7 +154,7 @@ class Writer:
 
 
 def _ask_before_each_model(write: Writer, buckets: Sequence[_Emitted]) -> None:
-    """Have all ranks agree on what they reduce, before the first reduction of each model."""
+    """Insert an agreement of all ranks before the first reduction of each model."""
     by_model: dict[str, list[_Emitted]] = {}
     for bucket in buckets:
         by_model.setdefault(bucket.plan.marks[0].model, []).append(bucket)
@@ -168,7 +168,7 @@ def _ask_before_each_model(write: Writer, buckets: Sequence[_Emitted]) -> None:
 
 
 def _order(output: fx.Node, old: Sequence[fx.Node], buckets: Sequence[_Emitted]) -> None:
-    """Bring all nodes into the order that the head of this file draws."""
+    """Order all nodes as drawn at the top of this file."""
     means = {node for bucket in buckets for node in bucket.receive}
     last = _with_dependents(old, means)
     queues: dict[str, list[_Emitted]] = {}
@@ -199,7 +199,7 @@ def _order(output: fx.Node, old: Sequence[fx.Node], buckets: Sequence[_Emitted])
 
 
 def _with_dependents(old: Iterable[fx.Node], means: set[fx.Node]) -> set[fx.Node]:
-    """Collect what must come after ``means``, and what writes back into the graph's inputs."""
+    """Collect nodes that depend on ``means``, and those that write to the graph's inputs."""
     found: set[fx.Node] = set()
     for node in old:
         copied = node.args[0] if node.target is _ATEN.copy_.default else None
@@ -210,13 +210,12 @@ def _with_dependents(old: Iterable[fx.Node], means: set[fx.Node]) -> set[fx.Node
 
 
 def check_buckets(graph: fx.Graph, plans: Sequence[BucketPlan], before: int) -> None:
-    """Check ``graph`` after its marks have become ``plans``; ``before`` were its `peak_bytes`.
+    """Check ``graph`` after its marks have become ``plans``; its `peak_bytes` was ``before``.
 
-    The graph is well formed; each group reduces the planned bytes in the planned order; all waits
-    come after all reductions; memory grows by no more than two copies of what is sent: one that is
-    divided, and the line of a bucket whose gradients are concatenated.
+    The graph is well formed, each group reduces the planned bytes in the planned order, and memory
+    grows by at most two copies of the gradients: the divided ones, and the concatenated bucket.
 
-    Raises InternalError, naming what does not hold.
+    Raises InternalError, naming the violation.
     """
     graph.lint()
     expected: dict[str, list[int]] = {}
@@ -240,7 +239,7 @@ def check_buckets(graph: fx.Graph, plans: Sequence[BucketPlan], before: int) -> 
 
 
 def peak_bytes(graph: fx.Graph) -> int:
-    """Compute the most bytes that values of ``graph`` hold, each freed after its last use."""
+    """Compute the peak bytes of the values of ``graph``, each freed after its last use."""
     last_use: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         for argument in node.all_input_nodes:
@@ -269,7 +268,7 @@ def peak_bytes(graph: fx.Graph) -> int:
 
 
 def _storages(node: fx.Node, before: Mapping[fx.Node, Mapping[int, int]]) -> dict[int, int]:
-    """List the memory of a node's value, with its bytes. Reductions run in what they are given."""
+    """Map the storages of a node's value to their bytes. Reductions run in place."""
     if node.op == "output":
         return {}
     if node.target in _IN_PLACE:

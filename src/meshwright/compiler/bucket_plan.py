@@ -1,7 +1,7 @@
 """Buckets of the marked gradients of a graph: fixed by parameter index.
 
-Nothing here depends on the order of a graph's nodes, so ranks whose graphs are ordered differently
-have the same buckets, in the same order. The sizes are those of eager mode (`plan_buckets`).
+Buckets do not depend on the order of a graph's nodes, so ranks whose graphs are ordered differently
+have the same buckets in the same order. The sizes are those of eager mode (`plan_buckets`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshwright.comm.graphs.marks import GRAD_REDUCE
 from meshwright.data_parallel.replicas.slots import GradientSlot, plan_buckets
 
 ALONE_BYTES = 2**20
-"""A gradient of this size or more is reduced in memory of its own."""
+"""A gradient of at least this size is reduced alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Mark:
 
     @property
     def bytes(self) -> int:
-        """Of the gradient."""
+        """The bytes of the gradient."""
         return math.prod(self.value.shape) * self.value.dtype.itemsize
 
     @property
@@ -54,25 +54,25 @@ class BucketPlan:
 
     @property
     def indices(self) -> tuple[int, ...]:
-        """Of its parameters."""
+        """The indices of its parameters."""
         return tuple(mark.index for mark in self.marks)
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which it is reduced."""
+        """The dtype of the reduction."""
         return self.marks[0].value.dtype
 
     @property
     def bytes(self) -> int:
-        """Of its gradients."""
+        """The bytes of its gradients."""
         return sum(mark.bytes for mark in self.marks)
 
     @property
     def parts(self) -> tuple[tuple[Mark, ...], ...]:
         """The marks of each collective: small gradients together, then large ones in place.
 
-        Gloo copies what is coalesced into a line of its own and back again. Concatenated all are
-        together, in a line that their means stay in.
+        Gloo copies coalesced gradients into a buffer and back. In mode "concat" all are in one
+        collective, whose buffer keeps the means.
         """
         if self.marks[0].mode == "concat":
             return (self.marks,)
@@ -91,10 +91,10 @@ def marks_of(graph: fx.Graph) -> list[Mark]:
 
 
 def plan_marks(marks: Iterable[Mark]) -> list[BucketPlan]:
-    """Put ``marks`` into buckets, in the order in which each group reduces them.
+    """Assign ``marks`` to buckets, in the order in which each group reduces them.
 
-    Gradients of one parameter that a graph has several of, one for each call of its module, go
-    into rounds of their own.
+    If a graph has several gradients of one parameter, one for each call of its module, they go into
+    separate rounds.
     """
     rounds: dict[tuple[str, str, int], list[Mark]] = {}
     met: dict[tuple[str, str, int], int] = {}
@@ -119,11 +119,11 @@ def _buckets(marks: Sequence[Mark]) -> list[BucketPlan]:
     ]
     layouts = plan_buckets(slots, first_bytes=0, cap_bytes=0, listed_bytes=first)
     found = [BucketPlan(tuple(by_index[s.index] for s in layout.slots)) for layout in layouts]
-    # Those that close first also come first in a backward pass; a dtype's last ones close together.
+    # Buckets with larger indices complete first in a backward pass.
     return sorted(found, key=lambda bucket: -min(bucket.indices))
 
 
 def describe(buckets: Sequence[BucketPlan]) -> str:
-    """Write a text that is equal on ranks with equal plans: mode, and dtype and indices of each."""
+    """Describe plans as a text that ranks compare: mode, and dtype and indices of each bucket."""
     rows = [[str(b.dtype).removeprefix("torch."), list(b.indices)] for b in buckets]
     return json.dumps([buckets[0].marks[0].mode, rows], separators=(",", ":"))

@@ -1,7 +1,7 @@
 """Marked gradients under `torch.compile`: the pass, its settings, and ways to compile with them.
 
-The settings are scoped to what is compiled here; backward passes are compiled too, and a backend
-without code generation runs the pass alone.
+`compile_module` scopes the settings to its module, `compiled_autograd` also compiles backward
+passes, and `aot_backend` runs the pass without code generation.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ CompilerFunction = Callable[[fx.GraphModule], Callable[..., Any]]
 _log = logging.getLogger("meshwright")
 
 _IN_HOOKS = ("python_reducer", "python_reducer_without_compiled_forward")
-"""Torch's names for a backward pass whose hooks reduce."""
+"""torch's names for a backward pass whose hooks reduce."""
 
 _CONCAT = "fuse_ddp_with_concat_op"
 _COALESCED = "fuse_ddp_with_coalesced_op"
 
 
 def _fuse(graph: fx.Graph) -> None:
-    """Place the units of ``graph`` and fuse its marks, if it has any; check what came of it."""
+    """Place the units of ``graph``, fuse its marks if it has any, and check the result."""
     MARKING.counters["gathers"] += unit_pass.place_units(graph)
     if not bucket_plan.marks_of(graph):
         return
@@ -50,7 +50,7 @@ def _fuse(graph: fx.Graph) -> None:
 
 
 class _FusePass(internals.CustomGraphPass):
-    """The pass as inductor calls it. All that it depends on stands in the graph."""
+    """The pass as inductor calls it. It depends on the graph alone."""
 
     def __call__(self, graph: fx.Graph) -> None:
         _fuse(graph)
@@ -61,7 +61,7 @@ class _FusePass(internals.CustomGraphPass):
 
 
 class _ApartPass(internals.CustomGraphPass):
-    """The pass before a joint graph is cut in two, as inductor calls it."""
+    """The pass before a joint graph is partitioned, as inductor calls it."""
 
     def __call__(self, graph: fx.Graph) -> None:
         unit_pass.keep_apart(graph)
@@ -72,22 +72,22 @@ class _ApartPass(internals.CustomGraphPass):
 
 
 class _Marking:
-    """The `GradientMarking` of `torch.compile`. There is one, `MARKING`."""
+    """The `GradientMarking` of `torch.compile`. `MARKING` is its only instance."""
 
     def __init__(self) -> None:
         self.fuse_pass, self.apart_pass = _FusePass(), _ApartPass()
         self.scoped: WeakSet[nn.Module] = WeakSet()
-        """Modules whose compilation brings its settings itself."""
+        """Modules whose compilation scopes its own settings."""
         self.counters: Counter[str] = Counter()
-        """``ddp_buckets``: of the graph that ran last. ``passes``: graphs whose marks were fused.
-        ``bytes``: of all fused buckets. ``unfused``: marks that were reduced alone, because the
-        backend does not run the pass."""
+        """``ddp_buckets``: buckets of the graph that ran last. ``passes``: graphs with fused marks.
+        ``bytes``: bytes of all fused buckets. ``gathers``: gathers of units in all graphs.
+        ``unfused``: marks reduced one by one, because the backend does not run the pass."""
         self._frames: dict[str, CodeType] = {}
         self._depth = 0
         self._warned: set[str] = set()
 
     def route(self, module: nn.Module | None) -> tuple[str, str]:
-        """Choose the route of the marks of ``module``, and how buckets are sent, by settings."""
+        """Return the route of the marks of ``module``, and how buckets are sent, by settings."""
         if not self._depth and module not in self.scoped:
             self._install()
         if internals.dynamo_settings.optimize_ddp not in _IN_HOOKS:
@@ -97,12 +97,12 @@ class _Marking:
         return "hooks", "concat" if is_concat else "coalesced"
 
     def modules_of_trace(self) -> list[nn.Module]:
-        """List the modules that the function has whose graph is traced now."""
+        """List the modules among the locals of the function that is being traced."""
         found = internals.first_frame_locals().values()
         return [each for each in found if isinstance(each, nn.Module)]
 
     def obstacle_to_gathers(self, module: nn.Module) -> str:
-        """Get ready for gathers of units of ``module`` in it; "", or what is in the way."""
+        """Prepare gathers of units of ``module`` in the graph; returns an obstacle, or ""."""
         if internals.backend_of_trace() not in ("inductor", _inductor, aot_backend):
             return (
                 "the backend runs no pass of ours; inductor and meshwright.compiler.aot_backend do"
@@ -114,11 +114,11 @@ class _Marking:
         return ""
 
     def has_written(self) -> bool:
-        """Tell whether the graph that is traced now has written to what it gathers."""
+        """Whether the graph that is being traced has written to gathered parameters."""
         return any(version_of(each) for each in internals.values_in_trace(unit_pass.UNSHARD))
 
     def settings(self) -> Mapping[str, Any]:
-        """List inductor's settings while it compiles a graph with marks, by their names."""
+        """Inductor's settings for graphs with marks, by name."""
         found = {
             "post_grad_custom_post_pass": self.fuse_pass,
             "joint_custom_pre_pass": self.apart_pass,
@@ -126,7 +126,7 @@ class _Marking:
         return MappingProxyType(
             {
                 **{name: _with_others(name, each) for name, each in found.items()},
-                # It would put each wait right behind its reduction.
+                # That reordering would put each wait right after its reduction.
                 "reorder_for_peak_memory": False,
             }
         )
@@ -134,8 +134,8 @@ class _Marking:
     def frame(self, module: nn.Module) -> Callable[..., Any]:
         """Make a call of ``module`` in a frame that `torch.compile` takes, unlike torch's own.
 
-        Graphs belong to the code of a frame, and there are only so many to one. Modules of equal
-        build share theirs, others do not.
+        Graphs belong to a code object, with a limit on their number. So modules with equal ``repr``
+        share one code object, and others have their own.
         """
 
         def call(*args: Any, **kwargs: Any) -> object:
@@ -147,7 +147,7 @@ class _Marking:
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Have the settings inside of the block."""
+        """Apply the settings in the block."""
         self._depth += 1
         try:
             settings = {**self.settings(), "reorder_for_locality": False}
@@ -157,12 +157,12 @@ class _Marking:
             self._depth -= 1
 
     def ran(self, plan: str) -> None:
-        """Tell both counters that a graph with ``plan`` runs."""
+        """Set both ``ddp_buckets`` counters for a graph with ``plan`` that runs."""
         _, rows = json.loads(plan)
         self.counters["ddp_buckets"] = internals.counters["inductor"]["ddp_buckets"] = len(rows)
 
     def is_unfused(self, model: str) -> None:
-        """Say once for each model that its backend reduces gradient by gradient."""
+        """Count a mark reduced alone, and warn once per model."""
         self.counters["unfused"] += 1
         if model not in self._warned:
             self._warned.add(model)
@@ -173,13 +173,13 @@ class _Marking:
             )
 
     def _install(self) -> None:
-        # Plain torch.compile has no place to scope settings to; they stay, as torch's own do.
+        # Plain torch.compile offers no scope for settings, so they stay set, like torch's own.
         for name, value in self.settings().items():
             setattr(internals.inductor_settings, name, value)
 
 
 def _with_others(setting: str, own: internals.CustomGraphPass) -> object:
-    """List the passes that ``setting`` has, ``own`` the last; alone where there are no others."""
+    """The passes of ``setting`` with ``own`` last; ``own`` itself if there are no others."""
     found: object = getattr(internals.inductor_settings, setting)
     others = [] if found is None else list(found) if isinstance(found, list) else [found]
     passes = [*(each for each in others if each is not own), own]
@@ -192,10 +192,9 @@ MARKING = _Marking()
 def compile_module(module: M, *, fullgraph: bool = False, dynamic: bool | None = None) -> M:
     """Compile ``module`` in place, with the gradient reductions inside of its graphs.
 
-    As ``module.compile()``, but the settings that this needs hold for its graphs alone, and views
-    are computed anew in the backward pass: what they look at is kept, and serves what else is
-    computed from it. Names and state dict stay as they are. ``fullgraph`` and ``dynamic`` are those
-    of `torch.compile`.
+    Like ``module.compile()``, but the required settings apply to its graphs alone, and the backward
+    recomputes views instead of saving them. Names and state dict do not change. ``fullgraph`` and
+    ``dynamic`` are those of `torch.compile`.
     """
     MARKING.scoped.update(module.modules())
     if (module.forward.__module__ or "").startswith("torch."):  # None for what torch.fx has written
@@ -214,10 +213,10 @@ def compiled_autograd(
 ) -> Iterator[None]:
     """Compile backward passes in the block, with the hooks of replicated modules.
 
-    ``compiler_fn`` compiles the graph of a backward pass; `torch.compile` does when it is left out.
-    The settings that this needs are undone at the end of the block.
+    ``compiler_fn`` compiles the graph of a backward pass; the default is `torch.compile`. Settings
+    are restored at the end of the block.
 
-    Raises RuntimeError where torch has no such switch.
+    Raises RuntimeError if torch has no such switch.
     """
     enable = internals.backward_compiler()
     if enable is None:
@@ -230,8 +229,8 @@ def compiled_autograd(
 
 
 def _inductor(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    # Where a view of an activation is kept for a product, its sign is kept beside it: one byte an
-    # element, which generated code of the CPU writes eight times slower than a float.
+    # If a view of an activation is saved for a product, its sign is saved separately: one byte per
+    # element, which generated CPU code writes eight times slower than a float.
     with internals.functorch_settings.patch(recompute_views=True):
         compiled = internals.compile_graph(graph, inputs, options=dict(MARKING.settings()))
     return cast("Callable[..., Any]", compiled)
@@ -250,7 +249,7 @@ def _run_alone(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
 
 def _cut(graph: fx.GraphModule, inputs: Any, **keywords: Any) -> Any:  # noqa: ANN401 - torch's
     has_units = unit_pass.keep_apart(graph.graph)
-    # What is tagged to be computed anew takes the one; all else is kept as eager mode keeps it.
+    # Recomputation tags need the min-cut partitioner; otherwise save what eager mode saves.
     cut = (
         internals.min_cut_rematerialization_partition if has_units else internals.default_partition
     )
@@ -263,5 +262,5 @@ aot_backend = internals.aot_autograd(
     inference_compiler=_run_alone,
     partition_fn=_cut,
 )
-"""A backend for `torch.compile`: reductions are fused, nodes run in the graph's order, no code is
-generated. For tests, and for models whose code generation fails."""
+"""A backend for `torch.compile` that fuses reductions and runs nodes in graph order, without code
+generation. For tests, and for models whose code generation fails."""

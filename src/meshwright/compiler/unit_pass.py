@@ -1,14 +1,14 @@
-"""The passes that put gathers of sharded units into their places in a graph.
+"""The passes that place gathers of sharded units in a graph.
 
-Before a joint graph is cut in two, `keep_apart` has whole parameters, and all that is computed of
-them alone, computed anew in the backward: nothing of them is kept for it. Then, in each part::
+Before a joint graph is partitioned, `keep_apart` tags unsharded parameters, and values computed
+from them alone, for recomputation in the backward, so none is saved. Then, in each part::
 
     unshard 1 ─ a ─ b      start 1, wait 1, start 2, a, b, free 1
     unshard 2 ─ c      ->  wait 2, start 3, c, free 2
     unshard 3 ─ d          wait 3, d, free 3
-    reduce 3, 2, 1         send each behind its last gradient
+    reduce 3, 2, 1         send each after its last gradient
 
-So at most two units are whole at a time, beside those of modules around them. Every graph is
+So at most two units are unsharded at a time, besides those of enclosing modules. Every graph is
 checked afterwards.
 """
 
@@ -50,33 +50,33 @@ from meshwright.torch_internals.trees import tree_leaves
 _ATEN = torch.ops.aten
 
 MOST = 2
-"""Units that may be whole at a time, beside those whose modules contain others that are."""
+"""Units that may be unsharded at a time, besides those of enclosing modules."""
 
 
 @dataclass(slots=True, eq=False)
 class Gather:
-    """The gather of one unit in a graph, and what reads it."""
+    """The gather of one unit in a graph, and its readers."""
 
     number: int
     form: UnitForm
     mark: fx.Node
     readers: list[fx.Node] = field(default_factory=list)
-    """In the order of the graph."""
+    """The nodes that read it, in graph order."""
     computed: dict[fx.Node, None] = field(default_factory=dict)
-    """Nodes that are computed with it, as far as the pass has come."""
+    """Nodes that depend on it, among those placed so far."""
     lines: list[fx.Node] = field(default_factory=list)
-    """Nodes that hold its lines once it has arrived; the pass frees them."""
+    """Nodes of its gathered buffers, once it has arrived; the pass frees them."""
 
     def note(self, node: fx.Node) -> None:
-        """Note that ``node`` is the next of the graph."""
+        """Note that ``node`` has been placed."""
         if node in self.readers or not self.computed.keys().isdisjoint(node.all_input_nodes):
             self.computed[node] = None
 
 
 def keep_apart(graph: fx.Graph) -> bool:
-    """Keep what is computed of whole parameters alone out of what a backward finds.
+    """Tag values computed from unsharded parameters alone for recomputation in the backward.
 
-    Outputs that lie in their memory become copies. False where the graph gathers nothing.
+    Outputs that alias their memory become copies. False if the graph gathers nothing.
     """
     alone: set[fx.Node] = set()
     for node in graph.nodes:
@@ -102,9 +102,9 @@ def keep_apart(graph: fx.Graph) -> bool:
 def _handed_on(
     graph: fx.Graph, alone: set[fx.Node], lent: Mapping[fx.Node, set[tuple[str, int]]]
 ) -> list[fx.Node]:
-    """List what the forward computes with one unit and uses where it is at another one.
+    """List values that the forward computes with one unit and uses while it is at another.
 
-    To compute it anew would take the first unit where the backward is at the other.
+    Recomputing them would need the first unit while the backward is at the other.
     """
     *_, output = graph.nodes
     late = {node for node in graph.nodes if _is_tangent(node)}
@@ -129,7 +129,7 @@ def _handed_on(
 
 
 def place_units(graph: fx.Graph) -> int:
-    """Replace the marks of units in ``graph``, check what came of it, and count the gathers."""
+    """Replace the marks of units in ``graph`` and check it; returns the number of gathers."""
     marks = [node for node in graph.nodes if node.target in (UNSHARD, REDUCE)]
     for model in dict.fromkeys(_model_of(mark) for mark in marks):
         placing = _Placing(graph, model)
@@ -139,7 +139,7 @@ def place_units(graph: fx.Graph) -> int:
 
 
 class _Placing:
-    """The nodes of a graph in a new order, in which the units of one model come and go."""
+    """Reorders the nodes of a graph, with gathers and frees of the units of one model."""
 
     def __init__(self, graph: fx.Graph, model: str) -> None:
         self._graph = graph
@@ -149,7 +149,7 @@ class _Placing:
         self._reductions = [mark for mark in marks if mark.target is REDUCE]
         self._gone = {*marks, *(user for m in marks if m.target is UNSHARD for user in m.users)}
         self.gathers = _gathers(self._body, marks)
-        """In the order of their first use."""
+        """The gathers in the order of their first use."""
         self._is_backward = any(_is_tangent(node) for node in self._body)
         if self._reductions and not self._is_backward:
             raise RuntimeError(
@@ -159,17 +159,16 @@ class _Placing:
         self._writer = Writer(graph, self._output)
         self._order: list[fx.Node] = []
         self._waiting = list(self.gathers)
-        """Those that have not been started."""
+        """Gathers that have not been started."""
         self._alive: list[Gather] = []
         self._is_ahead = False
-        """True while the last of these has been started and has not arrived."""
+        """True while the last of `_alive` has been started and has not arrived."""
         self._sent: list[fx.Node] = []
         """The gradients that were sent last."""
         self._seen: set[fx.Node] = set()
         self._lent = _lent(graph)
 
     def run(self) -> None:
-        """Bring all nodes into their order."""
         first = {gather.readers[0]: gather for gather in reversed(self.gathers)}
         body = [node for node in self._body if node not in self._gone]
         is_begun = False
@@ -187,14 +186,14 @@ class _Placing:
                 gather.note(node)
             for gather in [each for each in self._alive if each.readers[-1] is node]:
                 self._free(gather)
-            # To send ends a unit's backward: it must not be read any more.
+            # Sending ends a unit's backward, so it must not be read afterwards.
             still = {gather.number for gather in (*self._alive, *self._waiting)}
             for reduction in list(self._reductions):
                 is_there = self._seen.issuperset(_gradients(reduction))
                 if is_there and _args(reduction)[4] not in still:
                     self._send(reduction)
         held = [line for gather in self.gathers for line in gather.lines]
-        # Named once more, so that generated code does not take their memory for its own.
+        # A last use of these, so that generated code does not reuse their memory.
         self._drive(HOLD, NO_UNIT, "", [*held, *self._sent])
         for node in self._order:
             self._output.prepend(node)
@@ -213,14 +212,14 @@ class _Placing:
         for part, value in zip(gather.form.parts, gather.mark.meta["val"], strict=True):
             place = [*part.shape], [*value.stride()], part.start
             wholes.append(self._call(_ATEN.as_strided.default, gather.lines[part.line], *place))
-            # Views of it that the trace has seen lie in the memory that it has seen.
+            # Views in the trace alias the storage of the traced value, so keep that.
             wholes[-1].meta["val"] = value
         for user in gather.mark.users:
             user.replace_all_uses_with(wholes[_args(user)[1]])
         self._start_next()
 
     def _start_next(self) -> None:
-        """Start the next gather ahead, where there is room for it."""
+        """Start the next gather ahead of its use, if there is room."""
         if self._waiting and not self._is_ahead:
             held = [*self._alive, self._waiting[0]]
             if len(_innermost({each.number: each.form for each in held})) <= MOST:
@@ -234,7 +233,7 @@ class _Placing:
 
     def _free(self, gather: Gather) -> None:
         self._alive.remove(gather)
-        # A compiler may put off to compute a value until it is used, and would read the lines then.
+        # The compiler may defer a computation to its use, which would read the freed buffers.
         late = [n for n in gather.computed if not (self._lent[n] or self._seen.issuperset(n.users))]
         after = [node for node in late if isinstance(node.meta.get("val"), torch.Tensor)]
         said = NEEDED if gather.form.has_backward else ""
@@ -270,7 +269,7 @@ class _Placing:
         return node
 
     def _described(self) -> str:
-        """Name the units, and digest the order: equal on ranks with equal ones."""
+        """Name the units and digest the order, for comparison between ranks."""
         gathers = [[gather.number, _args(gather.mark)[3]] for gather in self.gathers]
         sums = [[_args(mark)[4], list(_args(mark)[2])] for mark in self._reductions]
         digest = hashlib.blake2b(json.dumps([gathers, sums]).encode(), digest_size=4).hexdigest()
@@ -279,7 +278,7 @@ class _Placing:
 
 
 def _named(gathers: Sequence[Gather]) -> str:
-    """Name the units of ``gathers``, of neighbors the first and the last."""
+    """Name the units of ``gathers``; for adjacent ones only the first and the last."""
     runs: list[list[Gather]] = []
     for gather in gathers:
         if runs and abs(gather.number - runs[-1][-1].number) == 1:
@@ -296,11 +295,11 @@ _IN_BACKWARD = MappingProxyType({BEGIN: BEGIN_BACKWARD, START: START_BACKWARD, F
 def check_units(graph: fx.Graph, model: str, forms: Mapping[int, UnitForm]) -> None:
     """Check ``graph`` after the marks of ``model`` have become gathers of the units in ``forms``.
 
-    The graph is well formed; each unit is gathered once, read while it is whole and in no output;
-    the gradients of each are sent once, behind that; at most two are whole at a time, beside those
-    of modules around them.
+    The graph is well formed; each unit is gathered once, read only while unsharded and in no
+    output; its gradients are sent once, after its free; at most two are unsharded at a time,
+    besides those of enclosing modules.
 
-    Raises InternalError, naming the unit and what does not hold.
+    Raises InternalError, naming the unit and the violation.
     """
     graph.lint()
     lent = _lent(graph)
@@ -354,7 +353,7 @@ def _check_reads(
 
 
 def _act_of(node: fx.Node, model: str) -> tuple[object, int]:
-    """Find what ``node`` does with a unit of ``model``, and with which; nothing as a rule."""
+    """The act of ``node`` on a unit of ``model``, and its number; mostly (None, NO_UNIT)."""
     if node.target is DRIVE and _args(node)[3] == model:
         what = next((k for k, v in _IN_BACKWARD.items() if v == _args(node)[4]), _args(node)[4])
         return what, int(_args(node)[5])
@@ -366,13 +365,13 @@ def _act_of(node: fx.Node, model: str) -> tuple[object, int]:
 
 
 def _innermost(units: Mapping[int, UnitForm]) -> list[UnitForm]:
-    """List the units but those whose modules contain the modules of others of them."""
+    """List the units without those whose modules enclose others in ``units``."""
     around = {number for form in units.values() for number in form.around}
     return [form for number, form in units.items() if number not in around]
 
 
 def _gathers(body: Iterable[fx.Node], marks: Iterable[fx.Node]) -> list[Gather]:
-    """List the gathers of ``marks`` that something reads, in the order of their first use."""
+    """List the gathers of ``marks`` that have readers, in the order of their first use."""
     found: dict[int, Gather] = {}
     for mark in marks:
         if mark.target is UNSHARD:
@@ -400,7 +399,7 @@ def _gathers(body: Iterable[fx.Node], marks: Iterable[fx.Node]) -> list[Gather]:
 
 
 def _lent(graph: fx.Graph) -> dict[fx.Node, set[tuple[str, int]]]:
-    """Find for each node the units in whose memory its value lies, by model and number."""
+    """Map each node to the units, by model and number, whose memory its value aliases."""
     units: dict[int, tuple[str, int]] = {}
     for node in graph.nodes:
         if node.target in (UNSHARD, WHOLE):
@@ -442,5 +441,5 @@ def _is_random(node: fx.Node) -> bool:
 
 
 def _is_tangent(node: fx.Node) -> bool:
-    """Check for a gradient of an output, which a backward's graph is given."""
+    """Whether ``node`` is a gradient of an output, an input of a backward graph."""
     return node.op == "placeholder" and "tangents" in str(node.target)

@@ -1,14 +1,14 @@
-"""A plan and a model become a training step.
+"""Turns a plan and a model into a training step.
 
 Bottom-up:
 
     example_run       a run of a copy of the model on its example
-    description       what a layout does, in words and numbers
+    description       descriptions of layouts, in words and numbers
     data_layout       the ranks along axes, and those that read different data
-    tensor_axis       layers that are cut over axis tensor, and the check of them
+    tensor_axis       layers that are sharded over axis tensor, and their check
     checks            contradictions of a plan and a model
-    laying_out        values, dropout, layers, data axes and graphs of a module
-    given_parameters  the parameters as they were given, and optimizers of them
+    laying_out        the acts: values, dropout, layers, data axes and graphs of a module
+    given_parameters  the user's parameters before the layout, and their optimizer
     trainable         a model that has been laid out, and its step
     pipelines         models whose stages lie on different ranks
     assembly          `parallelize`: the only file that knows all strategies

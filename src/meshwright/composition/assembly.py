@@ -1,7 +1,7 @@
-"""`parallelize`: a plain module, a plan and an optimizer's recipe become a `Trainable`.
+"""`parallelize`: turns a plain module, a plan and an optimizer factory into a `Trainable`.
 
-The order is fixed: check everything, dtype and device, dropout, layers over tensor ranks (after a
-pipeline has cut the model into stages), batch norm, recomputation, the data axes, the optimizer.
+The order is fixed: checks, dtype and device, dropout, layers over tensor ranks (after a pipeline
+has split the model into stages), batch norm, recomputation, the data axes, the optimizer.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ def parallelize(
     example: object = None,
     group: Any = None,  # noqa: ANN401 - c10d's type stays in comm
 ) -> Trainable:
-    """Lay ``model`` out as ``plan`` says, and return what trains it.
+    """Lay ``model`` out as ``plan`` says, and return its `Trainable`.
 
-    Every rank calls it with an equal model and plan; parameters and buffers become those of rank 0.
-    A ``model`` on the meta device gets the values of ``[train] seed``, the same on every layout.
-    ``optimizer`` is called with this rank's parameters. ``loss(output, target)`` returns a mean, or
-    ``(sum, count)``; either way the gradient is that of the mean over the global batch. ``example``
-    is a small batch of inputs, as `Trainable.step` takes one, for axes pipeline and tensor, which
-    look at how the model runs. ``group`` is a process group, all ranks when None; a process that
-    has joined none connects first.
+    Every rank must call this with an equal model and plan; parameters and buffers become those of
+    rank 0. A ``model`` on the meta device gets the values of ``[train] seed``, the same on every
+    layout. ``optimizer`` is called with this rank's parameters. ``loss(output, target)`` returns a
+    mean, or ``(sum, count)``; either way the gradient is that of the mean over the global batch.
+    ``example`` is a small batch of inputs, as for `Trainable.step`; axes pipeline and tensor run
+    the model on it. ``group`` is a process group, None for all ranks; a process without one
+    connects first.
 
-    ``model`` is laid out in place. With axis pipeline it keeps what this rank's stages hold, and
-    those hold its own parameters; the memory of all others is given back, and reading them, or
-    calling ``model`` itself, is refused by name.
+    ``model`` is changed in place. With axis pipeline it keeps the parameters of this rank's stages,
+    which share them; the memory of all others is freed, and reading them, or calling ``model``
+    itself, raises an error that names them.
 
     Raises PlanError with every contradiction between plan, model and ranks.
 
@@ -125,7 +125,7 @@ def parallelize(
 
 
 def _require_example(plan: Plan, example: object) -> None:
-    """Raise PlanError where an axis of ``plan`` looks at how the model runs."""
+    """Raise PlanError if an axis of ``plan`` needs an ``example`` and there is none."""
     for axis, why in (
         ("pipeline", "needs to see how the model runs"),
         ("tensor", "is checked against the whole model"),
@@ -138,7 +138,7 @@ def _require_example(plan: Plan, example: object) -> None:
 
 
 def _inputs(example: object) -> Inputs:
-    """Find the arguments of the model in ``example``, read as `call_module` reads a batch."""
+    """Return the model's arguments in ``example``, interpreted as `call_module` does a batch."""
     if isinstance(example, Mapping):
         return cast("Inputs", example)
     if isinstance(example, Sequence) and not isinstance(example, str):

@@ -32,10 +32,10 @@ AUTOCAST = ("bfloat16", "float16")
 
 
 def check_model(model: nn.Module, plan: Plan, ranks: int, example: Inputs | None = None) -> None:
-    """Raise one PlanError with all that ``plan``, ``model`` and the number of ranks contradict.
+    """Raise one PlanError with all contradictions of ``plan``, ``model`` and the number of ranks.
 
-    It needs no rank and no data: the model, and the ``example`` of its inputs, may be on the meta
-    device. With that, modules that draw random numbers in their own way are found, too.
+    No process group and no data are needed: the model, and the ``example`` of its inputs, may be on
+    the meta device. With an example, modules that draw their own random numbers are found, too.
     """
     problems: list[str] = []
     names = [name for name, _ in model.named_modules()]
@@ -145,7 +145,7 @@ def _train_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
 
 
 def _draw_problems(model: nn.Module, plan: Plan, example: Inputs) -> Iterator[Problem]:
-    """Run ``model`` on ``example``, and find what of it draws other masks on other layouts."""
+    """Run ``model`` on ``example`` to find operators whose random masks depend on the layout."""
     held = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     given = {leaf.device for leaf in tree_leaves(example) if isinstance(leaf, torch.Tensor)}
     if plan.train.dropout == "local" or held != given:
@@ -188,7 +188,7 @@ def _precision_problems(plan: Plan) -> Iterator[Problem]:
 
 
 def recomputed(model: nn.Module, plan: Plan) -> list[str]:
-    """List the modules whose activations are computed again, each once."""
+    """List the names of modules whose activations are recomputed, each once."""
     names = [name for name, _ in model.named_modules()]
     matches = [match_names(pattern, names) for pattern in plan.train.recompute]
     return list(dict.fromkeys(name for found in matches for name in found))

@@ -1,4 +1,4 @@
-"""The ranks along the axes of a plan, and those that read different data, behind one face."""
+"""The ranks along the axes of a plan, and one interface to all data-parallel layouts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from meshwright.plan import Plan
 
 
 class DataLayout(ABC):
-    """The way in which parameters and gradients lie on the ranks, as a training step needs it."""
+    """How parameters and gradients are placed on the ranks, as a training step needs it."""
 
     def __init__(
         self,
@@ -44,44 +44,44 @@ class DataLayout(ABC):
     ) -> None:
         self._module = module
         self.communicators = communicators
-        """By the name of their axis."""
+        """The communicators of the layout, by axis name."""
         self.buffers = tuple(buffers)
-        """Those that follow rank 0."""
+        """Buffers that are kept equal to rank 0's."""
 
     @property
     @abstractmethod
     def found_non_finite(self) -> Sequence[str]:
-        """Parameters whose gradient on this rank was not finite, in the last backward pass.
+        """Parameters whose gradient on this rank was not finite in the last backward pass.
 
-        In the order of that pass: what comes first is nearest to the cause.
+        In the order of that pass: the first is nearest to the cause.
         """
 
     @abstractmethod
     def reduce_next(self, is_wanted: bool) -> None:
-        """Set whether the next forward and backward pass leads to a reduction."""
+        """Set whether the next backward pass reduces gradients."""
 
     @abstractmethod
     def scale_by(self, scale: Callable[[], Factor]) -> None:
-        """Multiply summed gradients by ``scale()``; it is asked once they are there."""
+        """Multiply summed gradients by ``scale()``, which is called once they are complete."""
 
     def gradients(self) -> list[SpreadGradients]:
         """List this rank's parts of all gradients."""
         return group_by_spread(self._module.parameters())
 
     def buffers_now(self) -> list[EqualBuffers]:
-        """List the buffers that follow rank 0, where there are any now."""
+        """List the `buffers` that have any tensors now."""
         return list(filter(EqualBuffers.look, self.buffers))
 
     @abstractmethod
     def describe(self, module: nn.Module, plan: Plan) -> Description:
-        """Find the layout, in words and numbers."""
+        """Describe the layout, in words and numbers."""
 
 
 class ReplicatedLayout(DataLayout):
-    """The whole model on every rank."""
+    """The full model on every rank."""
 
     def __init__(self, replica: Replica, module: nn.Module, *, is_cut: bool) -> None:
-        """``is_cut`` says that parameters of ``module`` are cut over ranks of axis tensor."""
+        """``is_cut``: parameters of ``module`` are sharded over axis tensor."""
         super().__init__(module, {"replicate": replica.communicator}, (replica.buffers,))
         self._replica = replica
         self._is_cut = is_cut
@@ -112,7 +112,7 @@ class ReplicatedLayout(DataLayout):
 
 
 class ShardedLayout(DataLayout):
-    """A part of each parameter on every rank, over axis shard, and perhaps replicate too."""
+    """A shard of each parameter on every rank, over axis shard and possibly replicate."""
 
     def __init__(
         self,
@@ -152,9 +152,9 @@ class ShardedLayout(DataLayout):
 
 
 class LoneLayout(DataLayout):
-    """A module, or its part on axis tensor, of which no gradient is summed over data axes.
+    """A module, or its shard on axis tensor, whose gradients are not summed over data axes.
 
-    No other rank has it, or it has nothing to train: its buffers follow the first that has it.
+    Either no other rank has it, or it trains nothing; then its buffers follow the first rank's.
     """
 
     def __init__(self, module: nn.Module, peers: Peers) -> None:
@@ -172,7 +172,7 @@ class LoneLayout(DataLayout):
         return self._values.names()
 
     def gradients(self) -> list[SpreadGradients]:
-        """See `DataLayout`. On a device they will be gone when it is asked what is not finite."""
+        """See `DataLayout`. On a device also checks that they are finite, before they are freed."""
         if not self._is_on_host:
             named = reversed(list(self._module.named_parameters()))
             held = [(name, local_part(p.grad)) for name, p in named if p.grad is not None]
@@ -193,30 +193,29 @@ class LoneLayout(DataLayout):
 
 
 _MESHED = ("replicate", "shard", "tensor")
-"""Axes over which parameters lie. What is cut last lies innermost, whatever the order of ranks."""
+"""Axes over which parameters are placed, outermost first, whatever the order of ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peers:
-    """The communicators of one rank; each holds the rank itself."""
+    """The communicators of one rank, along and across the axes of a plan."""
 
     everyone: Communicator
     """All ranks of the plan."""
     data: Communicator
     """Ranks that read different shares of a batch."""
     losses: Communicator
-    """Ranks whose losses add up to that of the global batch: one of each tensor axis."""
+    """Ranks whose losses sum to that of the global batch: one for each tensor group."""
     alike: Communicator
-    """Ranks that are given the same share of a batch."""
+    """Ranks that get the same share of a batch."""
     pipeline: Communicator
     tensor: Communicator
     mesh: DeviceMesh | None
-    """Of the axes over which parameters lie, those with more than one rank; None where copies of
-    whole ones are all there is."""
+    """The mesh of those `_MESHED` axes that have more than one rank; None for replicate alone."""
 
     @classmethod
     def of(cls, plan: Plan, everyone: Communicator) -> Peers:
-        """Find the peers of the calling rank. All ranks of ``everyone`` call it together."""
+        """Make the peers of the calling rank. All ranks of ``everyone`` must call this."""
 
         def along(axes: Sequence[str], name: str) -> Communicator:
             numbers = plan.axes.peers(everyone.rank, axes)
@@ -240,7 +239,7 @@ class Peers:
         )
 
     def mesh_of(self, *names: str) -> DeviceMesh | None:
-        """Find the part of the mesh along ``names``, but for axes of one rank."""
+        """The submesh along those ``names`` that have more than one rank; None without any."""
         known = () if self.mesh is None else self.mesh.mesh_dim_names or ()
         wanted = tuple(name for name in known if name in names)
         if self.mesh is None or not wanted:

@@ -21,33 +21,33 @@ from meshwright.timeline import Collective
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterRow:
-    """The place of one parameter and the way of its gradient."""
+    """The placement of one parameter, and how its gradient is reduced."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     placement: str
-    """Such as ``replicate(4)``: what the ranks of each axis hold."""
+    """The placement on the ranks of each axis, such as ``replicate(4)``."""
     bucket: int | None
-    """The bucket that its gradient is reduced in; None when it is frozen, lies in a unit, or no
+    """The bucket that its gradient is reduced in; None when it is frozen, belongs to a unit, or no
     other rank has it."""
     unit: str | None = None
-    """The unit that it is gathered and reduced with; None where every rank holds the whole."""
+    """The unit that it is gathered and reduced with; None for a replicated parameter."""
     is_trained: bool = True
     """True when it has a gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """The description that `Trainable.describe` returns; ``str()`` of it is a page of text."""
+    """The result of `Trainable.describe`; its ``str()`` is a page of text."""
 
     rank: int
     parameters: tuple[ParameterRow, ...]
     collectives: tuple[Collective, ...]
-    """Those of one optimizer step on this rank: over data axes, with buckets in the order of
-    their launches, then by modules over axis tensor, pass by pass, then the norm of gradients."""
+    """The collectives of one optimizer step on this rank: over data axes, with buckets in launch
+    order, then of modules over axis tensor, pass by pass, then of the gradient norm."""
     settings: tuple[str, ...]
-    """One line for each setting of the plan: what it did."""
+    """One line for each setting of the plan, with its effect."""
 
     def __str__(self) -> str:
         width = max((len(row.name) for row in self.parameters), default=0)
@@ -73,7 +73,7 @@ class Description:
 
 
 def describe_replicated(module: nn.Module, plan: Plan, replica: Replica) -> Description:
-    """Describe a module that every rank holds whole."""
+    """Describe a replicated module."""
     axis = replica.communicator
     bucket_of = {
         slot.name: layout.index for layout in replica.reducer.layouts for slot in layout.slots
@@ -87,7 +87,7 @@ def describe_replicated(module: nn.Module, plan: Plan, replica: Replica) -> Desc
 
 
 def describe_lone(module: nn.Module, rank: int) -> Description:
-    """Describe a module of which nothing is sent over data axes."""
+    """Describe a module without collectives over data axes."""
     return Description(
         rank=rank, parameters=_rows(module, "whole", {}), collectives=(), settings=()
     )
@@ -110,7 +110,7 @@ def _rows(
 
 
 def _cut_of(parameter: torch.Tensor) -> str:
-    """Say how ranks of axis tensor hold ``parameter``, behind the words of the data axes."""
+    """The placement of ``parameter`` on axis tensor, as a suffix to that on the data axes."""
     known = known_at_rest(parameter)
     if known is None or "tensor" not in (known.mesh.mesh_dim_names or ()):
         return ""
@@ -128,7 +128,7 @@ def describe_sharded(
     *,
     has_buffers: bool,
 ) -> Description:
-    """Describe a module whose parameters lie in parts on the ranks."""
+    """Describe a sharded module."""
     cuts = {name: _cut_of(parameter) for name, parameter in module.named_parameters()}
     rows: list[ParameterRow] = []
     collectives: list[Collective] = []
@@ -165,9 +165,9 @@ def describe_sharded(
 
 
 def _unit_collectives(unit: Unit) -> Iterator[Collective]:
-    """List a gather before the forward, one before the backward unless kept, and reductions.
+    """Yield a gather before the forward, one before the backward unless kept, and reductions.
 
-    What several groups send over the same ranks is one launch.
+    Groups over the same ranks share one launch.
     """
     trainable = [group for group in unit.groups if group.is_trainable]
     gathers = [(g.axes.shard, g.buffer.gathered, g.types.compute) for g in unit.groups]
@@ -197,7 +197,7 @@ def _unit_collectives(unit: Unit) -> Iterator[Collective]:
 def _joined(
     amounts: Iterable[tuple[Communicator | None, int, torch.dtype]],
 ) -> Iterator[tuple[Communicator, int, torch.dtype]]:
-    """Add up elements over the same ranks; of several dtypes, bytes."""
+    """Sum elements by communicator; bytes for a communicator with several dtypes."""
     by_axis: dict[Communicator, list[tuple[int, torch.dtype]]] = {}
     for axis, numel, dtype in amounts:
         if axis is not None:

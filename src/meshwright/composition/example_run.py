@@ -1,9 +1,9 @@
-"""A run of a copy of a model on its example, and what is seen of it.
+"""Runs a copy of a model on its example, and observes it.
 
-Whether a model is a chain is seen, not assumed: each module must be called once, with the very
-tensors that the one before has returned, untouched, and the model's own forward must do nothing
-else: no operator, no hook, no block of autocast or ``no_grad``, no attribute. What modules write to
-their attributes is seen too, because a forward that runs in stages, or as a graph, leaves other
+The run shows whether a model is a chain: each module must be called once, with the unmodified
+tensors that the previous one has returned, and the model's own forward must do nothing else: no
+operator, no hook, no block of autocast or ``no_grad``, no attribute. Writes of modules to their
+attributes are observed too, because a forward that runs in stages, or as a graph, leaves other
 values there, or none.
 """
 
@@ -34,11 +34,11 @@ from meshwright.torch_internals.tensors import dispatch_depth, function_depth, w
 from meshwright.torch_internals.trees import tree_leaves
 
 Inputs = tuple[Any, ...] | Mapping[str, Any]
-"""Of a model: positional arguments, or keyword arguments."""
+"""A model's positional arguments, or its keyword arguments."""
 _OF_ALL = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 _OURS = ("_meshwright", "_tensor_parallel")
-"""With what attributes of this library begin."""
+"""Prefixes of this library's attributes."""
 _PLAIN = (int, float, complex, str, bytes, type(None))
 _LISTS = (list, tuple, set, frozenset, deque)
 _DEVICES = ("cpu", "cuda")
@@ -48,14 +48,14 @@ _CHANGING = HOOKING | {"__set__", "backward", "detach_", "requires_grad_"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """The findings of one run of a model."""
+    """The result of observing one run of a model."""
 
     links: list[str] | None
-    """The modules of the model in the order of their calls, where it is a chain of them."""
+    """If the model is a chain, its modules in call order; else None."""
     written: Mapping[str, frozenset[str]]
-    """By module, the attributes that its forward has written, or written into."""
+    """By module, the attributes that its forward has assigned or modified."""
     moving: tuple[str, ...]
-    """The attributes that go on with each run, such as counters, where it is no chain."""
+    """If it is no chain, the attributes that change in each run, such as counters."""
 
 
 @dataclass(slots=True)
@@ -64,13 +64,13 @@ class _Call:
 
     name: str
     inputs: list[tuple[int, int]] = field(default_factory=list)
-    """Identity and version of each argument."""
+    """The identity and version of each argument."""
     outputs: list[tuple[int, int]] = field(default_factory=list)
     has_keywords: bool = False
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """Copy a model. Tensors among its attributes that autograd has made lose their graph."""
+    """Copy a model. Attributes that are non-leaf tensors lose their graph."""
     memo = own_copies([*model.parameters(), *model.buffers()])
     for part in model.modules():
         for value in tree_leaves([vars(part)[key] for key in vars(part).keys() - _OF_ALL]):
@@ -81,7 +81,7 @@ def copied(model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def same_numbers() -> Iterator[None]:
-    """Give back Python's random numbers after the block, so that it leaves no trace."""
+    """Restore the state of Python's ``random`` after the block."""
     state = random.getstate()
     try:
         yield
@@ -91,7 +91,7 @@ def same_numbers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module, *, trains: bool = False) -> Iterator[None]:
-    """Put all modules of ``model`` in one mode, and each back in its own afterwards."""
+    """Set all modules of ``model`` to one mode, and restore each module's own afterwards."""
     modes = {part: part.training for part in model.modules()}
     model.train(trains)
     try:
@@ -106,7 +106,7 @@ def evaluating(model: nn.Module, *, trains: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def left_as_it_is(model: nn.Module) -> Iterator[None]:
-    """Give runs copies of buffers and attributes to change: they are no part of training."""
+    """Replace buffers and attributes by copies in the block, so that runs do not change them."""
     memo: dict[int, torch.Tensor] = {}
     kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for part in model.modules():
@@ -125,7 +125,7 @@ def left_as_it_is(model: nn.Module) -> Iterator[None]:
 
 
 def _apart(value: Any, memo: dict[int, torch.Tensor]) -> Any:  # noqa: ANN401
-    """Copy what a run may write into: tensors that do not train, and lists of anything."""
+    """Copy values that a run may write into: untrained tensors, and containers of anything."""
     if isinstance(value, torch.Tensor):
         if value.requires_grad or isinstance(value, nn.Parameter):
             return value
@@ -138,7 +138,7 @@ def _apart(value: Any, memo: dict[int, torch.Tensor]) -> Any:  # noqa: ANN401
 
 
 def observe(model: nn.Module, example: Inputs) -> Observation:
-    """Run a copy of ``model`` on ``example``; the model and all random numbers stay as they are.
+    """Run a copy of ``model`` on ``example``; the model and random states are not changed.
 
     Hooks on its modules do not run.
     """
@@ -169,7 +169,7 @@ def _observe(model: nn.Module, observed: nn.Module, example: Inputs) -> Observat
 
 
 def _has_own(model: nn.Module, links: Sequence[str], written: Mapping[str, frozenset[str]]) -> bool:
-    """Look for state, hooks and ``written`` attributes of what is around the ``links``."""
+    """Whether modules outside the ``links`` have state, hooks or ``written`` attributes."""
     if model._parameters or model._buffers:
         return True
     inside = {part for link in links for part in model.get_submodule(link).modules()}
@@ -181,7 +181,7 @@ def _has_own(model: nn.Module, links: Sequence[str], written: Mapping[str, froze
 
 
 def _links(model: nn.Module, prefix: str = "") -> Iterator[str]:
-    """List the modules that ``model`` can call: its children, lists by their items."""
+    """Yield the modules that ``model`` can call: its children, and the items of lists."""
     for name, child in model.named_children():
         full = f"{prefix}{name}"
         is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)
@@ -192,18 +192,18 @@ def _links(model: nn.Module, prefix: str = "") -> Iterator[str]:
 
 
 class _Run(TorchFunctionMode):
-    """A run of a model, with the calls of its modules ``names`` and what it does between them."""
+    """A run of a model that records the calls of modules ``names`` and what happens between."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         super().__init__()
         self.names: list[str] = [*names]
-        """After the run in the order of the calls."""
+        """In call order once `is_chain` has been True."""
         self._model = model
         self._calls: list[_Call] = []
-        self._kept: list[object] = []  # an identity means something only while its object lives
+        self._kept: list[object] = []  # keeps objects alive, so that no ``id`` is reused
         self._depth = 0
         self._is_plain = True
-        """True where the model's own forward has only called its modules so far."""
+        """True while the model's own forward has only called its modules."""
         self._around: object = None
         for name in names:
             part = model.get_submodule(name)
@@ -217,7 +217,7 @@ class _Run(TorchFunctionMode):
             return call_module(self._model, example)
 
     def is_chain(self, example: Inputs, result: object) -> bool:
-        """See that each module was called once, on what the one before it had returned."""
+        """Whether each module was called once, on the output of the previous one."""
         called = [call.name for call in self._calls]
         is_once = len(called) == len({*called}) > 1 and {*called} == {*self.names}
         if not (self._is_plain and is_once) or any(call.has_keywords for call in self._calls):
@@ -237,7 +237,7 @@ class _Run(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        """Notice that the model's own forward computes, or changes what a tensor does later."""
+        """Detect operators of the model's own forward, and calls that change a tensor."""
         found = func(*args, **(kwargs or {}))
         if self._depth == 0 and self._is_plain:
             given = {id(leaf) for leaf in tree_leaves((args, dict(kwargs or {})))}
@@ -262,13 +262,13 @@ class _Run(TorchFunctionMode):
 
 
 def _marks(values: object) -> list[tuple[int, int]]:
-    """Mark which objects ``values`` are, and how often they have been written to."""
+    """The ``id`` and write count of each of ``values``."""
     listed = values if isinstance(values, tuple) else (values,)
     return [(id(value), writes_to(value)) for value in listed]
 
 
 def _around() -> object:
-    """Read what surrounds a call and changes what it computes, or what its backward does."""
+    """The global modes that change what a call computes, or what its backward does."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -288,15 +288,15 @@ class _Attribute:
     """The value of an attribute at one time."""
 
     mark: object
-    """Equal while it is the same, and nothing in it has changed."""
+    """Equal as long as it is the same object and nothing in it has changed."""
     plain: object
-    """The same of what is no tensor or other object: numbers, texts and lengths."""
+    """The same, but only for plain values: numbers, strings and lengths."""
     held: object
-    """Itself, and what is in it now, so that their identities mean something."""
+    """The value and its leaves, kept alive so that no ``id`` is reused."""
 
 
 def _attributes(model: nn.Module) -> dict[str, dict[str, _Attribute]]:
-    """List the attributes of the modules of ``model``, by name, that not every module has."""
+    """The attributes of the modules of ``model``, by name, except those of every module."""
     return {
         name: {
             key: _Attribute(
@@ -312,7 +312,7 @@ def _attributes(model: nn.Module) -> dict[str, dict[str, _Attribute]]:
 
 
 def _mark(value: object, *, plain: bool) -> object:
-    """Reduce ``value`` to what can be compared with what it is later."""
+    """Reduce ``value`` to something that can be compared later."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, _LISTS):
@@ -329,7 +329,7 @@ def _changed(
     after: Mapping[str, Mapping[str, _Attribute]],
     of: str,
 ) -> dict[str, frozenset[str]]:
-    """Find the attributes whose ``of`` differs, by module."""
+    """By module, the attributes whose ``of`` differs."""
     found: dict[str, frozenset[str]] = {}
     for name, now in after.items():
         was = before.get(name, {})

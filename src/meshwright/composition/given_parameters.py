@@ -1,7 +1,7 @@
-"""The parameters of a model as `parallelize` was given them, and what users expect of them after.
+"""The user's parameters as `parallelize` got them, and what users expect of them afterwards.
 
-Layouts put others into their place: values for the meta device, DTensors where they are cut. What
-users have set on them goes on to those, and an optimizer that was built before is looked at.
+Layouts replace them: by values for the meta device, by DTensors for shards. The replacements get
+the user's attributes and hooks, and an optimizer that was built before is checked.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from meshwright.torch_internals.autograd import (
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """One parameter as it was; its memory is not held on to."""
+    """One parameter as it was; a weak reference does not keep its memory."""
 
     name: str
     itself: weakref.ref[nn.Parameter]
     attributes: Mapping[str, Any]
-    """Those that users have set."""
+    """Attributes that users have set."""
     hooks: Any
-    """Of `Tensor.register_hook`, in the object that handles know; None where there are none."""
+    """Hooks of `Tensor.register_hook`, in the dict that their handles refer to, or None."""
     later_hooks: Any
-    """Of `Tensor.register_post_accumulate_grad_hook`."""
+    """Hooks of `Tensor.register_post_accumulate_grad_hook`, likewise."""
 
 
 class GivenParameters:
@@ -58,7 +58,7 @@ class GivenParameters:
         }
 
     def carry(self, module: nn.Module) -> None:
-        """Give parameters of ``module`` the attributes and hooks of those that they replace."""
+        """Copy attributes and hooks to parameters of ``module`` from those that they replace."""
         for name, parameter in module.named_parameters(remove_duplicate=False):
             before = self._given.get(name)
             if before is None or before.itself() is parameter:
@@ -76,15 +76,15 @@ class GivenParameters:
         module: nn.Module,
         plan: Plan,
     ) -> Optimizer | None:
-        """Call ``make`` with what this rank trains; it may return an optimizer that was there.
+        """Call ``make`` with this rank's parameters; it may return an existing optimizer.
 
-        From that the parameters of other stages are taken out. Raises PlanError for one of
-        parameters that others have replaced, whose steps would change nothing, TypeError for one
-        that may not have what this rank trains.
+        Parameters of other stages are removed from it. Raises PlanError for an optimizer of
+        replaced parameters, whose steps would have no effect, TypeError for one that may lack this
+        rank's parameters.
         """
         if make is None:
             return None
-        # Torch makes no optimizer of nothing; the groups are those of the other ranks all the same.
+        # torch rejects an empty list, but the groups must be those of the other ranks.
         nothing = nn.Parameter(torch.empty(0, device="cpu"))
         optimizer = make([*optimized_parameters(module, plan)] or [nothing])
         check_optimizer(optimizer, has_closure=False)

@@ -1,11 +1,11 @@
-"""Acts of laying a module out: its values and device, its dropout, its layers, its data axes.
+"""The steps of laying a module out: its values and device, its dropout, its layers, its data axes.
 
-Each changes the module in place; `assembly` and `pipeline_assembly` say in which order.
+Each changes the module in place; `assembly` and `pipeline_assembly` order them.
 
 A model on the meta device gets the values that `randomness.initialize` gives in one process, bit by
-bit, on every layout. Ranks that shard parameters draw module by module and keep their parts. Axes
-pipeline and tensor look at how the whole model computes, so it is whole on each of their ranks
-until it has been cut.
+bit, on every layout. Ranks that shard parameters draw module by module and keep their shards. Axes
+pipeline and tensor run the full model first, so each of their ranks has all of it until it is
+split.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from meshwright.tensor_parallel.apply import apply_plan
 from meshwright.torch_internals.trees import tree_map_only
 
 Buffers = dict[str, torch.Tensor | None]
-"""Those of one module by name."""
+"""The buffers of one module, by name."""
 
 
 def optimized_parameters(module: nn.Module, plan: Plan) -> Iterable[nn.Parameter]:
-    """Return what the optimizer is given."""
+    """Return the parameters for the optimizer: flat ones if the plan says so."""
     trains = any(parameter.requires_grad for parameter in module.parameters())
     if not (plan.train.flat and trains):
         return module.parameters()
     held = {id(parameter) for parameter in module.parameters()}
-    # A unit may hold nothing but copies, which a step of the pipeline begins by writing.
+    # A unit may consist of copies of tied parameters, which each pipeline step overwrites.
     return [flat for flat in flat_groups(module) if _has_any(module, flat, held)]
 
 
@@ -61,7 +61,7 @@ def _has_any(module: nn.Module, flat: nn.Parameter, held: Collection[int]) -> bo
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """Check that ``model`` has no values yet. Raises PlanError where only some parameters have."""
+    """Whether ``model`` has no values yet. Raises PlanError if only some parameters have."""
     empty = {name: parameter.is_meta for name, parameter in model.named_parameters()}
     if any(empty.values()) and not all(empty.values()):
         first = next(name for name, is_empty in empty.items() if is_empty)
@@ -74,17 +74,17 @@ def is_on_meta(model: nn.Module) -> bool:
 
 
 def is_drawn_in_parts(plan: Plan) -> bool:
-    """Check that no rank needs the whole model."""
-    # What is drawn in another dtype has other values.
+    """Whether no rank needs the full model to draw its values."""
+    # Drawing in another dtype would give other values.
     is_cast = plan.precision.parameters != Plan().precision.parameters
     others = max(plan.axes.size("pipeline"), plan.axes.size("tensor"))
     return plan.axes.size("shard") > 1 and others == 1 and not is_cast
 
 
 def _draw(model: nn.Module, plan: Plan, device: torch.device, held: HeldBoxes = held_whole) -> None:
-    """Give ``model`` memory on ``device`` and the values of the plan's seed.
+    """Allocate ``model`` on ``device`` and draw the values of the plan's seed.
 
-    ``held`` tells which parts of parameters this rank has. Raises PlanError for modules that nobody
+    ``held`` gives this rank's parts of parameters. Raises PlanError for modules that nothing
     can initialize.
     """
     try:
@@ -97,7 +97,7 @@ def _draw(model: nn.Module, plan: Plan, device: torch.device, held: HeldBoxes = 
 
 
 def apply_dropout(model: nn.Module, plan: Plan) -> Draws | None:
-    """Make dropout draw the masks of one process, if the plan says so."""
+    """Make dropout draw the masks of one process, if the plan says so; returns its draws."""
     if plan.train.dropout == "local":
         return None
     draws = Draws(plan.train.seed)
@@ -109,7 +109,7 @@ def apply_dropout(model: nn.Module, plan: Plan) -> Draws | None:
 
 
 def place(model: nn.Module, plan: Plan, axis: Communicator) -> None:
-    """Move the model to this rank's device, and to the plan's dtype unless that was left out."""
+    """Move the model to this rank's device, and to the plan's dtype if that is not the default."""
     if is_on_meta(model):
         _draw(model, plan, axis.device)
     model.to(axis.device)
@@ -117,21 +117,21 @@ def place(model: nn.Module, plan: Plan, axis: Communicator) -> None:
         dtype = getattr(torch, plan.precision.parameters)
 
         def cast(tensor: torch.Tensor) -> torch.Tensor:
-            # Complex ones keep their own.
+            # Complex tensors keep their dtype.
             return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
         model._apply(cast)
 
 
 def equalize(model: nn.Module, everyone: Communicator) -> None:
-    """Make every rank's parameters and buffers those of rank 0."""
+    """Broadcast rank 0's parameters and buffers to all ranks."""
     compare_parameters(everyone, list(model.named_parameters()))
     tensors = [*model.parameters(), *model.buffers()]
     broadcast_tensors(everyone, tensors, label="broadcast parameters")
 
 
 def cut_over_tensor(module: nn.Module, cut: ModelCut, peers: Peers) -> None:
-    """Cut modules of a model, or of a stage of it, over the ranks of axis tensor, in place."""
+    """Shard modules of a model, or of one stage, over the ranks of axis tensor, in place."""
     mesh = peers.mesh_of("tensor")
     here = {name for name, _ in module.named_modules()}
     styles = {name: STYLES[style]() for name, style in cut.styles.items() if name in here}
@@ -139,7 +139,7 @@ def cut_over_tensor(module: nn.Module, cut: ModelCut, peers: Peers) -> None:
         return
     cut.set_widths(module)
     try:
-        # All ranks have equal parameters by now, so each keeps its part of its own.
+        # Parameters are equal on all ranks by now, so no broadcast is needed.
         apply_plan(module, mesh, styles, src_data_rank=None)
         check_ties(module)
     except ValueError as error:
@@ -148,12 +148,12 @@ def cut_over_tensor(module: nn.Module, cut: ModelCut, peers: Peers) -> None:
     for name in styles:
         part = module.get_submodule(name)
         if isinstance(part, Dropout):
-            # Between layers that are cut it is given a part of the features.
+            # Between sharded layers its input has a shard of the features.
             part.take_part(DimPart(dim=-1, index=axis.rank, parts=axis.size))
 
 
 def replicate_module(model: nn.Module, plan: Plan, peers: Peers) -> ReplicatedLayout:
-    """Keep ``model`` equal on all ranks that read different shares of a batch."""
+    """Replicate ``model`` over all ranks that read different shares of a batch."""
     cap_bytes, reduce = int(plan.buckets.cap_mb * 2**20), plan.precision.reduce
     options = ReplicateOptions(
         process_group=peers.data.group,
@@ -174,7 +174,7 @@ def replicate_module(model: nn.Module, plan: Plan, peers: Peers) -> ReplicatedLa
 
 
 def shard_module(model: nn.Module, plan: Plan, peers: Peers) -> ShardedLayout:
-    """Shard a module that is equal on the ranks that hold it, unit by unit."""
+    """Shard a module that is equal on its ranks, unit by unit."""
     mesh = peers.mesh_of("replicate", "shard")
     if mesh is None:
         raise InternalError("a plan with axis shard has no mesh of it")
@@ -208,7 +208,7 @@ def shard_module(model: nn.Module, plan: Plan, peers: Peers) -> ShardedLayout:
 
 
 def _unit_names(model: nn.Module, plan: Plan) -> list[str]:
-    """List the modules that are one unit each, inner ones first; the root takes what is left."""
+    """List the modules that are a unit each, inner ones first; the root gets the rest."""
     names = [name for name, _ in model.named_modules()]
     if isinstance(plan.shard.units, str):
         found = _blocks(model)
@@ -218,7 +218,7 @@ def _unit_names(model: nn.Module, plan: Plan) -> list[str]:
 
 
 def _blocks(model: nn.Module) -> list[str]:
-    """List the modules in lists of modules of one class: the layers of a transformer."""
+    """List the items of module lists of a single class, such as the layers of a transformer."""
     return [
         f"{name}.{number}" if name else number
         for name, part in model.named_modules()
@@ -231,20 +231,20 @@ def _blocks(model: nn.Module) -> list[str]:
 
 
 def recompute_modules(model: nn.Module, plan: Plan) -> None:
-    """Compute the activations of the matching modules again in the backward pass."""
+    """Make the matching modules recompute their activations in the backward pass."""
     named = map(model.get_submodule, recomputed(model, plan))
     for module in dict.fromkeys(each for found in named for each in _called(found)):
         run = _checkpointed
         if plan.train.compile and any(True for _ in module.buffers()):
-            # A graph would recompute with buffers that it has written.
+            # A compiled recomputation would read buffers that the forward has already written.
             run = torch.compiler.disable(run, recursive=False)
-        # An attribute of the instance: names, state dict and class stay as they are.
+        # Set on the instance, so that names, state dict and class do not change.
         module.forward = partial(run, module, module.forward)
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """List ``module``, or those below one that is never called: a list, or the rest of a sequence
-    that a pipeline takes apart."""
+    """Yield ``module``, or for a container without forward (a list, or what a pipeline leaves of a
+    sequence) the modules in it that are called."""
     if type(module).forward is not nn.Module.forward:
         yield module
     else:
@@ -258,7 +258,7 @@ def _checkpointed(
     *args: Any,
     **kwargs: Any,
 ) -> Any:  # noqa: ANN401
-    # A frame of ours, which a compiler traces: torch's own it runs uncompiled.
+    # Called through our frame: the compiler traces it, but skips torch's own frames.
     if torch.compiler.is_compiling():
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     held = [part._buffers for part in module.modules() if part._buffers]
@@ -273,7 +273,7 @@ def _checkpointed(
 
 @contextlib.contextmanager
 def _exchanged(held: Sequence[Buffers], begun: Sequence[Buffers]) -> Iterator[None]:
-    """Have the buffers that are ``held`` be those that a forward has ``begun`` with."""
+    """Replace the ``held`` buffers, in the block, by those that the forward has ``begun`` with."""
     now = [dict(each) for each in held]
     try:
         for each, values in zip(held, begun, strict=True):
@@ -285,7 +285,7 @@ def _exchanged(held: Sequence[Buffers], begun: Sequence[Buffers]) -> Iterator[No
 
 
 def _copies(buffers: Sequence[Buffers]) -> list[Buffers]:
-    """Copy all values, each once: a write to ``.data`` is in no version, so any may change."""
+    """Copy all values, shared ones once; versions do not show which a forward writes (.data)."""
     memo: dict[int, torch.Tensor] = {}
     return [
         {k: None if v is None else memo.setdefault(id(v), v.clone()) for k, v in each.items()}
@@ -303,13 +303,13 @@ def moved_to(example: Inputs, everyone: Communicator) -> Inputs:
 
 
 def compiled(module: nn.Module, plan: Plan) -> nn.Module:
-    """Compile in place what ``plan`` wants compiled of ``module``, and return it.
+    """Compile ``module`` in place if ``plan`` says so, and return it.
 
-    With axis shard that is each unit that holds no other, for no graph reaches over its gathers;
-    else the model, or this rank's stage of it. The loss and the optimizer stay as they are.
+    With axis shard each innermost unit is compiled, because gathers break graphs; otherwise the
+    model, or this rank's stage. The loss and the optimizer are not compiled.
     """
     if plan.train.compile:
-        # Loaded here alone: a compiler takes seconds to import.
+        # Not imported at the top: the compiler takes seconds to load.
         for part in _parts(module, plan):
             meshwright.compiler.compile_module(part)
     return module

@@ -1,4 +1,4 @@
-"""A model that has been laid out over ranks, and its training step.
+"""A model laid out over ranks, and its training step.
 
 One step on one rank, with ``accumulate = 2``::
 
@@ -67,12 +67,12 @@ class StepResult:
     """The outcome of one optimizer step; equal on all ranks."""
 
     loss: torch.Tensor
-    """Mean over the global batch, 0-dim, float64: on the CPU, or on the device of the losses, which
-    the host waits for when it is read."""
+    """Mean over the global batch, 0-dim, float64, on the CPU or on the losses' device; reading it
+    there is a host sync."""
     grad_norm: torch.Tensor
     """2-norm of all gradients together before clipping, 0-dim."""
     skipped: bool
-    """True when the optimizer was left out as a gradient was not finite (float16 only)."""
+    """True when the optimizer step was skipped for a non-finite gradient (float16 only)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +88,9 @@ class Trainable:
     """The result of `parallelize`: this rank's module, its optimizer, and the step of both."""
 
     _prefix = ""
-    """The text before names of the model in those of ``module``."""
+    """A prefix of the model's names in ``module``."""
     _copies: Mapping[str, str] = MappingProxyType({})
-    """By other names of a tied parameter its first name."""
+    """Maps other names of a tied parameter to its first name."""
 
     def __init__(
         self,
@@ -104,9 +104,9 @@ class Trainable:
         draws: Draws | None = None,
         traffic: TensorTraffic | None = None,
     ) -> None:
-        """``draws`` are those of the module's dropout, where it does not depend on the layout.
+        """``draws`` are those of dropout that does not depend on the layout.
 
-        ``traffic`` is what this rank's modules send over axis tensor in one pass.
+        ``traffic`` has the messages of this rank's modules over axis tensor in one pass.
         """
         self.module = module
         self.plan = plan
@@ -130,10 +130,10 @@ class Trainable:
         self._traffic = traffic
         self._passes = EventCheck(peers.alike, "the model", dict, (peers.tensor,))
         self._raised_in = ""
-        """The step that raised since the last pass: its collectives may not be those of all."""
+        """The step that raised since the last pass; ranks may differ in its collectives."""
         self._late = LateNumbers()
-        """The loss and the norm of the step before, until the device has come to them."""
-        # A step in half precision may be left out, and so must be known to be good before it.
+        """Checks of the last step's loss and norm, until the device has computed them."""
+        # With loss scaling a step may be skipped, so the check cannot be deferred.
         self._looks_late = not peers.losses.is_on_host and self.loss_scale is None
         self._numbered = 0
         """Samples of this step's global batch that have been computed."""
@@ -145,11 +145,11 @@ class Trainable:
 
     @property
     def data_size(self) -> int:
-        """Into how many shares a global batch is cut."""
+        """The number of shares that a global batch is split into."""
         return self._peers.data.size
 
     def sampler(self, dataset_size: int, batch_size: int, seed: int | None = None) -> Sampler:
-        """Make this rank's part of an order of samples that is the same on any number of ranks.
+        """Make a sampler of this rank's part of an order that is the same on any number of ranks.
 
         ``batch_size`` is that of the global batch; the plan's seed is used when ``seed`` is None.
         """
@@ -164,13 +164,13 @@ class Trainable:
     # ---------------------------------------------------------------------------- training
 
     def step(self, batch: object, target: object = None) -> StepResult:
-        """Train on this rank's share of one global batch: all of a step, gradients zeroed after it.
+        """Train on this rank's share of one global batch, and zero the gradients.
 
-        A tuple or list ``batch`` is given to the module as positional arguments, a mapping as
-        keyword arguments, anything else as one argument. Tensors are cut along dim 0 into the
+        A tuple or list ``batch`` is passed to the module as positional arguments, a mapping as
+        keyword arguments, anything else as one argument. Tensors are split along dim 0 into the
         plan's ``accumulate`` parts. Raises NonFiniteError, on all ranks, when the loss or a
-        gradient is not finite. On a device that shows in the next step, or before a state is given
-        out: a fused optimizer writes nothing in such a step, another one steps with zeros.
+        gradient is not finite. On a device the error comes in the next step, or before a state is
+        returned; a fused optimizer skips the bad step, another one steps with zero gradients.
         """
         self.forward_backward(batch, target)
         return self.optimizer_step()
@@ -178,10 +178,10 @@ class Trainable:
     def forward_backward(
         self, batch: object, target: object = None, *, is_last: bool = True
     ) -> None:
-        """Do the first half of `step`. Gradients are reduced in the call with ``is_last``.
+        """Run the first half of `step`. The call with ``is_last`` reduces gradients.
 
-        An own loop may call it several times for one optimizer step, with ``is_last=False`` in all
-        calls but the last: the loss and its gradient are then those of all their samples together.
+        Your own loop may call it several times for one optimizer step, with ``is_last=False`` in
+        all calls but the last: loss and gradient are then those of all their samples together.
         """
         if self._window.is_closed:
             raise RuntimeError(
@@ -216,7 +216,7 @@ class Trainable:
                     each.synchronize()
 
     def optimizer_step(self) -> StepResult:
-        """Do the second half of `step`: norm, stop or skip, clip, optimizer, zero."""
+        """Run the second half of `step`: norm, check, clip, optimizer, zero."""
         optimizer = self.optimizer
         if optimizer is None:
             raise RuntimeError("this Trainable has no optimizer: give one to parallelize")
@@ -245,25 +245,25 @@ class Trainable:
 
     @property
     def draws(self) -> tuple[object, ...]:
-        """Name this rank's random numbers: other ones where other things are computed."""
+        """A key for this rank's random numbers; ranks that compute the same share it."""
         return (self.data_rank,)
 
     @property
     def entries(self) -> tuple[tuple[int, nn.Module], ...]:
-        """The modules that a batch enters on this rank, each with the number of its stage."""
+        """The modules that this rank runs on a batch, each with the number of its stage."""
         return ((0, self.module),)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """List what this rank holds of each parameter, by original name; a tied one once."""
+        """Map original names to this rank's parameters (or shards); a tied one once."""
         found: dict[str, nn.Parameter] = {}
         for name, parameter in self.module.named_parameters():
-            found.setdefault(name, parameter)  # stages may hold one together under one name
+            found.setdefault(name, parameter)  # stages may share a parameter under one name
         return found
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """List each gradient by original name, as one process would hold it.
+        """Map original names to full gradients, as in one process.
 
-        It is called between the two halves, by all ranks together where parameters are sharded.
+        Call it between the two halves of a step; all ranks must if parameters are sharded.
         """
         settle()
         return {
@@ -276,7 +276,7 @@ class Trainable:
     def eval(self, batch: object, target: object = None) -> EvalResult:
         """Compute outputs and loss of ``batch`` in evaluation mode.
 
-        Ranks call it together where parameters are sharded, and need not where they are not.
+        If parameters are sharded, all ranks must call this.
         """
         settle()
         with evaluating(self.module), self._autocast():
@@ -287,17 +287,17 @@ class Trainable:
     # ------------------------------------------------------------------------ what it holds
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """List the state of the model by original name, in whole tensors, on every rank.
+        """Map original names to the full tensors of the model's state, on every rank.
 
-        All ranks call it together where parameters are sharded.
+        If parameters are sharded, all ranks must call this.
         """
         settle()
         return {name: whole(value) for name, value in self.module.state_dict().items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """List model and optimizer by original names, in whole tensors, and the steps so far.
+        """Return the state of model and optimizer by original names, in full tensors, and steps.
 
-        All ranks call it together where parameters are sharded.
+        If parameters are sharded, all ranks must call this.
         """
         state = self.held_state()
         state["model"] = self.weights()
@@ -306,10 +306,10 @@ class Trainable:
         return state
 
     def held_state(self) -> dict[str, Any]:
-        """List what `state_dict` lists as this rank holds it; nothing is sent.
+        """Return the entries of `state_dict` with this rank's tensors or shards; sends nothing.
 
-        The model is a `ModelState`, and tensors of the optimizer are its own. Parameters that
-        stages hold together have their first names.
+        The model is a `ModelState`, and the optimizer's tensors are not copied. Tied parameters
+        have their first names.
         """
         settle()
         copies = self._copies
@@ -326,11 +326,11 @@ class Trainable:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], *, copies: bool = True) -> None:
-        """Go on exactly where ``state`` was taken, on any layout. Every rank loads the same state.
+        """Resume exactly where ``state`` was taken, on any layout. Every rank loads the same state.
 
-        Its tensors are whole, or cut as this rank's are; without ``copies`` those of the optimizer
-        are its own from now on, and are taken out of ``state``. Raises RuntimeError, or
-        CheckpointMismatchError, naming what is missing or not known.
+        Its tensors are full, or sharded like this rank's. Without ``copies`` the optimizer takes
+        over its tensors, which are removed from ``state``. Raises RuntimeError, or
+        CheckpointMismatchError, naming missing and unknown entries.
         """
         held = self.module.state_dict()
         parts = {
@@ -346,7 +346,7 @@ class Trainable:
                 for name, own in saved["state"].items()
             }
             if not copies:
-                saved["state"].clear()  # so that what goes into a line is let go of
+                saved["state"].clear()  # so that tensors are freed once copied into flat storage
             saved = {"state": values, "param_groups": saved["param_groups"]}
             load_named_state(self.optimizer, self.module, named, saved, copies=copies)
         if self.loss_scale is not None and "loss_scale" in state:
@@ -355,7 +355,7 @@ class Trainable:
         self._start_over()
 
     def describe(self) -> Description:
-        """Find each parameter's layout, the collectives of a step, and what each setting did."""
+        """Describe each parameter's layout, a step's collectives, and each setting's effect."""
         is_piped = self.plan.axes.size("pipeline") > 1
         passes = self.plan.train.accumulate * (self.plan.pipeline.microbatches if is_piped else 1)
         sums = passes if self.plan.axes.size("shard") == 1 else 1  # shards are summed once
@@ -366,7 +366,7 @@ class Trainable:
     # --------------------------------------------------------------------------- internals
 
     def _number_samples(self, size: int) -> int:
-        """Number the first of this rank's ``size`` samples in the global batch."""
+        """Return the number, in the global batch, of the first of this rank's ``size`` samples."""
         if self._draws is None:
             return 0
         if not self._numbered:
@@ -380,13 +380,13 @@ class Trainable:
 
     @contextlib.contextmanager
     def _random_operators(self) -> Iterator[None]:
-        """Raise, in the first step, at operators whose numbers would depend on the layout."""
+        """In the first step, raise for random operators whose numbers depend on the layout."""
         if self._draws is None or self.steps:
             yield
             return
         with contextlib.ExitStack() as stack:
             if self.plan.train.compile:
-                # A graph would hide its operators, and keep the hooks by which they are named.
+                # A graph would hide operators, and keep the hooks that this check registers.
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             names = [name for name, _ in self.module.named_modules()]
             patterns = [f"{self._prefix}{pattern}" for pattern in self.plan.train.per_rank]
@@ -395,13 +395,13 @@ class Trainable:
             yield
 
     def _drawing(self, first: int, size: int) -> contextlib.AbstractContextManager[None]:
-        """Tell dropout of the samples from number ``first`` on of the global batch."""
+        """Tell dropout which ``size`` samples of the global batch, from ``first``, are computed."""
         if self._draws is None:
             return contextlib.nullcontext()
         return self._draws.microbatch(first, range(first, first + size))
 
     def _train_on(self, part: tuple[object, object, int], first: int, *, is_last: bool) -> None:
-        """Run ``part`` forward and backward; it begins with sample ``first`` of the batch."""
+        """Run forward and backward of ``part``, whose first sample has number ``first``."""
         batch, target, size = part
         layout, window = self._layout, self._window
         layout.reduce_next(is_last)
@@ -419,11 +419,11 @@ class Trainable:
             total.backward()
 
     def _every_gradient(self, spread: Sequence[SpreadGradients]) -> list[torch.Tensor]:
-        """List what is clipped, of which ``spread`` counts in the norm."""
+        """List the gradients to clip; ``spread`` has those that count in the norm."""
         return [each for group in spread for each in group.gradients]
 
     def _look(self, norm: torch.Tensor) -> bool:
-        """Tell whether the optimizer may step; on a device it may, and the next step looks."""
+        """Whether the optimizer may step; on a device True, and the next step checks."""
         window, step = self._window, self.steps
         numbers = torch.cat([norm.reshape(1).to(torch.float64), window.sums()])
         if self._looks_late:
@@ -432,7 +432,7 @@ class Trainable:
         return self._judge(window, step, numbers.tolist())
 
     def _judge(self, window: LossWindow, step: int, numbers: Sequence[float]) -> bool:
-        """Tell whether ``step`` is of use; raise on all ranks where it may not be skipped."""
+        """Whether ``step`` is finite; raises on all ranks unless it may be skipped."""
         norm, *sums = numbers
         window.know(sums)
         loss = sums[0] / sums[1]
@@ -459,7 +459,6 @@ class Trainable:
         return tree_map(_whole, dict(parts))
 
     def _load_model(self, parts: Mapping[str, Any]) -> None:
-        """Load what the modules of this rank hold."""
         self.module.load_state_dict(parts)
 
     def _start_over(self) -> None:
@@ -481,7 +480,7 @@ class Trainable:
             )
 
     def _compare_batches(self, batch: object, target: object) -> None:
-        """Check that the ranks of one model see one batch. Raises ValueError on all of them."""
+        """Check that ranks of one share get equal batches. Raises ValueError on all of them."""
         alike = self._peers.alike
         if alike.is_alone:
             return
@@ -491,7 +490,7 @@ class Trainable:
             look_at_bits(held, self._late, judge, is_late=not alike.is_on_host)
 
     def _judge_batches(self, number: int, held: Sequence[Held], digests: Sequence[str]) -> None:
-        """Raise ValueError where other ranks have found other ``digests`` in call ``number``."""
+        """Raise ValueError if ``digests`` differ between ranks in call ``number``."""
         require_equal(
             self._peers.alike,
             {f"tensor {place}": digest for place, digest in enumerate(digests)},
@@ -504,7 +503,7 @@ class Trainable:
         )
 
     def _compare_gradients(self, loss: torch.Tensor) -> None:
-        """Check that tensor ranks have one ``loss``, and that what they hold whole will stay equal.
+        """Check that tensor ranks have one ``loss``, and equal gradients of replicated parameters.
 
         Raises LayoutError on all of them.
         """
@@ -541,7 +540,7 @@ class Trainable:
 def autocast_of(
     plan: Plan, device: torch.device, *, keeps_casts: bool = True
 ) -> contextlib.AbstractContextManager[object]:
-    """Make the context that modules of ``plan`` compute in; it may keep what is cast once."""
+    """Make the autocast context of ``plan``; ``keeps_casts`` caches cast weights."""
     precision = plan.precision
     if not precision.is_mixed:
         return contextlib.nullcontext()
@@ -559,7 +558,7 @@ def _whole(value: object) -> object:
 
 
 def _part(value: object, parameter: torch.Tensor | None) -> object:
-    """Spread state of the parameter's shape as that is; steps and the like stay whole."""
+    """Shard state of the parameter's shape like the parameter; copy step counts and the like."""
     if not isinstance(value, torch.Tensor):
         return value
     if parameter is not None and value.shape == parameter.shape:

@@ -1,12 +1,12 @@
-"""Functions on several processes of this machine: `meshwright.launch`, and the ranks of tests.
+"""Runs functions on several processes of this machine: `meshwright.launch`, and ranks of tests.
 
 Bottom-up:
 
     wire          messages and their bytes
     modules       test modules in ranks
-    outcome       the ends of ranks
+    outcome       how ranks end
     rank_process  the life of one rank
-    supervisor    one call: its ranks, watched
+    supervisor    watches the ranks of one call
     server        the clean process that ranks are forked from
     pool          the caller's side
 

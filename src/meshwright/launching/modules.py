@@ -1,8 +1,8 @@
 """Test modules in ranks: the same names and the same rewritten assertions as in pytest.
 
-pytest imports test modules in its own ways (files outside ``sys.path``, ``assert`` statements
-rewritten to explain themselves). A rank that unpickles a function of such a module has to find it
-under the same name, and its ``assert`` should explain itself there too.
+pytest imports test modules in its own way (files outside ``sys.path``, rewritten ``assert``
+statements). A rank that unpickles a function of such a module has to find it under the same name,
+with its ``assert`` statements rewritten, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HOOK = "AssertionRewritingHook"
 
 
 def rewritten() -> dict[str, str]:
-    """Name the file of each module that pytest has imported here as a test or conftest."""
+    """Map each module that pytest has imported here as a test or conftest to its file."""
     return {
         name: file
         for name, module in list(sys.modules.items())
@@ -105,7 +105,7 @@ class _RewritingLoader(SourceFileLoader):
 
 
 def _cached(rewriter: ModuleType, path: str) -> CodeType | None:
-    """Read what pytest has kept of its own rewriting; anything but a hit means to rewrite again."""
+    """Read pytest's cached rewriting; None, to rewrite it here, for any failure."""
     source = pathlib.Path(path)
     try:
         kept = rewriter.get_cache_dir(source) / (source.stem + rewriter.PYC_TAIL)

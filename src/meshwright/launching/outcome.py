@@ -1,4 +1,4 @@
-"""The ends of the ranks of a call, and the error that tells them."""
+"""How the ranks of a call ended, and the error that reports it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Ending(StrEnum):
     RAISED = "raised"
     """The body, or connecting before it, raised."""
     DIED = "died"
-    """The process ended without a word: a signal, or ``os._exit``."""
+    """The process ended without a message: by a signal, or ``os._exit``."""
     TEARDOWN = "failed in teardown"
     """The body returned, then the process died or did not end."""
     HUNG = "hung"
     """It was still running at the deadline and was killed."""
     ENDED = "ended"
-    """It was still running when the grace after another rank's failure was over."""
+    """It was still running at the end of the grace period after another rank's failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,33 +36,33 @@ class Outcome:
     rank: int
     ending: Ending
     seconds: float
-    """From the start of the call to this rank's own end, or to its being killed."""
+    """From the start of the call until this rank ended or was killed."""
     order: float
-    """The latest time at which the rank was surely well: tells which failure came first."""
+    """The last time at which the rank had certainly not failed, to find the first failure."""
     exit_code: int | None = None
-    """The process's exit code; minus the number of a signal."""
+    """The process's exit code; negative for the number of a signal."""
     value: object = None
     """The value that the body returned."""
     exception: BaseException | None = None
-    """The error that the body raised, without traceback; None too when it could not be sent."""
+    """The error that the body raised, without traceback; None also if it cannot be pickled."""
     traceback: str = ""
     stack: str = ""
     """The Python stack of each thread when the rank was killed or crashed."""
     output: str = ""
     """The end of what the rank wrote to stdout and stderr."""
     killed: bool = False
-    """True when the harness killed the process, for time."""
+    """True when the harness killed the process at a time limit."""
     stopped: bool = False
     """True when the process was stopped (SIGSTOP) when it was killed."""
 
     @property
     def failed(self) -> bool:
-        """True when this rank did anything but return and end well."""
+        """True unless this rank returned and its process ended normally."""
         return self.ending != Ending.RETURNED
 
     @property
     def waited_for_others(self) -> bool:
-        """True when this failure can come of another rank's: it was done, or had time left."""
+        """True when another rank may be the cause: it was ended early, or had returned."""
         return self.ending == Ending.ENDED or (self.ending == Ending.TEARDOWN and self.killed)
 
     @property
@@ -73,7 +73,7 @@ class Outcome:
         return signal.Signals(-self.exit_code)
 
     def headline(self) -> str:
-        """Say in one line what happened to this rank."""
+        """Describe in one line what happened to this rank."""
         after = f"after {self.seconds:.2f} s"
         match self.ending:
             case Ending.RAISED:
@@ -96,7 +96,7 @@ class Outcome:
         return "; it was stopped (SIGSTOP)" if self.stopped else ""
 
     def details(self) -> str:
-        """Join traceback, stack and output, as far as there are any."""
+        """Join traceback, stack and output, without empty ones."""
         parts = []
         if self.traceback:
             parts.append(self.traceback.rstrip())
@@ -150,7 +150,7 @@ def _report(outcomes: Sequence[Outcome], first: Outcome) -> str:
 
 
 def _last_line(text: str) -> str:
-    """Find the line of a traceback that names the exception: the first after the last frame."""
+    """The line of a traceback that names the exception: the first after the last frame."""
     lines = text.splitlines()
     frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
     named = [line for line in lines[max(frames, default=0) :] if line[:1].strip()]

@@ -1,4 +1,4 @@
-"""The caller's side: a function is run on several fresh processes, and the results come back."""
+"""The caller's side: runs a function on several new processes, and returns the results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from meshwright.launching.outcome import Ending, Outcome, RanksFailed
 T = TypeVar("T")
 
 _MARGIN = 30.0
-"""Seconds past the deadline in which the supervisor must have reported."""
+"""Seconds after the deadline within which the supervisor must report."""
 
 _BOOTSTRAP = "import sys; from meshwright.launching.server import main; main(int(sys.argv[1]))"
 
@@ -44,8 +44,8 @@ _NOT_FOR_SERVER = ("TORCH_DISTRIBUTED_DEBUG", "TORCH_LOGS", "TORCH_SHOW_CPP_STAC
 class Pool:
     """A server process with torch loaded, and the calls that run through it.
 
-    The server starts with the first call and ends with `close`, or when this process ends, however
-    it ends. Calls from several threads may run at once.
+    The server starts with the first call and ends with `close`, or when this process ends for any
+    reason. Calls from several threads may run at once.
     """
 
     def __init__(self) -> None:
@@ -67,13 +67,13 @@ class Pool:
     ) -> list[T]:
         """Run one call, as `launch` and `meshwright.testing.ranks` do.
 
-        Ranks are connected in ``place`` (see `wire.Request`), where that is given. What a rank
-        writes is given to ``tell`` while it runs, or written here at the end.
+        If given, ``place`` connects the ranks (see `wire.Request`). Output of ranks is passed to
+        ``tell`` while they run, or written here at the end.
         """
         __tracebackhide__ = True
         if n < 1:
             raise ValueError(f"expected at least 1 rank, found {n}")
-        # A body that connects by itself finds the backend in the environment.
+        # For a body that connects itself, set the backend in the environment.
         own = {"MESHWRIGHT_CPU_BACKEND": backend} if backend in ("gloo", "shm") else {}
         request = wire.Request(
             size=n,
@@ -95,7 +95,7 @@ class Pool:
         return cast("list[T]", _values(outcomes))
 
     def close(self) -> None:
-        """End the server. A later call starts another."""
+        """Stop the server. A later call starts another."""
         with self._lock:
             if self._server is not None:
                 self._server.close()
@@ -178,7 +178,7 @@ class _Server:
         socket.send_fds(self._control, [wire.pack(fresh)], [call.fileno()])
 
     def said(self) -> str:
-        """Read the output of the server, for errors."""
+        """Return the server's output, for error messages."""
         self._log.seek(0)
         return self._log.read().decode(errors="replace")
 
@@ -198,27 +198,27 @@ def launch(
     connected: bool = True,
     **kwargs: object,
 ) -> list[T]:
-    """Run ``fn(*args, **kwargs)`` on ``ranks`` processes of this machine; list what each returns.
+    """Run ``fn(*args, **kwargs)`` on ``ranks`` processes of this machine; returns the results.
 
     For scripts and notebooks: ``fn`` may be a function of a notebook, a lambda or a closure. It,
-    its arguments and what it closes over are copied to each rank, and what it returns is copied
-    back, in the order of the ranks; all else that it changes ends with its process. The processes
-    are forked from one that has loaded torch and nothing else, so they start fast from the second
-    call on, and it is of no matter what this process has done with CUDA.
+    its arguments and its closure are copied to each rank, and its result is copied back, in the
+    order of the ranks; all other changes are lost with the process. The processes are forked from
+    one that has only loaded torch, so they start fast from the second call on, and CUDA may be
+    initialized in this process.
 
-    A rank has one compute thread and torchrun's environment variables, and begins with seeds 0. It
-    is connected before ``fn`` starts, with ``backend`` as for `meshwright.comm.connect`, which
-    ``fn`` may call again for the world; with ``connected=False`` it has to. What it writes is shown
-    here line by line, behind its number.
+    A rank has one compute thread and torchrun's environment variables, and its seeds are 0. It is
+    connected before ``fn`` starts, with ``backend`` as for `meshwright.comm.connect`, which ``fn``
+    may call again for the world; with ``connected=False`` it must. Its output is shown here line
+    by line, after its number.
 
     ``timeout`` is in seconds; None sets no limit. After the first failure the other ranks have
-    ``grace`` seconds to end. An interrupt of this process (Ctrl-C, the button of a notebook), or
-    its end, ends them at once, and all that they have started.
+    ``grace`` seconds to end. If this process is interrupted (Ctrl-C, the button of a notebook) or
+    ends, the ranks and all processes that they have started are killed at once.
 
     Raises `RankFailedError`, whose ``rank`` failed first, with the tracebacks of all that failed;
     the stacks of those that still ran at the limit; and the first rank's exception as its cause.
-    Raises `TypeError` for what cannot be copied, and `LaunchError` on a rank that another launcher
-    has started.
+    Raises `TypeError` for values that cannot be copied, and `LaunchError` on a rank of another
+    launcher.
 
     Example::
 
@@ -251,26 +251,26 @@ def launch(
 
 
 class _Lines:
-    """The output of ranks, shown in whole lines."""
+    """Shows the output of ranks in complete lines."""
 
     def __init__(self) -> None:
         self._begun: dict[int, bytes] = {}
 
     def add(self, rank: int, data: bytes) -> None:
-        """Show the lines that ``data`` ends."""
+        """Show the lines that ``data`` completes."""
         *lines, self._begun[rank] = (self._begun.get(rank, b"") + data).split(b"\n")
         for line in lines:
             sys.stdout.write(f"[rank {rank}] {line.decode(errors='replace')}\n")
         sys.stdout.flush()
 
     def end(self) -> None:
-        """Show what no line end has followed."""
+        """Show incomplete last lines."""
         for rank in [rank for rank, line in self._begun.items() if line]:
             self.add(rank, b"\n")
 
 
 def _wait_for_end(call: socket.socket) -> None:
-    """Tell the supervisor that nobody waits any more, and wait until it has ended the ranks."""
+    """Close the supervisor's input, so that it kills the ranks, and wait until it has."""
     with contextlib.suppress(OSError):
         call.shutdown(socket.SHUT_WR)
         call.settimeout(_MARGIN)
@@ -279,7 +279,7 @@ def _wait_for_end(call: socket.socket) -> None:
 
 
 def shared_pool() -> Pool:
-    """Find the pool of this process; a forked child has its own."""
+    """Return the pool of this process; a forked child has its own."""
     return _pool_of(os.getpid())
 
 
@@ -291,7 +291,7 @@ def _pool_of(process: int) -> Pool:
 
 
 def _warning_filters() -> tuple[wire.WarningFilter, ...]:
-    """List the filters in force, as text that `warnings.filterwarnings` takes."""
+    """The active warning filters, as text for `warnings.filterwarnings`."""
 
     def text(pattern: re.Pattern[str] | str | None) -> str:
         if pattern is None:
@@ -305,11 +305,11 @@ def _warning_filters() -> tuple[wire.WarningFilter, ...]:
 
 
 def _values(outcomes: Sequence[Outcome]) -> list[object]:
-    """List the returned values. Raises the error that the outcomes make."""
+    """Return the ranks' values. Raises RanksFailed, or pytest's skip, for other outcomes."""
     __tracebackhide__ = True
     loaded = [_loaded(outcome) for outcome in outcomes]
     unwell = [outcome for outcome in loaded if outcome.ending != Ending.RETURNED]
-    # What other ranks say after one has skipped the test comes of its having left.
+    # Failures of other ranks after a skip are caused by the rank that left.
     first = min(unwell, key=lambda outcome: outcome.order, default=None)
     if first is not None and first.ending == Ending.SKIPPED:
         kind, reason = cast("tuple[str, str]", first.value)
@@ -324,7 +324,7 @@ def _values(outcomes: Sequence[Outcome]) -> list[object]:
 
 
 def _loaded(outcome: Outcome) -> Outcome:
-    """Put value or exception in the place of their bytes."""
+    """Replace the bytes of value or exception by the object."""
     data = cast("bytes", outcome.value)
     if outcome.ending == Ending.RAISED:
         return dataclasses.replace(outcome, value=None, exception=wire.exception_from(data))

@@ -31,7 +31,7 @@ from meshwright.errors import RankFailedError
 from meshwright.launching import modules, wire
 
 DUMP_SIGNAL = signal.SIGRTMIN + 7
-"""Makes a rank write its stacks; a real-time signal, so that bodies keep SIGUSR1 and SIGUSR2."""
+"""Makes a rank dump its stacks; a real-time signal, to leave SIGUSR1 and SIGUSR2 to bodies."""
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -39,11 +39,11 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Post:
-    """A rank's place: its number, its line to the supervisor, and where it writes."""
+    """A rank's number, its channel to the supervisor, and its output files."""
 
     rank: int
     supervisor: int
-    """Process id of the supervisor, to notice that it died before the kernel was told."""
+    """Process id of the supervisor, to detect that it died before PDEATHSIG was set."""
     channel: socket.socket
     output: int
     """File descriptor for stdout and stderr."""
@@ -52,14 +52,14 @@ class Post:
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when ``parent`` ends, however that ends."""
+    """Ask the kernel to kill this process when ``parent`` ends for any reason."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def run(request: wire.Request, post: Post) -> NoReturn:
-    """Run the body on this rank, send what came of it, and end the process."""
+    """Run the body on this rank, send the result, and end the process."""
     die_with_parent(post.supervisor)
     os.setsid()  # a group of its own, so that what the body starts can be killed with it
     _redirect(post)
@@ -71,7 +71,7 @@ def run(request: wire.Request, post: Post) -> NoReturn:
     _flush()
     wire.send(post.channel, message)
     if message.kind == "returned" and request.connected:
-        with contextlib.suppress(RankFailedError):  # the report is of every rank
+        with contextlib.suppress(RankFailedError):  # the report has every rank's failure
             comm.disconnect()
     _leave(0 if message.kind in {"returned", "skipped"} else 1)
 
@@ -79,7 +79,7 @@ def run(request: wire.Request, post: Post) -> NoReturn:
 def _message_of(error: BaseException) -> wire.Message:
     now = time.monotonic()
     if _is_skip(error):
-        # By name: pytest's outcomes are not to be found in the module that they name as theirs.
+        # Send the name: pytest's outcomes cannot be unpickled from the module that they name.
         said = wire.pack((type(error).__name__, str(error)))
         return wire.Message(kind="skipped", time=now, payload=said)
     _publish(error)
@@ -89,16 +89,16 @@ def _message_of(error: BaseException) -> wire.Message:
 
 
 def _publish(error: BaseException) -> None:
-    """Tell the other ranks of the failure, as an exception that ends a program would."""
+    """Report the failure to the other ranks, as an uncaught exception would."""
     with contextlib.redirect_stderr(io.StringIO()):  # the report shows the traceback
         sys.excepthook(type(error), error, error.__traceback__)
 
 
 def _leave(code: int) -> NoReturn:
-    """End the process as Python would, up to taking the interpreter apart.
+    """End the process as Python would, except for the interpreter's finalization.
 
-    That last part costs 0.4 s for four ranks on two cores, nearly all of it spent on copying pages
-    that are shared with the server, only to free them.
+    That takes 0.4 s for four ranks on two cores, mostly to copy pages shared with the server, only
+    to free them.
     """
     if code == 0:
         threading._shutdown()  # pyrefly: ignore[missing-attribute] # waits for threads
@@ -165,11 +165,11 @@ def _is_skip(error: BaseException) -> bool:
 
 
 def _trace_of(error: BaseException) -> str:
-    """Find the traceback from the body on: the harness's own frames say nothing."""
+    """Format the traceback from the body on, without the harness's own frames."""
     trace: types.TracebackType | None = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
-    # An error of the harness's own calls has no frame of the body: show it whole.
+    # An error of the harness itself has no frame of the body: show all frames.
     lines = traceback.format_exception(type(error), error, trace or error.__traceback__)
     return "".join(lines)
 

@@ -1,7 +1,7 @@
-"""The clean process that every rank is forked from: torch is loaded, one thread, nothing used.
+"""The clean process that every rank is forked from: torch is loaded, with a single thread.
 
-It is started as a fresh interpreter, never forked out of the test process with its threads. It runs
-nothing itself: for each call it forks a supervisor, which forks the ranks.
+It is a new interpreter, never forked from the caller, which has threads. It runs nothing itself:
+for each call it forks a supervisor, which forks the ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshwright.launching import supervisor, wire
 from meshwright.torch_internals.tracing import COMPILER_MODULES
 
 CONTROL_BYTES = 1 << 16
-"""Bound on the list of modules that comes with a call."""
+"""Limit on the bytes of the list of modules that comes with a call."""
 
 
 _MADV_COLLAPSE = 25
@@ -60,22 +60,22 @@ def _load(names: Iterable[str]) -> None:
         try:
             importlib.import_module(name)
         except Exception:
-            continue  # the rank that needs it raises it again, and is heard
+            continue  # a rank that needs it raises the error again, where it is reported
     if missing:
         _freeze()
 
 
 def _freeze() -> None:
-    """Keep all that is loaded as it is: whatever a rank touches of it, it has to copy."""
+    """Freeze loaded objects: a rank would have to copy each page that it touches."""
     for finalizer in list(weakref.finalize._registry):  # pyrefly: ignore[missing-attribute]
-        finalizer.atexit = False  # torch would take its libraries apart, in 30 ms a rank
+        finalizer.atexit = False  # torch would unload its libraries, 30 ms per rank
     gc.collect()
     gc.freeze()
     _collapse_heap()
 
 
 def _collapse_heap() -> None:
-    """Put what is loaded on huge pages, where the kernel can: a fork takes a third of the time."""
+    """Move loaded data to huge pages if the kernel can: a fork then takes a third of the time."""
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     with open("/proc/self/maps") as maps:

@@ -23,7 +23,7 @@ from meshwright.launching.outcome import Ending, Outcome
 _LIBC = ctypes.CDLL(None)
 _PR_SET_CHILD_SUBREAPER = 36
 _FREE_PAGES = 3
-"""The mode of fallocate that gives pages of a file back and keeps its size."""
+"""The mode of fallocate that frees pages of a file and keeps its size."""
 _OUTPUT_SHOWN = 32 * 1024
 _DUMP_SECONDS = 1.0
 _SKIP_GRACE = 0.1
@@ -31,7 +31,7 @@ _TELL_EVERY = 0.1
 
 
 Step = Callable[[], Any]
-"""A process's next piece of work; returns one, or a status: a forked child leaves all frames."""
+"""A process's next work, which returns another or a status, so that a fork leaves all frames."""
 
 
 @dataclass(slots=True)
@@ -53,25 +53,25 @@ class _Child:
     killed_for: Ending | None = None
     stopped: bool = False
     told: int = 0
-    """Bytes of its output that the caller has."""
+    """Bytes of its output that have been sent to the caller."""
 
     @property
     def running(self) -> bool:
         return self.exit_code is None
 
     def say(self, message: wire.Message) -> None:
-        """Report with ``message`` that the body has ended."""
+        """Record the rank's ``message`` that its body has ended."""
         self.message = message
         self.end = self.well_until = message.time
 
     def exit(self, code: int, well_until: float) -> None:
-        """Exit with ``code``, some time after ``well_until``."""
+        """Record that the process exited with ``code``, some time after ``well_until``."""
         self.exit_code = code
         if self.message is None:
             self.end, self.well_until = time.monotonic(), well_until
 
     def news(self) -> bytes:
-        """Read what the rank has written since the last time; it is kept no longer."""
+        """Return the rank's output since the last call, and free its pages."""
         data = os.pread(self.output, os.fstat(self.output).st_size - self.told, self.told)
         self.told += len(data)
         if data:
@@ -79,7 +79,7 @@ class _Child:
         return data
 
     def outstay(self, ending: Ending, now: float) -> None:
-        """Outstay the time at ``now``: the rank will be killed for ``ending``."""
+        """Record at ``now`` that the rank exceeded its time and will be killed for ``ending``."""
         self.killed_for = ending
         self.stopped = is_stopped(self.pid)
         if self.message is None:
@@ -87,7 +87,7 @@ class _Child:
 
 
 def supervise(call: socket.socket) -> Step | int:
-    """Serve the one request that comes over ``call``; in a forked rank, return the rank's work."""
+    """Serve the one request on ``call``; in a forked rank, return the rank's work."""
     start = time.monotonic()
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     request = cast("wire.Request", wire.receive(call))
@@ -107,7 +107,7 @@ def supervise(call: socket.socket) -> Step | int:
             return functools.partial(rank_process.run, request, post)
         theirs.close()
         children.append(_Child(rank, pid, os.pidfd_open(pid), ours, output, stack))
-    # Only now: a process that forks should have one thread, and the store has its own.
+    # Start the store after the forks: it has a thread, and a forking process should have one.
     store = host_store()
     for child in children:
         wire.send(child.channel, store.port)
@@ -117,7 +117,7 @@ def supervise(call: socket.socket) -> Step | int:
 
 
 class _Watch:
-    """Follows the ranks of one call to their ends."""
+    """Watches the ranks of one call until they end."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class _Watch:
             self._selector.register(child.channel, selectors.EVENT_READ, child)
 
     def run(self) -> list[Outcome]:
-        """Wait for all ranks; kill those that outstay their time."""
+        """Wait for all ranks; kill those that exceed their time."""
         last = self._start
         while any(child.running for child in self._children):
             events = self._selector.select(self._patience())
@@ -159,14 +159,14 @@ class _Watch:
         return [self._outcome(child) for child in self._children]
 
     def _patience(self) -> float | None:
-        """Find the seconds until something is to be done that nobody asks for; None for never."""
+        """Seconds until the next timed action; None for none."""
         left = max(0.0, self._limit - time.monotonic())
         if self._request.is_told:
             left = min(left, _TELL_EVERY)
         return None if left == math.inf else left
 
     def _tell(self) -> None:
-        """Tell the caller what ranks have written."""
+        """Send new output of ranks to the caller."""
         if not self._request.is_told:
             return
         for child in self._children:
@@ -188,7 +188,7 @@ class _Watch:
             self._selector.unregister(child.channel)
             return
         if child.killed_for is not None:
-            return  # it is on its way out, and was only woken to show its stack
+            return  # it is being killed, and was only continued to dump its stacks
         for message in child.inbox.feed(data):
             said = cast("wire.Message", message)
             child.say(said)
@@ -267,7 +267,7 @@ def _signal(pid: int, number: int) -> None:
 
 
 def _kill(child: _Child) -> None:
-    """Kill the rank and, as it leads a group, what its body started."""
+    """Kill the rank and its process group, with all that its body started."""
     if not child.running:
         return
     for kill in (os.killpg, os.kill):
@@ -276,7 +276,7 @@ def _kill(child: _Child) -> None:
 
 
 def _kill_descendants() -> None:
-    """Kill what the ranks have left behind: orphans come to this process, their subreaper."""
+    """Kill processes that ranks left behind, which this process, a subreaper, inherits."""
     while True:
         try:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:
@@ -297,7 +297,7 @@ def _own_children() -> list[int]:
 
 
 def _wait_for_stacks(children: list[_Child]) -> None:
-    """Wait until every rank has written its stacks: the files are there and do not grow."""
+    """Wait until every rank has dumped its stacks: no file is empty or growing."""
     end = time.monotonic() + _DUMP_SECONDS
     before: list[int] = []
     while time.monotonic() < end:
@@ -309,7 +309,7 @@ def _wait_for_stacks(children: list[_Child]) -> None:
 
 
 def _content(file: int) -> str:
-    """Find the end of what was written to ``file``."""
+    """Return the end of ``file``."""
     size = os.fstat(file).st_size
     start = max(0, size - _OUTPUT_SHOWN)
     text = os.pread(file, size - start, start).decode("utf-8", errors="replace")

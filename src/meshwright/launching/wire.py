@@ -1,6 +1,6 @@
 """Messages between pool, server, supervisor and ranks, and their bytes.
 
-Every message is a pickle behind its length. Both ends are the same user's processes, started by one
+Every message is a pickle after its length. Both ends are the same user's processes, started by one
 another over a private socket, so pickle is safe here.
 """
 
@@ -21,7 +21,7 @@ WarningFilter = tuple[str, str, type[Warning], str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One call of a pool: what to run, on how many ranks, and the caller's surroundings."""
+    """One call of a pool: the work, the number of ranks, and the caller's environment."""
 
     size: int
     work: bytes
@@ -34,9 +34,9 @@ class Request:
     connected: bool
     """True when the ranks are connected before the body starts."""
     place: str
-    """``module:name`` of a context manager that connects ranks in another way; empty for none."""
+    """``module:name`` of a context manager that connects the ranks instead; empty for none."""
     is_told: bool
-    """True when the caller hears at once what ranks write, and not in their outcomes."""
+    """True when output of ranks is sent to the caller at once, and not in their outcomes."""
     environment: Mapping[str, str]
     directory: str
     path: tuple[str, ...]
@@ -48,7 +48,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """The word of a rank at the end of its body."""
+    """The message of a rank at the end of its body."""
 
     kind: str
     """``returned``, ``raised`` or ``skipped``."""
@@ -60,11 +60,11 @@ class Message:
 
 
 def pack(value: object) -> bytes:
-    """Pickle ``value``; what no module has (of a notebook, inside a function) travels by value.
+    """Pickle ``value``; functions and classes outside of modules (notebooks) are sent by value.
 
-    Raises ``TypeError`` when something inside cannot travel to another process.
+    Raises ``TypeError`` if something inside cannot be pickled.
     """
-    import cloudpickle  # here, so that the check of a GPU does without it
+    import cloudpickle  # imported here, so that checks on a GPU do not need it
 
     try:
         return cloudpickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
@@ -76,7 +76,7 @@ def pack(value: object) -> bytes:
 
 
 def unpack(data: bytes) -> object:
-    """Find the value of `pack`'s bytes."""
+    """Return the value that `pack` pickled."""
     return pickle.loads(data)  # noqa: S301 - see the module's docstring
 
 
@@ -84,7 +84,7 @@ def _rebuild(
     kind: type[BaseException], args: tuple[object, ...], state: Mapping[str, object]
 ) -> BaseException:
     # Without __init__: an exception whose __init__ takes more than its message pickles but would
-    # not come back. Of several builtin bases only the one that decides the layout can make it.
+    # not unpickle. Of several builtin bases only the one that sets the layout can create it.
     for base in cast("tuple[type[BaseException], ...]", kind.__mro__):
         try:
             error = base.__new__(kind, *args)
@@ -97,7 +97,7 @@ def _rebuild(
 
 
 def exception_bytes(error: BaseException) -> bytes:
-    """Pickle ``error`` without its traceback; empty when it cannot travel."""
+    """Pickle ``error`` without its traceback; empty if that fails."""
     try:
         data = pack((type(error), error.args, dict(error.__dict__)))
         exception_from(data)
@@ -107,7 +107,7 @@ def exception_bytes(error: BaseException) -> bytes:
 
 
 def exception_from(data: bytes) -> BaseException | None:
-    """Make the exception of `exception_bytes`, or None when it could not travel."""
+    """Rebuild the exception of `exception_bytes`, or None if it could not be pickled."""
     if not data:
         return None
     try:
@@ -124,7 +124,7 @@ def send(channel: socket.socket, message: object) -> None:
 
 
 def receive(channel: socket.socket) -> object:
-    """Find the next message; ``EOFError`` when the other side has closed."""
+    """Receive the next message; ``EOFError`` when the other side has closed."""
     (length,) = _LENGTH.unpack(_exactly(channel, _LENGTH.size))
     return unpack(_exactly(channel, length))
 
@@ -141,13 +141,13 @@ def _exactly(channel: socket.socket, count: int) -> bytes:
 
 
 class Inbox:
-    """Messages out of bytes that arrive in pieces."""
+    """Assembles messages from bytes that arrive in pieces."""
 
     def __init__(self) -> None:
         self._data = bytearray()
 
     def feed(self, data: bytes) -> Iterator[object]:
-        """List the messages that ``data`` completes."""
+        """Yield the messages that ``data`` completes."""
         self._data += data
         while len(self._data) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._data)

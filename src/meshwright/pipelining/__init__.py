@@ -3,10 +3,10 @@
 Bottom-up:
 
     edges       the source of each argument of a stage
-    microbatch  cutting a batch, and merging outputs
-    messages    values that cross stages, and how ranks come to know of them
+    microbatch  splitting a batch, and merging outputs
+    messages    values that cross stages, and their metadata
     failures    a step that fails on one rank, and ranks in different steps
-    stage       one stage, and what it holds of each microbatch
+    stage       one stage, and its state for each microbatch
     stepping    one step: the interpreter of schedules, backward, losses, ties
     schedules   the classes that users call
     clipping    the norm over all stages

@@ -1,4 +1,4 @@
-"""The norm of all gradients of a model that is cut into stages, and clipping by it."""
+"""The norm of all gradients of a model that is split into stages, and clipping by it."""
 
 from __future__ import annotations
 

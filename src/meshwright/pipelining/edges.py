@@ -25,22 +25,22 @@ class StageEdges:
 
     args: tuple[Source, ...] = ()
     kwargs: tuple[tuple[str, Source], ...] = field(default=())
-    """By keyword. Keywords of the batch that no stage names go to any stage that is given them."""
+    """By keyword. A stage with edges of its own gets no other keywords of the batch."""
 
     def sources(self) -> Iterator[int]:
-        """List the stages it reads from, with repetitions."""
+        """Yield the stages that this one reads from, with repetitions."""
         for source in (*self.args, *(source for _, source in self.kwargs)):
             if source.stage is not None:
                 yield source.stage
 
 
 def adjacent(stage: int) -> StageEdges:
-    """Make a stage of a plain chain: all outputs of the one before are its positional arguments."""
+    """Return the edges of a stage in a plain chain: all outputs of the previous one, in order."""
     return StageEdges() if stage == 0 else StageEdges((Source(stage - 1),))
 
 
 def only_source(edges: StageEdges) -> int | None:
-    """Find the stage all of whose outputs are all arguments, if there is one."""
+    """Return the stage whose outputs, all and in order, are the only arguments; None without."""
     if len(edges.args) == 1 and not edges.kwargs and edges.args[0].output is None:
         return edges.args[0].stage
     return None

@@ -1,19 +1,18 @@
-"""Ranks that fail in a step, and ranks that are in different steps: how the others come to know.
+"""Failures in a step, and ranks in different steps: how the other ranks learn of them.
 
-Two kinds of notices of a schedule stand in the store. ``failed`` is the first failure that ends the
-schedule: whoever is in that step or a later one raises, for what it waits for will not come. Ranks
-that are still in an earlier step finish it. ``refused N`` says that step N could not begin on a
-rank. It counts as a step there. A rank that waits in it for what must come first raises, and counts
-it too; so a schedule of whose step nothing was sent goes on with the next. A rank that has sent any
-of it, or got any, raises, and the schedule has failed. Data-parallel ranks of a stage are no
-ranks of the pipeline: the board of the run tells them.
+The store holds two kinds of notices of a schedule. ``failed`` is the first failure, which ends the
+schedule: each rank in that step or a later one raises, because what it waits for will not come.
+Ranks still in an earlier step finish it. ``refused N`` says that step N could not begin on a rank,
+which counts it as a step. A rank that waits in step N for its first message raises and counts it
+too, so the schedule continues with the next step if nothing of this one was sent. If a rank has
+sent or received any of it, that rank raises and the schedule has failed. Data-parallel ranks of a
+stage are not ranks of the pipeline: the board of the run tells them.
 
-Messages and notices of one schedule are none of another's. So a rank that waits in a schedule that
-another rank has not built, or comes to later, would wait to the end of its patience. A rank that
-has waited for a while therefore leaves word of the step that it is in and of those that it has
-ended, and so does one that fails for good. Two such words are compared: when each rank is in a step
-that the other has not come to, they have different programs. A word stays true when its rank has
-gone on, so that none is ever taken back.
+Messages and notices belong to one schedule. A rank in a schedule that another rank has not built,
+or reaches later, would wait until its timeout. So a rank that has waited for a while leaves word:
+the step it is in, and the steps it has ended. A rank that fails for good does the same. Two words
+are compared: if each rank is in a step that the other has not reached, their programs differ. A
+word stays true after its rank has continued, so none is ever taken back.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _SHAPE: Mapping[str, type] = {
 
 
 class Failures:
-    """The failures of the steps of one schedule, as one rank tells and sees them."""
+    """The failures in steps of one schedule, as one rank reports and sees them."""
 
     def __init__(self, communicator: Communicator, notices: Notices, *, has_replicas: bool) -> None:
         self._notices = notices
@@ -53,9 +52,9 @@ class Failures:
     def tell(
         self, step: int, error: BaseException, stage: int, action: str, *, for_good: bool
     ) -> None:
-        """Tell that this rank has failed in ``step``, on its own or because another has.
+        """Report that this rank has failed in ``step``, on its own or because another has.
 
-        Not ``for_good``: it has refused the step before anything of it was sent or had come.
+        Not ``for_good``: it has refused the step before any message of it was sent or received.
         """
         notice = self._seen or {
             "rank": self._rank,
@@ -75,8 +74,8 @@ class Failures:
     def look(self, step: int, beginner: int | None = None, *, is_final: bool = False) -> None:
         """Raise when another rank has refused ``step``, or failed in it or in an earlier one.
 
-        Or this rank has refused it, where a rank, the ``beginner``, is known to have begun it.
-        With ``is_final`` only for what has ended the schedule.
+        Also when this rank has refused it and another, the ``beginner``, is known to have begun it.
+        With ``is_final``, only for a failure that has ended the schedule.
         """
         for key in (_FAILED,) if is_final else (_FAILED, _refused(step)):
             found = object_of(self._notices.read(key), _SHAPE)
@@ -143,9 +142,9 @@ class Turns:
         self._since = time.monotonic()
 
     def end(self, step: int, error: BaseException | None = None) -> None:
-        """End ``step``, well or not, or one that could not begin.
+        """End ``step``, whether it succeeded, failed or could not begin.
 
-        An ``error`` leaves the schedule unusable. Of one that is a difference the word has been
+        An ``error`` leaves the schedule unusable. For a `CollectiveMismatchError` the word has been
         left already.
         """
         if error is not None and not isinstance(error, CollectiveMismatchError):
@@ -153,7 +152,11 @@ class Turns:
         self._ended[f"{_PREFIX}{self._number}"] = step + 1
 
     def look(self, step: int) -> None:
-        """Look around while this rank waits in ``step``. Raises `CollectiveMismatchError`."""
+        """Compare this rank, waiting in ``step``, with the words of others.
+
+        Raises `CollectiveMismatchError` when each of two ranks is in a step that the other has not
+        reached.
+        """
         if time.monotonic() - self._since < WORD_AFTER:
             return
         self._leave_word(step, "")

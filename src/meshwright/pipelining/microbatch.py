@@ -1,7 +1,7 @@
-"""Cutting a batch into microbatches, and putting their outputs together again.
+"""Splitting a batch into microbatches, and merging their outputs.
 
-Every tensor is cut along dim 0 unless a spec says otherwise; what is no tensor goes to every
-microbatch as it is. Sizes are those of `torch.tensor_split`: they differ by one at most.
+Every tensor is split along dim 0 unless a spec says otherwise; every microbatch gets other values
+as they are. Sizes are those of `torch.tensor_split`: they differ by one at most.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TensorChunkSpec:
-    """Cut a tensor along dim ``split_dim``, and join its chunks along it."""
+    """Splits a tensor along dim ``split_dim``, and joins its chunks along it."""
 
     split_dim: int
 
@@ -42,21 +42,21 @@ class TensorChunkSpec:
 
     @staticmethod
     def from_tuple(chunk_dims: tuple[int, ...]) -> tuple[TensorChunkSpec, ...]:
-        """List the specs of positional arguments, from their dims."""
+        """Make the specs of positional arguments from their dims."""
         return tree_map(TensorChunkSpec, chunk_dims)
 
     @staticmethod
     def from_dict(chunk_dims: dict[str, int]) -> dict[str, TensorChunkSpec]:
-        """List the specs of keyword arguments, from their dims."""
+        """Make the specs of keyword arguments from their dims."""
         return tree_map(TensorChunkSpec, chunk_dims)
 
 
 class Replicated:
-    """Give a value whole to every microbatch. The class or an instance serves as a spec."""
+    """Gives every microbatch the full value. The class or an instance serves as a spec."""
 
 
 class CustomReducer:
-    """Fold the chunks of an output into one value, from ``init_value`` on."""
+    """Folds the chunks of an output into one value, starting from ``init_value``."""
 
     def __init__(self, init_value: Any, reduce_fn: Callable[[Any, Any], Any]) -> None:  # noqa: ANN401
         self.init_value = init_value
@@ -76,17 +76,17 @@ sum_reducer = LossReducer(torch.tensor(0.0, device="cpu"), torch.add)
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """One leaf of the arguments, with its name in messages and how it is cut."""
+    """One leaf of the arguments, with its name in messages and how it is split."""
 
     name: str
     value: Any
     dim: int | None
-    """None: every microbatch gets the whole."""
+    """None: every microbatch gets the full value."""
     is_declared: bool
 
     @property
     def is_cut_tensor(self) -> bool:
-        """True when it is a tensor that is cut, and no mask."""
+        """True for a tensor that is split, but not for a mask."""
         return self.dim is not None and not _is_block_mask(self.value)
 
 
@@ -97,12 +97,13 @@ def split_args_kwargs_into_chunks(
     args_chunk_spec: object = None,
     kwargs_chunk_spec: object = None,
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-    """Cut arguments into ``chunks`` microbatches.
+    """Split arguments into ``chunks`` microbatches.
 
-    A spec is one for each argument: a `TensorChunkSpec`, `Replicated`, or a tree of them as the
-    argument is. Raises ``ValueError`` for a spec of another length or kind, and for a batch with
-    fewer rows than microbatches. Tensors whose dim 0 differs are each cut into equal chunks;
-    `PipeliningShapeError` where no spec says how and they do not divide, or have one row a chunk.
+    Specs have one entry for each argument: a `TensorChunkSpec`, `Replicated`, or a tree of them
+    nested like the argument. Tensors of different sizes along dim 0 are each split into equal
+    chunks. Raises ``ValueError`` for a spec of another length or kind and for a batch with fewer
+    rows than microbatches, `PipeliningShapeError` for tensors of different sizes without a spec
+    that do not divide or have one row a chunk.
     """
     if (
         not kwargs
@@ -128,7 +129,7 @@ def split_args_kwargs_into_chunks(
 
 
 def is_plain(args: tuple[Any, ...], chunks: int) -> bool:
-    """Check that ``args`` are tensors without gradients, equally long, that need no look inside."""
+    """Whether ``args`` are plain tensors without gradients, all of one size along dim 0."""
     sizes = set()
     for value in args:
         if type(value) is not torch.Tensor or value.requires_grad or not value.dim():
@@ -164,7 +165,7 @@ def _named(specs: object, given: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _leaves(name: str, value: object, spec: object) -> list[_Leaf]:
-    """List the leaves of one argument with the part of ``spec`` that is meant for each."""
+    """List the leaves of one argument, each with its part of ``spec``."""
     flat, tree = tree_flatten(value, is_leaf=_is_block_mask)
     if _is_spec(spec):
         specs: Sequence[object] = [spec] * len(flat)
@@ -213,7 +214,7 @@ def _check_sizes(leaves: Sequence[_Leaf], chunks: int) -> None:
     for leaf in tensors:
         if not leaf.is_declared:
             sizes.setdefault(leaf.value.shape[0], leaf.name)
-    # Equal chunks are of the same samples. A chunk of one row would be spread over those of others.
+    # Equal chunks hold the same samples. A chunk of one row would broadcast against larger ones.
     odd = [size for size in sizes if size % chunks or size == chunks]
     if len(sizes) > 1 and odd:
         listed = " and ".join(f"{size} rows in {name}" for size, name in sizes.items())
@@ -239,13 +240,13 @@ def _cut(leaf: _Leaf, chunks: int) -> Sequence[Any]:
 
 
 def _is_block_mask(value: object) -> bool:
-    """Check that ``value`` is flex attention's mask, by its name: that module is slow to load."""
+    """Whether ``value`` is flex attention's mask, by name: importing that module is slow."""
     kind = type(value)
     return kind.__name__ == "BlockMask" and kind.__module__.startswith("torch.nn.attention")
 
 
 def _cut_block_mask(mask: Any, chunks: int) -> list[Any]:  # noqa: ANN401
-    """Cut flex attention's mask along its batch; one of batch 1 serves every microbatch."""
+    """Split flex attention's mask along its batch; one of batch 1 serves every microbatch."""
     batch = mask.kv_num_blocks.shape[0]
     if batch == 1:
         return [mask] * chunks
@@ -278,7 +279,7 @@ def _moved(mask_mod: Callable[..., Any], start: int) -> Callable[..., Any]:
 
 
 def chunk_weights(targets: Sequence[Any], spec: object = None) -> list[float]:
-    """List each microbatch's share of the batch, by the rows of its first tensor that is cut."""
+    """List each microbatch's share of the batch, by the rows of its first split tensor."""
     if spec is None and all(type(target) is torch.Tensor and target.dim() for target in targets):
         rows = [target.shape[0] for target in targets]
         return [size / sum(rows) for size in rows]
@@ -291,16 +292,16 @@ def chunk_weights(targets: Sequence[Any], spec: object = None) -> list[float]:
 
 
 def cut_dims(args: tuple[Any, ...], specs: object) -> list[int | None]:
-    """Along which dim each leaf of positional arguments is cut; None where it is not."""
+    """The dim along which each leaf of positional arguments is split; None where it is not."""
     listed = _listed(specs, len(args))
     named = (_leaves("", value, spec) for value, spec in zip(args, listed, strict=True))
     return [leaf.dim for leaves in named for leaf in leaves]
 
 
 def check_target(target: object, specs: Iterable[object]) -> None:
-    """Raise where nobody has said how ``target`` is cut, and ``specs`` of arguments say it of them.
+    """Raise ``ValueError`` for a ``target`` without a spec when arguments split along another dim.
 
-    Cut along dim 0 while the batch lies along another, it would have the rows of other samples.
+    Split along dim 0, it would have the rows of other samples.
     """
     found = tree_flatten(tuple(specs), is_leaf=_is_spec)[0]
     dims = {spec.split_dim for spec in found if isinstance(spec, TensorChunkSpec)} - {0}
@@ -323,13 +324,12 @@ def check_loss(
     *,
     is_weighed: bool,
 ) -> None:
-    """Raise for a loss whose gradient would silently be another than that of the whole batch.
+    """Raise for a loss whose gradient would silently differ from that of the full batch.
 
     ``outputs`` are those of this microbatch and of all that ran before it. Raises ``TypeError`` for
-    a loss that is no tensor, ``ValueError`` for a (sum, count) that is weighed by rows, and
-    `PipeliningShapeError` for an output and a target of which one has but one row, to be spread
-    over those of the other, and for microbatches of different sizes with a target whose rows do not
-    tell.
+    a loss that is no tensor, ``ValueError`` for a (sum, count) that is weighted by rows, and
+    `PipeliningShapeError` for an output and a target of which one has a single row and would
+    broadcast, and for microbatches of different sizes with a target without rows.
     """
     if is_weighed and isinstance(loss, tuple):
         raise ValueError(
@@ -365,9 +365,9 @@ def check_loss(
 
 
 def merge_chunks(chunks: Sequence[Any], chunk_spec: object = None) -> Any:  # noqa: ANN401
-    """Put the outputs of microbatches together: the inverse of cutting.
+    """Merge the outputs of microbatches: the inverse of splitting.
 
-    ``chunk_spec`` is a tree as an output is, or one spec for all its leaves: None and
+    ``chunk_spec`` is nested like an output, or one spec for all its leaves: None and
     `TensorChunkSpec` join along a dim, a `CustomReducer` folds, anything else must be equal in all.
     Raises ``ValueError`` for outputs that differ in structure or do not fit the spec.
     """

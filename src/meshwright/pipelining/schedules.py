@@ -72,7 +72,7 @@ __all__ = [
 
 
 class PipelineScheduleSingle(PipelineSchedule):
-    """A schedule with one stage a rank."""
+    """A schedule with one stage per rank."""
 
     def __init__(
         self,
@@ -101,10 +101,10 @@ class PipelineScheduleSingle(PipelineSchedule):
 
 
 class PipelineScheduleMulti(PipelineSchedule):
-    """A schedule with several stages a rank.
+    """A schedule with several stages per rank.
 
-    ``use_full_backward`` is deprecated and has no effect; ``defer_pp_recv`` has none, because
-    receives are posted and never block.
+    ``use_full_backward`` is deprecated. It has no effect, and neither has
+    ``backward_requires_autograd`` nor ``defer_pp_recv``: posting a receive never blocks.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class PipelineScheduleMulti(PipelineSchedule):
         )
 
     def _load_csv(self, filename: str | Path, format: str = "compute_only") -> None:
-        """Take the order from a file of compute actions.
+        """Load the order from a file of compute actions.
 
         Raises ``AssertionError`` for another format.
         """
@@ -163,7 +163,7 @@ class PipelineScheduleRuntime(PipelineScheduleMulti):
         )
 
     def _load_csv(self, filename: str | Path, format: str = "compute_only") -> None:
-        """Take the order from a file of compute actions, or (``compute_comms``) of all actions.
+        """Load the order from a file of compute actions, or (``compute_comms``) of all actions.
 
         Raises ``NotImplementedError`` for another format.
         """
@@ -187,19 +187,19 @@ class ScheduleGPipe(PipelineScheduleSingle):
 
 
 class Schedule1F1B(PipelineScheduleSingle):
-    """One forward, one backward in turn, after as few forwards as fill the pipeline."""
+    """One forward and one backward in turn, after just enough forwards to fill the pipeline."""
 
     builder = staticmethod(builders.one_f_one_b)
 
 
 class ScheduleInterleaved1F1B(PipelineScheduleMulti):
-    """1F1B over several stages a rank."""
+    """1F1B over several stages per rank."""
 
     builder = staticmethod(builders.interleaved_1f1b)
 
 
 class ScheduleLoopedBFS(PipelineScheduleMulti):
-    """Breadth first: stage by stage all forwards, then all backwards."""
+    """Breadth first: all forwards stage by stage, then all backwards."""
 
     builder = staticmethod(builders.looped_bfs)
 
@@ -211,7 +211,7 @@ class ScheduleInterleavedZeroBubble(PipelineScheduleMulti):
 
 
 class ScheduleZBVZeroBubble(PipelineScheduleMulti):
-    """ZBV: zero bubble on a V of two stages a rank."""
+    """ZBV: zero bubble on a V of two stages per rank."""
 
     builder = staticmethod(builders.zbv)
 
@@ -242,7 +242,7 @@ SCHEDULE_NAMES = tuple(name for name, kind in _CLASSES.items() if kind.builder i
 
 
 def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
-    """Find the class called ``schedule_name``, in any case, or raise ``ValueError``."""
+    """Return the class called ``schedule_name``, ignoring case. Raises ``ValueError`` for none."""
     lowered = {name.lower(): found for name, found in _CLASSES.items()}
     if schedule_name.lower() not in lowered:
         raise ValueError(
@@ -269,7 +269,7 @@ def generate_rank_to_stage_mapping(
     return {rank: [s for s, r in enumerate(ranks) if r == rank] for rank in range(pp_size)}
 
 
-# torch's names, which programs import.
+# torch's names, which user code imports.
 _PipelineSchedule, _PipelineScheduleRuntime = PipelineSchedule, PipelineScheduleRuntime
 _PipelineContext = PipelineContext
 _Action, _ComputationType = Action, Operation

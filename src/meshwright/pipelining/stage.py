@@ -1,7 +1,7 @@
-"""One stage of a pipeline: its module, its edges, and what it holds of each microbatch.
+"""One stage of a pipeline: its module, its edges, and its state for each microbatch.
 
-A stage computes and keeps; it sends nothing. What it reads lies in its inboxes, put there by a
-transfer or by another stage of this rank; what it has made is taken from it by microbatch.
+A stage computes and keeps values; it sends nothing. Transfers and other stages of this rank put its
+inputs into its inbox; the caller takes its outputs by microbatch.
 
 ::
 
@@ -53,15 +53,15 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class StepOfStage:
-    """The facts that a stage is told of the step that it is in."""
+    """What a stage is told about its current step."""
 
     has_backward: bool
     is_scaled: bool
-    """True when losses count as much as their microbatches on the way in."""
+    """True when each loss is weighted by its microbatch's share before the backward."""
     reduce: Callable[[int], None] | None
     """Starts to sum the gradients of a stage over data-parallel ranks."""
     microbatches: int | None = None
-    """The number of microbatches; None: whoever drives the stage knows."""
+    """The number of microbatches; None when no schedule drives the stage."""
 
 
 _BY_HAND = StepOfStage(has_backward=False, is_scaled=False, reduce=None)
@@ -71,12 +71,13 @@ class PipelineStage:
     """A part of a model on this rank, with torch's constructor and methods.
 
     ``submodule`` is called as it is, hooks included. ``input_args`` and ``output_args`` declare
-    (with one microbatch's tensors, or a single one) what it takes and gives; what is not declared
+    (with one microbatch's tensors, or a single one) its inputs and outputs; what is not declared
     is learned from the first microbatch. ``dw_builder`` is called after the backward of each
-    microbatch and returns what computes its weight gradients. Gradients look as the values they
-    belong to, so ``output_grads`` and ``input_grads`` are accepted and not needed; ``get_mesh`` is
-    only kept. ``edges`` say for every stage where its arguments come from; by default they are all
-    outputs of the stage before. ``ties``, equal on all ranks, name parameters that several hold.
+    microbatch and returns a function that computes its weight gradients. Gradients have the
+    metadata of their values, so ``output_grads`` and ``input_grads`` are accepted and not needed;
+    ``get_mesh`` is only stored. ``edges`` give the sources of every stage's arguments; by default
+    these are all outputs of the previous stage. ``ties``, equal on all ranks, name parameters that
+    several stages have.
 
     Raises ``ValueError`` for an index outside the stages, ``RuntimeError`` for a group with more
     ranks than stages.
@@ -122,7 +123,7 @@ class PipelineStage:
         """The arguments of every stage of the model."""
         self.edges = self.all_edges[stage_index]
         self.ties = tuple(ties)
-        """Parameters that several stages of the model hold."""
+        """Parameters that several stages of the model have."""
         self.takes_batch = self.is_first or any(s.stage is None for s in self.edges.args)
         """True when it reads positional arguments of the batch."""
         self.takes_any_keyword = edges is None
@@ -130,17 +131,17 @@ class PipelineStage:
         self._only_source = only_source(self.edges)
         self._reads_from = frozenset(self.edges.sources())
         self.has_backward = False
-        """True when forwards keep what a backward needs. Set by the schedule."""
+        """True when a forward keeps what its backward needs. The schedule sets it."""
         self.declared_inputs = declared(input_args, stage_index, "input_args")
         self.declared_outputs = declared(output_args, stage_index, "output_args")
         self.fwd_cache: dict[int, tuple[tuple[Any, ...], list[Any]]] = {}
         """By microbatch, outputs and flat inputs, from the forward to the backward."""
         self.results: dict[int, Any] = {}
-        """Of a last stage, what the module has returned for each microbatch of this step."""
+        """On the last stage, what the module has returned for each microbatch of this step."""
         self.expected: dict[int, Signature] = {}
-        """By microbatch, what its outputs must be, where that is known."""
+        """By microbatch, the signature that its outputs must have, where it is known."""
         self.inbox = Inbox()
-        """Values that have come from other stages."""
+        """Values that have arrived from other stages."""
         self._starts: dict[int, Start] = {}
         self._values: dict[int, Values] = {}
         self._halves, self._calls = Halves(), CallCheck()
@@ -162,11 +163,11 @@ class PipelineStage:
 
     @property
     def name(self) -> str:
-        """The name of it in messages."""
+        """The name of this stage in messages."""
         return f"[Stage {self.stage_index}]"
 
     def clear_runtime_states(self) -> None:
-        """Forget all microbatches: the start of a step."""
+        """Drop the state of all microbatches, at the start of a step."""
         for kept in (
             self.fwd_cache,
             self.expected,
@@ -188,19 +189,19 @@ class PipelineStage:
     # -------------------------------------------------------------------------- inbox
 
     def takes_of(self, source: int) -> Signature | None:
-        """Return what it takes of stage ``source``, as far as that is declared."""
+        """Return the signature of its inputs from stage ``source``; None where not declared."""
         return self.declared_inputs if self._only_source == source else None
 
     def put_start(self, microbatch: int, start: Start) -> None:
-        """Take the loss of a microbatch, of a last stage: its backward starts there."""
+        """Set the loss from which a microbatch's backward starts, on the last stage."""
         self._starts[microbatch] = start
 
     def take_outputs(self, microbatch: int) -> Values:
-        """Find the outputs of a microbatch, flat, after its forward."""
+        """Return the outputs of a microbatch, flat, after its forward; its backward drops them."""
         return self._values[microbatch]
 
     def has_left(self, operation: Operation, microbatch: int) -> bool:
-        """Check that a compute action of a microbatch has not been run when it should have been."""
+        """Whether a microbatch still lacks the compute action ``operation``."""
         if operation is F:
             return microbatch not in self._values
         return microbatch in (self._halves if operation is W else self.fwd_cache)
@@ -213,7 +214,7 @@ class PipelineStage:
             )
 
     def set_local_fwd_input(self, prev_stage_outputs: object, mb_index: int) -> None:
-        """Take the outputs of the stage before, which is on this rank, by reference."""
+        """Take the outputs of the previous stage, which is on this rank, by reference."""
         if self.is_first:
             raise AssertionError("can't set fwd input if this stage is first")
         if not isinstance(prev_stage_outputs, tuple):
@@ -221,7 +222,7 @@ class PipelineStage:
         self.inbox.put_outputs(mb_index, self.stage_index - 1, Values.of(prev_stage_outputs))
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[torch.Tensor | None, ...]:
-        """Compute the gradients for the stage before, which is on this rank."""
+        """Return the gradients for the previous stage, which is on this rank, by reference."""
         if self.is_first:
             raise AssertionError("can't get bwd output if this stage is first")
         self._check_chunk(mb_index)
@@ -233,7 +234,7 @@ class PipelineStage:
         return tuple(self.inbox.take_gradients(mb_index, self.stage_index - 1))
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: object, mb_index: int) -> None:
-        """Take the gradients of the stage behind, which is on this rank, by reference."""
+        """Take the gradients from the next stage, which is on this rank, by reference."""
         if self.is_last:
             raise AssertionError("can't set bwd input if this stage is last")
         if not isinstance(next_stage_bwd_outputs, tuple):
@@ -251,9 +252,9 @@ class PipelineStage:
     ) -> object:
         """Run the module on one microbatch and keep what its backward needs.
 
-        ``args`` are the batch's, used by the stage that takes them; the rest has come to the inbox.
-        Returns what the module returned. Raises ``RuntimeError`` around what the module raises,
-        ``PipeliningShapeError`` when the outputs are not as expected.
+        ``args`` are the batch's, used only by a stage that takes them; values of other stages come
+        from the inbox. Returns what the module returned. Raises ``RuntimeError`` from an error of
+        the module, ``PipeliningShapeError`` when the outputs are not as expected.
         """
         self._check_chunk(fwd_chunk_id)
         given, named = self._arguments(fwd_chunk_id, args, kwargs or _NOTHING)
@@ -298,7 +299,7 @@ class PipelineStage:
     def _arguments(
         self, microbatch: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """List the arguments of the module, those from other stages as fresh leaves."""
+        """Return the arguments of the module, those from other stages as new leaves."""
         if self.is_first and self.takes_any_keyword:
             return list(args), dict(kwargs)
         nested = self.inbox.read(microbatch, has_backward=self.has_backward)
@@ -359,9 +360,9 @@ class PipelineStage:
     ) -> None:
         """Run the backward of one microbatch, or its input half.
 
-        On a last stage it starts from ``loss``, by default that of the schedule's step; within a
-        step either counts as much as the microbatch does. Raises ``AssertionError`` for a half
-        without a forward or a ``dw_builder``, ``RuntimeError`` around what the backward raises.
+        On the last stage it starts from ``loss``, by default that of the schedule's step; within a
+        step both have the microbatch's weight. Raises ``AssertionError`` for a half without a
+        forward or a ``dw_builder``, ``RuntimeError`` from an error of the backward.
         """
         self._check_chunk(bwd_chunk_id)
         cached = self.fwd_cache.pop(bwd_chunk_id, None)
@@ -395,7 +396,7 @@ class PipelineStage:
     def _roots(
         self, microbatch: int, loss: torch.Tensor | None
     ) -> tuple[list[object], list[torch.Tensor | None] | None]:
-        """List what the backward starts from, with gradients; None where that of a loss is 1."""
+        """Return the roots of the backward and their gradients; None for a loss's gradient of 1."""
         values = self._values.pop(microbatch)
         start = self._starts.pop(microbatch, None)
         if start is None and loss is not None:
@@ -421,7 +422,7 @@ class PipelineStage:
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Run the weight half of one microbatch, after its input half.
 
-        Raises ``AssertionError`` when there was none.
+        Raises ``AssertionError`` when that has not run.
         """
         self._check_chunk(bwd_chunk_id)
         if bwd_chunk_id not in self._halves:
@@ -442,10 +443,10 @@ class PipelineStage:
     ) -> tuple[tuple[torch.Tensor | None, ...], list[Junction] | None]:
         """Run a backward of kind ``full``, ``input`` or ``weight`` on the values in ``bwd_kwargs``.
 
-        Those are ``stage_output``, ``output_grads`` and ``input_values``, or for ``weight`` the
+        These are ``stage_output``, ``output_grads`` and ``input_values``, or for ``weight`` the
         ``param_groups`` of the input half. Returns the gradients of the inputs, and these groups.
-        Gradients are summed over ranks by hooks of the module or `perform_reduce_grad`, in either
-        case as if once. Raises ``RuntimeError`` for another kind.
+        Hooks of the module or `perform_reduce_grad` sum gradients over ranks, with the result of a
+        single sum. Raises ``RuntimeError`` for another kind.
         """
         if backward_type == "weight":
             stage_backward_weight(self.submod.parameters(), bwd_kwargs["param_groups"])
@@ -473,8 +474,8 @@ class PipelineStage:
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Sum the gradients over data-parallel ranks, and scale them as `scale_grads` does.
 
-        That is what REDUCE_GRAD does in a step. Outside of one the module's own hooks have
-        reduced in each backward, and the gradients are only scaled.
+        REDUCE_GRAD does this in a step. Outside of one the module's own hooks have reduced in each
+        backward, and the gradients are only scaled.
         """
         if self._step.reduce is not None:
             self._step.reduce(self.stage_index)
@@ -487,21 +488,21 @@ class PipelineStage:
         self._step = step
 
     def end_step(self) -> None:
-        """End it, well or not."""
+        """End the step, whether it succeeded or failed."""
         self._step = _BY_HAND
 
 
-# The name of what torch's stages have in common, which programs import.
+# torch's name for the base of its stages, which user code imports.
 _PipelineStageBase = PipelineStage
 
 
 class StageBuilder(Protocol):
-    """A `PipeInfo`: what is known of all stages of a traced model."""
+    """The part of a `PipeInfo` that `build_stage` uses."""
 
     def built(
         self, stage_module: nn.Module, stage_index: int, device: torch.device, group: object
     ) -> PipelineStage:
-        """Find the stage ``stage_index``."""
+        """Make the stage ``stage_index``."""
 
 
 def build_stage(

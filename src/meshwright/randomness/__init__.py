@@ -3,11 +3,11 @@
 Bottom-up:
 
     counters        seeds from names, and random bits by position
-    draws           what a training step tells dropout
-    refusals        random operators that cannot
+    draws           step and samples that dropout draws for
+    refusals        random operators that depend on the layout
     dropout         modules that draw by position
     initialization  parameters from one generator
-    blocks          parameters from many
+    blocks          parameters from one generator per block of rows
 """
 
 from __future__ import annotations

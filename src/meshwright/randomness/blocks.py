@@ -1,9 +1,8 @@
-"""Parameters drawn in blocks of rows, each from a generator of its own.
+"""Parameters drawn in blocks of rows, each from its own generator.
 
-A rank draws the blocks that overlap its part, and nothing else: for modules that are too large to
-be drawn whole on every rank. What a block holds depends on the seed, the parameter's name and the
-block's number. The values differ from those of `initialize`, and are those of one process that
-takes this route too.
+A rank draws only the blocks that overlap its shard: for modules that are too large to be drawn in
+full on every rank. The values of a block depend on the seed, the parameter's name and the block's
+number. They differ from those of `initialize`, but are the same on any number of ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from meshwright.randomness.initialization import (
 from meshwright.torch_internals.tensors import TorchDispatchMode, schema_of
 
 BLOCK = 1 << 16
-"""Elements of a block: as many whole rows as that are, at least one."""
+"""Elements of a block, rounded down to full rows; at least one row."""
 
 _Call = tuple[Any, tuple[object, ...], dict[str, object]]
 """An operator, and its arguments after the tensor that it writes to."""
@@ -45,13 +44,13 @@ def initialize_by_blocks(
     device: torch.device | str | None = None,
     held: HeldBoxes = held_whole,
 ) -> nn.Module:
-    """Initialize ``model``, each rank drawing only the blocks of rows that it holds a part of.
+    """Initialize ``model``; each rank draws only the blocks of rows that overlap its shards.
 
-    ``reset_parameters``, or ``init(module)``, runs on the meta device to learn what is written to
-    each parameter: operators that treat all elements alike, as ``normal_`` and ``zero_`` do.
+    ``reset_parameters``, or ``init(module)``, runs on the meta device to record what is written to
+    each parameter: operators that treat all elements alike, such as ``normal_`` and ``zero_``.
 
-    Raises ValueError for modules that nobody can initialize, and for those that write in another
-    way, such as orthogonal matrices, truncated normals or the zero row of a padding index.
+    Raises ValueError for modules without an initializer, and for those that write in another way,
+    such as orthogonal matrices, truncated normals or the zero row of a padding index.
     """
     check_initializers(model, init)
     plans = {
@@ -99,7 +98,7 @@ def _fill(
 
 
 def _recorded(module: nn.Module, name: str, step: Step) -> dict[str, list[_Call]]:
-    """Record what the initialization of ``module`` calls on its own tensors, by their names."""
+    """Record the operators that the initialization of ``module`` calls on its own tensors."""
     kept = dict(module._parameters), dict(module._buffers)
     twins: dict[str, torch.Tensor] = {}
     for where, key, tensor in cells_of(module, recurse=False):
@@ -115,7 +114,7 @@ def _recorded(module: nn.Module, name: str, step: Step) -> dict[str, list[_Call]
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes operators that write to tensors, and refuses those that treat elements differently."""
+    """Records operators that write to tensors; rejects those that treat elements differently."""
 
     def __init__(self, name: str, twins: Mapping[str, torch.Tensor]) -> None:
         super().__init__()

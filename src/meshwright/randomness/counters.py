@@ -1,8 +1,8 @@
-"""Seeds from names, and bits by seed and position: any part of a tensor, drawn alone.
+"""Seeds from names, and random bits by seed and position, so that any part is drawn alone.
 
 The bits of element ``i`` are half of word ``i // 2``, and word ``n`` is the ``n``-th number of the
 generator SplitMix64 (Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, 2014),
-whose state moves by a constant, so that any of its numbers is computed without those before.
+whose state advances by a constant, so that each number is computed independently.
 
 Alternatives considered: Philox, whose ten rounds cost 5 times as much in vectorized torch
 operations; torch's own generators, one for each block of elements, which draw whole rows where a
@@ -32,7 +32,7 @@ _SECOND = _signed(0x94D049BB133111EB)
 
 
 def name_seed(seed: int, *names: object) -> int:
-    """Compute a seed of 63 bits of ``seed`` and ``names``, the same on every machine."""
+    """Compute a 63-bit seed from ``seed`` and ``names``, the same on every machine."""
     text = "\0".join(str(part) for part in (seed, *names))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
@@ -43,9 +43,9 @@ def random_bits(
     """Draw 32 bits for each element of ``box`` of each sample: int32 ``(samples, *box.shape)``.
 
     A sample is a row-major tensor of ``shape``. The bits of an element depend on ``seed``, its
-    sample's number in ``samples`` (int64, 1-D) and its place in the sample, on nothing else.
+    sample's number in ``samples`` (int64, 1-D) and its position in the sample, and on nothing else.
     """
-    # Two rounds, or samples that follow each other would walk through one sequence.
+    # Scramble keys, too: otherwise consecutive samples would have shifted copies of one sequence.
     keys = (samples.to(device) + 1).mul_(_STEP).bitwise_xor_(_signed(seed))
     _scramble(keys, torch.empty_like(keys))
     start = _flat_start(box, shape)
@@ -67,9 +67,9 @@ def random_bits(
 
 
 def _scattered(keys: torch.Tensor, box: Box, shape: tuple[int, ...]) -> torch.Tensor:
-    """Draw as `random_bits` does for elements that do not follow each other in a sample."""
+    """Draw as `random_bits` does for elements that are not contiguous in a sample."""
     if not (shape[-1] % 2 or box.offset[-1] % 2 or box.shape[-1] % 2):
-        # Both halves of each word are wanted, side by side.
+        # Both halves of each word are needed, next to each other.
         pairs = Box((*box.offset[:-1], box.offset[-1] // 2), (*box.shape[:-1], box.shape[-1] // 2))
         at = _places(pairs, (*shape[:-1], shape[-1] // 2), keys.device)
         return _words(keys, at).view(torch.int32)
@@ -84,7 +84,7 @@ def _words(keys: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _places(box: Box, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Compute the place in a sample of each element of ``box``."""
+    """The flat position in a sample of each element of ``box``."""
     at = torch.zeros((), dtype=torch.int64, device=device)
     stride = 1
     for dim in reversed(range(len(shape))):
@@ -95,7 +95,7 @@ def _places(box: Box, shape: tuple[int, ...], device: torch.device) -> torch.Ten
 
 
 def _flat_start(box: Box, shape: tuple[int, ...]) -> int | None:
-    """Find the place of the first element when those of ``box`` follow each other, else None."""
+    """The flat position of the first element if those of ``box`` are contiguous, else None."""
     start, is_cut = 0, False
     for dim, size in enumerate(shape):
         start = start * size + box.offset[dim]
@@ -106,7 +106,7 @@ def _flat_start(box: Box, shape: tuple[int, ...]) -> int | None:
 
 
 def _scramble(words: torch.Tensor, spare: torch.Tensor) -> None:
-    """Mix the bits of each of ``words`` in place: what makes SplitMix64's states random."""
+    """Mix the bits of each of ``words`` in place: SplitMix64's output function."""
     for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
         torch.bitwise_right_shift(words, shift, out=spare)
         # The shift keeps the sign; zeros must come in from above.

@@ -1,9 +1,9 @@
-"""The place of dropout in a training step, so that its masks do not depend on the layout.
+"""The position of dropout in a training step, so that its masks do not depend on the layout.
 
-A mask is a function of seed, step, site, the sample's number in the global batch, and the place of
-the element in the sample. A site is a module's name and how often it has been called before in the
-forward pass. The microbatch enters through the numbers of its samples alone, so that a mask does
-not depend on how a batch is cut.
+A mask is a function of seed, step, site, the sample's number in the global batch, and the position
+of the element in the sample. A site is a module's name and the number of its earlier calls in the
+forward pass. Microbatches matter only through the numbers of their samples, so a mask does not
+depend on how a batch is split.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from meshwright.torch_internals.autograd import running_backward
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DimPart:
-    """The part of one dim of an activation that this rank holds, along an axis that shards it.
+    """This rank's shard of one dim of an activation.
 
     ``DimPart(dim=1, index=rank, parts=4)`` is a quarter of the sequence, ``dim=-1`` one of the
-    hidden dim. ``whole`` is the size of the whole dim where its parts may differ, by torch's rule.
+    hidden dim. ``whole`` is the full size of the dim if parts may differ, by torch's rule.
     """
 
     dim: int
-    """Of the activation, samples included; not the samples' own."""
+    """The dim of the activation, counted with dim 0 (samples), which it may not be."""
     index: int
     parts: int
     whole: int | None = None
 
     def place(self, size: int, site: str) -> tuple[int, int]:
-        """Find the first of this rank's ``size`` elements, and the number of all ranks'."""
+        """Return the position of the first of this rank's ``size`` elements, and the full size."""
         whole = size * self.parts if self.whole is None else self.whole
         start, expected = chunk(whole, self.parts, self.index)
         if size != expected:
@@ -56,7 +56,7 @@ class _Microbatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """One dropout in a forward pass, to be found again when that is computed a second time."""
+    """One call of dropout in a forward pass, to be found again in a recomputation."""
 
     samples: torch.Tensor
     site: str
@@ -64,7 +64,7 @@ class _Call:
 
 
 class Draws:
-    """Seed and step of a run, and the samples that are computed now. All ranks hold the same seed.
+    """Seed and step of a run, and the current samples. All ranks must have the same seed.
 
     >>> draws = Draws(seed=0)
     >>> replace_dropout(model, draws)
@@ -74,7 +74,7 @@ class Draws:
     ...         with draws.microbatch(number, part.numbers_in_the_global_batch):
     ...             loss(model(part.inputs)).backward()
 
-    Copies of a model share the one object.
+    Copies of a model share this object.
     """
 
     def __init__(self, seed: int, step: int = 0) -> None:
@@ -86,13 +86,13 @@ class Draws:
         self._recorded: dict[int, list[_Call]] = {}
         self._now: _Microbatch | None = None
         self.is_rehearsal = False
-        """True while nothing is dropped."""
+        """True within `rehearsal`, where nothing is dropped."""
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
 
     def begin_step(self, step: int) -> None:
-        """Draw for optimizer step ``step`` from now on."""
+        """Set the optimizer step, and drop the records of the last one."""
         self.step = step
         self._microbatches.clear()
         self._recorded.clear()
@@ -101,11 +101,11 @@ class Draws:
     def microbatch(
         self, number: int, samples: Sequence[int] | torch.Tensor | None = None
     ) -> Iterator[None]:
-        """Compute microbatch ``number`` of this step inside; ``samples`` are its rows.
+        """The context of microbatch ``number`` of this step; ``samples`` are its rows.
 
         They are numbers in the global batch (or in the data set), one for each row of dim 0 of
-        what dropout is given. They may be left out where the microbatch is entered again, for its
-        backward pass.
+        dropout's input. They may be omitted when the microbatch is entered again, for its backward
+        pass.
         """
         known = self._microbatches.get(number)
         if samples is not None:
@@ -127,7 +127,7 @@ class Draws:
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Drop nothing inside: what runs is an example, to see shapes or the order of modules."""
+        """Drop nothing in the block, for runs that only observe shapes or the order of modules."""
         before, self.is_rehearsal = self.is_rehearsal, True
         try:
             yield
@@ -135,11 +135,11 @@ class Draws:
             self.is_rehearsal = before
 
     def state_dict(self) -> dict[str, int]:
-        """Return seed and step: all that a checkpoint needs, on any layout."""
+        """Return seed and step, all the state there is, on any layout."""
         return {"seed": self.seed, "step": self.step}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Resume from the result of `state_dict`."""
         self.seed = int(state["seed"])
         self.begin_step(int(state["step"]))
 
@@ -148,8 +148,8 @@ class Draws:
     ) -> torch.Tensor:
         """Draw random int32 of shape ``local`` for one call of module ``site``.
 
-        ``local`` is the shape of this rank's part, with samples along dim 0, and ``parts`` say of
-        which dims it is a part.
+        ``local`` is the shape of this rank's shard, with samples along dim 0; ``parts`` are its
+        sharded dims.
         """
         call = self._recall(site) if running_backward() != -1 else self._count(site)
         if not local or local[0] != len(call.samples):
@@ -184,12 +184,12 @@ class Draws:
         return call
 
     def _recall(self, site: str) -> _Call:
-        """Find the call of the forward pass that is being computed again, in a backward pass."""
+        """Find the forward call that is being recomputed in a backward pass."""
         now = self._now
         known = [call for call in self._recorded.get(self._token(), ()) if call.site == site]
         if now is not None:
             known = [call for call in known if call.samples is now.samples]
-            # Called once, it is known without the generator that a checkpoint has put back.
+            # A single call is unique even if the checkpoint has not restored the generator.
             if not known and now.calls[site] == 1:
                 return _Call(now.samples, site, 0)
         if len(known) != 1:
@@ -202,7 +202,7 @@ class Draws:
         return known[0]
 
     def _token(self) -> int:
-        """Draw the next number of torch's generator, which checkpoints put back to rerun."""
+        """Draw from torch's generator; checkpoints restore it, so a recomputation gets the same."""
         self.is_drawing = True
         try:
             return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())

@@ -20,19 +20,19 @@ _CHANNEL_DIMS: dict[type[nn.Module], int] = {
     nn.Dropout2d: 2,
     nn.Dropout3d: 3,
 }
-"""Modules that are replaced, and over how many last dims each takes one decision."""
+"""Modules that are replaced, with the number of last dims that share one decision."""
 
 _SATURATION = -1.7580993408473766
-"""The limit of a SELU at minus infinity, which AlphaDropout puts for what it drops (Klambauer et
+"""The limit of SELU at minus infinity, AlphaDropout's value of dropped elements (Klambauer et
 al., Self-Normalizing Neural Networks, 2017)."""
 
 
 class Dropout(nn.Dropout):
     """Sets elements to zero with probability ``p`` and scales the others, in training mode.
 
-    Which ones is told by ``draws`` and by ``site``, the name of the module in the whole model. Dim
-    0 of the input are samples. Where the input is this rank's part of an activation, ``parts``
-    says of which dims: then the mask is that part of the mask of the whole.
+    The mask depends on ``draws`` and on ``site``, the name of the module in the full model. Dim 0
+    of the input must be samples. If the input is this rank's shard of an activation, ``parts`` are
+    its sharded dims, and the mask is that shard of the full mask.
     """
 
     parts: tuple[DimPart, ...]
@@ -48,7 +48,7 @@ class Dropout(nn.Dropout):
         channel_dims: int = 0,
         is_alpha: bool = False,
     ) -> None:
-        """Take one decision for the ``channel_dims`` last dims, as in `torch.nn.Dropout2d`."""
+        """The ``channel_dims`` last dims share one decision, as in `torch.nn.Dropout2d`."""
         super().__init__(p, inplace)
         self.site = site
         self.parts = tuple(parts)
@@ -57,11 +57,11 @@ class Dropout(nn.Dropout):
         self._is_alpha = is_alpha
 
     def take_part(self, *parts: DimPart) -> None:
-        """Take this rank's ``parts`` of activations from now on."""
+        """Set the sharded dims, ``parts``, of later inputs."""
         self.parts = parts
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Drop some elements of ``input``; none in evaluation mode, which returns it itself."""
+        """Drop some elements of ``input``; in evaluation mode return it unchanged."""
         if not self.training or self.p == 0.0 or self._draws.is_rehearsal:
             return input
         if input.is_meta or isinstance(input, FakeTensor):
@@ -76,7 +76,7 @@ class Dropout(nn.Dropout):
         return self.dropped(input)
 
     def dropped(self, input: torch.Tensor) -> torch.Tensor:
-        """Zero some elements of ``input``, as in training."""
+        """Drop some elements of ``input``, as in training."""
         keep = self._kept(input)
         if self._is_alpha:
             return self._saturate(input, keep)
@@ -86,7 +86,7 @@ class Dropout(nn.Dropout):
         return input.mul_(noise) if self.inplace else input * noise
 
     def extra_repr(self) -> str:
-        """Name the arguments, for `repr`."""
+        """Add the site to the module's own ``extra_repr``."""
         return f"{super().extra_repr()}, site={self.site!r}"
 
     def _kept(self, input: torch.Tensor) -> torch.Tensor:
@@ -115,14 +115,14 @@ class Dropout(nn.Dropout):
 
 
 def replace_dropout(model: nn.Module, draws: Draws, *, per_rank: Sequence[str] = ()) -> list[str]:
-    """Put `Dropout` in place of torch's dropout modules; returns their names.
+    """Replace torch's dropout modules by `Dropout`; returns their names.
 
-    Modules whose names match a pattern of ``per_rank``, and those below them, are left as they
-    are: there each rank draws for itself, and results depend on the layout. Call it on the whole
-    model, before it is cut or wrapped: names are those of the sites.
+    Modules whose names match a pattern of ``per_rank``, and their submodules, are not replaced:
+    there each rank draws for itself, and results depend on the layout. Call it on the full model,
+    before it is split or wrapped: module names become sites.
 
-    Raises ValueError, and replaces nothing, when other modules draw random numbers or a pattern
-    matches nothing; `RandomOperators` finds those that show only when they run.
+    Raises ValueError, and replaces nothing, if other modules draw random numbers or a pattern
+    matches nothing; `RandomOperators` finds those that are visible only at run time.
     """
     left = declared(model, per_rank)
     problems = [
@@ -159,5 +159,5 @@ def replace_dropout(model: nn.Module, draws: Draws, *, per_rank: Sequence[str] =
 
 @not_traced
 def _dropped_outside(module: Dropout, input: torch.Tensor) -> torch.Tensor:
-    """Drop outside of any compiled graph, which would keep step and samples."""
+    """Drop outside of compiled graphs, which would bake in step and samples."""
     return module.dropped(input)

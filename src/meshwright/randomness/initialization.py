@@ -1,13 +1,13 @@
 """Parameters that are the same on every layout, drawn module by module from one generator.
 
-Every rank draws the whole tensors of one module, keeps its part of them, and goes on to the next
-module: no rank talks to another, and at no time is more held than one module's tensors besides the
-parts. The numbers are those of one process that seeds torch's generator and calls
-``reset_parameters`` in the order of ``modules()``. Parameters may be on the meta device.
+Every rank draws the full tensors of one module, keeps its shards, and continues with the next
+module. There is no communication, and memory never exceeds one module's tensors besides the shards.
+The numbers are those of one process that seeds torch's generator and calls ``reset_parameters`` in
+the order of ``modules()``. Parameters may be on the meta device.
 
-A model of Hugging Face's, which initializes its modules by ``_init_weights``, is walked in the
-order in which it does so itself, children first; a module's children stay whole until it is done,
-since it may write to them.
+A model of Hugging Face's, which initializes its modules by ``_init_weights``, is walked in its own
+order, children first; a module's children stay unsharded until it is done, since it may write to
+them.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ from meshwright.torch_internals.modules import RESET_ATTENTION
 from meshwright.torch_internals.tensors import memory_of, version_of
 
 HeldBoxes = Callable[[torch.Tensor], Sequence[tuple[Box, torch.Tensor]]]
-"""Gives for a parameter the boxes of the whole tensor that this rank holds, each with the memory
-that holds it."""
+"""Returns the boxes of a parameter's full tensor that this rank has, each with its memory."""
 
 Step = Callable[[nn.Module], object]
-"""Initializes the own parameters and buffers of one module."""
+"""Initializes a module's own parameters and buffers."""
 
 
 def held_whole(tensor: torch.Tensor) -> Sequence[tuple[Box, torch.Tensor]]:
-    """List the one box of a plain tensor. Raises `LayoutError` for a DTensor."""
+    """Return the single box of a plain tensor. Raises `LayoutError` for a DTensor."""
     if hasattr(tensor, "device_mesh"):
         raise LayoutError(
             f"a parameter of shape {tuple(tensor.shape)} is a DTensor: pass "
@@ -52,15 +51,14 @@ def initialize(
     device: torch.device | str | None = None,
     held: HeldBoxes = held_whole,
 ) -> nn.Module:
-    """Give all parameters and buffers of ``model`` values that depend on ``seed`` alone.
+    """Initialize all parameters and buffers of ``model`` with values that depend on ``seed`` alone.
 
     ``init(module)`` is called for each module in place of its ``reset_parameters``. Tensors on the
-    meta device get memory on ``device`` (the CPU when None); ``held`` tells the parts of tensors
-    that are spread over ranks. torch's generators are left as they were.
+    meta device get memory on ``device`` (the CPU when None); ``held`` returns this rank's parts of
+    sharded tensors. torch's generators are not changed.
 
-    Raises ValueError, naming all of them and before anything is drawn, for modules that hold
-    parameters and that nobody can initialize; RuntimeError for a module that leaves elements as
-    they were where they cannot be known.
+    Raises ValueError, before anything is drawn, naming all modules with parameters and without an
+    initializer; RuntimeError for a module that leaves elements of unknown value unwritten.
     """
     is_nested = init is None and hasattr(model, "_init_weights")
     if not is_nested:
@@ -76,10 +74,10 @@ def initialize(
 
 
 def module_initializer(model: nn.Module, seed: int, *, init: Step | None = None) -> Step:
-    """Make a ``param_init_fn``: initializes one module of ``model`` as `initialize` does all.
+    """Make a ``param_init_fn`` that initializes one module of ``model`` as `initialize` would.
 
-    For `FullyShardedDataParallel`, which wants modules in an order of its own: each module is
-    drawn twice, once here to learn where its numbers begin. ``model`` is on the meta device.
+    For `FullyShardedDataParallel`, which initializes modules in its own order: each module is drawn
+    twice, once here to record the generator's state. ``model`` is on the meta device.
     """
     if hasattr(model, "_init_weights") and init is None:
         raise ValueError(
@@ -111,7 +109,7 @@ def module_initializer(model: nn.Module, seed: int, *, init: Step | None = None)
 def materialize(
     model: nn.Module, device: torch.device | str | None, *, recurse: bool = True
 ) -> set[int]:
-    """Give tensors on the meta device memory; return the ids of those without known values.
+    """Allocate tensors on the meta device; returns the ids of those without known values.
 
     Parameters that were tied stay tied.
     """
@@ -135,14 +133,14 @@ def materialize(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Cell:
-    """The place of one tensor in a module, the tensor at rest, and the tensor while it is drawn."""
+    """The place of one tensor in a module, with the tensor at rest."""
 
     where: dict[str, torch.Tensor | None]
     key: str
     name: str
     rest: torch.Tensor
     is_known: bool
-    """True when elements that nobody writes to have values all the same."""
+    """True when elements that are not written have known values."""
 
 
 class _Walk:
@@ -152,13 +150,13 @@ class _Walk:
         self._held = held
 
     def draw(self, module: nn.Module, init: Step | None) -> None:
-        """Draw the own tensors of ``module`` and keep this rank's part of them."""
+        """Draw the module's own tensors and keep this rank's parts."""
         opened = self.open(module)
         _draw(module, self._names.get(module, ""), init)
         self.close(opened)
 
     def open(self, module: nn.Module) -> list[_Cell]:
-        """Put whole tensors into ``module``, marked where their values are not known."""
+        """Put full tensors into ``module``, filled with a marker if their values are unknown."""
         cells: list[_Cell] = []
         for where, key, rest in cells_of(module, recurse=False):
             is_whole = not hasattr(rest, "device_mesh")
@@ -172,7 +170,7 @@ class _Walk:
         return cells
 
     def close(self, cells: Sequence[_Cell]) -> None:
-        """Keep this rank's part of what was drawn."""
+        """Keep this rank's parts of drawn tensors, and put the tensors at rest back."""
         for cell in cells:
             drawn, rest = cell.where[cell.key], cell.rest
             if drawn is None or drawn.shape != rest.shape:
@@ -188,7 +186,7 @@ class _Walk:
                     memory.copy_(drawn[box.slices()])
 
     def children_first(self, module: nn.Module, owner: nn.Module) -> list[_Cell]:
-        """Draw all below ``module`` and then itself; returns its own tensors, still whole."""
+        """Draw all submodules, then ``module`` itself; returns its own tensors, still full."""
         owner = module if hasattr(module, "_init_weights") else owner
         below: list[_Cell] = []
         for child in module.children():
@@ -200,7 +198,7 @@ class _Walk:
 
 
 def like_whole(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Make memory for all of ``tensor``, a parameter where that is one."""
+    """Allocate the full size of ``tensor``, as a parameter if it is one."""
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     is_trained = isinstance(tensor, nn.Parameter)
     return nn.Parameter(whole, tensor.requires_grad) if is_trained else whole
@@ -213,7 +211,7 @@ def _mark(tensor: torch.Tensor | None) -> None:
 
 
 def _is_marked(tensor: torch.Tensor) -> bool:
-    """Check that an element still is the one that `_mark` has put there."""
+    """Whether any element still has the marker of `_mark`."""
     marker = _marker(tensor)
     if isinstance(marker, float):
         return bool(tensor.isnan().any())
@@ -230,7 +228,7 @@ def _marker(tensor: torch.Tensor) -> float | int | bool:
 
 
 def initializer_of(module: nn.Module, init: Step | None) -> Step | None:
-    """Find the step that draws the own tensors of ``module``; None for none."""
+    """Return the step that draws the module's own tensors, or None."""
     if init is not None:
         return init
     name = RESET_ATTENTION if isinstance(module, nn.MultiheadAttention) else "reset_parameters"
@@ -241,7 +239,7 @@ def initializer_of(module: nn.Module, init: Step | None) -> Step | None:
 
 
 def check_initializers(model: nn.Module, init: Step | None) -> None:
-    """Raise ValueError, naming all modules that hold tensors and that nobody initializes."""
+    """Raise ValueError, naming all modules with tensors and without an initializer."""
     lost = [
         f"{name or 'the model itself'} ({type(module).__name__})"
         for name, module in model.named_modules()
@@ -255,7 +253,7 @@ def check_initializers(model: nn.Module, init: Step | None) -> None:
 
 
 def _draw(module: nn.Module, name: str, init: Step | None) -> None:
-    """Initialize the own tensors of ``module``, and see to it that those below are left alone."""
+    """Initialize the module's own tensors; RuntimeError if it writes to submodules."""
     step = initializer_of(module, init)
     if step is None:
         return
@@ -293,7 +291,7 @@ def _tensors(module: nn.Module, recurse: bool) -> Iterator[torch.Tensor]:
 def cells_of(
     module: nn.Module, *, recurse: bool
 ) -> Iterator[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]]:
-    """Iterate over the places of tensors: a dictionary of a module, its key, and the tensor."""
+    """Yield the place of each tensor (a dict of a module, and the key) and the tensor."""
     for part in module.modules() if recurse else (module,):
         for where in (part._parameters, part._buffers):
             for key, tensor in list(where.items()):

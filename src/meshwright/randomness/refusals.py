@@ -18,11 +18,11 @@ from meshwright.torch_internals.tensors import TorchDispatchMode, schema_of
 _KNOWN = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 _RANDOM = (nn.RReLU, nn.FeatureAlphaDropout, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 _OFF = {"p": 0.0, "dropout_p": 0.0, "dropout": 0.0, "train": False, "training": False}
-"""Arguments by which an operator that may be random is none."""
+"""Arguments that turn a random operator off."""
 
 
 def declared(model: nn.Module, per_rank: Sequence[str]) -> set[str]:
-    """Name the modules in which each rank draws for itself: those matched, and all below.
+    """Return the names of modules in which each rank draws for itself: matches and submodules.
 
     Raises ValueError for a pattern that matches nothing.
     """
@@ -38,7 +38,7 @@ def declared(model: nn.Module, per_rank: Sequence[str]) -> set[str]:
 
 
 def let_draw(names: Iterable[str]) -> str:
-    """Say what lets the modules ``names`` draw on each rank, their numbers left out."""
+    """Advice on how to let the modules ``names`` draw on each rank; numbers become ``*``."""
     patterns = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names if name)
     if not patterns:  # the root itself, of which a pattern would name all
         return "put it into a module of its own, and name that in [train] per_rank"
@@ -47,7 +47,7 @@ def let_draw(names: Iterable[str]) -> str:
 
 
 def random_modules(module: nn.Module) -> str | None:
-    """Find the reason for which ``module`` draws random numbers of its own in training, or None."""
+    """Describe why ``module`` draws its own random numbers in training, or return None."""
     kind = type(module).__name__
     match module:
         case nn.MultiheadAttention() if module.dropout > 0:
@@ -64,11 +64,11 @@ def random_modules(module: nn.Module) -> str | None:
 
 
 class RandomOperators(TorchDispatchMode):
-    """Raises at the first operator inside that draws random numbers, naming it and its module.
+    """Raises at the first random operator in the block, naming it and its module.
 
     For the first forward and backward passes: functional dropout, dropout inside attention and
-    ``torch.rand`` are seen only when they run. Modules named by ``per_rank`` may draw. Given a list
-    ``found``, it adds the names of the modules to that instead.
+    ``torch.rand`` are visible only when they run. Modules named by ``per_rank`` may draw. With a
+    list ``found``, it appends the names of the modules instead.
 
     >>> with RandomOperators(model, draws):
     ...     loss(model(inputs)).backward()
@@ -91,7 +91,7 @@ class RandomOperators(TorchDispatchMode):
         self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> Self:
-        """Begin to look."""
+        """Start to watch."""
         for name, module in self._model.named_modules():
             enter = partial(self._enter, name)
             self._hooks.append(module.register_forward_pre_hook(enter))
@@ -100,7 +100,7 @@ class RandomOperators(TorchDispatchMode):
         return self
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:  # noqa: ANN401
-        """Look no more."""
+        """Stop watching."""
         super().__exit__(exc_type, exc_val, exc_tb)
         while self._hooks:
             self._hooks.pop().remove()
@@ -113,7 +113,7 @@ class RandomOperators(TorchDispatchMode):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Run ``func``. Raises RuntimeError when it is random and may not be."""
+        """Run ``func``. Raises RuntimeError if it is random and not allowed."""
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         if is_random and not self._draws.is_drawing and not _is_off(func, args, kwargs or {}):
             name = self._running[-1] if self._running else ""

@@ -2,11 +2,11 @@
 
 Bottom-up:
 
-    actions   what a rank does, and the one rule of what needs what
+    actions   actions of a rank, and the one rule of their dependencies
     builders  schedules as functions of ranks, microbatches and chunks
-    messages  what a SEND sends and a RECV receives
-    ordered   proof that a lowered schedule ends on a transport that goes by order alone
-    lowering  from compute actions to all that a rank does
+    messages  the messages of a SEND and a RECV
+    ordered   proof that a lowered schedule ends on a transport that matches by order
+    lowering  adds transfers, gathers and reductions to compute actions
     text      schedules as CSV, or drawn
     checks    checks of a schedule before it runs
     simulate  simulated duration and memory

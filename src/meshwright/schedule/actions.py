@@ -1,4 +1,4 @@
-"""Action and Schedule: what each rank does, in which order; and the one rule of what needs what.
+"""Action and Schedule: each rank's actions in order, and the one rule of their dependencies.
 
 ::
 
@@ -44,7 +44,7 @@ class Operation(Enum):
     BACKWARD_WEIGHT = W
     FULL_BACKWARD = B
 
-    # Members are single, so identity is equality; the default hash of an Enum runs Python code.
+    # Members are singletons, so hash by identity: the default hash of an Enum runs Python code.
     __hash__ = object.__hash__
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ UNSHARD, RESHARD, REDUCE_GRAD = Operation.UNSHARD, Operation.RESHARD, Operation.
 BACKWARD = frozenset({I, W, B})
 """Operations that run autograd."""
 COMPUTE = BACKWARD | {F, Operation.OVERLAP_F_B}
-"""Operations of the compute lane: what a compute-only schedule consists of."""
+"""Operations of the compute lane, the only ones of a compute-only schedule."""
 PER_MICROBATCH = BACKWARD | {F, SEND_F, RECV_F, SEND_B, RECV_B}
 """Operations that belong to one microbatch."""
 
@@ -72,7 +72,7 @@ _OVERLAP = re.compile(r"\(([^();]+);([^();]+)\)OVERLAP_F_B")
 
 
 class Action(NamedTuple):
-    """One thing a rank does. Build an overlap with ``overlap``; the others by hand or ``parse``."""
+    """One action of a rank. Build an overlap with ``overlap``, others directly or by ``parse``."""
 
     stage: int
     operation: Operation
@@ -83,10 +83,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Find the action that ``str`` writes as ``text``; nothing else is accepted.
-
-        Raises ``RuntimeError``.
-        """
+        """Parse ``text`` as ``str`` writes an action. Raises ``RuntimeError`` for any other."""
         both = _OVERLAP.fullmatch(text)
         if both is not None:
             return overlap(*(cls._parse_single(part, text) for part in both.groups()))
@@ -116,7 +113,7 @@ class Action(NamedTuple):
 
     @property
     def stage_index(self) -> int:
-        """``stage``, by torch's name, as the three that follow."""
+        """Under torch's name, ``stage``; so for the three properties below."""
         return self.stage
 
     @property
@@ -131,7 +128,7 @@ class Action(NamedTuple):
 
     @property
     def sub_actions(self) -> tuple[Action, ...] | None:
-        """``parts``, None where there are none."""
+        """``parts``, None without any."""
         return self.parts or None
 
     def __str__(self) -> str:
@@ -147,7 +144,7 @@ _OPERATIONS = {
 
 
 def overlap(first: Action, second: Action) -> Action:
-    """Join ``first`` and ``second``, compute actions of one microbatch each, to one action.
+    """Combine ``first`` and ``second``, compute actions of one microbatch each, into one action.
 
     Raises ``RuntimeError`` for parts that are no F, I, W or B.
     """
@@ -161,19 +158,19 @@ def overlap(first: Action, second: Action) -> Action:
 
 
 def chain(stages: int) -> tuple[tuple[int, int], ...]:
-    """List the edges of a pipeline without skips: each stage feeds the next."""
+    """Return the edges of a pipeline without skips: each stage feeds the next."""
     return tuple((stage, stage + 1) for stage in range(stages - 1))
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order of actions of every rank, and which rank holds which stage. A pure value."""
+    """The order of actions of every rank, and the rank of each stage. Immutable."""
 
     name: str
     rows: tuple[tuple[Action | None, ...], ...]
-    """For each rank its actions in order; ``None`` is an idle time slot and means nothing."""
+    """For each rank its actions in order; ``None`` is an idle time slot and has no effect."""
     stage_ranks: tuple[int, ...]
-    """For each stage the rank that holds it."""
+    """The rank of each stage."""
     microbatches: int
     edges: tuple[tuple[int, int], ...] = field(default=())
     """(source stage, target stage) of every value that crosses stages, sorted."""
@@ -203,11 +200,11 @@ class Schedule:
         return len(self.stage_ranks)
 
     def actions(self, rank: int) -> Iterator[Action]:
-        """List the actions of ``rank`` in order, without idle slots."""
+        """Iterate over the actions of ``rank`` in order, without idle slots."""
         return (action for action in self.rows[rank] if action is not None)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """List the stages that ``rank`` holds, ascending."""
+        """List the stages of ``rank``, ascending."""
         return tuple(stage for stage, holder in enumerate(self.stage_ranks) if holder == rank)
 
     @cached_property
@@ -255,11 +252,11 @@ def _neighbors(stages: int, pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int
 
 
 def dependencies(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    """List the actions, of any rank, that must be over before ``action`` can run.
+    """Return the actions, of any rank, that must have ended before ``action`` can run.
 
-    The one rule that runtime, simulator and checks share. In a compute-only schedule the transfers
-    and gathers that it names do not occur; who asks passes over what its schedule lacks. Of an
-    action that occurs several times (UNSHARD) the last before ``action`` in its row is meant.
+    The one rule that runtime, simulator and checks share. It names transfers and gathers even where
+    the schedule has none, such as a compute-only one; callers skip these. For an action that occurs
+    several times (UNSHARD), the last before ``action`` in its row is meant.
     """
     stage, operation, microbatch, parts = action
     if operation is F:
@@ -295,6 +292,6 @@ def dependencies(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 
 
 def _gradients(stage: int, microbatch: int | None, schedule: Schedule) -> Action:
-    """Find the action that makes the gradients of what ``stage`` has read."""
+    """The action that computes the gradients of the inputs of ``stage``."""
     split = (stage, microbatch) in schedule.split_backward
     return Action(stage, I if split else B, microbatch)

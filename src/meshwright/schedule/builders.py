@@ -1,4 +1,4 @@
-"""Schedules, each a pure function of ranks, microbatches and chunks a rank: compute actions only.
+"""Schedules as pure functions of ranks, microbatches and chunks per rank: compute actions only.
 
 ======================  =====  ===========================================================
 builder                 map    source of the order
@@ -9,10 +9,10 @@ builder                 map    source of the order
 `looped_bfs`            loop   Lamy-Poirier 2023, arXiv 2211.05953
 `zb1p`                  loop   Qi et al. 2024, arXiv 2401.10241 (ZB-H1)
 `zbv`                   V      Qi et al. 2024, arXiv 2405.15362; few microbatches: our own
-`dualpipev`             V      phases of DeepSeek-AI 2025, DualPipe (its cut in half)
+`dualpipev`             V      phases of DeepSeek-AI 2025, DualPipe (its half)
 ======================  =====  ===========================================================
 
-On the loop map local chunk c of rank r is stage ``c * ranks + r``. On the V map rank r holds stages
+On the loop map, local chunk c of rank r is stage ``c * ranks + r``. On the V map, rank r has stages
 r and ``2 * ranks - 1 - r``, so that the first and the last stage are on one rank.
 """
 
@@ -29,16 +29,16 @@ Edges = Iterable[tuple[int, int]] | None
 
 
 class Builder(Protocol):
-    """A function that builds a schedule, as all of this module."""
+    """A function that builds a schedule, like the public ones of this module."""
 
     def __call__(
         self, ranks: int, microbatches: int, chunks: int = ..., edges: Edges = ...
     ) -> Schedule:
-        """Build the schedule of ``chunks`` stages a rank; without ``edges`` a chain of stages."""
+        """Build the schedule of ``chunks`` stages per rank; without ``edges`` a chain of stages."""
 
 
 def stage_ranks(ranks: int, stages: int, style: str = "loop") -> tuple[int, ...]:
-    """List for each stage its rank: round and round (``loop``) or back and forth (``v``).
+    """Return the rank of each stage: round and round (``loop``) or back and forth (``v``).
 
     Raises ``ValueError`` for another style, or for stages that do not divide among the ranks.
     """
@@ -66,7 +66,7 @@ def forward_only(ranks: int, microbatches: int, chunks: int = 1, edges: Edges = 
 
 
 def gpipe(ranks: int, microbatches: int, chunks: int = 1, edges: Edges = None) -> Schedule:
-    """Run all forwards, then all backwards. With several chunks a rank this is `looped_bfs`."""
+    """Run all forwards, then all backwards. With several chunks per rank this is `looped_bfs`."""
     return _breadth_first("gpipe", ranks, microbatches, chunks, edges)
 
 
@@ -87,7 +87,7 @@ def _breadth_first(name: str, ranks: int, microbatches: int, chunks: int, edges:
 
 
 def one_f_one_b(ranks: int, microbatches: int, chunks: int = 1, edges: Edges = None) -> Schedule:
-    """Run as few forwards ahead as keep the last rank busy, then backward and forward in turn.
+    """Run just enough forwards to keep the last rank busy, then backward and forward in turn.
 
     Raises ``ValueError`` for fewer microbatches than stages, or several chunks.
     """
@@ -116,7 +116,7 @@ def one_f_one_b(ranks: int, microbatches: int, chunks: int = 1, edges: Edges = N
 def interleaved_1f1b(
     ranks: int, microbatches: int, chunks: int = 1, edges: Edges = None
 ) -> Schedule:
-    """1F1B over several chunks a rank, in groups of microbatches that visit chunk by chunk.
+    """1F1B over several chunks per rank, in groups of microbatches that run chunk by chunk.
 
     Raises ``ValueError`` for microbatches that do not divide into ``max(1, m // ranks)`` rounds.
     """
@@ -162,7 +162,7 @@ def zb1p(ranks: int, microbatches: int, chunks: int = 1, edges: Edges = None) ->
 
 
 def _group(ranks: int, microbatches: int, chunks: int, name: str) -> int:
-    """Choose the number of microbatches that visit one chunk before the next."""
+    """The number of microbatches that run one chunk before the next."""
     _check_sizes(ranks, microbatches, chunks)
     rounds = max(1, microbatches // ranks)
     if microbatches % rounds:
@@ -187,7 +187,7 @@ def _forwards(
 def _backwards(
     ranks: int, rank: int, microbatches: int, chunks: int, group: int
 ) -> list[tuple[int, int]]:
-    """List the same of all backwards: the chunks in reverse."""
+    """(stage, microbatch) of all backwards of a rank: the chunks in reverse."""
     last = (chunks - 1) * ranks + 2 * rank
     forwards = _forwards(ranks, rank, microbatches, chunks, group)
     return [(last - stage, k) for stage, k in forwards]
@@ -199,10 +199,10 @@ def _backwards(
 def zbv(ranks: int, microbatches: int, chunks: int = 2, edges: Edges = None) -> Schedule:
     """Zero bubble on the V map, with the activations of ``ranks`` microbatches on every rank.
 
-    It leaves half of the idle time of 1F1B's fill, from ``2 * ranks - 1`` microbatches on. With
-    fewer the order is a list schedule: at unit costs each idle rank takes of what it could run now
-    an input half (of its earlier stage first), else a forward (of its later stage first) if it has
-    room for another activation, else a weight half.
+    From ``2 * ranks - 1`` microbatches on, half of the idle time of 1F1B's fill remains. With fewer
+    the order is a list schedule: at unit costs each idle rank takes an input half (of its earlier
+    stage first), else a forward (of its later stage first) if it has room for another activation,
+    else a weight half.
     """
     _check_v("ZBV", ranks, microbatches, chunks)
     if microbatches < 2 * ranks - 1:
@@ -213,7 +213,7 @@ def zbv(ranks: int, microbatches: int, chunks: int = 2, edges: Edges = None) -> 
 
 
 def _zigzag(ranks: int, rank: int, microbatches: int) -> list[Action]:
-    """List the row of one rank with all of the V busy: fill, steady state, drain."""
+    """Build the row of one rank with all of the V busy: fill, steady state, drain."""
     row = _VRow(ranks, rank)
     below = ranks - rank
     for _ in range(2 * below - 1):
@@ -233,7 +233,7 @@ def _zigzag(ranks: int, rank: int, microbatches: int) -> list[Action]:
         row.halves(row.down)
         row.forward(row.up)
         row.halves(row.up)
-    # In the drain weight halves wait, so that gradients travel sooner.
+    # In the drain weight halves are deferred, so that gradients are sent sooner.
     for _ in range(rank):
         row.input(row.down)
         row.input(row.up)
@@ -245,7 +245,7 @@ def _zigzag(ranks: int, rank: int, microbatches: int) -> list[Action]:
 
 
 class _ListSchedule:
-    """Runs all ranks of a V in unit time, each greedily, and notes what they do."""
+    """Simulates all ranks of a V at unit costs, each greedy, and records their actions."""
 
     def __init__(self, ranks: int, microbatches: int, room: int) -> None:
         self._ranks = ranks
@@ -256,14 +256,13 @@ class _ListSchedule:
         self._rows: list[list[Action]] = [[] for _ in range(ranks)]
         stages = range(2 * ranks)
         self._count = {operation: [0 for _ in stages] for operation in (F, I, W)}
-        # When each result is there: forwards and input halves run in order of microbatches.
+        # End times of results; forwards and input halves run in order of microbatches.
         self._over: dict[object, list[list[int]]] = {
             F: [[] for _ in stages],
             I: [[] for _ in stages],
         }
 
     def run(self) -> list[list[Action]]:
-        """List the rows of all ranks."""
         now, left = 0, 6 * self._ranks * self._microbatches
         while left:
             chosen = [self._choose(rank, now) for rank in range(self._ranks)]
@@ -310,7 +309,7 @@ class _ListSchedule:
 
 
 def dualpipev(ranks: int, microbatches: int, chunks: int = 2, edges: Edges = None) -> Schedule:
-    """Run forwards of one half of the V beside backwards of the other, as OVERLAP_F_B actions.
+    """Overlap forwards of one half of the V with backwards of the other (OVERLAP_F_B).
 
     Raises ``ValueError`` for fewer microbatches than stages.
     """
@@ -325,7 +324,7 @@ def dualpipev(ranks: int, microbatches: int, chunks: int = 2, edges: Edges = Non
 
 
 def _dual_row(ranks: int, rank: int, microbatches: int) -> list[Action]:
-    """Build the row of a rank; phases differ in which half leads and what is yet to come."""
+    """Build the row of a rank, phase by phase."""
     row = _VRow(ranks, rank)
     below, down, up = ranks - 1 - rank, row.down, row.up
     for _ in range(2 * below):
@@ -342,7 +341,7 @@ def _dual_row(ranks: int, rank: int, microbatches: int) -> list[Action]:
     for _ in range(below):
         row.backward(up)
         row.both(up, down)
-    # In the second half of the drain weight halves wait, so that gradients travel sooner.
+    # In the second half of the drain weight halves are deferred, so that gradients go sooner.
     for turn in range(2 * (rank + 1)):
         stage = down if turn % 2 else up
         if turn > rank:
@@ -357,7 +356,7 @@ def _dual_row(ranks: int, rank: int, microbatches: int) -> list[Action]:
 
 
 class _VRow:
-    """A row on the V map as it grows; microbatches follow each other by themselves."""
+    """A growing row on the V map; it numbers the microbatches itself."""
 
     def __init__(self, ranks: int, rank: int) -> None:
         self.down = rank
@@ -378,27 +377,27 @@ class _VRow:
         self.actions.append(self._next_backward(stage))
 
     def both(self, forward: int, backward: int) -> None:
-        """Add the next F of one stage beside the next B of the other."""
+        """Add an overlap of the next F of one stage and the next B of the other."""
         pair = overlap(self._next_forward(forward), self._next_backward(backward))
         self.actions.append(pair)
 
     def input(self, stage: int) -> None:
-        """Add the next I of ``stage``; its W is owed."""
+        """Add the next I of ``stage``; its W is deferred."""
         whole = self._next_backward(stage)
         self.actions.append(whole._replace(operation=I))
         self._late.append(whole._replace(operation=W))
 
     def weight(self) -> None:
-        """Add the W that has been owed longest."""
+        """Add the oldest deferred W."""
         self.actions.append(self._late.popleft())
 
     def halves(self, stage: int) -> None:
-        """Add the next I of ``stage`` and the oldest W."""
+        """Add the next I of ``stage`` and the oldest deferred W."""
         self.input(stage)
         self.weight()
 
     def rest(self) -> None:
-        """Add all W that are owed."""
+        """Add all deferred W."""
         self.actions += self._late
         self._late.clear()
 
@@ -427,15 +426,15 @@ BUILDERS: Mapping[str, Builder] = MappingProxyType(
 """The builders by the names that a plan uses."""
 
 TWO_A_RANK = ("interleaved1f1b", "loopedbfs", "zbv", "dualpipev")
-"""Schedules with two stages a rank where nothing is said."""
+"""Schedules with two stages per rank by default."""
 
 
 def build(
     name: str, ranks: int, microbatches: int, chunks: int | None = None, edges: Edges = None
 ) -> Schedule:
-    """Build the schedule called ``name`` in a plan, with its usual ``chunks`` a rank if not given.
+    """Build the schedule called ``name`` in a plan; None takes its usual ``chunks`` per rank.
 
-    Raises ``ValueError`` for an unknown name and for sizes that the schedule cannot have.
+    Raises ``ValueError`` for an unknown name and for sizes that the schedule does not support.
     """
     if name not in BUILDERS:
         raise ValueError(f"unknown schedule {name!r}; known: {', '.join(BUILDERS)}")

@@ -1,8 +1,8 @@
 """Checks of a schedule before it runs. Every error draws the schedule and marks the place.
 
-``check`` looks at compute actions: all there, each where its stage is, forwards before backwards.
-``check_lowered`` runs the very rows that will run, with sends that complete only with their
-receive and receives that never block, and finds what would wait for ever.
+``check`` checks compute actions: all present, each on its stage's rank, forwards before backwards.
+``check_lowered`` simulates the exact rows that will run, with sends that complete only with their
+receive and receives that never block, and finds deadlocks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def check(schedule: Schedule, *, ranks: int | None = None, forward_only: bool = 
     """Raise `ScheduleError` unless each stage does all its work, on its rank, in a legal order.
 
     Each stage needs F of every microbatch once and, unless ``forward_only``, B or both I and W of
-    every microbatch once. ``ranks`` is the number that should be there.
+    every microbatch once. ``ranks`` is the expected number of ranks.
     """
     _check_shape(schedule, ranks)
     for rank in range(schedule.ranks):
@@ -83,7 +83,7 @@ def _check_row(schedule: Schedule, rank: int) -> None:
 
 
 def _problem(schedule: Schedule, rank: int, part: Action, seen: set[Action]) -> str:
-    """Find the fault of ``part`` after ``seen`` on its rank; empty when there is none."""
+    """Describe the fault of ``part`` after ``seen`` on its rank; empty if there is none."""
     stage, operation, k, _ = part
     if not 0 <= stage < schedule.stages:
         return f"there is no stage {stage}, only {schedule.stages}"
@@ -96,7 +96,7 @@ def _problem(schedule: Schedule, rank: int, part: Action, seen: set[Action]) -> 
     if part in seen:
         return "it has been there before"
     if operation in COMPUTE:
-        # Of the rule only what this rank does itself: the others' part is a matter of time.
+        # Check only dependencies on this stage: those on other ranks depend on time.
         for need in dependencies(part, schedule):
             is_here = need.stage == stage and need.operation in COMPUTE
             if is_here and need not in seen:
@@ -134,7 +134,7 @@ def _parts(schedule: Schedule, rank: int) -> Iterator[Action]:
 
 
 def check_lowered(schedule: Schedule) -> None:
-    """Raise `ScheduleError` when the rows would wait for ever, or compute what is not there.
+    """Raise `ScheduleError` if the rows deadlock, or use values that are not there.
 
     The error names the cycle of actions that wait for each other.
     """
@@ -143,15 +143,15 @@ def check_lowered(schedule: Schedule) -> None:
 
 @dataclass(slots=True)
 class _Rank:
-    """One rank on its way through its row."""
+    """The progress of one rank through its row."""
 
     row: tuple[Action | None, ...]
     reads: dict[Action, tuple[Message, ...]]
     position: int = 0
     unsent: deque[Message] | None = None
-    """The rest of the SEND at ``position``; None before it has begun."""
+    """The unsent messages of the SEND at ``position``; None before it has begun."""
     posted: dict[int, deque[Message]] = field(default_factory=dict)
-    """By the rank it comes from, what has been posted and not arrived, in order."""
+    """By source rank, the posted receives that have not been matched, in order."""
     here: set[Message] = field(default_factory=set)
     full: set[int] = field(default_factory=set)
 
@@ -160,18 +160,18 @@ class _Rank:
         return self.row[self.position] if self.position < len(self.row) else None
 
     def go_on(self) -> None:
-        """Go on to the next action of the row, with nothing of it begun."""
+        """Advance to the next action of the row."""
         self.position += 1
         self.unsent = None
 
     def begin_sending(self, messages: Iterable[Message]) -> deque[Message]:
-        """Begin the SEND at ``position``; returns what is left of it to send."""
+        """Begin the SEND at ``position``; returns its unsent messages."""
         self.unsent = deque(messages)
         return self.unsent
 
 
 class _Rendezvous:
-    """Runs all rows without time."""
+    """Runs all rows, without modeling time."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -183,7 +183,6 @@ class _Rendezvous:
         self._done: set[Action] = set()
 
     def run(self) -> None:
-        """Bring every rank to its end."""
         while sum(self._advance(number) for number in range(len(self._ranks))):
             pass
         stuck = {n: r.position for n, r in enumerate(self._ranks) if r.position < len(r.row)}
@@ -203,7 +202,7 @@ class _Rendezvous:
         return has_moved
 
     def _step(self, number: int, rank: _Rank, action: Action) -> bool:
-        """Do ``action``; False when it has to wait."""
+        """Run ``action``; False if it has to wait."""
         operation = action.operation
         if operation in COMPUTE:
             for part in parts_of(action):
@@ -244,9 +243,9 @@ class _Rendezvous:
         return dependencies(action, self._schedule)
 
     def _is_missing(self, number: int, need: Action) -> bool:
-        """Check for a ``need`` that a compute action of rank ``number`` has to wait for.
+        """Whether a compute action of rank ``number`` has to wait for ``need``.
 
-        Raises for what no waiting brings: parameters that were not gathered, a receive that was
+        Raises if waiting cannot help: for parameters that were not gathered, or a receive that was
         never posted.
         """
         rank = self._ranks[number]
@@ -263,7 +262,7 @@ class _Rendezvous:
                 for posted in (rank.posted.get(message.source_rank, ()),)
             )
         if self._schedule.stage_ranks[need.stage] != number:
-            # Its result comes with a receive.
+            # Its result arrives by a receive.
             return need not in self._done
         if need not in self._done:
             self._require(number, rank, [need])
@@ -277,7 +276,7 @@ class _Rendezvous:
             )
 
     def _cycle(self, stuck: dict[int, int]) -> str:
-        """Describe the circle of ranks that wait, from one stuck rank until a rank comes again."""
+        """Describe the cycle of waiting ranks, starting at one stuck rank."""
         number = min(stuck)
         seen: list[int] = []
         texts: list[str] = []

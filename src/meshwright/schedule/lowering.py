@@ -1,8 +1,8 @@
-"""From compute actions to everything a rank does: transfers, gathers, frees, reductions.
+"""Adds transfers, gathers, frees and reductions to compute actions.
 
-``lower`` is a pure function, so all ranks get the same rows. A SEND stands right after the action
+``lower`` is a pure function, so all ranks get the same rows. A SEND comes right after the action
 whose result it carries; a RECV is posted one compute action before the one that waits for it, or
-earlier where sends that complete only with their receive would otherwise block each other.
+earlier where sends that complete only with their receive would otherwise deadlock.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ MALFORMED = "Malformed compute schedule, can't schedule sends/recvs"
 def lower(
     schedule: Schedule, *, unsharded: int = 3, residency: bool = True, reduce: bool = True
 ) -> Schedule:
-    """Lower ``schedule``, made of compute actions: with all else that its ranks must do.
+    """Add all other actions to ``schedule``, which has compute actions only.
 
-    At most ``unsharded`` stages of a rank are gathered at a time (two at least where an overlap
-    uses two). Raises ``ValueError`` when it holds other actions already, `ScheduleError` when its
-    order cannot be completed with transfers.
+    At most ``unsharded`` stages of a rank are gathered at a time (at least two if an overlap uses
+    two). Raises ``ValueError`` if it has other actions already, `ScheduleError` if its order
+    deadlocks with transfers.
     """
     for rank in range(schedule.ranks):
         for action in schedule.actions(rank):
@@ -65,7 +65,7 @@ def lower(
 
 
 def forward_part(schedule: Schedule) -> Schedule:
-    """Find the forwards of a compute-only schedule, in their order: what an evaluation runs."""
+    """Return the forwards of a compute-only schedule, in their order, for an evaluation."""
     rows = tuple(
         tuple(part for a in schedule.actions(rank) for part in parts_of(a) if part.operation is F)
         for rank in range(schedule.ranks)
@@ -80,7 +80,7 @@ def _add_reductions(row: list[Action], after: list[list[Action]]) -> None:
             if part.operation in BACKWARD:
                 last[part.stage] = index
     for stage, index in sorted(last.items()):
-        # Before the RESHARD that may stand here already.
+        # Insert it before a RESHARD, which frees the parameters.
         place = next((n for n, a in enumerate(after[index]) if a.operation is RESHARD), None)
         at = len(after[index]) if place is None else place
         after[index].insert(at, Action(stage, REDUCE_GRAD))
@@ -89,7 +89,7 @@ def _add_reductions(row: list[Action], after: list[list[Action]]) -> None:
 def with_residency(
     compute_actions: Iterable[Action | None], max_active_stages: int = 3
 ) -> list[Action]:
-    """Add the gathers and frees of stages to one rank's compute actions, of which None is idle.
+    """Add gathers and frees of stages to one rank's compute actions; None is an idle slot.
 
     At most ``max_active_stages`` stages are gathered at a time, as in `lower`.
     """
@@ -104,10 +104,10 @@ def with_residency(
 def _add_residency(
     row: list[Action], limit: int, before: list[list[Action]], after: list[list[Action]]
 ) -> None:
-    """Gather each stage before its use, and free the one whose next use is farthest away.
+    """Gather each stage before its use; evict the one whose next use is farthest away.
 
-    That choice needs the fewest gathers (Belady 1966). A gather is posted one compute action ahead
-    when there is room for it by then.
+    This needs the fewest gathers (Belady 1966). A gather is posted one compute action ahead if
+    there is room for it by then.
     """
     uses: dict[int, deque[int]] = {}
     for index, action in enumerate(row):
@@ -115,7 +115,7 @@ def _add_residency(
             uses.setdefault(part.stage, deque()).append(index)
     there: set[int] = set()
     before_this: set[int] = set()
-    """Stages that are there while the action before this one runs."""
+    """Stages that are gathered while the previous action runs."""
     for index, action in enumerate(row):
         stages = {part.stage for part in parts_of(action)}
         for stage in sorted(stages - there):
@@ -138,26 +138,26 @@ def _add_residency(
 
 @dataclass(slots=True)
 class _Place:
-    """The progress of a rank: its next compute action, and what it must send before that."""
+    """The progress of a rank: its next compute action, and what it must send first."""
 
     index: int = 0
     unsent: deque[Message] = field(default_factory=deque)
 
     def go_on(self, produced: Iterable[Message]) -> None:
-        """Go on to the next compute action, before which what this one ``produced`` is sent."""
+        """Advance to the next compute action; ``produced`` messages must be sent first."""
         self.unsent.extend(produced)
         self.index += 1
 
 
 class _Posts:
-    """Finds for each RECV the compute action of its rank that it is posted before."""
+    """Finds the compute action before which each RECV is posted."""
 
     def __init__(self, schedule: Schedule, compute: list[list[Action]]) -> None:
         self._schedule = schedule
         self._compute = compute
         self._position: list[dict[Action, int]] = [{} for _ in compute]
         self._carrier: dict[Message, Action] = {}
-        """The RECV that receives a message: the first that wants it."""
+        """The RECV that receives a message: the first that needs it."""
         for rank, row in enumerate(compute):
             for index, action in enumerate(row):
                 for recv in wanted(action, schedule):
@@ -166,7 +166,7 @@ class _Posts:
                         self._carrier.setdefault(message, recv)
 
     def place(self) -> list[list[tuple[int, Action]]]:
-        """List, for each rank, its RECVs with positions, in the order of posting."""
+        """Return each rank's RECVs with positions, in the order of posting."""
         self._unblock()
         return [
             sorted(((at, recv) for recv, at in where.items()), key=lambda item: item[0])
@@ -184,7 +184,7 @@ class _Posts:
                 yield message
 
     def _unblock(self) -> None:
-        """Run all rows with sends that wait for their receive; post earlier what must be."""
+        """Simulate rows with sends that wait for their receive; post blocked receives earlier."""
         places = [_Place() for _ in self._compute]
         arrived: set[Message] = set()
         while True:
@@ -210,7 +210,7 @@ class _Posts:
             yield from read(recv, self._schedule)
 
     def _run(self, rank: int, places: list[_Place], arrived: set[Message]) -> bool:
-        """Bring one rank as far as it comes; whether it has moved."""
+        """Advance one rank as far as possible; returns whether it has moved."""
         place, row, has_moved = places[rank], self._compute[rank], False
         while True:
             while place.unsent:

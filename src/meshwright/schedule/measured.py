@@ -1,8 +1,8 @@
 """Measured timelines of a schedule: its order, its costs, its bubble.
 
 A timeline of pipelined steps names its events after their actions, so the schedule that ran can be
-read off it, and simulated with the costs that were measured: where the two differ, time goes into
-something that the schedule does not explain.
+recovered, and simulated with the measured costs. Where the two differ, time is spent on something
+that the schedule does not explain.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ Edges = Iterable[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One step, measured and simulated. Ranks count as in the measured timeline."""
+    """One step, measured and simulated, with the rank numbers of the measured timeline."""
 
     measured: Timeline
     simulated: Timeline
     bubble: float
-    """The share of all ranks' time in which nothing was computed, from the first to the last."""
+    """The idle share of the ranks' time, from the first to the last compute action."""
     simulated_bubble: float
     peaks: tuple[float, ...]
-    """For each rank, the most microbatches whose activations it holds, by the schedule."""
+    """For each rank, the simulated maximum of microbatches whose activations it holds."""
 
 
 def compare(timeline: Timeline, edges: Edges | None = None) -> Comparison | None:
-    """Find the last step of ``timeline`` beside what its schedule should have done at its costs.
+    """Compare the last step of ``timeline`` with a simulation of its schedule at its costs.
 
-    ``edges`` says which stages feed which; without it each feeds the next. None when the timeline
-    holds no actions of a pipeline. Raises `ScheduleError` for one that cannot have run.
+    ``edges`` are those between stages; without them each stage feeds the next. None if the timeline
+    has no actions of a pipeline. Raises `ScheduleError` for a schedule that cannot have run.
     """
     step = last_step(timeline)
     schedule = schedule_of(step, edges)
@@ -74,10 +74,7 @@ def bubble(timeline: Timeline) -> float:
 
 
 def last_step(timeline: Timeline) -> Timeline:
-    """Find the events since the last compute action of a rank that is the first of a step.
-
-    Where a rank's actions come again, another step has begun.
-    """
+    """Return the events of the last step; a rank begins a step when an action repeats."""
     begins: dict[int, float] = {}
     for rank in _ranks(timeline):
         seen: set[str] = set()
@@ -100,7 +97,7 @@ def last_step(timeline: Timeline) -> Timeline:
 
 
 def schedule_of(timeline: Timeline, edges: Edges | None = None) -> Schedule | None:
-    """Find the compute actions of one step, rank by rank; None when there are none."""
+    """Recover the schedule of one step from its compute actions; None if there are none."""
     ranks = _ranks(timeline)
     rows: dict[int, list[Action]] = {rank: [] for rank in ranks}
     for event in timeline.events:
@@ -117,7 +114,7 @@ def schedule_of(timeline: Timeline, edges: Edges | None = None) -> Schedule | No
 def costs_of(timeline: Timeline, schedule: Schedule) -> Costs:
     """Measure the costs of each stage's actions, in seconds.
 
-    Medians, but of transfers the shortest: in the others a receiver that computed came late.
+    Medians; the minimum for transfers, where longer ones include the receiver's delay.
     """
     taken: dict[tuple[int, str], list[float]] = {}
     for event in timeline.events:
@@ -147,7 +144,7 @@ def costs_of(timeline: Timeline, schedule: Schedule) -> Costs:
 
 
 def _latencies(timeline: Timeline, schedule: Schedule) -> dict[int, list[float]]:
-    """List by sending stage the seconds from each of its sends to the end of the receive."""
+    """By sending stage, the seconds from each of its sends to the end of the receive."""
     begun: dict[Action, float] = {}
     found: dict[int, list[float]] = {}
     for event in timeline.events:
@@ -172,7 +169,7 @@ def _is_compute(event: Event) -> bool:
 
 
 def _action(event: Event) -> Action | None:
-    """Find the action that ``event`` is, None for anything else."""
+    """The action that ``event`` is named after, None for any other."""
     try:
         return Action.parse(event.name)
     except RuntimeError:

@@ -1,7 +1,7 @@
-"""Messages between ranks, which a SEND sends and a RECV receives.
+"""Messages between ranks, of SEND and RECV actions.
 
-An output goes once to each rank that reads it, whatever the number of stages that do; a gradient
-goes from each reader to the stage that made the value, which sums them in the order of stages.
+An output is sent once to each rank that reads it, even for several stages; a gradient is sent from
+each reader to the stage that made the value, which sums them in the order of stages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Message(NamedTuple):
     operation: Operation
     """SEND_F for outputs, SEND_B for gradients."""
     stage: int
-    """Whose outputs these are, or whose backward made the gradients."""
+    """The stage whose outputs these are, or whose backward made the gradients."""
     target: int
     """The rank that reads the outputs, or the stage whose outputs the gradients belong to."""
     microbatch: int
@@ -38,12 +38,12 @@ class Message(NamedTuple):
 
 
 def parts_of(action: Action) -> tuple[Action, ...]:
-    """List the parts of an overlap; any other action itself."""
+    """Return the parts of an overlap, or the action itself."""
     return action.parts or (action,)
 
 
 def produced(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    """List the SENDs that follow the compute action ``action``."""
+    """Return the SENDs that follow the compute action ``action``."""
     found = []
     for stage, operation, microbatch, _ in parts_of(action):
         if operation is F and schedule.remote_targets[stage]:
@@ -54,7 +54,7 @@ def produced(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 
 
 def wanted(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    """List the RECVs that the compute action ``action`` waits for."""
+    """Return the RECVs that the compute action ``action`` waits for."""
     found = []
     for stage, operation, microbatch, _ in parts_of(action):
         if operation is F and schedule.remote_sources[stage]:
@@ -65,7 +65,7 @@ def wanted(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 
 
 def sent(action: Action, schedule: Schedule) -> tuple[Message, ...]:
-    """List the messages of a SEND, in the order in which they leave."""
+    """Return the messages of a SEND, in the order of sending."""
     stage, operation, microbatch, _ = action
     here, k = schedule.stage_ranks[stage], microbatch or 0
     if operation is SEND_F:
@@ -78,7 +78,7 @@ def sent(action: Action, schedule: Schedule) -> tuple[Message, ...]:
 
 
 def lanes(schedule: Schedule) -> dict[tuple[int, int], tuple[Message, ...]]:
-    """List, by the ranks that send and receive, the messages between them in the order of both."""
+    """Map (sending rank, receiving rank) to the messages between them, in order."""
     found: dict[tuple[int, int], list[Message]] = {}
     for sender in range(schedule.ranks):
         for action in schedule.actions(sender):
@@ -89,10 +89,10 @@ def lanes(schedule: Schedule) -> dict[tuple[int, int], tuple[Message, ...]]:
 
 
 def received(schedule: Schedule, rank: int) -> dict[Action, tuple[Message, ...]]:
-    """List for each RECV in the row of ``rank`` the messages whose receives are posted with it.
+    """Map each RECV in the row of ``rank`` to the messages whose receives are posted with it.
 
-    Those are the messages that its stage reads and, before them, whatever the same sender sends
-    earlier: between two ranks receives are posted in the order of the sends.
+    These are the messages that its stage reads, preceded by all that the same sender sends earlier:
+    between two ranks receives are posted in the order of the sends.
     """
     coming = {
         source: deque(messages)
@@ -114,7 +114,7 @@ def received(schedule: Schedule, rank: int) -> dict[Action, tuple[Message, ...]]
 
 
 def read(action: Action, schedule: Schedule) -> tuple[Message, ...]:
-    """List all messages that the stage of a RECV reads, in the order of their stages."""
+    """Return all messages that the stage of a RECV reads, in the order of their stages."""
     stage, operation, microbatch, _ = action
     here, k, ranks = schedule.stage_ranks[stage], microbatch or 0, schedule.stage_ranks
     if operation is RECV_F:

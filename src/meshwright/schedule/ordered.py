@@ -1,9 +1,9 @@
-"""Proof that a schedule ends on a transport that goes by order alone, as that of a device.
+"""Proof that a schedule ends on a transport that matches by order alone, like a device's.
 
 There each communicator is a queue on either side. A transfer begins when it is at the head of its
-queue and all that its rank had given to the device before it is done; the heads of both sides are
-taken for one message, whatever they are. Compute actions run in the order of the row, after the
-receives that they read. Nothing here depends on time: what can end does, in whatever order.
+queue and all compute that its rank issued before is done; the heads of both sides are matched as
+one message, whatever they are. Compute actions run in the order of the row, after the receives that
+they read. The result does not depend on time.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from meshwright.schedule.actions import (
 from meshwright.schedule.messages import Message, parts_of, read, received, sent
 
 Lane = Callable[[Message], Hashable]
-"""Finds the communicator that carries a message."""
+"""A function that returns the communicator of a message."""
 
 
 def one_way(message: Message) -> Hashable:
-    """Find a communicator of its own for each pair of ranks and direction."""
+    """Use one communicator for each pair of ranks and direction."""
     return message.source_rank, message.target_rank
 
 
 class Transfer(NamedTuple):
-    """One side of a message, as a rank gives it to its device."""
+    """One side of a message, as a rank issues it to its device."""
 
     message: Message
     is_send: bool
 
 
 def issued(schedule: Schedule, rank: int, *, late: bool = False) -> list[Action | Transfer]:
-    """List all that ``rank`` gives to its device, in that order.
+    """List all that ``rank`` issues to its device, in order.
 
-    Receives of ``late`` ranks are not posted before an action needs them, in the order of the
-    sender: so it is where what they must know comes last.
+    With ``late``, receives are posted only once an action needs them, in the order of the sender:
+    the case in which their metadata arrives last.
     """
     posts = received(schedule, rank)
     unposted: deque[Message] = deque()
@@ -67,7 +67,7 @@ def issued(schedule: Schedule, rank: int, *, late: bool = False) -> list[Action 
 
 
 def _posted(unposted: deque[Message], wanted: set[Message]) -> list[Transfer]:
-    """Take ``wanted`` receives from those that are not posted, and what stands before them."""
+    """Remove ``wanted`` receives, and all before them in their lanes, from ``unposted``."""
     last = {m.source_rank: n for n, m in enumerate(unposted) if m in wanted}
     taken = [m for n, m in enumerate(unposted) if n <= last.get(m.source_rank, -1)]
     for message in taken:
@@ -87,10 +87,10 @@ def needed(action: Action, schedule: Schedule) -> list[Message]:
 
 
 def check_ordered(schedule: Schedule, *, lane: Lane = one_way) -> None:
-    """Raise `ScheduleError` unless a lowered ``schedule`` ends, with each message where it belongs.
+    """Raise `ScheduleError` unless a lowered ``schedule`` ends with all messages matched correctly.
 
-    Receives may be posted where the rows say, or as late as can be. ``lane`` says which messages
-    share a communicator.
+    Both the rows' own and the latest posting of receives are checked. ``lane`` gives each message's
+    communicator.
     """
     for late in (False, True):
         rows = [issued(schedule, rank, late=late) for rank in range(schedule.ranks)]
@@ -100,7 +100,7 @@ def check_ordered(schedule: Schedule, *, lane: Lane = one_way) -> None:
 def check_rows(
     schedule: Schedule, rows: list[list[Action | Transfer]], *, lane: Lane = one_way
 ) -> None:
-    """Raise as `check_ordered` does for what ranks give to their devices, as ``rows`` say."""
+    """Check ``rows``, what each rank issues to its device. Raises as `check_ordered` does."""
     devices = [_Device(schedule, row, lane) for row in rows]
     while any([device.compute() for device in devices] + [_move(devices)]):
         pass
@@ -122,7 +122,7 @@ class _Device:
     lane: Lane
     actions: deque[Action] = field(default_factory=deque)
     queues: dict[Hashable, deque[tuple[int, Transfer]]] = field(default_factory=dict)
-    """By communicator: transfers, with the number of actions that run before."""
+    """By communicator, transfers with the number of compute actions issued before them."""
     done: int = 0
     here: set[Message] = field(default_factory=set)
 
@@ -135,7 +135,7 @@ class _Device:
                 queue.append((len(self.actions), each))
 
     def compute(self) -> bool:
-        """Run what can run; tells whether there was any."""
+        """Run all compute actions that can run; returns whether there were any."""
         before = self.done
         while self.actions and self.here.issuperset(needed(self.actions[0], self.schedule)):
             self.actions.popleft()
@@ -143,7 +143,7 @@ class _Device:
         return self.done > before
 
     def head(self, communicator: Hashable) -> Transfer | None:
-        """Find the transfer that may begin."""
+        """The transfer at the head of a queue, if it may begin."""
         queue = self.queues.get(communicator)
         return queue[0][1] if queue and queue[0][0] <= self.done else None
 
@@ -161,7 +161,7 @@ class _Device:
 
 
 def _move(devices: list[_Device]) -> bool:
-    """Do the transfers whose both sides may begin; tells whether there were any."""
+    """Run transfers of which both sides may begin; returns whether there were any."""
     has_moved = False
     for device in devices:
         for communicator in device.queues:

@@ -1,8 +1,8 @@
-"""Simulated duration and memory of a schedule, when each action has a given cost.
+"""Simulated duration and memory of a schedule, given the cost of each action.
 
 Every rank has four lanes. ``compute`` follows the row, one action after another. Sends, gathers and
-reductions start when the row comes to them, in a lane of their own, one after another, and hold up
-only what needs their result. A receive is over when it has been posted and the payload is there.
+reductions start when the row reaches them, each kind in its own lane, one after another, and delay
+only what needs their result. A receive ends when it is posted and the payload has arrived.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Costs:
 
     forward: PerStage = 1.0
     input: PerStage = 1.0
-    """Input half of the backward; a whole backward takes this and `weight`."""
+    """Input half of the backward; a full backward takes this plus `weight`."""
     weight: PerStage = 1.0
     transfer: PerStage = 0.0
     """From a send to the end of its receive, by the stage that sends."""
@@ -61,7 +61,7 @@ class Costs:
     def shared(
         cls, chunks: int, forward: float = 1.0, input: float = 1.0, weight: float = 1.0
     ) -> Costs:
-        """Share out costs of a rank, of which its ``chunks`` stages have equal parts."""
+        """Divide the costs of a rank equally among its ``chunks`` stages."""
         return cls(
             forward=forward / chunks,
             input=input / chunks,
@@ -74,35 +74,35 @@ class Costs:
 class Simulation:
     """The result of a simulation.
 
-    Ranks count as in the schedule; times are in the unit of the costs.
+    Ranks are numbered as in the schedule; times are in the unit of the costs.
     """
 
     makespan: float
     """From the start to the end of the last action."""
     compute: tuple[float, ...]
-    """For each rank, how long it computes."""
+    """The compute time of each rank."""
     peaks: tuple[float, ...]
-    """For each rank, the most that it holds of activations and gathered parameters."""
+    """The peak memory of each rank: activations and gathered parameters."""
     timeline: Timeline = field(default_factory=Timeline, repr=False)
     """Every action with its lane; empty unless asked for."""
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """For each rank, how long it does not compute."""
+        """The idle time of each rank."""
         return tuple(self.makespan - busy for busy in self.compute)
 
     @property
     def bubble_fraction(self) -> float:
-        """The share of all ranks' time in which nothing is computed."""
+        """The idle share of all ranks' time."""
         whole = self.makespan * len(self.compute)
         return sum(self.bubbles) / whole if whole else 0.0
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None, *, events: bool = True) -> Simulation:
-    """Run ``schedule``, of compute actions or lowered, in simulated time.
+    """Run ``schedule``, compute-only or lowered, in simulated time.
 
-    Without its transfers, communication is free. Raises `ScheduleError` when it would wait for
-    ever. Without ``events`` no timeline is made, which takes a tenth of the memory.
+    Without transfers, communication is free. Raises `ScheduleError` for a deadlock. Without
+    ``events`` no timeline is made, which takes a tenth of the memory.
     """
     return _Machine(schedule, costs or Costs(), events=events).run()
 
@@ -122,17 +122,17 @@ class _Lane:
         self.free = [0.0] * ranks
 
     def take(self, rank: int, ready: float, seconds: float) -> tuple[float, float]:
-        """Start and end of what is ready at ``ready``."""
+        """Occupy the lane once ``ready`` and free; returns start and end."""
         start = max(self.free[rank], ready)
         self.free[rank] = end = start + seconds
         return start, end
 
 
 class _Machine:
-    """All ranks on their way. ``_ends[stage * 8 + column][microbatch]`` is when a result is there.
+    """Simulates all ranks. ``_ends[stage * 8 + column][microbatch]`` is the end time of a result.
 
-    Costs and needs are looked up once for each stage and operation, not once for each microbatch:
-    the rule `dependencies` is the same for all.
+    Costs and dependencies are looked up once for each stage and operation: they are the same for
+    all microbatches.
     """
 
     def __init__(self, schedule: Schedule, costs: Costs, *, events: bool) -> None:
@@ -157,7 +157,6 @@ class _Machine:
         self._seconds = self._seconds_of_all()
 
     def run(self) -> Simulation:
-        """Bring every rank to its end."""
         ready = list(range(self._schedule.ranks))
         while ready:
             ready.extend(self._advance(ready.pop()))
@@ -173,7 +172,7 @@ class _Machine:
         )
 
     def _seconds_of_all(self) -> list[float]:
-        """List by stage and column how long it takes. A whole backward is read as two halves."""
+        """The seconds by stage and column. A full backward counts as its two halves."""
         costs = self._costs
         found: list[float] = []
         for stage in range(self._schedule.stages):
@@ -193,7 +192,7 @@ class _Machine:
     # ------------------------------------------------------------------- one rank
 
     def _advance(self, rank: int) -> list[int]:
-        """Run a rank until it waits or ends; the ranks that its results wake."""
+        """Run a rank until it waits or ends; returns the ranks that its results wake."""
         row, woken = self._schedule.rows[rank], list[int]()
         position, part_at = self._position[rank], self._part[rank]
         clock = self._lanes["compute"]
@@ -220,7 +219,7 @@ class _Machine:
         return woken
 
     def _start(self, rank: int, part: Action, free: float) -> float:
-        """Find the start of ``part``; negative while a result is not known, then it is awaited."""
+        """The start time of ``part``; negative, and the rank waits, while a result is unknown."""
         stage, operation, k, _ = part
         needs = self._needs.get((stage, operation))
         if needs is None:
@@ -237,7 +236,7 @@ class _Machine:
         return start
 
     def _columns(self, part: Action) -> Iterator[int]:
-        """Find the places of the results that ``part`` needs and that the schedule has."""
+        """Yield the columns of the results that ``part`` needs and that the schedule has."""
         for need in dependencies(part, self._schedule):
             if need.operation in (RECV_F, RECV_B):
                 if self._has_transfers:
@@ -264,7 +263,7 @@ class _Machine:
             self._events.append(self._event(rank, part, "compute", start, end))
 
     def _post(self, rank: int, action: Action, now: float, woken: list[int]) -> None:
-        """Start an action that does not hold up the row."""
+        """Start an action that does not block the row."""
         stage, operation, k, _ = action
         if operation is RESHARD:
             self._hold(rank, -_at(self._costs.parameters, stage))
@@ -279,7 +278,7 @@ class _Machine:
             self._hold(rank, _at(self._costs.parameters, stage))
         else:
             lane, seconds = "transfer", _at(self._costs.transfer, stage)
-            # The first part of an overlap has its result before the row comes to the send.
+            # The first part of an overlap ends before the row reaches the send.
             made = 0 if operation is SEND_F else 1
             now = self._ends[stage * _COLUMNS + made][k or 0]
         start, end = self._lanes[lane].take(rank, now, seconds)

@@ -1,12 +1,12 @@
-"""Schedules as text, one line a rank, one cell a time slot: as CSV in files, drawn in errors.
+"""Schedules as text, one line per rank, one cell per time slot: as CSV, and drawn in errors.
 
-An empty cell is a slot in which a rank is idle::
+An empty cell is an idle slot::
 
     # meshwright schedule 1: name=1f1b microbatches=2 stage_ranks=0,1 edges=0-1
     0F0,0F1,0B0,0B1
     1F0,1B0,1F1,1B1
 
-Files of torch's pipelining have no first line; what it says is then read off the actions.
+Files of torch's pipelining have no first line; its contents are then inferred from the actions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HEADER = re.compile(
 
 
 def to_csv(schedule: Schedule) -> str:
-    """Write ``schedule`` as text that `parse_csv` reads to an equal value."""
+    """Convert ``schedule`` to text that `parse_csv` parses to an equal value."""
     edges = ",".join(f"{source}-{target}" for source, target in schedule.edges)
     ranks = ",".join(map(str, schedule.stage_ranks))
     name = re.sub(r"\s+", "-", schedule.name) or "unnamed"
@@ -64,10 +64,10 @@ def load_csv(source: str | Path | TextIO, *, stage_ranks: Iterable[int] | None =
 def parse_csv(
     text: str, source: str = "CSV", *, stage_ranks: Iterable[int] | None = None
 ) -> Schedule:
-    """Find the schedule in ``text``, which messages call ``source``.
+    """Parse the schedule in ``text``, which error messages call ``source``.
 
-    ``stage_ranks`` overrides what the first line, or else the actions, say. Raises ``ValueError``
-    naming row, column and text of what is no action.
+    ``stage_ranks`` overrides the first line, or the actions. Raises ``ValueError`` with row, column
+    and text of an invalid action.
     """
     lines = text.splitlines(keepends=True)
     header = None
@@ -137,20 +137,20 @@ def _inferred(
 
 
 MARK = "<-- ERROR HERE"
-"""Stands behind a cell that is wrong."""
+"""The mark after a faulty cell."""
 
 AROUND = 6
-"""Cells shown before and after a marked one, where a row is too long to show whole."""
+"""Cells shown before and after a marked one in a long row."""
 
 WHOLE = 40
-"""Cells up to which a row is shown whole."""
+"""The number of cells up to which a row is shown in full."""
 
 
 def draw(schedule: Schedule, marks: Mapping[int, int] | None = None) -> str:
-    """Find the rows of ``schedule``; ``marks`` gives for ranks the position of a marked cell.
+    """Draw the rows of ``schedule``; ``marks`` maps ranks to the position of a marked cell.
 
-    A position behind the last cell marks the end of the row. Long rows without a mark are cut at
-    the end, those with one around it.
+    A position after the last cell marks the end of the row. Long rows are truncated: around the
+    mark, or at the end without one.
     """
     found = marks or {}
     width = max((len(str(a)) for row in schedule.rows for a in row if a is not None), default=1)

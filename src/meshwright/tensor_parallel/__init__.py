@@ -1,19 +1,19 @@
-"""Tensor parallelism: one layer's weights and activations over the ranks of an axis.
+"""Tensor parallelism: weights and activations of one layer sharded over the ranks of an axis.
 
 Parameters are DTensors at rest; forward and backward run on local tensors and communicate only
 where a style says so.
 
 Bottom-up:
 
-    functions  communication that autograd understands
-    checks     whether ranks do and hold the same
-    layouts    from one layout to another
+    functions  differentiable communication
+    checks     checks that ranks run the same passes on equal values
+    layouts    conversion between layouts
     weights    parameters that become DTensors
-    layers     modules that compute on parts
-    styles     styles of layers that hold parameters
+    layers     modules that compute on shards
+    styles     styles of layers with parameters
     prepare    styles without parameters
     apply      `parallelize_module`
-    loss       cross entropy of logits that are cut by classes, and `loss_parallel`
+    loss       cross entropy of logits that are sharded by classes, and `loss_parallel`
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`parallelize_module`: which style goes to which module of a model."""
+"""`parallelize_module`: applies styles to the modules of a model."""
 
 from __future__ import annotations
 
@@ -48,27 +48,27 @@ def parallelize_module(
     *,
     src_data_rank: int | None = 0,
 ) -> M:
-    """Run ``module`` over the ranks of ``device_mesh``, in place, and return it.
+    """Parallelize ``module`` over the ranks of ``device_mesh``, in place, and return it.
 
     ``parallelize_plan`` is a style for the module itself, or names styles by patterns of module
     names: each part between dots is matched by `fnmatch` (``layers.*.mlp.up``; "" is the module).
     The mesh has one dim: slice a larger one by name. None takes the mesh of the ``with`` block.
 
-    The parameters that styles cut or replicate become DTensors, at rest: forward and backward run
-    on local tensors. A style of torch's protocol, such as torch's own, runs as it is, on DTensors.
-    Values come from rank ``src_data_rank`` of the axis; None takes those that are there, and then
-    parameters that ranks share are compared. Ties are kept.
+    Parameters that styles shard or replicate become DTensors at rest; forward and backward run on
+    local tensors. Other styles of torch's protocol, such as torch's own, run as they are, on
+    DTensors. Values come from rank ``src_data_rank`` of the axis; None keeps each rank's values,
+    and then replicated parameters are compared. Ties are kept.
 
-    Layouts that do not meet are found in the first forward, before what they would send. A rank
-    that gave up a pass and begins another is stopped before it mixes the two up, unless the forward
-    is compiled as a whole. In the first, second, fourth pass and so on inputs that a style declares
-    Replicate are compared, ValueError; in such steps of an optimizer the gradients of what each
-    rank holds whole, `LayoutError`.
+    The first forward detects layouts that do not match, before it sends anything. A rank that
+    aborted a pass and begins another is stopped before the two mix, unless the forward is compiled
+    as a whole. The first, second, fourth pass and so on compare inputs that a style declares
+    Replicate (ValueError); such steps of an optimizer compare the gradients of replicated
+    parameters (`LayoutError`).
 
     Warns for a pattern that matches nothing, and for a plan of None. Raises TypeError for a plan
     of another type, ValueError for a mesh of several dims or for a layer that is never called,
-    `LayoutError` where ranks hold different values of what they share; in the first forward
-    ValueError for a tie that the plans of all calls until then break.
+    `LayoutError` if a replicated parameter differs between ranks. The first forward raises
+    ValueError for a tie that the plans of all calls so far break.
     """
     require_module(module, "parallelize_module")
     mesh = current_mesh() if device_mesh is None else device_mesh
@@ -90,7 +90,7 @@ def apply_plan(
     *,
     src_data_rank: int | None,
 ) -> M:
-    """Do as `parallelize_module`, for callers that compare the passes of ranks themselves."""
+    """Apply a plan like `parallelize_module`, for callers that compare passes themselves."""
     take_lists_apart()
     write_through()
     _check_plan(parallelize_plan)
@@ -118,9 +118,10 @@ def apply_plan(
 
 
 def _plain(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """List the parameters of which no style has made DTensors, and no user's style knows.
+    """List plain parameters of modules without a style, neither ours nor the user's.
 
-    Of one that is tied to such a DTensor the other module gets its style later, or is refused.
+    A parameter tied to one that has become a DTensor is left out: its module gets a style later,
+    or is rejected.
     """
     for name, parameter in module.named_parameters():
         is_known = _THEIRS in vars(parameter) or what_became(parameter) is not None
@@ -129,7 +130,7 @@ def _plain(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def matches(module: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
-    """List the modules in ``module``, itself too, whose names match ``pattern`` part by part."""
+    """Yield the modules in ``module`` whose names match ``pattern`` part by part, with names."""
     if not pattern:
         yield "", module
         return
@@ -141,7 +142,7 @@ def matches(module: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _call_what_was_cut(root: nn.Module) -> None:
-    """Keep torch's modules from computing with parameters past the layers that hold them.
+    """Keep torch's modules from using parameters without calling the layers that have them.
 
     Raises ValueError for the output layer of an nn.MultiheadAttention, which it never calls.
     """
@@ -158,12 +159,12 @@ def _call_what_was_cut(root: nn.Module) -> None:
             part.use_nested_tensor = False
         is_layer = isinstance(part, nn.TransformerEncoderLayer)
         if is_layer and _look_on not in forward_pre_hooks_of(part).values():
-            # In evaluation it is one operator on its parameters, unless it has hooks.
+            # In evaluation torch's fast path reads the parameters directly, unless there are hooks.
             part.register_forward_pre_hook(_look_on)
 
 
 def _look_on(module: nn.Module, inputs: object) -> None:
-    """Do nothing, as a hook."""
+    """Forward pre-hook that does nothing: its presence disables torch's fast path."""
 
 
 def _check_plan(plan: object) -> None:
@@ -183,7 +184,7 @@ def _check_plan(plan: object) -> None:
 
 
 def _is_style(given: object) -> bool:
-    """Check for ``_apply``, which modules and classes of styles have for something else."""
+    """Whether ``given`` is a style: a modules' ``_apply`` is another method, a class no style."""
     return callable(getattr(given, "_apply", None)) and not isinstance(given, nn.Module | type)
 
 
@@ -198,7 +199,7 @@ def _unmatched(module: nn.Module, pattern: str) -> str:
 
 
 def _put(root: nn.Module, name: str, before: nn.Module, after: nn.Module) -> nn.Module:
-    """Put what a style has returned where the module stood; returns the root."""
+    """Replace a module by what a style returned for it; returns the root."""
     if after is before:
         return root
     if not name:

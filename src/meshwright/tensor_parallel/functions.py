@@ -1,9 +1,9 @@
-"""Communication of activations that autograd understands: each backward is the adjoint.
+"""Differentiable communication of activations: each backward is the adjoint of its forward.
 
-A local tensor stands for a global one in one of three ways: every rank holds it (Replicate), each
-rank a part of one dim by `meshwright.layout.chunk` (Shard), or a part of a sum (Partial). The
-gradient of a Replicate or Shard tensor is placed as the tensor; the gradient of a Partial one is
-Replicate. ``n`` ranks, ``total`` the size of the whole dim:
+A local tensor represents a global one in one of three ways: every rank has all of it (Replicate), a
+chunk of one dim by `meshwright.layout.chunk` (Shard), or one summand (Partial). The gradient of a
+Replicate or Shard tensor has the same placement; the gradient of a Partial one is Replicate.
+``total`` is the size of the full dim:
 
 ================================  =====================  =================  ====================
 function                          from, to               forward            backward
@@ -18,7 +18,7 @@ function                          from, to               forward            back
 ``exchange(x, dim, to, total)``   Shard, Shard           all-to-all         all-to-all
 ================================  =====================  =================  ====================
 
-Each can be differentiated again. With one rank, nothing is sent.
+All support double backward. With one rank, nothing is sent.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from meshwright.layout import chunk
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """The cause of a message: the name of the module, and the direction of the pass."""
+    """Labels of a module's messages, by the direction of the pass."""
 
     name: str
     forward: str
@@ -52,16 +52,16 @@ class Labels:
 
     @staticmethod
     def of(name: str) -> Labels:
-        """Find the labels of the module that is called ``name``."""
+        """Make the labels of the module called ``name``."""
         return Labels(name, f"{name} forward", f"{name} backward")
 
     def turned(self) -> Labels:
-        """Make those of a backward that is differentiated again."""
+        """The labels for the double backward: both directions are the backward's."""
         return Labels(self.name, self.backward, self.backward)
 
 
 def copy_to(x: torch.Tensor, axis: Communicator, labels: Labels) -> torch.Tensor:
-    """Pass on ``x``, of which each rank uses another part: Partial gradients are summed."""
+    """Return ``x`` for different uses on each rank: its gradients, Partial, are summed."""
     return _apply(x, _same, functools.partial(_sum, axis, labels.backward), axis)
 
 
@@ -70,8 +70,8 @@ def reduce_from(
 ) -> torch.Tensor:
     """Compute the sum of every rank's ``x``, on every rank.
 
-    ``complete`` says that what its gradient is used for sends back whole sums, as DTensors do, and
-    no summands.
+    ``complete``: in a double backward the gradients that come back are full sums, as with DTensors,
+    and not summands.
     """
     there = functools.partial(_sum, axis, labels.forward)
     return _apply(x, there, _same, axis, _same if complete else None)
@@ -86,10 +86,10 @@ def gather_from(
     total: int,
     partial: bool = False,
 ) -> torch.Tensor:
-    """Compute the whole, ``total`` rows along ``dim``, of which every rank holds a chunk.
+    """Gather the full tensor, ``total`` rows along ``dim``, from every rank's chunk.
 
-    ``partial`` says that each rank computes another part of what is made of the whole, so that the
-    gradients which come back are to be summed.
+    ``partial``: each rank uses the full tensor for another part of the result, so the backward sums
+    the gradients.
     """
     back = (
         functools.partial(_sum_part, axis, labels.backward, dim)
@@ -100,7 +100,7 @@ def gather_from(
 
 
 def scatter_to(x: torch.Tensor, axis: Communicator, labels: Labels, *, dim: int) -> torch.Tensor:
-    """Cut this rank's chunk along ``dim`` of ``x``, which every rank holds."""
+    """Return this rank's chunk along ``dim`` of a replicated ``x``."""
     back = functools.partial(_gather, axis, labels.backward, dim, x.shape[dim])
     return _apply(x, functools.partial(_slice, axis, dim), back, axis)
 
@@ -110,7 +110,7 @@ def reduce_scatter_to(
 ) -> torch.Tensor:
     """Compute this rank's chunk along ``dim`` of the sum of every rank's ``x``.
 
-    ``complete`` as of `reduce_from`.
+    ``complete`` as in `reduce_from`.
     """
     back = functools.partial(_gather, axis, labels.backward, dim, x.shape[dim])
     there = functools.partial(_sum_part, axis, labels.forward, dim)
@@ -120,7 +120,7 @@ def reduce_scatter_to(
 def exchange(
     x: torch.Tensor, axis: Communicator, labels: Labels, *, dim: int, to: int, total: int
 ) -> torch.Tensor:
-    """Compute the chunk along dim ``to`` of what lies in chunks of ``total`` rows along ``dim``."""
+    """Convert chunks along ``dim``, of ``total`` rows together, to chunks along dim ``to``."""
     there = functools.partial(_exchange, axis, labels.forward, dim, to, total)
     return _apply(
         x, there, functools.partial(_exchange, axis, labels.backward, to, dim, x.shape[to]), axis
@@ -131,13 +131,13 @@ def exchange(
 
 
 def own_part(x: torch.Tensor, axis: Communicator, dim: int) -> torch.Tensor:
-    """View this rank's chunk of ``x`` along ``dim``."""
+    """Return a view of this rank's chunk of ``x`` along ``dim``."""
     start, length = chunk(x.shape[dim], axis.size, axis.rank)
     return x.narrow(dim, start, length)
 
 
 def gathered(x: torch.Tensor, axis: Communicator, label: str, dim: int, total: int) -> torch.Tensor:
-    """Compute all chunks of ``x`` along ``dim``, of ``total`` rows together."""
+    """Gather all ranks' chunks ``x`` along ``dim``, of ``total`` rows together."""
     if axis.is_alone:
         return x
     rows = -(-total // axis.size)
@@ -160,7 +160,7 @@ def gathered(x: torch.Tensor, axis: Communicator, label: str, dim: int, total: i
 
 
 def start_sum(x: torch.Tensor, axis: Communicator, label: str) -> Callable[[], torch.Tensor]:
-    """Begin to sum ``x``, contiguous, in place; what is returned waits, and gives the sum."""
+    """Start to sum contiguous ``x`` in place; returns a function that waits for the sum."""
     if axis.is_alone:
         return lambda: x
     if is_traced(x):
@@ -179,7 +179,7 @@ def start_sum(x: torch.Tensor, axis: Communicator, label: str) -> Callable[[], t
 def start_sum_part(
     x: torch.Tensor, axis: Communicator, label: str, dim: int
 ) -> Callable[[], torch.Tensor]:
-    """Begin to sum ``x``; what is returned waits, and gives this rank's chunk along ``dim``."""
+    """Start to sum ``x``; returns a function that waits for this rank's chunk along ``dim``."""
     size, total = axis.size, x.shape[dim]
     if axis.is_alone:
         return lambda: x
@@ -226,7 +226,7 @@ def _sum(axis: Communicator, label: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def _gather(axis: Communicator, label: str, dim: int, total: int, x: torch.Tensor) -> torch.Tensor:
-    # Detached: of a view that was made in here autograd refuses writes in place.
+    # Detached: autograd rejects in-place writes to views made inside a Function.
     return gathered(x, axis, label, dim, total).detach()
 
 
@@ -273,7 +273,7 @@ _Operation = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Adjoints(torch.autograd.Function):
-    """A node of one operation forward, another backward, and twice backward the last."""
+    """An autograd node: ``there`` forward, ``back`` backward, ``again`` in double backward."""
 
     # The compiler reads these signatures, so they cannot be autograd's general ones.
     @staticmethod

@@ -1,6 +1,6 @@
-"""From the layout that a tensor has to the layout that is needed, on one axis.
+"""Converts tensors between layouts on one axis.
 
-The layout of a local tensor is declared by a style; a DTensor says its own.
+A style declares the layout of a local tensor; a DTensor has its own.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ T = TypeVar("T")
 
 
 def untraced(function: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Keep ``function`` of a module from being traced where its parameters are DTensors.
+    """Keep ``function`` of a module out of traces while the module's parameters are DTensors.
 
-    A graph ends before it then, and another begins behind it. Where data parallelism has put local
-    tensors in their places the function is traced, with its communication.
+    The graph breaks around it then. If data parallelism has replaced them by local tensors, the
+    function is traced with its communication.
     """
     outside = not_traced(function)
 
@@ -63,19 +63,19 @@ def _computes_locally(module: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A local tensor and what it is a part of."""
+    """A local tensor with its placement and global shape."""
 
     local: torch.Tensor
     placement: Placement
     shape: tuple[int, ...]
-    """Shape of the whole."""
+    """The global shape."""
     is_summed: bool = False
-    """True when somebody else sums its gradients over ranks."""
+    """True when the DTensor that it came from sums its gradients over ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The ranks and the module for which a style communicates. Copies of the module share it."""
+    """The mesh, axis and labels of one styled module. Copies of the module share it."""
 
     mesh: DeviceMesh
     axis: Communicator
@@ -86,7 +86,7 @@ class Site:
 
     @staticmethod
     def of(mesh: DeviceMesh, name: str) -> Site:
-        """Find the site of the module that is called ``name``, on a mesh of one dim."""
+        """Make the site of the module called ``name``, on a mesh of one dim."""
         return Site(mesh, mesh_communicators(mesh, "tensor")[0], Labels.of(name))
 
     def arrive(
@@ -97,13 +97,13 @@ class Site:
         features: int | None = None,
         is_copied: bool = False,
     ) -> Arrival:
-        """Find what ``tensor`` is a part of: a DTensor says so, any other is as ``declared``.
+        """Convert an input: a DTensor has its own layout, any other tensor the ``declared`` one.
 
-        ``features`` is the size of the whole last dim, where that is known. Other dims of a local
-        tensor are taken to be cut in equal chunks.
+        ``features`` is the full size of the last dim, if known. Other sharded dims of a local
+        tensor are assumed to have equal chunks.
 
-        ``is_copied``: a DTensor that is whole on each rank is used for a part of what is made of
-        it. Its gradient goes back as a part of a sum, for whoever made it to add up.
+        ``is_copied``: each rank uses a replicated DTensor for another part of the result. Its
+        gradient goes back as Partial, and the DTensor's origin sums it.
 
         Raises ValueError for a DTensor on another mesh.
         """
@@ -127,9 +127,9 @@ class Site:
         return Arrival(tensor, placement, tuple(shape))
 
     def move(self, given: Arrival, wanted: Placement, *, complete: bool = False) -> Arrival:
-        """Bring ``given`` to ``wanted``; ``complete`` is what `reduce_from` says.
+        """Convert ``given`` to ``wanted``; ``complete`` as in `reduce_from`.
 
-        Raises ValueError where ``wanted`` is a part of a sum.
+        Raises ValueError for a conversion to Partial.
         """
         x, found = given.local, given.placement
         wanted = normal(wanted, x.ndim)
@@ -155,10 +155,9 @@ class Site:
         return Arrival(x, wanted, shape)
 
     def leave(self, given: Arrival, wanted: Placement, *, is_local: bool) -> torch.Tensor:
-        """Give ``given`` as ``wanted`` to the caller, local or as a DTensor.
+        """Return ``given`` converted to ``wanted``, as a local tensor or DTensor.
 
-        Raises ValueError for a local tensor whose whole does not fall into equal chunks, where
-        nothing says afterwards how long it was.
+        Raises ValueError for a local tensor of unequal chunks, see `check_equal`.
         """
         wanted = normal(wanted, given.local.ndim)
         if not is_local:
@@ -180,15 +179,15 @@ class Site:
         if not is_backward:
             return self.move(given, wanted).local
         turned = replace(self, labels=self.labels.turned())
-        if isinstance(wanted, Partial):  # of which each rank has another summand
+        if isinstance(wanted, Partial):  # replicate it: each rank's summand has the full gradient
             whole = turned.move(given, Replicate(), complete=True).local
             return copy_to(whole, self.axis, turned.labels)
         return turned.move(given, wanted, complete=True).local
 
     def check_equal(self, shape: Sequence[int], dim: int) -> None:
-        """Raise ValueError when a whole of ``shape`` does not fall into equal chunks along ``dim``.
+        """Raise ValueError if the global ``shape`` does not divide into equal chunks along ``dim``.
 
-        Of a local tensor nothing says afterwards how long the whole was.
+        A local tensor does not store the global size, which could not be recovered.
         """
         rows = shape[dim]
         if rows % self.axis.size:
@@ -200,19 +199,19 @@ class Site:
 
 
 class Cut(nn.Module):
-    """A base of the classes that styles give to modules: it shows the axis."""
+    """The base of the classes that styles give to modules; its repr shows the axis."""
 
     _tensor_parallel: Any
 
     def extra_repr(self) -> str:
-        """Add the axis to what the module shows of itself."""
+        """Add the axis to the module's own ``extra_repr``."""
         axis = self._tensor_parallel.site.axis
         own = super().extra_repr()
         return f"{own}{', ' if own else ''}over axis {axis.axis} of {axis.size} ranks"
 
 
 def normal(placement: Placement, ndim: int) -> Placement:
-    """Count the dim of ``placement`` from the front; ValueError for partial results but sums."""
+    """Make the dim of ``placement`` non-negative; ValueError for a Partial that is no sum."""
     if isinstance(placement, Partial) and placement.reduction != "sum":
         raise ValueError(f"expected Shard, Replicate or a partial sum, found {placement}")
     if isinstance(placement, Shard) and placement.dim < 0:

@@ -1,4 +1,4 @@
-"""Cross entropy of logits whose classes are cut over ranks; the logits are never gathered.
+"""Cross entropy of logits whose classes are sharded over ranks; logits are never gathered.
 
 With ``x_c`` the logits of a token, ``y`` its class, ``w`` the weights of classes, ``s`` the
 smoothing, ``C`` the number of classes, ``z`` the weight of the z-loss, ``L = log sum_c exp x_c``::
@@ -6,8 +6,8 @@ smoothing, ``C`` the number of classes, ``z`` the weight of the z-loss, ``L = lo
     loss = (1 - s) w_y (L - x_y)  +  s / C sum_c w_c (L - x_c)  +  z w_y L^2
 
 Three all-reduces of one number for each token: the largest logit, the sum of exponentials, ``x_y``;
-one more with smoothing. The backward is local: a softmax, scaled, minus what was picked. The z-loss
-is that of PaLM (Chowdhery et al., 2022, section 5).
+one more with smoothing. The backward is local: a scaled softmax minus the one-hot target. The
+z-loss is that of PaLM (Chowdhery et al., 2022, section 5).
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _TOTAL = Labels("the loss", "loss and count", "loss and count")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Terms:
-    """The terms of a loss for each token."""
+    """The options of the loss, and this rank's columns."""
 
     axis: Communicator
     start: int
     """The class of this rank's first column."""
     classes: int
-    """Columns from there on are padding."""
+    """The number of classes; columns beyond it are padding."""
     ignore_index: int
     smoothing: float
     z_loss: float
@@ -71,17 +71,17 @@ def cross_entropy_of_parts(
 
     ``logits`` has the shape ``(tokens, columns)`` or ``(batch, columns, ...)``, or ``(columns,)``;
     ``target`` has class indices in that shape without the columns, the same on all ranks of
-    ``axis``. The columns are chunks of ``classes``; where they are longer, the vocabulary is padded
-    and what lies behind ``classes`` is left out. None: all columns are classes, as many on each
-    rank. ``weight`` has one number for each class. ``z_loss`` adds that times the squared log of
+    ``axis``. The columns are chunks of ``classes``; if they are longer, the vocabulary is padded
+    and columns beyond ``classes`` are left out. None: all columns are classes, equally many on each
+    rank. ``weight`` has one number for each class. ``z_loss`` is the factor of the squared log of
     the sum of exponentials.
 
     ``reduction`` is ``"none"``, ``"sum"``, ``"mean"`` over tokens that are not ignored (weighted by
-    their classes), or ``"sum and count"``: the pair that `Trainable` takes, which is right where
+    their classes), or ``"sum and count"``: the pair that `Trainable` takes, which is correct when
     ranks have different numbers of tokens. With ``data_axes`` sums and counts are those of all
     ranks of these axes, one all-reduce for each; the gradient is that of the total.
 
-    The result is in float32 where logits are less. Raises ValueError for shapes that do not fit,
+    The result is float32 for logits of 16 bits. Raises ValueError for shapes that do not fit,
     IndexError for a target that is no class.
     """
     if reduction not in REDUCTIONS:
@@ -112,7 +112,7 @@ def cross_entropy_of_parts(
 
 
 def _columns(found: int, axis: Communicator, classes: int | None) -> tuple[int, int]:
-    """List the class of the first column, and the number of classes."""
+    """Return the class of this rank's first column, and the number of classes."""
     whole = found * axis.size
     if classes is None:
         return axis.rank * found, whole
@@ -128,7 +128,7 @@ def _columns(found: int, axis: Communicator, classes: int | None) -> tuple[int, 
 
 
 def _check_target(target: torch.Tensor, classes: int, ignore_index: int) -> None:
-    """Raise IndexError for a target that is no class, on the host; else the device asserts."""
+    """Raise IndexError for a target on the host that is no class; on a device, assert it."""
     is_right = ((target >= 0) & (target < classes)) | (target == ignore_index)
     if not is_host(target.device):
         assert_soon(is_right.all())
@@ -141,7 +141,7 @@ def _check_target(target: torch.Tensor, classes: int, ignore_index: int) -> None
 
 
 def _counts(target: torch.Tensor, weight: torch.Tensor | None, terms: _Terms) -> torch.Tensor:
-    """Compute the weight of each token in a mean."""
+    """The weight of each token in a mean."""
     kept = target != terms.ignore_index
     return kept if weight is None else kept * _of_target(weight.detach(), target, terms)
 
@@ -232,7 +232,7 @@ class _TokenLoss(torch.autograd.Function):
 
 
 def _classes(logits: torch.Tensor, terms: _Terms) -> torch.Tensor:
-    """Compute the columns that are classes, in at least float32."""
+    """The columns that are classes, in at least float32."""
     kept = min(max(terms.classes - terms.start, 0), logits.shape[-1])
     x = logits.detach()[..., :kept]
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
@@ -258,7 +258,6 @@ def _of_target(weight: torch.Tensor, target: torch.Tensor, terms: _Terms) -> tor
 
 
 def _own_weights(weight: torch.Tensor | None, x: torch.Tensor, terms: _Terms) -> torch.Tensor:
-    """Compute the weights of this rank's classes."""
     if weight is None:
         return x.new_ones(x.shape[-1])
     return weight[terms.start : terms.start + x.shape[-1]].to(x.dtype)
@@ -269,14 +268,13 @@ def _own_weights(weight: torch.Tensor | None, x: torch.Tensor, terms: _Terms) ->
 
 @contextmanager
 def loss_parallel() -> Iterator[None]:
-    """Keep cross entropy from gathering logits whose classes are cut over ranks, in the block.
+    """Compute cross entropy in the block without gathering logits whose classes are sharded.
 
-    ``torch.nn.functional.cross_entropy`` and ``torch.nn.CrossEntropyLoss`` of a DTensor then go
-    through `cross_entropy_of_parts`; other inputs are computed as before. Exactly one dim of the
-    mesh shards the classes, the others shard or replicate. The target has class indices, each rank
-    of the sharding dim all of them: a plain tensor, or a DTensor where another dim shards. The
-    result is a DTensor. A mean is that over all tokens of the mesh. The backward may be called
-    outside of the block.
+    ``torch.nn.functional.cross_entropy`` and ``torch.nn.CrossEntropyLoss`` of a DTensor then use
+    `cross_entropy_of_parts`; other inputs are not affected. Exactly one dim of the mesh must shard
+    the classes; the others shard or replicate. The target has class indices, replicated over the
+    sharding dim: a plain tensor, or a DTensor if another dim shards. The result is a DTensor. A
+    mean is over all tokens of the mesh. The backward may run outside of the block.
 
     Raises ValueError for other placements and for class probabilities.
     """
@@ -309,7 +307,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Compute torch's function for logits that are a DTensor."""
+    """Compute torch's ``cross_entropy`` for logits that are a DTensor."""
     if size_average is not None or reduce is not None:
         raise ValueError("loss_parallel(): give reduction in place of size_average and reduce")
     rest = known_at_rest(input)
@@ -339,14 +337,14 @@ def _cross_entropy(
         raise ValueError(f"{reduction!r} is not a reduction: expected none, sum or mean")
     if reduction == "none":
         return wrapped(found, rest.mesh, placed, (*rest.shape[:dim], *rest.shape[dim + 1 :]))
-    # Sums of other tokens on each rank are parts of the sum of all.
+    # Each rank sums other tokens, so the results are summands of the total.
     is_part = reduction == "sum"
     ends = [Partial() if is_part and isinstance(p, Shard) else Replicate() for p in placed]
     return wrapped(found, rest.mesh, ends, ())
 
 
 def _cutting(placements: Sequence[Placement], dim: int) -> int:
-    """Find the dim of the mesh that shards the classes."""
+    """The dim of the mesh that shards the classes; ValueError for other placements."""
     cutting = [number for number, found in enumerate(placements) if found == Shard(dim)]
     if len(cutting) != 1:
         raise ValueError(
@@ -363,14 +361,14 @@ def _cutting(placements: Sequence[Placement], dim: int) -> int:
 
 
 def _without(placement: Placement, dim: int) -> Placement:
-    """Find the placement after dim ``dim`` of the tensor has gone."""
+    """The placement after dim ``dim`` of the tensor is removed."""
     if isinstance(placement, Shard) and placement.dim > dim:
         return Shard(placement.dim - 1)
     return placement
 
 
 def _local(tensor: torch.Tensor, placements: Sequence[Placement], like: AtRest) -> torch.Tensor:
-    """Compute the local tensor of what is to be placed so on the mesh of ``like``."""
+    """The local tensor of ``tensor``; ValueError unless it is placed so on the mesh of ``like``."""
     rest = known_at_rest(tensor)
     if rest is None:
         if any(isinstance(found, Shard) for found in placements):

@@ -1,4 +1,4 @@
-"""Styles without parameters: inputs and outputs of a module brought into the layout it needs."""
+"""Styles without parameters: they convert a module's inputs and outputs to a layout."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ Layouts = AnyPlacement | tuple[AnyPlacement | None, ...]
 
 
 class PrepareModuleInput(ParallelStyle):
-    """A style that brings inputs from ``input_layouts`` to ``desired_input_layouts``.
+    """A style that converts inputs from ``input_layouts`` to ``desired_input_layouts``.
 
-    One layout for each positional input, None for one that stays as it is; keyword inputs by name.
-    A DTensor says its own layout. The module gets DTensors, local tensors with
-    ``use_local_output=True``. The gradients of local tensors are taken for complete; a layer of
+    One layout for each positional input, None for one that is not changed; keyword inputs by name.
+    A DTensor has its own layout. The module gets DTensors, or local tensors with
+    ``use_local_output=True``. The gradients of local tensors are assumed to be complete; a layer of
     ColwiseParallel sums its own.
 
-    Raises AssertionError when layouts and desired layouts do not pair, and in the forward for what
-    has a layout and is no tensor, such as a dataclass.
+    Raises AssertionError when layouts and desired layouts do not match in number, and in the
+    forward for an input with a layout that is not a tensor, such as a dataclass.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class PrepareModuleInput(ParallelStyle):
 
 
 class PrepareModuleOutput(ParallelStyle):
-    """A style that brings outputs from ``output_layouts`` to ``desired_output_layouts``.
+    """A style that converts outputs from ``output_layouts`` to ``desired_output_layouts``.
 
     As `PrepareModuleInput`; the caller gets local tensors, or DTensors with
     ``use_local_output=False``.
@@ -134,7 +134,7 @@ class PrepareModuleOutput(ParallelStyle):
 
 
 class PrepareModuleInputOutput(ParallelStyle):
-    """`PrepareModuleInput` and `PrepareModuleOutput`; ``use_local_input`` is that of the input."""
+    """`PrepareModuleInput`, with ``use_local_input``, and `PrepareModuleOutput` in one."""
 
     def __init__(
         self,
@@ -174,13 +174,13 @@ class PrepareModuleInputOutput(ParallelStyle):
 
 
 def _each(layouts: Layouts) -> tuple[AnyPlacement | None, ...]:
-    """List a layout for each tensor, as torch's; None where it stays as it is."""
+    """Convert to a tuple of torch's placements; None for a tensor that is not changed."""
     given = layouts if isinstance(layouts, tuple) else (layouts,)
     return tuple(None if each is None else torch_placements([each])[0] for each in given)
 
 
 def _check_pairs(style: ParallelStyle, kind: str) -> None:
-    """Raise AssertionError where layouts of ``kind`` and desired ones do not pair."""
+    """Raise AssertionError if layouts of ``kind`` and desired ones differ in number."""
     given, desired = getattr(style, kind), getattr(style, f"desired_{kind}")
     if len(given) != len(desired):
         raise AssertionError(
@@ -189,7 +189,7 @@ def _check_pairs(style: ParallelStyle, kind: str) -> None:
 
 
 def _remedy(values: Iterable[object]) -> str:
-    """Say what to do about ``values`` that may hold tensors and are none; nothing of other ones."""
+    """Advice for containers among ``values``, which have no layout; empty without any."""
     plain = torch.Tensor | int | float | str | None
     kinds = sorted({type(x).__name__ for x in values if not isinstance(x, plain)})
     if not kinds:
@@ -209,7 +209,7 @@ def _moved(
     *,
     is_local: bool,
 ) -> object:
-    """Bring ``x`` from the first layout of ``pair`` to the second, unless the first is None."""
+    """Convert ``x`` from the first layout of ``pair`` to the second, unless the first is None."""
     declared, desired = pair
     if declared is None:
         return x

@@ -1,7 +1,7 @@
-"""Styles of layers that hold parameters: by columns, by rows, and on a part of the sequence.
+"""Styles of layers with parameters: by columns, by rows, and on a shard of the sequence.
 
-A style is applied to one module: its parameters become DTensors, and its class one whose forward
-moves activations and computes on local tensors.
+A style is applied to one module: its parameters become DTensors, and its new class has a forward
+that converts activations and computes on local tensors.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ from meshwright.tensor_parallel.weights import distribute, guard_loading
 
 
 class ParallelStyle(ABC):
-    """The way in which one module runs over the ranks of an axis. Derive from it for your own.
+    """How one module runs over the ranks of an axis. Derive your own styles from it.
 
     `parallelize_module` sets ``src_data_rank`` and ``module_name`` and calls ``_apply``, which
     changes the module in place and returns it.
     """
 
     src_data_rank: int | None = 0
-    """The rank of the axis whose values parameters start from; None for those that are there."""
+    """The rank of the axis whose values parameters get; None to keep each rank's values."""
     module_name: str = ""
-    """The name of the module that the style is about to be applied to."""
+    """The name of the module that the style is being applied to."""
 
     @abstractmethod
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module: ...
 
     def _has_own(self, *parts: str) -> bool:
-        """Tell whether a subclass has changed ``parts`` of a style of ours.
+        """Whether a subclass overrides any of ``parts``, methods of one of our styles.
 
-        Then the module runs by all of them, on DTensors, as under torch's style.
+        Then all of these parts run on DTensors, as in torch's style.
         """
         kinds = type(self).__mro__
         owners = [next((c for c in kinds if p in vars(c)), ParallelStyle) for p in parts]
@@ -72,15 +72,15 @@ class ParallelStyle(ABC):
     def apply_to(
         self, module: nn.Module, device_mesh: DeviceMesh, *, name: str, src_data_rank: int | None
     ) -> nn.Module:
-        """Apply the style to ``module``, whose name is ``name``; returns what takes its place."""
+        """Apply the style to ``module``, called ``name``; returns the module or its replacement."""
         self.src_data_rank = src_data_rank
         self.module_name = name
         return self._apply(module, device_mesh)
 
     def site_of(self, module: nn.Module, device_mesh: DeviceMesh) -> Site:
-        """Find the ranks that ``module`` communicates with.
+        """Return the site of ``module``: the mesh, its axis, and labels.
 
-        Raises ValueError unless the mesh has one dim, and TypeError where a subclass changes a part
+        Raises ValueError unless the mesh has one dim, and TypeError if a subclass overrides a part
         of torch's style that ours does not call.
         """
         check_mesh(device_mesh)
@@ -100,7 +100,7 @@ _PARTS = (
     *("_prepare_input_fn", "_prepare_input_arg", "_prepare_input_kwarg_fn"),
     *("_prepare_output_fn", "_prepare_out_fn"),
 )
-"""The parts that torch's styles have, of which each of ours calls those that it defines."""
+"""The overridable methods of torch's styles; each of ours calls those that it defines."""
 
 
 def _is_ours(kind: type) -> bool:
@@ -108,12 +108,12 @@ def _is_ours(kind: type) -> bool:
 
 
 def shown(style: object, *names: str) -> str:
-    """Write ``style`` as a call with the arguments ``names``."""
+    """The repr of ``style``, with the attributes ``names`` as arguments."""
     return f"{type(style).__name__}({', '.join(f'{n}={getattr(style, n)}' for n in names)})"
 
 
 def _kind_of(module: nn.Module) -> str:
-    """Name the kind of layer that ``module`` counts as; "" for one that no style knows."""
+    """The kind of layer that ``module`` is; "" for one that no style supports."""
     if isinstance(module, nn.Linear):
         return "Linear"
     if is_conv1d(module):
@@ -125,11 +125,11 @@ class _Layered(ParallelStyle):
     """A style with one layout for the input and one for the output."""
 
     _defaults: tuple[Placement, Placement] = (Replicate(), Shard(-1))
-    """The layouts of input and output where none are given."""
+    """The default layouts of input and output."""
     _cuts: Mapping[str, tuple[type[nn.Module], Mapping[str, AnyPlacement]]] = MappingProxyType({})
-    """By kind of layer, the class that it gets and the placements of its parameters."""
+    """By kind of layer, its new class and the placements of its parameters."""
     _desired: Placement = Replicate()
-    """The layout of the input with which a Linear computes."""
+    """The input layout with which a Linear computes."""
 
     def __init__(
         self,
@@ -173,14 +173,14 @@ class _Layered(ParallelStyle):
     def _partition(self, kind: str, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         distribute_parameters(module, mesh, self._cuts[kind][1], self.src_data_rank)
 
-    # Parts of torch's styles, which subclasses call or change.
+    # Parts of torch's styles, which subclasses call or override.
     _partition_linear_fn = partialmethod(_partition, "Linear")
     _partition_embedding_fn = partialmethod(_partition, "Embedding")
     _prepare_input_fn = staticmethod(enter)
     _prepare_output_fn = staticmethod(leave)
 
     def _settings(self, module: nn.Module, site: Site, *, parts: int = 1) -> Settings:
-        """Make the settings of ``module``; refuses parameters that have no part in it."""
+        """Make the settings of ``module``; ValueError for parameters other than weight and bias."""
         known = {"weight"} if isinstance(module, nn.Embedding) else {"weight", "bias"}
         found = set(module._parameters)
         if found != known:
@@ -213,7 +213,7 @@ class _Layered(ParallelStyle):
         guard_loading(module)
         vars(module)["_tensor_parallel"] = settings
         own = type(module)
-        # A subclass's own forward runs, and its super().forward() is the one that communicates.
+        # A subclass's own forward runs; its super().forward() communicates.
         is_plain = own in (nn.Linear, nn.Embedding)
         module.__class__ = kind if is_plain else type(own.__name__, bases, {})
         return module
@@ -223,13 +223,13 @@ class _Layered(ParallelStyle):
 
 
 class ColwiseParallel(_Layered):
-    """A cut over ranks of the output features of a `torch.nn.Linear` or `torch.nn.Embedding`.
+    """Shards the output features of a `torch.nn.Linear` or `torch.nn.Embedding` over ranks.
 
-    A ``Conv1D`` of Hugging Face counts as a Linear whose weight has its dims the other way round.
+    A ``Conv1D`` of Hugging Face counts as a Linear whose weight is transposed.
 
-    ``input_layouts``: of the local tensor that comes (Replicate). ``output_layouts``: of what is
-    returned (``Shard(-1)``). A DTensor says its own layout. With ``use_local_output=False`` the
-    output is a DTensor.
+    ``input_layouts``: of a local input (Replicate). ``output_layouts``: of the output
+    (``Shard(-1)``). A DTensor has its own layout. With ``use_local_output=False`` the output is a
+    DTensor.
 
     Weight and bias of a Linear are ``Shard(0)``, the weight of an Embedding ``Shard(1)``. The
     gradient of the input is summed over ranks while that of the weight is computed.
@@ -245,14 +245,14 @@ class ColwiseParallel(_Layered):
 
 
 class FusedColwiseParallel(_Layered):
-    """A cut of a layer that holds ``parts`` matrices of one size side by side, each over ranks.
+    """Shards a layer with ``parts`` matrices of one size side by side, each over ranks.
 
     For query, key and value in one `torch.nn.Linear` or ``Conv1D``, or gate and up. The module
-    returns the parts of this rank one after the other, as local tensors that are to be split.
-    ``input_layouts``: of the local tensor that comes (Replicate).
+    returns a local tensor with this rank's shard of each part, one after the other, to be split.
+    ``input_layouts``: of a local input (Replicate).
 
-    The weight is cut in strides along its output features. The bias is Replicate, and its gradient
-    summed over ranks at the end of each backward pass.
+    The weight is sharded with strides along its output features. The bias is Replicate, and its
+    gradient is summed over ranks at the end of each backward pass.
     """
 
     def __init__(self, parts: int, *, input_layouts: AnyPlacement | None = None) -> None:
@@ -287,11 +287,11 @@ class FusedColwiseParallel(_Layered):
 
 
 class RowwiseParallel(_Layered):
-    """A cut of the input features of a `torch.nn.Linear`, or the rows of a `torch.nn.Embedding`.
+    """Shards the input features of a `torch.nn.Linear`, or the rows of a `torch.nn.Embedding`.
 
-    ``input_layouts``: of the local tensor that comes (``Shard(-1)``; give Replicate for an
-    Embedding). ``output_layouts``: of what is returned (Replicate). A DTensor says its own layout.
-    With ``use_local_output=False`` the output is a DTensor.
+    ``input_layouts``: of a local input (``Shard(-1)``; give Replicate for an Embedding).
+    ``output_layouts``: of the output (Replicate). A DTensor has its own layout. With
+    ``use_local_output=False`` the output is a DTensor.
 
     The weight of a Linear is ``Shard(1)`` and its bias Replicate, added once, after the sum; the
     weight of an Embedding is ``Shard(0)``.
@@ -309,11 +309,10 @@ class RowwiseParallel(_Layered):
 
 
 class SequenceParallel(ParallelStyle):
-    """A style of modules (a norm, dropout) that run on a part of dim ``sequence_dim`` of the input.
+    """Runs a module (a norm, dropout) on a shard of dim ``sequence_dim`` of the input.
 
-    A local input is taken for that part; a DTensor is cut where it is not. The parameters are
-    replicated, and their gradients summed over ranks: one all-reduce for all of them at the end of
-    each backward pass.
+    A local input is assumed to be that shard; a DTensor is converted to it. The parameters are
+    replicated, and one all-reduce at the end of each backward pass sums all their gradients.
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
@@ -324,7 +323,7 @@ class SequenceParallel(ParallelStyle):
     def _replicate_module_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         distribute_parameters(module, device_mesh, {}, self.src_data_rank)
 
-    # torch's signatures, of layouts that stay.
+    # With torch's signatures; layouts do not change.
     _prepare_input_fn = staticmethod(enter_sequence)
     _prepare_output_fn = staticmethod(leave_sequence)
 
@@ -343,7 +342,7 @@ class SequenceParallel(ParallelStyle):
                 distribute(owner, key, Replicate(), site, self.src_data_rank, is_partial=True)
             parameters += [(path, key, add) for _, key, add in own]
             guard_loading(owner)
-            # Data parallelism may be asked for a module inside alone.
+            # Each owner needs its settings: data parallelism may wrap a submodule alone.
             vars(owner)["_tensor_parallel"] = Sequence(
                 site, self.sequence_dim, self.use_local_output, own
             )

@@ -1,4 +1,4 @@
-"""Parameters of a module that become DTensors: their values and their ties."""
+"""Turns parameters of a module into DTensors, with their values and ties."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def distribute(
     *,
     is_partial: bool = False,
 ) -> None:
-    """Make parameter ``key`` of ``module`` a DTensor placed so on the axis of ``site``.
+    """Make parameter ``key`` of ``module`` a DTensor with ``placement`` on the axis of ``site``.
 
-    Its values are those of rank ``source`` of the axis (one broadcast), or those that each rank
-    has where that is None. Parameters on the meta device stay there. None stays None.
-    ``is_partial`` says that each rank computes a part of its gradient.
+    Its values are those of rank ``source`` of the axis (one broadcast), or each rank's own if that
+    is None. Parameters on the meta device stay there. None stays None. ``is_partial``: each rank
+    computes a summand of its gradient.
 
-    Raises ValueError for a parameter that is tied to one that is placed otherwise, that has been
-    distributed before, that has hooks, or that computes by calls of its own.
+    Raises ValueError for a parameter that is tied to one with another placement, that has been
+    distributed before, that has hooks, or whose class overrides torch's calls.
     """
     given = module._parameters[key]
     if given is None:
@@ -72,16 +72,16 @@ def distribute(
             "(RowwiseParallel on an embedding, ColwiseParallel on its output layer), or untie them"
         )
     module._parameters[key] = became.parameter
-    local_leaf(became.parameter)  # which sees what is assigned to its .data from now on
+    local_leaf(became.parameter)  # registers it, so that later writes to .data are seen
 
 
 def guard_loading(module: nn.Module) -> None:
-    """Refuse whole tensors for DTensors of ``module`` in `load_state_dict(assign=True)`."""
+    """Reject unsharded tensors for DTensors of ``module`` in `load_state_dict(assign=True)`."""
     module.register_load_state_dict_pre_hook(_refuse_whole)
 
 
 def _check_given(given: nn.Parameter, name: str) -> None:
-    """Raise ValueError for hooks and calls of its own: the DTensor would not have them."""
+    """Raise ValueError for hooks and overridden calls, which the DTensor would not have."""
     if has_calls(given):
         raise ValueError(
             f"{name} is a {type(given).__name__}, a tensor subclass with calls of its own, which "
@@ -102,7 +102,7 @@ def _refuse_whole(
     metadata: Mapping[str, object],
     *rest: object,
 ) -> None:
-    """Raise ValueError where loading would put whole tensors in the place of parameters."""
+    """Load pre-hook: raises ValueError if loading would replace DTensors by plain tensors."""
     if not metadata.get("assign_to_params_buffers", False):
         return
     for key, parameter in module._parameters.items():

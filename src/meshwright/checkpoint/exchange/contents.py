@@ -22,16 +22,16 @@ class Contents:
 
     step: int
     ranks: int | None
-    """The number of ranks that saved it, where that is known."""
+    """The number of ranks that saved it, if known."""
     files: Mapping[str, int]
-    """Bytes of each."""
+    """The bytes of each file."""
     tensors: Mapping[str, Mapping[str, JSON]]
-    """By name dtype, shape, bytes, and layout: in which pieces it was saved."""
+    """By name, dtype, shape, bytes, and layout (the pieces in which it was saved)."""
     values: Mapping[str, JSON]
-    """All that is no tensor, by its dotted place."""
+    """All values that are not tensors, by dotted path."""
 
     def lines(self, depth: int = 0) -> Iterator[str]:
-        """Write it as a tree of ``depth`` levels, with what is below each in sum; 0 means all."""
+        """Yield a tree of ``depth`` levels, with sums of what is below; 0 means all levels."""
         total = sum(self.files.values())
         saved = "" if self.ranks is None else f", saved on {self.ranks} ranks"
         yield (
@@ -83,7 +83,7 @@ def _sum(tree: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def contents(path: str | os.PathLike[str]) -> Contents:
-    """List the contents of a checkpoint. Reads its manifest alone; raises as `Reader`."""
+    """Return the contents of a checkpoint. Reads only its manifest; raises as `Reader`."""
     with Reader(path) as reader:
         manifest = reader.manifest
     ranks = manifest.metadata.get("ranks")
@@ -107,7 +107,7 @@ def contents(path: str | os.PathLike[str]) -> Contents:
 
 
 def _layout(record: TensorRecord) -> str:
-    """Say in which pieces a tensor was saved."""
+    """Describe the pieces in which a tensor was saved."""
     if len(record.pieces) <= 1:
         return "whole"
     cut = [d for d, n in enumerate(record.shape) if any(p.box.shape[d] != n for p in record.pieces)]
@@ -116,7 +116,7 @@ def _layout(record: TensorRecord) -> str:
 
 
 def _values(structure: JSON, place: str) -> Iterator[tuple[str, JSON]]:
-    """List what is no tensor and no name of one."""
+    """Yield the values that are not names of tensors, by dotted path."""
     if isinstance(structure, dict):
         if structure.keys() == {"$tensor"}:
             return
@@ -143,9 +143,9 @@ class Difference:
     name: str
     text: str
     largest: float = math.inf
-    """The largest difference of two elements; infinite where they cannot be compared."""
+    """The largest difference of two elements; infinite if they cannot be compared."""
     relative: float = math.inf
-    """The same as a part of the largest element."""
+    """The same, relative to the largest element."""
 
 
 def differences(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> list[Difference]:
@@ -176,7 +176,7 @@ def differences(first: str | os.PathLike[str], second: str | os.PathLike[str]) -
 
 
 _EXACT = 2.0**62
-"""Differences of integers below it do not leave 64 bits."""
+"""Integers that differ by less can be subtracted in 64 bits."""
 
 
 def _compared(name: str, a: torch.Tensor, b: torch.Tensor) -> Difference | None:
@@ -192,7 +192,7 @@ def _compared(name: str, a: torch.Tensor, b: torch.Tensor) -> Difference | None:
     is_whole = not (
         a.is_complex() or a.is_floating_point() or a.dtype in (torch.bool, torch.uint64)
     )
-    if is_whole and float(apart.max()) < _EXACT:  # float64 has not all of these numbers
+    if is_whole and float(apart.max()) < _EXACT:  # float64 cannot represent all int64
         apart = (a[differs].to(torch.int64) - b[differs].to(torch.int64)).abs()
     largest = float(apart.max())
     relative = largest / scale if scale else 0.0

@@ -1,6 +1,6 @@
-"""Weights out of a checkpoint into other formats, and back: on any number of ranks.
+"""Conversion of weights from checkpoints to other formats and back, on any number of ranks.
 
-No rank holds more than one tensor at a time. What is made has its name when all of it is there.
+No rank holds more than one tensor at a time. The result gets its name once it is complete.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def export_weights(
     file, or a folder whose configuration and tokenizer are copied; by default the
     ``extra={"config": ...}`` of the checkpoint. Floating-point weights become ``dtype``.
     ``shard_bytes``: the size of a file of ``hf``. All ranks of ``communicator`` (by default of the
-    run, or this process alone) call it, and share the work; each holds one tensor at a time.
+    run, or this process alone) must call this; they share the work.
 
-    Raises `CheckpointError` where there is no checkpoint of a model, `CheckpointDamagedError`
-    naming file and tensor, `CheckpointWriteError` where ``target`` exists or cannot be written.
+    Raises `CheckpointError` if there is no checkpoint of a model, `CheckpointDamagedError` naming
+    file and tensor, `CheckpointWriteError` if ``target`` exists or cannot be written.
 
     >>> checkpoint.export_weights("checkpoints/step_00000120", "my-model", to="hf", config="llama")
     """
@@ -77,7 +77,7 @@ def export_weights(
 
 
 def _write(weights: Weights, form: Format, target: Path, group: Group) -> None:
-    """Write beside the ``target`` what gets its name when all ranks have written their share."""
+    """Write next to ``target``, and rename once all ranks have written their share."""
     storage = Storage()
 
     def begin() -> tuple[None, JSON]:
@@ -119,12 +119,12 @@ def _write(weights: Weights, form: Format, target: Path, group: Group) -> None:
         if group.rank == 0 and folder.is_dir():
             try:
                 storage.remove_tree(folder)
-            except OSError as error:  # the other ranks have what they came for, or its failure
+            except OSError as error:  # the outcome has been agreed on, so only warn
                 _log.warning("%s could not be removed: %s; remove it", folder, reason(error))
 
 
 def _tell_of_torsos(target: Path) -> None:
-    """Name in the log what interrupted exports may have left: another job may be writing it."""
+    """Log leftovers of interrupted exports; do not remove them: another job may be writing."""
     names = re.compile(rf"\.{re.escape(target.name)}\.tmp-[0-9a-f]{{8}}")
     for name in sorted(os.listdir(target.absolute().parent)):
         if names.fullmatch(name):
@@ -136,7 +136,7 @@ def _tell_of_torsos(target: Path) -> None:
 
 @contextmanager
 def _told_of(target: Path, what: str = "was not written") -> Generator[None, None, None]:
-    """Make one kind of error of all with which writing ``target`` fails."""
+    """Raise CheckpointWriteError for an OSError of writing ``target``, or one caused by it."""
     try:
         yield
     except CheckpointError:
@@ -144,7 +144,7 @@ def _told_of(target: Path, what: str = "was not written") -> Generator[None, Non
     except Exception as error:
         cause: BaseException | None = error
         while not (cause is None or isinstance(cause, OSError)):
-            cause = cause.__cause__ or cause.__context__  # of torch.save it says what went wrong
+            cause = cause.__cause__ or cause.__context__  # torch.save wraps the OSError
         if cause is None:
             raise
         text = f"{target} {what}: {reason(cause)}; {advice(cause)}"
@@ -165,12 +165,12 @@ def import_weights(
     """Make the checkpoint of ``step`` in ``folder`` from weights in a format of `export_weights`.
 
     ``key``: the name below which a ``dcp`` or ``torch`` source has the weights, by default
-    ``model`` where there is such. The pickle of a ``dcp`` source is read with a list of what may be
-    in it, and only with ``trust_pickle``. Ranks as for `export_weights`. Returns the checkpoint,
-    which `load` loads into a model under any wrapper.
+    ``model`` if it exists. The pickle of a ``dcp`` source is read with an allowlist of names, and
+    only with ``trust_pickle``. Ranks as for `export_weights`. Returns the checkpoint, which `load`
+    loads into a model under any wrapper.
 
-    Raises `CheckpointError` where ``source`` is no such thing, `CheckpointDamagedError` where it is
-    damaged, `CheckpointWriteError` where nothing can be written.
+    Raises `CheckpointError` if ``source`` is not in that format, `CheckpointDamagedError` if it is
+    damaged, `CheckpointWriteError` if nothing can be written.
 
     >>> path = checkpoint.import_weights("llama", "start", source_format="hf")
     >>> checkpoint.load(path, model=model)
@@ -239,7 +239,7 @@ def _require_free(target: Path) -> None:
 
 
 def _cast(weights: Weights, dtype: torch.dtype | None) -> Weights:
-    """Make floating-point weights of ``dtype``, as they are read; what it cannot hold is logged."""
+    """Cast floating-point weights to ``dtype`` when read; log values out of its range."""
     if dtype is None:
         return weights
     cast = {
@@ -265,7 +265,7 @@ def _cast(weights: Weights, dtype: torch.dtype | None) -> Weights:
 
 
 def _lost(values: torch.Tensor, dtype: torch.dtype) -> int:
-    """Count the values beyond the range of ``dtype``, infinity aside."""
+    """Count the finite values beyond the range of ``dtype``."""
     if not values.is_floating_point():
         return 0
     limit = torch.finfo(dtype).max

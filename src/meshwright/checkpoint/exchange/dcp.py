@@ -2,11 +2,11 @@
 
 ::
 
-    .metadata        a pickle: each tensor's chunks, and where they lie
+    .metadata        a pickle: each tensor's chunks, and where they are
     __0_0.distcp     the chunks that rank 0 has written, each as `torch.save` writes it
 
-The pickle is read without torch's reader, which runs what it is told to: names that are not in a
-list of a dozen are refused, and those become records of ours. Chunks are read weights only.
+The pickle is read without torch's reader, which would run any code in it: an allowlist of a dozen
+names is replaced by plain records, all others are rejected. Chunks are read weights only.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ PREFIX = "model"
 
 
 class DcpFormat:
-    """A folder of torch's distributed checkpoint to be written."""
+    """Writes a folder of torch's distributed checkpoint."""
 
     def begin(self, weights: Weights, folder: Path) -> None:
         """See `Format`."""
 
     def write(self, weights: Weights, folder: Path, rank: int, size: int) -> JSON:
-        """Write the file of ``rank``; returns where each tensor begins and how long it is."""
+        """Write the file of ``rank``; returns file, start and length of each tensor."""
         places: dict[str, JSON] = {}
         path = folder / f"__{rank}_0.distcp"
         with path.open("xb") as file:
@@ -92,7 +92,7 @@ class DcpFormat:
 
 
 class _Record:
-    """An object of a pickle: its state, and nothing that runs."""
+    """A stand-in for an object of a pickle: it keeps the state and runs nothing."""
 
     state: Any
 
@@ -107,10 +107,10 @@ class _Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads the metadata of a distributed checkpoint, and refuses any other pickle."""
+    """Reads the metadata of a distributed checkpoint, and rejects any other pickle."""
 
     def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 - see pickle
-        """Find a stand-in for one of the names that such a file has."""
+        """Return the stand-in for an allowed name; CheckpointDamagedError for any other."""
         if module == "torch" and name in DTYPES:
             return torch_dtype(name)
         if (module, name) not in _ALLOWED:
@@ -143,9 +143,9 @@ _ALLOWED: Mapping[tuple[str, str], Any] = {
 
 
 def read_dcp(folder: Path, key: str) -> Weights:
-    """Find the weights of a folder of torch's distributed checkpoint, those below ``key``.
+    """Open the weights below ``key`` in a folder of torch's distributed checkpoint.
 
-    Tensors that lie in the same places are tied.
+    Tensors stored in the same places are tied.
     """
     path = folder / METADATA
     if not path.is_file():
@@ -192,11 +192,11 @@ def read_dcp(folder: Path, key: str) -> Weights:
 
 
 _Chunks = dict[str, tuple[Entry, list[tuple[Box, _Record]]]]
-"""By name what a tensor is, and where its boxes lie; none where it has no elements."""
+"""By name, a tensor's entry, and its boxes with their places; none without elements."""
 
 
 def _chunks(path: Path, key: str) -> tuple[_Chunks, list[str]]:
-    """List the tensors below ``key``, and the names of all else."""
+    """Return the tensors below ``key``, and the names of all others."""
     metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
     listed = dict(metadata["state_dict_metadata"])
     stored = {(at["fqn"], at.state.get("offset")): i for at, i in metadata["storage_data"].items()}
@@ -237,7 +237,7 @@ def _read_chunk(folder: Path, name: str, info: _Record) -> Tensor:
 
 
 class _Window(io.RawIOBase):
-    """A part of an open file as a file."""
+    """A range of an open file, as a file."""
 
     def __init__(self, file: io.BufferedReader, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
@@ -251,17 +251,17 @@ class _Window(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Go to ``offset`` within the part; returns the new place."""
+        """Move to ``offset`` within the range; returns the new position."""
         begin = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
         self._at = max(0, begin + offset)
         return self._at
 
     def tell(self) -> int:
-        """Return the place within the part, in bytes."""
+        """Return the position within the range, in bytes."""
         return self._at
 
     def readinto(self, buffer: Any) -> int:  # noqa: ANN401 - see io
-        """Read into ``buffer`` up to the end of the part; returns the number of bytes."""
+        """Read into ``buffer`` up to the end of the range; returns the number of bytes."""
         view = memoryview(buffer).cast("B")
         count = max(0, min(len(view), self._length - self._at))
         self._file.seek(self._start + self._at)

@@ -33,16 +33,16 @@ INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 _SINGLE = "model.safetensors"
 _BESIDE = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
-"""Files of a model's folder that are no weights: configurations and tokenizers."""
+"""Files of a model's folder besides weights: configurations and tokenizers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HuggingFaceFormat:
-    """A Hugging Face folder to be written."""
+    """Writes a Hugging Face folder."""
 
     shard_bytes: int
     config: Mapping[str, JSON] | Path | None
-    """The configuration, or its file, or a folder whose files beside the weights are copied."""
+    """The configuration, its file, or a folder whose files other than weights are copied."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.config, Path):
@@ -107,7 +107,7 @@ def _write_json(path: Path, value: object) -> None:
 
 
 def read_hugging_face(folder: Path) -> Weights:
-    """Find the weights of a Hugging Face folder, or of one safetensors file."""
+    """Open the weights of a Hugging Face folder, or of one safetensors file."""
     where: dict[str, JSON] = {}
     if folder.is_file():
         folder, files = folder.parent, [folder.name]

@@ -1,7 +1,7 @@
 """One file of torch that `torch.load(weights_only=True)` reads, written by all ranks together.
 
-The first rank writes the file with room for the weights, none of which is in memory; then each
-writes its share of them in place. A file is read through a map of it, without its pickle's code.
+The first rank writes the file with space for the weights, without loading any; then each rank
+writes its share in place. Files are memory-mapped for reading, and no code in their pickle runs.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from meshwright.torch_internals.tensors import FakeTensorMode
 
 _NAME = "weights.pt"
 _LENGTHS_AT, _HEADER_BYTES = 26, 30
-"""In the local header of a zip file: the lengths of name and extra field, and its own."""
+"""In a zip file's local header: offset of the lengths of name and extra field; fixed size."""
 
 
 class TorchFormat:
-    """A file of torch to be written."""
+    """Writes a file of torch."""
 
     def begin(self, weights: Weights, folder: Path) -> None:
-        """Write all but the weights, for which tensors without memory stand."""
+        """Write the file with fake tensors for the weights, whose bytes are skipped."""
         with FakeTensorMode():
             empty = {
                 name: torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
@@ -41,7 +41,10 @@ class TorchFormat:
             }
         state = {**empty, **{name: empty[first] for name, first in weights.ties.items()}}
         skipping = torch.serialization.skip_data(materialize_fake_tensors=True)
-        with skipping, (folder / _NAME).open("xb") as file:  # not by name, which hides what fails
+        with (
+            skipping,
+            (folder / _NAME).open("xb") as file,
+        ):  # a path hides what fails
             torch.save(state, file)
 
     def write(self, weights: Weights, folder: Path, rank: int, size: int) -> JSON:
@@ -68,7 +71,7 @@ class TorchFormat:
 
 
 def _places(path: Path) -> dict[int, int]:
-    """Find where the file has the bytes of each tensor, by its number."""
+    """Map each tensor's number to the position of its bytes in the file."""
     found: dict[int, int] = {}
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
         for info in archive.infolist():
@@ -82,7 +85,7 @@ def _places(path: Path) -> dict[int, int]:
 
 
 def read_torch_file(path: Path, key: str) -> Weights:
-    """Find the weights in a file of torch, below ``key`` where they are nested in it."""
+    """Open the weights in a file of torch, below ``key`` if they are nested in it."""
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder: weights in one are read with --from hf or dcp")
     if not zipfile.is_zipfile(path):
@@ -123,7 +126,7 @@ def read_torch_file(path: Path, key: str) -> Weights:
         for name, value in tensors.items()
         if name not in ties
     }
-    # Copies: the map itself must not be written to.
+    # Return copies: writing to the mapped tensors would not be safe.
     return Weights(
         entries=entries,
         ties=ties,

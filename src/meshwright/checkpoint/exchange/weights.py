@@ -18,19 +18,19 @@ from meshwright.checkpoint.training.restoring import SavedState
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Weights:
-    """Named tensors that are read one by one; each tied one once."""
+    """Named tensors that are read one by one; a tied tensor has one entry."""
 
     entries: Mapping[str, Entry]
-    """By name, dtype and shape; the key is where it is stored."""
+    """By name, dtype and shape; ``key`` is the name or file that it is stored under."""
     ties: Mapping[str, str] = field(default_factory=dict)
-    """By other names of tied tensors, the first."""
+    """Maps other names of tied tensors to the first."""
     read: Callable[[str], Tensor]
-    """Reads the whole tensor of a name."""
+    """Reads the full tensor of a name."""
     config: Mapping[str, JSON] | None = None
-    """The configuration of the model, where it is known."""
+    """The configuration of the model, if known."""
 
     def share(self, rank: int, size: int) -> list[str]:
-        """List the names that ``rank`` of ``size`` reads: about as many bytes on each."""
+        """List the names that ``rank`` of ``size`` reads, balanced by bytes."""
         loads = [0] * size
         mine: list[str] = []
         for name, entry in sorted(self.entries.items(), key=lambda item: -item[1].size):
@@ -42,20 +42,20 @@ class Weights:
 
 
 class Format(Protocol):
-    """A foreign format as it is written, by all ranks together, into a folder of its own."""
+    """A writer of a foreign format, by all ranks together, into a temporary folder."""
 
     def begin(self, weights: Weights, folder: Path) -> None:
-        """Make what all ranks write into; on the first rank."""
+        """Prepare the folder, on the first rank."""
 
     def write(self, weights: Weights, folder: Path, rank: int, size: int) -> JSON:
-        """Write this rank's share; returns what `finish` needs to know."""
+        """Write this rank's share; returns an answer for `finish`."""
 
     def finish(self, weights: Weights, folder: Path, answers: Sequence[JSON]) -> Path:
-        """Write what is left, on the first rank; returns what becomes the target."""
+        """Write the rest, on the first rank; returns the path that becomes the target."""
 
 
 def weights_of(reader: Reader) -> Weights:
-    """Find the weights of a model that an open checkpoint holds, by the names of the model."""
+    """Return the weights in an open checkpoint, by the names of the model."""
     saved = SavedState(reader)
     saved.require(["model"])
     stored = saved.weights()
@@ -77,7 +77,7 @@ def weights_of(reader: Reader) -> Weights:
 
 
 def packed(weights: Weights, limit: int) -> list[list[str]]:
-    """Cut the names into runs of at most ``limit`` bytes, or of one tensor."""
+    """Group the names into runs of at most ``limit`` bytes, or of one tensor."""
     runs: list[list[str]] = [[]]
     filled = 0
     for name, entry in weights.entries.items():

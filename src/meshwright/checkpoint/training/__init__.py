@@ -1,4 +1,4 @@
-"""All that a training loop goes on from, saved and loaded in one call under any wrapper.
+"""The full state of a training loop, saved and loaded in one call under any wrapper.
 
 Bottom-up:
 
@@ -6,7 +6,7 @@ Bottom-up:
     wrapped          models and optimizers by the names of the plain model
     together         one step on all ranks, or one error on all
     generators       the state of generators of random numbers
-    restoring        what a checkpoint has for what this rank holds
+    restoring        state of a checkpoint for this rank's tensors
     loops            `save` and `load`
 """
 

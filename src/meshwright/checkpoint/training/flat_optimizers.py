@@ -1,7 +1,7 @@
-"""The state of an optimizer by parameter name, as it lies on this rank, with flat parameters too.
+"""The state of an optimizer by parameter name, as placed on this rank, also for flat parameters.
 
-Flat parameters have no state here: theirs is cut into that of the parameters, and put together
-again, so that it is the same with and without them.
+The state of flat parameters is split into that of the single parameters, and joined again, so that
+a checkpoint is the same with and without them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshwright.errors import CheckpointMismatchError
 def named_state(
     optimizer: Optimizer, module: nn.Module, named: Mapping[str, nn.Parameter]
 ) -> dict[str, Any]:
-    """List ``optimizer.state_dict()`` with the names of ``named`` for numbers; nothing is sent.
+    """Return ``optimizer.state_dict()`` with names of ``named`` for numbers; sends nothing.
 
     Tensors are the optimizer's own, or views of them.
     """
@@ -52,8 +52,8 @@ def load_named_state(
 ) -> None:
     """Load what `named_state` returned, into an optimizer with the same groups of parameters.
 
-    Without ``copies`` the tensors of ``state`` become the optimizer's own, and those of flat
-    parameters are taken out of it.
+    Without ``copies`` the tensors of ``state`` become the optimizer's own, and those for flat
+    parameters are removed from it.
 
     Raises CheckpointMismatchError listing the parameters that differ.
     """
@@ -63,7 +63,7 @@ def load_named_state(
 
 
 class _Flats:
-    """The parameters of an optimizer, if any of them is flat, by the names of what they hold."""
+    """The parameters of an optimizer, if any is flat, by the joined names of their parts."""
 
     def __init__(
         self, optimizer: Optimizer, module: nn.Module, named: Mapping[str, nn.Parameter]
@@ -74,7 +74,7 @@ class _Flats:
             self._known.setdefault(id(parameter), name)
         self.held: dict[str, nn.Parameter] = {}
         self.names: dict[str, list[str]] = {}
-        """By joined names, single ones."""
+        """Maps joined names to the single ones."""
         given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if any(id(parameter) not in self._known for parameter in given):
             for parameter in given:
@@ -83,9 +83,9 @@ class _Flats:
                 self.names[", ".join(names)] = names
 
     def cut(self, flat: nn.Parameter, value: object) -> list[tuple[str, object]]:
-        """Cut ``value`` for the parameters of ``flat``: a part each, or what is one for them all.
+        """Split ``value`` among the parameters of ``flat``: a part each, or one value for all.
 
-        Copies of others in a step have nothing of their own.
+        Copies of tied parameters are left out.
         """
         known = self._known
         found = parts_of_flat(self._module, flat, flat.detach())
@@ -98,11 +98,11 @@ class _Flats:
         return [(known[id(parameter)], part) for parameter, part in found if id(parameter) in known]
 
     def joined(self, saved: Mapping[str, Any], *, takes: bool) -> dict[str, Any]:
-        """Join the state of parameters to that of flat ones.
+        """Join the state of single parameters to that of flat ones.
 
-        It ``takes`` out of ``saved`` what is in a line, so that no rank holds all of it twice.
+        With ``takes``, joined tensors are removed from ``saved``, so that no rank has all twice.
 
-        Raises CheckpointMismatchError where they differ in what is one for a flat parameter.
+        Raises CheckpointMismatchError if they differ in a value that a flat parameter has once.
         """
         state: dict[str, dict[str, object]] = {}
         flat_of = {name: flat for flat, names in self.names.items() for name in names}
@@ -129,7 +129,7 @@ class _Flats:
             )
         line = torch.zeros(flat.shape, dtype=getattr(first, "dtype", None), device=flat.device)
         parts = cast("list[tuple[str, torch.Tensor]]", self.cut(flat, line))
-        # A count has the shape of a parameter that has none.
+        # A step count has the shape of a 0-dim parameter, so exclude it by name.
         if key != "step" and all(
             isinstance(values[name], torch.Tensor) and values[name].shape == part.shape
             for name, part in parts

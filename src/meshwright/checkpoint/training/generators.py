@@ -1,4 +1,4 @@
-"""The state of the generators of random numbers of one rank."""
+"""The state of one rank's random number generators."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.comm.streams import is_host
 
 
 def generator_state(device: torch.device) -> dict[str, Any]:
-    """Take the state of the generators of Python, NumPy, torch and ``device``."""
+    """Return the state of the generators of Python, NumPy, torch and ``device``."""
     version, words, gauss = random.getstate()
     name, keys, *rest = cast("tuple[Any, ...]", np.random.get_state())
     state = {
@@ -30,7 +30,7 @@ def generator_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_generators(state: dict[str, Any], device: torch.device) -> None:
-    """Put the generators where `generator_state` found them; a device that had none keeps its."""
+    """Restore the result of `generator_state`; a device without saved state keeps its own."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     name, keys, *rest = state["numpy"]

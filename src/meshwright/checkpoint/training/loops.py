@@ -1,13 +1,13 @@
-"""A training loop's `save` and `load`: what it goes on from, in one call.
+"""A training loop's `save` and `load`, each in one call.
 
 ::
 
     checkpoint.save("checkpoints", step, model=model, optimizer=optimizer, data=sampler)
     checkpoint.load("checkpoints", model=model, optimizer=optimizer, data=sampler)
 
-Every rank calls them, under whatever wrapper and on however many ranks; no rank holds more than its
-part of the state and one tensor. What is saved is named by the plain model, so that any layout goes
-on from any other. Its structure may be another on each rank of a pipeline, and is put together::
+Every rank calls them, under any wrapper and on any number of ranks; no rank holds more than its
+part of the state and one tensor. Names are those of the plain model, so that any layout resumes
+from any other. The structure may differ between the ranks of a pipeline, and is merged::
 
     rank 0   {"model": {"first.weight": {"$tensor": ...}}}     the manifest   both
     rank 1   {"model": {"last.weight": {"$tensor": ...}}}
@@ -56,24 +56,24 @@ _OWN_PARAMETERS = re.compile(r"^the state\.optimizer(\[\d+\])?\.param_groups\[\d
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A scheduler, a sampler: anything with a state of tensors and plain values."""
+    """A scheduler, a sampler: any object with a state of tensors and plain values."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Give the state."""
+        """Return the state."""
 
     def load_state_dict(self, state: Any) -> object:  # noqa: ANN401 - as each defines it
-        """Go on from a state."""
+        """Resume from a state."""
 
 
 @runtime_checkable
 class Laid(Protocol):
-    """A model and its optimizer that know how they lie on the ranks: a `Trainable`."""
+    """A model and its optimizer that know their layout: a `Trainable`."""
 
     def held_state(self) -> dict[str, Any]:
-        """List what this rank holds, with a `ModelState` as ``"model"``."""
+        """Return this rank's state, with a `ModelState` as ``"model"``."""
 
     def load_state_dict(self, state: Mapping[str, Any], *, copies: bool) -> None:
-        """Load parts as they lie here, by name; without ``copies`` they are this one's own then."""
+        """Load this rank's parts by name; without ``copies`` it takes over their tensors."""
 
 
 Model = nn.Module | Sequence[nn.Module] | Laid
@@ -82,7 +82,7 @@ Stated = Stateful | Sequence[Stateful] | Mapping[str, Stateful]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Loaded:
-    """The checkpoint that `load` has found, and what is in it beside what was filled."""
+    """The checkpoint that `load` has loaded, and its values that were not filled in place."""
 
     path: Path
     """The checkpoint."""
@@ -94,7 +94,7 @@ class Loaded:
     missing: tuple[str, ...] = ()
     """With ``strict=False``, tensors of the model that keep their values."""
     unexpected: tuple[str, ...] = ()
-    """With ``strict=False``, tensors of the checkpoint that the model has no place for."""
+    """With ``strict=False``, tensors of the checkpoint that the model lacks."""
 
 
 def save(
@@ -113,16 +113,16 @@ def save(
     """Save a training loop as ``folder/step_00000120``, complete or not at all; return that path.
 
     ``model``: a module under any wrapper or none, several (the stages of this rank), or the
-    `Trainable` of `parallelize`, which brings its optimizer. ``optimizer``: one or several, of its
-    parameters. ``scheduler`` and ``data``: whatever has ``state_dict`` and ``load_state_dict``, the
-    same on all ranks. ``extra``: plain values and tensors, the same on all ranks, or under keys of
-    its own on each. ``random``: the generators of Python, NumPy, torch and this rank's device.
-    ``keep_last``: how many complete checkpoints stay in ``folder``. All ranks of ``communicator``
-    (by default of the run, or this process alone) call it together.
+    `Trainable` of `parallelize`, with its optimizer. ``optimizer``: one or several, of the model's
+    parameters. ``scheduler`` and ``data``: objects with ``state_dict`` and ``load_state_dict``, the
+    same on all ranks. ``extra``: plain values and tensors, the same on all ranks, or under each
+    rank's own keys. ``random``: the generators of Python, NumPy, torch and this rank's device.
+    ``keep_last``: the number of complete checkpoints to keep in ``folder``. All ranks of
+    ``communicator`` (by default of the run, or this process alone) must call this.
 
-    Raises `CheckpointWriteError` on all ranks where it cannot be written (earlier checkpoints are
-    untouched), `CheckpointClaimedError` where another job saves to ``folder``, and ``TypeError`` or
-    ``ValueError`` for what cannot be saved.
+    Raises `CheckpointWriteError` on all ranks if it cannot be written (earlier checkpoints are
+    untouched), `CheckpointClaimedError` if another job saves to ``folder``, and ``TypeError`` or
+    ``ValueError`` for state that cannot be saved.
 
     >>> path = checkpoint.save("checkpoints", 120, model=model, optimizer=optimizer)
     """
@@ -182,23 +182,23 @@ def load(
     strict: bool = True,
     communicator: Communicator | None = None,
 ) -> Loaded:
-    """Go on from what `save` has saved, on any layout: what is given is filled in place.
+    """Resume from the result of `save`, on any layout: the arguments are filled in place.
 
     ``folder``: a checkpoint, or a folder of them, of which the newest is loaded, or that of
-    ``step``. What was saved but is not asked for is left; what is asked for must be there. Names,
-    shapes and dtypes are compared first, on all ranks; every byte that is read is verified.
+    ``step``. State without an argument is ignored; state for an argument must exist. Names, shapes
+    and dtypes are compared first, on all ranks; every byte that is read is verified.
 
-    With ``strict=False``, for weights alone, what has one name and shape in both is filled; a
-    warning and the result name the rest.
+    With ``strict=False``, for weights alone, tensors with the same name and shape in both are
+    filled; a warning and the result name the rest.
 
-    Generators of random numbers are restored on as many ranks as saved them. On others a warning is
-    logged, and they stay as they are: seed them.
+    Generators are restored if the number of ranks is that of the save. Otherwise a warning is
+    logged, and they do not change: seed them.
 
     Raises `CheckpointMismatchError` listing what is missing, unknown, or of another shape or dtype,
-    before anything is changed; what ``data`` raises for its state, before the model is;
-    `CheckpointDamagedError` naming file and tensor, after which the model is of no use;
-    `CheckpointError` where there is no checkpoint; ValueError for ``strict=False`` with an
-    optimizer. All ranks raise.
+    before anything is changed; errors of ``data`` for its state, before the model is changed;
+    `CheckpointDamagedError` naming file and tensor, after which the model is unusable;
+    `CheckpointError` if there is no checkpoint; ValueError for ``strict=False`` with an optimizer.
+    All ranks raise.
 
     >>> step = checkpoint.load("checkpoints", model=model, optimizer=optimizer).step
     """
@@ -223,7 +223,7 @@ def load(
         structure = saved.structure
         has_random = random and saved.ranks == group.size and "random" in structure
 
-        if data is not None:  # first: it refuses the state of other data
+        if data is not None:  # first, because it may reject the state of other data
 
             def load_data() -> tuple[None, JSON]:
                 _load_states(data, saved.read(structure["data"]))
@@ -292,7 +292,7 @@ def _device(group: Group) -> torch.device:
 
 
 class _Loop:
-    """Modules and optimizers of a loop of the user's."""
+    """Modules and optimizers of a user's loop."""
 
     def __init__(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         if optimizers and not modules:
@@ -309,7 +309,7 @@ class _Loop:
         return state
 
     def outline(self) -> dict[str, Any]:
-        """List the same without the state of optimizers, which may be a copy."""
+        """Return the same without the state of optimizers, which may be a copy."""
         state: dict[str, Any] = {} if self.weights is None else {"model": self.weights}
         if self.named:
             groups = ([{"params": names} for names in each.groups] for each in self.named)
@@ -343,7 +343,7 @@ def _owner(model: Model | None, optimizer: Optimizer | Sequence[Optimizer] | Non
 
 
 def _states(given: Stated) -> Any:  # noqa: ANN401 - any state
-    """Take the state of what is given, in the form of what is given."""
+    """Return the states, nested like ``given``."""
     if isinstance(given, Stateful):
         return dict(given.state_dict())
     if isinstance(given, Mapping):
@@ -361,7 +361,7 @@ def _load_states(given: Stated, state: Any) -> None:  # noqa: ANN401 - any state
 
 
 def _form(given: Stated) -> JSON:
-    """Say what is given: the class of each that has a state, in lists and dicts as given."""
+    """The class name of each stateful object, nested like ``given``."""
     if isinstance(given, Stateful):
         return type(given).__name__
     if isinstance(given, Mapping):
@@ -374,10 +374,10 @@ def _form(given: Stated) -> JSON:
 
 
 def _compare_forms(saved: SavedState, place: str, there: JSON, here: JSON) -> None:
-    """Compare what is given with what was saved; checkpoints of before do not say that.
+    """Compare the forms of saved and given objects; older checkpoints have no forms.
 
-    A state of another class is named in the log: a scheduler takes whatever it is given. Raises
-    CheckpointMismatchError for another number, or lists and dicts for what was none.
+    Logs a state of another class, because a scheduler accepts any state. Raises
+    CheckpointMismatchError for another number or nesting.
     """
     if there is None:
         return
@@ -405,9 +405,9 @@ def _compare_forms(saved: SavedState, place: str, there: JSON, here: JSON) -> No
 
 
 def _described(weights: ModelState) -> tuple[dict[str, Tensor], JSON]:
-    """List the tensors of a model, and its structure; tied ones have one tensor.
+    """Return the tensors of a model, tied ones once, and its structure.
 
-    Raises ValueError where its modules contradict.
+    Raises ValueError if its modules have different values under one name.
     """
     weights.check_copies()
     tensors = {f"{PREFIX}/model/{name}": tensor for name, tensor in weights.tensors.items()}
@@ -422,7 +422,7 @@ def _described(weights: ModelState) -> tuple[dict[str, Tensor], JSON]:
 
 
 def _joined(rows: Sequence[Any], place: str) -> Any:  # noqa: ANN401 - JSON
-    """Put the structures of all ranks together. Raises ValueError where they contradict."""
+    """Merge the structures of all ranks. Raises ValueError if they differ."""
     first = rows[0]
     if all(row == first for row in rows):
         return first
@@ -459,10 +459,10 @@ class _Restoring:
         found = held.get("optimizer", [])
         self._optimizers: list[Any] = found if isinstance(found, list) else [found]
         self._names: list[dict[str, list[str]]] = []
-        """For each optimizer the names here by the saved ones."""
+        """For each optimizer, maps saved names to names here."""
 
     def compare(self, given: Mapping[str, Stated]) -> Any:  # noqa: ANN401 - JSON
-        """Compare with what this rank has; returns the names that it knows."""
+        """Compare the checkpoint with this rank's state; returns the names that it knows."""
         saved = self._saved
         remedy = ""
         if not isinstance(self._owner, _Loop) and "optimizer" not in saved.structure:
@@ -497,7 +497,7 @@ class _Restoring:
         return {"model": self._matching.known(), "optimizers": used, "kept": kept}
 
     def compare_all(self, rows: Sequence[Any]) -> list[str]:
-        """List the weights that the checkpoint has and no rank knows; raises where it is strict."""
+        """List saved weights that no rank knows; if strict, raise CheckpointMismatchError."""
         unknown: list[str] = []
         if self._weights is not None:
             known = {name for row in rows for name in row["model"]}
@@ -524,7 +524,7 @@ class _Restoring:
         return []
 
     def read(self) -> dict[str, Any]:
-        """Fill the model, and read the rest as it lies on this rank."""
+        """Fill the model, and read the rest with this rank's placement."""
         saved, weights = self._saved, self._weights
         self._matching.fill()
         state: dict[str, Any] = {"steps": saved.step}

@@ -1,4 +1,4 @@
-"""State of a checkpoint for what this rank holds: compared by name first, then filled in place."""
+"""State of a checkpoint for this rank's tensors: compared by name, then filled in place."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PREFIX = "state"
 
 
 class SavedState:
-    """The state that an open checkpoint holds, read piece by piece; a context manager, as that is.
+    """The state in an open checkpoint, read piece by piece; a context manager like `Reader`.
 
     Raises ``CheckpointMismatchError`` for a checkpoint of tensors alone.
     """
@@ -51,7 +51,7 @@ class SavedState:
         self.structure: dict[str, Any] = structure
         forms = metadata.get("forms")
         self.forms: Mapping[str, JSON] = forms if isinstance(forms, dict) else {}
-        """The classes that ``scheduler`` and ``data`` were saved from, in lists and dicts."""
+        """The class names of ``scheduler`` and ``data``, nested as saved."""
         self.ranks = int(cast(int, metadata["ranks"]))
 
     def __enter__(self) -> Self:
@@ -71,19 +71,19 @@ class SavedState:
             )
 
     def read(self, structure: JSON, like: Tensor | None = None) -> Any:  # noqa: ANN401 - any state
-        """Read nested state: tensors of the shape of ``like`` as it lies, others whole."""
+        """Read nested state: tensors of the shape of ``like`` with its placement, others full."""
         with self.reading() as read:
             return read(structure, like)
 
     @contextmanager
     def reading(self) -> Generator[Callable[[JSON, Tensor | None], Any], None, None]:
-        """Take nested states to `read`, whose tensors are filled together at the end."""
+        """Yield a `read` whose tensors are filled together, at the end of the block."""
         waiting: dict[str, Tensor] = {}
         yield lambda structure, like: unflatten(structure, _Tensors(self.reader, like, waiting))
         fill(self.reader, waiting)
 
     def weights(self) -> dict[str, str]:
-        """List the stored tensor of each name of the model."""
+        """Map each name of the model to its stored tensor."""
         found = self.structure.get("model", {})
         return {n: v["$tensor"] for n, v in found.items() if _is_tensor(v)}
 
@@ -94,9 +94,9 @@ class SavedState:
 
 
 def _about_prefix(here: Iterable[str], there: Iterable[str]) -> str:
-    """Say what to do where names of one side are those of the other below a module; else nothing.
+    """Advice if names of one side have a module prefix that the other's lack; else empty.
 
-    Weights that were saved from torch's DistributedDataParallel are called ``module.weight``.
+    Weights saved from torch's DistributedDataParallel, for example, are called ``module.weight``.
     """
     own, stored = dict.fromkeys(here), dict.fromkeys(there)
     for name in (*stored, *own):
@@ -118,7 +118,7 @@ def _is_tensor(structure: object) -> bool:
 
 
 class _Tensors(Mapping[str, Tensor]):
-    """Tensors of a checkpoint, made when they are asked for and ``waiting`` to be filled."""
+    """Tensors of a checkpoint, allocated on access and added to ``waiting`` to be filled."""
 
     def __init__(self, reader: Reader, like: Tensor | None, waiting: dict[str, Tensor]) -> None:
         self._reader = reader
@@ -150,7 +150,7 @@ class _Tensors(Mapping[str, Tensor]):
 
 @torch.no_grad()
 def fill(reader: Reader, tensors: Mapping[str, Tensor]) -> None:
-    """Fill what this rank holds of ``tensors`` with the stored tensors of their names."""
+    """Fill this rank's parts of ``tensors`` with the stored tensors of their names."""
     together: dict[str, Tensor | ShardedPiece] = {}
     for name, tensor in tensors.items():
         if not (is_dtensor(tensor) or isinstance(tensor, ShardView)):
@@ -161,16 +161,16 @@ def fill(reader: Reader, tensors: Mapping[str, Tensor]) -> None:
             together[name] = piece
             continue
         places = [memory for box, memory in held_boxes(tensor, name) if box.numel]
-        reader.read_into(name, piece)  # what lies in several boxes is filled in a copy
+        reader.read_into(name, piece)  # a piece of several boxes is a copy: copy it back
         for memory, (_, flat) in zip(places, parts(piece), strict=True):
             memory.copy_(flat.view(memory.shape))
     reader.read_all_into(together, within=None)
 
 
 def piece_of(name: str, tensor: Tensor) -> ShardedPiece:
-    """Describe what this rank holds of ``tensor``, on its memory where that is one piece.
+    """Describe this rank's part of ``tensor``, without a copy if it is one box.
 
-    Raises ValueError for a tensor whose values do not lie in memory one by one.
+    Raises ValueError for a tensor that is not strided.
     """
     if tensor.layout is not torch.strided:
         raise ValueError(
@@ -191,7 +191,7 @@ NOT_STRICT = (
 
 
 class Matching:
-    """The names of a checkpoint and those of this rank's model, each tied one under all names."""
+    """Matches names of a checkpoint and of this rank's model, tied ones under all names."""
 
     def __init__(self, saved: SavedState, weights: ModelState | None, *, strict: bool) -> None:
         self._saved = saved
@@ -209,9 +209,9 @@ class Matching:
         self._ties = {first: [first, *names] for first, names in others.items()}
         self._first = ties
         self._tensors = {} if weights is None else dict(weights.tensors)
-        """The tensors that are filled, by their first names."""
+        """The tensors to fill, by their first names."""
         self.kept = [] if strict else [name for name in self._tensors if not self._fits(name)]
-        """The tensors of the model that keep their values, as the checkpoint has no such ones."""
+        """The tensors of the model that keep their values for lack of a match."""
         for name in self.kept:
             del self._tensors[name]
 
@@ -220,13 +220,13 @@ class Matching:
         return {tuple(stored[name].shape) for name in self.sources(first)} == {shape}
 
     def alike(self, name: str) -> list[str]:
-        """List the names under which a checkpoint may have what is ``name`` here, itself first."""
+        """List the names under which a checkpoint may have ``name``, itself first."""
         own = [name, *self._ties.get(self._first.get(name, name), ())]
         tied = [other for each in own for other in self._stored_ties.get(each, ())]
         return list(dict.fromkeys([*own, *tied]))
 
     def sources(self, first: str) -> list[str]:
-        """List the stored tensors of a tensor here: several where what is tied here was not."""
+        """List the stored tensors of a tensor; several if it is tied here but was not then."""
         found = [self._stored[name] for name in self.alike(first) if name in self._stored]
         return list(dict.fromkeys(found))
 
@@ -236,7 +236,7 @@ class Matching:
         return [] if weights is None else [*weights.tensors, *weights.ties, *weights.rest]
 
     def compare(self) -> None:
-        """Raise ``CheckpointMismatchError`` listing what the checkpoint lacks or has otherwise."""
+        """Raise ``CheckpointMismatchError`` listing missing and differing tensors."""
         weights, reader = self._weights, self._saved.reader
         if weights is None:
             return
@@ -258,7 +258,7 @@ class Matching:
             )
 
     def fill(self) -> None:
-        """Fill the model's tensors. Raises where tensors that are tied here differ there."""
+        """Fill the model's tensors. Raises if tensors that are tied here differ when saved."""
         weights, reader = self._weights, self._saved.reader
         if weights is None:
             return
@@ -285,7 +285,7 @@ class Matching:
     # ---------------------------------------------------------------------------- optimizers
 
     def of_optimizer(self, saved: Mapping[str, Any], names: Sequence[str]) -> dict[str, list[str]]:
-        """List for each name of a saved optimizer those of ``names`` that have its state here."""
+        """Map each name of a saved optimizer to those of ``names`` that get its state."""
         there = {name for group in saved["param_groups"] for name in group["params"]}
         found: defaultdict[str, list[str]] = defaultdict(list)
         for name in names:
@@ -296,9 +296,9 @@ class Matching:
     def read_optimizer(
         self, saved: Mapping[str, Any], names: Mapping[str, Sequence[str]]
     ) -> dict[str, Any]:
-        """Read the state of an optimizer, cut as the parameters are.
+        """Read the state of an optimizer, sharded like the parameters.
 
-        ``names`` are those here by the saved ones, which may be others or several.
+        ``names`` maps saved names to one or more names here.
         """
         weights = self._weights
         held: dict[str, Tensor] = {} if weights is None else weights.names()

@@ -1,4 +1,4 @@
-"""One step of a load on all ranks: its answers on all of them, or one error on all."""
+"""One step of a load on all ranks: answers of all, or an error on all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Group = Communicator | Alone
 
 
 def everyone() -> Group:
-    """Find the ranks of the run, or this process alone where it has joined none."""
+    """The ranks of the run, or this process alone without one."""
     try:
         return comm.communicator()
     except CommunicationError:
@@ -28,14 +28,14 @@ def everyone() -> Group:
 def together(
     group: Group, name: str, action: Callable[[], tuple[_T, JSON]]
 ) -> tuple[_T, list[Any]]:
-    """Do ``action`` on every rank; return its own result and the answers of all.
+    """Run ``action`` on every rank; returns its own result and the answers of all.
 
     A rank on which it fails raises its own error, and the others raise one of the same kind that
     names the first such rank.
     """
     result: tuple[_T, JSON] | None = None
     failure: Exception | None = None
-    # An error is for the exchange below, so it must not leave the phase, which would publish it.
+    # Catch errors inside the phase, which would publish them: they are exchanged below.
     with comm.phase(f"checkpoint: {name}", limit=STORAGE_LIMIT):
         try:
             result = action()
@@ -43,7 +43,7 @@ def together(
         except Exception as error:
             failure = error
             told = {"kind": type(error).__name__, "text": str(error)}
-    # Where one rank alone saves, the others' own operation is shown beside this label.
+    # If one rank alone saves, errors show this label next to the others' operation.
     label = f"checkpoint of all ranks: {name}"
     rows = group.gather_bytes(json.dumps(told).encode(), label=label)
     if failure is not None:

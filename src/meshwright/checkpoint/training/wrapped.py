@@ -6,8 +6,8 @@
     layers.0._fsdp_wrapped_module.weight    FullyShardedDataParallel
     layers.0.weight                         the name in a checkpoint
 
-Values lie as they lie on this rank: plain tensors, DTensors, views of ranges. They are the memory
-of the model where its state dict gives that, else copies of what this rank holds.
+Values have this rank's placement: plain tensors, DTensors, views of ranges. They share the memory
+of the model if its state dict does, otherwise they are copies of this rank's parts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _T = TypeVar("_T")
 
 
 def plain_names(model: nn.Module) -> Callable[[str], str]:
-    """Make the function that leaves out of a name in ``model`` what its wrappers have added."""
+    """Make a function that removes from a name in ``model`` what its wrappers have added."""
     places: list[tuple[str, str]] = []
     for path, part in model.named_modules(remove_duplicate=False):
         if isinstance(part, SteppedOver):
@@ -62,11 +62,11 @@ def plain_names(model: nn.Module) -> Callable[[str], str]:
 
 
 _COPY = " (copy)"
-"""Behind the name of a parameter of which a module before has another copy, as stages have."""
+"""The suffix for a copy of a parameter that an earlier module (stage) has."""
 
 
 def plain_parameters(modules: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
-    """List the parameters of ``modules`` by plain name; a tied one once."""
+    """Map plain names to the parameters of ``modules``; a tied one once."""
     found: dict[str, nn.Parameter] = {}
     for module in modules:
         plain = plain_names(module)
@@ -76,7 +76,7 @@ def plain_parameters(modules: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
 
 
 def _add(found: dict[str, _T], name: str, value: _T) -> str:
-    """Put ``value`` under ``name``, or under one that says that it is a copy; return that."""
+    """Add ``value`` under ``name``, with `_COPY` if that is taken; returns the name used."""
     while found.setdefault(name, value) is not value:
         name += _COPY
     return name
@@ -97,18 +97,18 @@ class _Entry:
 
 
 class ModelState:
-    """The state of ``modules`` by plain names, as it lies on this rank."""
+    """The state of ``modules`` by plain names, with this rank's placement."""
 
     def __init__(self, modules: Sequence[nn.Module], ties: Mapping[str, str] | None = None) -> None:
-        """Take it. ``ties`` are those that stages of other ranks have a part in."""
+        """``ties`` maps other names to first ones for ties across ranks."""
         self.tensors: dict[str, Tensor] = {}
-        """By the first name of each."""
+        """The tensors by first name."""
         self.ties: dict[str, str] = {}
         """By other names of tied tensors, the first."""
         self.rest: dict[str, object] = {}
-        """All that is no tensor: the extra state of modules."""
+        """All values that are not tensors: the extra state of modules."""
         self.parameters: set[str] = set()
-        """The names of tensors that are trained."""
+        """The first names of parameters."""
         self._copies: list[tuple[str, Tensor]] = []
         self._found: list[tuple[nn.Module, dict[str, Any]]] = []
         self._places: dict[str, list[_Entry]] = {}
@@ -134,17 +134,17 @@ class ModelState:
                     self.ties[name] = one
 
     def names(self) -> dict[str, Tensor]:
-        """List every tensor under each of its names."""
+        """Map every name to its tensor."""
         return {**self.tensors, **{name: self.tensors[one] for name, one in self.ties.items()}}
 
     def set_rest(self, name: str, value: object) -> None:
-        """Have ``value`` loaded as the extra state ``name``."""
+        """Set the extra state ``name`` for `load`."""
         for place in self._places[name]:
             place.state[place.name] = value
         self.rest[name] = value
 
     def check_copies(self) -> None:
-        """Raise ValueError where modules have other values under one name: one would be lost."""
+        """Raise ValueError if modules have different values under one name."""
         other = [
             name for name, copy in self._copies if not _is_copy(name, self.tensors[name], copy)
         ]
@@ -160,7 +160,7 @@ class ModelState:
 
     @torch.no_grad()
     def load(self) -> None:
-        """Give the modules what is in here now: values were filled in place."""
+        """Load the current values, filled in place, into the modules."""
         for name, copy in self._copies:
             local_of(copy.detach()).copy_(local_of(self.tensors[name].detach()))
         for module, found in self._found:
@@ -169,7 +169,7 @@ class ModelState:
 
 
 def _is_copy(name: str, tensor: Tensor, other: Tensor) -> bool:
-    """Check that this rank holds the same bits of both."""
+    """Whether this rank's parts of both are bitwise equal."""
     one, two = held(tensor, name), held(other, name)
     if (one.shape, one.boxes, one.local.dtype) != (two.shape, two.boxes, two.local.dtype):
         return False
@@ -178,7 +178,7 @@ def _is_copy(name: str, tensor: Tensor, other: Tensor) -> bool:
 
 
 def _are_alike(one: object, other: object) -> bool:
-    """Check that two states are the same, tensors to the bit."""
+    """Whether two states are equal, tensors bitwise."""
     (tensors, structure), (others, structured) = flatten(one, ""), flatten(other, "")
     pairs = ((name, tensor, others.get(name)) for name, tensor in tensors.items())
     return structure == structured and all(
@@ -223,7 +223,7 @@ class NamedOptimizer:
             listed = [[n for p in g["params"] for n in names[p]] for g in optimizer.param_groups]
             known_as: dict[str, str] = {}
             for name in (name for group in listed for name in group):
-                # In a list of modules names begin with the number of one.
+                # In a ModuleList names begin with the number of the module.
                 own = plain(name) if len(modules) == 1 else plain(name).partition(".")[2]
                 self._plain[name] = _add(known_as, own, name)
             self._given = [[self._plain[name] for name in group] for group in listed]
@@ -232,9 +232,9 @@ class NamedOptimizer:
         self.groups = _without_copies(self._given)
 
     def state(self) -> dict[str, Any]:
-        """List state and groups by name; all ranks call it together.
+        """Return state and groups by name; all ranks must call this.
 
-        Raises ValueError where copies of a parameter have other states.
+        Raises ValueError if copies of a parameter have different states.
         """
         found = self._state()
         for copy in [name for name in found["state"] if name != _original(name)]:
@@ -259,11 +259,11 @@ class NamedOptimizer:
         return _renamed(found, self._plain)
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load what `state` gave on any layout, cut as the parameters are; all ranks together.
+        """Load the result of `state`, sharded like the parameters; all ranks must call this.
 
         The tensors of ``state`` become the optimizer's own.
 
-        Raises CheckpointMismatchError where names or groups differ.
+        Raises CheckpointMismatchError if names or groups differ.
         """
         state = self._with_copies(state)
         if not self._is_managed:
@@ -282,7 +282,7 @@ class NamedOptimizer:
         optimizer.load_state_dict(loaded)
 
     def _with_copies(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Give each copy of a parameter a copy of the state, where there are such."""
+        """Add a copy of the state for each copy of a parameter."""
         given: defaultdict[str, list[str]] = defaultdict(list)
         for name in (name for group in self._given for name in group):
             given[_original(name)].append(name)

@@ -2,15 +2,15 @@
 
 Bottom-up:
 
-    stages             where a model is cut, and its stages
-    own_tensors        stages with the model's own parameters and buffers, and those of others
+    stages             a model split into stages
+    own_tensors        stages that share the model's parameters and buffers
     tied_values        tied parameters between steps
     step_hooks         hooks of parameters, once a step
-    loss_sources       weights that a loss may read
-    taken_apart        modules that a pipeline has taken apart
+    loss_sources       parameters that a loss may read
+    taken_apart        guards of modules that a pipeline has split
     pipelined_layout   the stages of one rank as one layout
     pipelined          the training step of a pipeline
-    pipeline_assembly  from a plan with axis pipeline to its stages
+    pipeline_assembly  assembly of a plan with axis pipeline
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Sources of a loss beside the model's output: weights that it may read here, or not.
+"""Sources of a loss besides the model's output: which parameters it may read.
 
-A gradient that reaches a parameter through the loss counts as any other where the parameter is
-whole, of the last stage and trained by this layout. All else would get a part of the gradient, or
-one that nobody sums and scales, so that it is refused by name::
+A gradient through the loss is correct for a parameter that is unsharded, in the last stage and
+trained by this layout. Any other would get a partial gradient, or one that is neither summed nor
+scaled, and is rejected by name::
 
     whole parameter of the model     as in one process
     DTensor over axis tensor         its full_tensor()
-    DTensor over axis shard          refused: its gradient is not summed and scaled with the others
-    parameter of another stage       refused: that may have been reduced by then
-    any other                        refused: nobody trains it
+    DTensor over axis shard          rejected: its gradient is not summed and scaled with the others
+    parameter of another stage       rejected: that may have been reduced by then
+    any other                        rejected: nobody trains it
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class LossSources:
     """The tensors that the loss of one layout may read."""
 
     def __init__(self, module: nn.Module, others: Mapping[int, nn.Module]) -> None:
-        """``others`` are stages of this rank that are not the last, which ``module`` is then."""
+        """``others`` are this rank's other stages if ``module`` is the last stage."""
         self._module = module
         self._others = dict(others)
         self._known: dict[int, weakref.ref[torch.Tensor]] = {}
-        """The parameters found that compute."""
+        """Leaves that have been accepted, by ``id``."""
 
     def look(self, total: torch.Tensor, ends: Collection[object]) -> None:
-        """Raise LayoutError for what the loss reads and may not, between ``ends`` and ``total``."""
+        """Raise LayoutError for a forbidden leaf in the graph between ``ends`` and ``total``."""
         found = leaves_of(total, ends)
         for leaf in found:
             known = self._known.get(id(leaf))
@@ -79,12 +79,12 @@ class LossSources:
             )
 
     def _name(self, module: nn.Module, leaf: torch.Tensor) -> str | None:
-        """Find the parameter of ``module`` that computes as ``leaf``."""
+        """The name of the parameter of ``module`` that forwards use as ``leaf``, or None."""
         return next((name for name, found in _computing(module) if found is leaf), None)
 
 
 def _computing(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """List what modules compute with, under the names of parameters."""
+    """Yield the tensors that forwards use, under the names of parameters."""
     for path, part in module.named_modules():
         for key, parameter in part._parameters.items():
             if parameter is not None:

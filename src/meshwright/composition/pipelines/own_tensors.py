@@ -1,14 +1,14 @@
 """The parameters and buffers of a model whose stages lie on different ranks.
 
-Stages of this rank compute with the model's own. Hooks, attributes and optimizers that know a
-parameter know it in its stage then. Tracing and tensor parallelism put others into modules, so the
-two are brought together before a stage is laid out, and after::
+This rank's stages use the model's own tensors, so that hooks, attributes and optimizers of a
+parameter stay valid. Tracing and tensor parallelism replace tensors in modules, so model and stages
+are matched before a stage is laid out, and after::
 
-    share     model's tensors  ->  the stages of this rank
-    show      what the stages hold now (DTensors, where they are cut)  ->  the model's modules
+    share     the model's tensors  ->  the stages of this rank
+    show      the tensors of the stages now (DTensors, if sharded)  ->  the model's modules
 
-Those of other ranks stay the objects that they are, without values, and who asks for these is told
-where they are.
+Tensors of other ranks stay the same objects, without values; reading one raises an error that says
+where it is.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _REMEDY = (
 
 
 def share(model: nn.Module, stages: Sequence[nn.Module]) -> None:
-    """Give ``stages``, all of this rank, the parameters and buffers of ``model`` by name.
+    """Put the parameters and buffers of ``model`` into ``stages``, all of this rank, by name.
 
-    Where several of them hold one parameter, the first has the model's, and others copies: each
+    If several of them share a parameter, the first has the model's, and others copies: each
     accumulates a gradient of its own.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -57,9 +57,9 @@ def share(model: nn.Module, stages: Sequence[nn.Module]) -> None:
 
 
 def show(model: nn.Module, stages: Sequence[nn.Module]) -> None:
-    """Give the modules of ``model`` what ``stages``, all of this rank, hold by these names.
+    """Put the tensors of ``stages``, all of this rank, into the modules of ``model``, by name.
 
-    Where a stage has all of a module they share the table of it, so that the model has whole
+    If a stage has all of a module, both share its dict, so that the model shows unsharded
     parameters while the stage has them.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -81,10 +81,9 @@ def show(model: nn.Module, stages: Sequence[nn.Module]) -> None:
 def let_go(
     model: nn.Module, stages: Sequence[nn.Module], mine: Sequence[int], ranks: Sequence[int]
 ) -> None:
-    """Give back the memory that ``model`` has of ``stages`` but those that are ``mine``.
+    """Free the tensors of ``model`` that belong to ``stages`` other than ``mine``.
 
-    ``ranks`` says whose the stages are. What no stage has, as a buffer that no forward reads, is
-    left as it is.
+    ``ranks`` are the stages' ranks. A tensor of no stage, such as an unused buffer, is kept.
     """
     held = {id(tensor) for stage in mine for _, _, tensor in _named_tensors(stages[stage])}
     asked = f"on rank {ranks[mine[0]]}, which has stage {', '.join(map(str, mine))}"
@@ -112,5 +111,5 @@ def _named_tensors(
 
 
 def is_elsewhere(tensor: object) -> bool:
-    """Check for a tensor of a stage on another rank."""
+    """Whether ``tensor`` belongs to a stage on another rank."""
     return isinstance(tensor, torch.Tensor) and _ELSEWHERE in vars(tensor)

@@ -1,4 +1,4 @@
-"""Assembly of a plan with axis pipeline: a model is cut into stages, and this rank's laid out."""
+"""Assembly of a plan with axis pipeline: splits a model, and lays out this rank's stages."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def pipelined(
     peers: Peers,
     given: GivenParameters,
 ) -> Trainable:
-    """Cut the model into stages, and lay this rank's out over the other axes."""
+    """Split the model into stages, and lay this rank's out over the other axes."""
     everyone, pipeline = peers.everyone, peers.pipeline
     place(model, plan, everyone)
     given.carry(model)
@@ -68,14 +68,14 @@ def pipelined(
     mine = [stage for stage, rank in enumerate(holders) if rank == pipeline.rank]
     own = [found.modules[stage] for stage in mine]
     share(model, own)
-    model.zero_grad()  # what it has from before is of no step
+    model.zero_grad()  # earlier gradients belong to no step
     with resting(model.parameters()):  # what replaces a parameter gets its hooks below
         layouts, stages = _lay_out(found, mine, plan, cut, peers)
     ranks = [pipeline.ranks[rank] for rank in holders]
     modules, numbered = StageModules(own), dict(zip(mine, own, strict=True))
     counts = {id(parameter) for parameter in counted(numbered, found.ties)}
     copies = {id(parameter) for parameter in modules.parameters()} - counts
-    # Units of shards put parameters into modules and back.
+    # Sharded units replace the parameters of modules during a step.
     fixed = () if plan.axes.size("shard") > 1 else (modules,)
     hooks = StepHooks(modules.named_parameters(), fixed)
     tied = TiedValues(numbered, found.ties, ranks, peers.data.size)
@@ -136,7 +136,7 @@ def _checked(
     peers: Peers,
     draws: Draws | None,
 ) -> TensorTraffic:
-    """See that ``model`` computes the same when it is ``cut``, and what that sends."""
+    """Check that ``model`` computes the same when sharded as ``cut``; returns its traffic."""
     whole, trial = WholeRun(model, example, peers.tensor, draws), copied(model)
     cut_over_tensor(trial, cut, peers)
     whole.compare(trial)
@@ -152,9 +152,9 @@ def _stages_of(
     peers: Peers,
     draws: Draws | None,
 ) -> CutModel:
-    """Find all stages of ``model``, which has been seen to compute the same when it is ``cut``."""
+    """Split ``model``, which has been checked against its sharding ``cut``, into all stages."""
     rehearsal = contextlib.nullcontext() if draws is None else draws.rehearsal()
-    # A trace knows the dtypes of what stages hand on.
+    # A trace fixes the dtypes of what stages send, so run it under autocast.
     computing = autocast_of(plan, peers.everyone.device, keeps_casts=False)
     with rehearsal, computing, resting(model.parameters()):
         found = cut_model(model, plan.pipeline, peers.pipeline.size, example, tensor=cut)
@@ -171,7 +171,7 @@ def _stage_layout(module: nn.Module, plan: Plan, peers: Peers) -> DataLayout:
 
 
 def _check(plan: Plan, found: CutModel) -> None:
-    """Raise PlanError for settings that stages which were ``found`` cannot have."""
+    """Raise PlanError for settings that the stages in ``found`` do not support."""
     problems = []
     if found.info is not None and plan.train.recompute:
         problems.append("train.recompute: its modules are gone from the stages")
@@ -182,7 +182,7 @@ def _check(plan: Plan, found: CutModel) -> None:
         raise PlanError([f"{traced} {each}" for each in problems])
     reduce, held = plan.precision.reduce, plan.precision.parameters
     if found.ties and plan.axes.size("shard") > 1 and reduce not in (None, held):
-        # Only the ranks that hold it would find out.
+        # Checked here on every rank: only the holders of the parameter would fail.
         raise PlanError(
             f"reduce = {reduce!r} in [precision]: stages hold parameter "
             f"{found.ties[0].names[0][1]!r} together, whose gradient is summed over them in "

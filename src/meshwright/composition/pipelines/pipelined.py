@@ -2,7 +2,7 @@
 
 ::
 
-    every rank    its share of the batch, cut into microbatches: forwards and backwards, in the
+    every rank    its share of the batch, split into microbatches: forwards and backwards, in the
                   order of the schedule | reductions | loss and counts | norm, clip | optimizer
 """
 
@@ -52,16 +52,16 @@ from meshwright.plan import PipelinePlan, Plan
 from meshwright.schedule.actions import Action, F, Schedule
 
 _NAMES = MappingProxyType({"zb1p": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble"})
-"""Torch's names of schedules that a plan calls otherwise."""
+"""torch's names of schedules that have another name in a plan."""
 
 
 def schedule_of(plan: PipelinePlan) -> type[PipelineSchedule]:
-    """Find the class of the schedule that ``plan`` names."""
+    """Return the class of the schedule that ``plan`` names."""
     return get_schedule_class(_NAMES.get(plan.schedule, plan.schedule))
 
 
 class _Undivided(PipelineScheduleMulti):
-    """The forwards of a batch that has fewer samples than microbatches: it is not cut."""
+    """The forwards of a batch with fewer samples than microbatches, which is not split."""
 
     def __init__(self, stages: Sequence[PipelineStage], like: Schedule) -> None:
         self._like = like
@@ -78,9 +78,9 @@ class _Undivided(PipelineScheduleMulti):
 class PipelinedTrainable(Trainable):
     """The trainable that `parallelize` returns for a plan with an axis ``pipeline``.
 
-    Every rank of a pipeline is given the same share of a batch: the first stage reads it, the last
-    its target. ``module`` holds the stages of this rank. State and gradients are those of the whole
-    model, so that all ranks ask for them together, and for `eval`.
+    Every rank of a pipeline gets the same share of a batch: the first stage reads it, the last its
+    target. ``module`` has the stages of this rank. State and gradients are those of the full
+    model, so all ranks must call these methods together, and `eval`.
     """
 
     _prefix = "stages.*."
@@ -99,9 +99,9 @@ class PipelinedTrainable(Trainable):
         scope: LossScope,
         **others: Any,
     ) -> None:
-        """``names`` are those of the whole model's state, in its order.
+        """``names`` are the names in the full model's state, in its order.
 
-        ``copies`` gives for each name of a tied parameter that is no first name that one.
+        ``copies`` maps other names of a tied parameter to its first name.
         ``others`` are the arguments of `Trainable`.
         """
         super().__init__(module, plan, layout=layout, **others)
@@ -120,7 +120,7 @@ class PipelinedTrainable(Trainable):
         count = plan.pipeline.microbatches
         self.schedule = kind(one_or_all, count, loss_fn=self._lose, scale_grads=False)
         self._samples: list[torch.Tensor] = []
-        """By microbatch of the step under way, the numbers of its samples in the global batch."""
+        """By microbatch of the current step, the numbers of its samples in the global batch."""
         if self._draws is not None:
             self.schedule.register_custom_function(F, self._forward)
         self._undivided = _Undivided(stages, self.schedule.schedule)
@@ -128,7 +128,7 @@ class PipelinedTrainable(Trainable):
         """The rank of the pipeline that has the last stage."""
         self._has_target = True
         self._versions = 0
-        """Of the gradients when they were computed."""
+        """The sum of the gradients' versions after `forward_backward`."""
 
     def forward_backward(
         self, batch: object, target: object = None, *, is_last: bool = True
@@ -138,7 +138,7 @@ class PipelinedTrainable(Trainable):
         self._versions = self._pipelined.versions()
 
     def optimizer_step(self) -> StepResult:
-        """See `Trainable`. Warns where gradients have been changed since they were computed."""
+        """See `Trainable`. Warns if gradients have been changed since they were computed."""
         if self._pipelined.versions() != self._versions:
             warn(
                 "gradients were changed between forward_backward and optimizer_step. Each rank has "
@@ -149,7 +149,7 @@ class PipelinedTrainable(Trainable):
 
     @property
     def draws(self) -> tuple[object, ...]:
-        """Name this rank's random numbers: each stage draws its own."""
+        """A key for this rank's random numbers: each pipeline rank draws its own."""
         return (self.data_rank, "pipeline", self._pipeline.rank)
 
     @property
@@ -160,18 +160,18 @@ class PipelinedTrainable(Trainable):
         return tuple(zip(mine, cast(StageModules, self.module).stages, strict=True))
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """List what this rank holds of each parameter, by original name; a tied one once."""
+        """Map original names to this rank's parameters (or shards); a tied one once."""
         named = super().named_parameters()
         first = {self._copies.get(name, name): p for name, p in reversed(named.items())}
         return dict(reversed(first.items()))
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """List each gradient by original name, as one process would hold it; all ranks call it."""
+        """Map original names to full gradients; all ranks must call this."""
         return self._ordered(union(super().gradients(), self._pipeline))
 
     @torch.no_grad()
     def eval(self, batch: object, target: object = None) -> EvalResult:
-        """Compute outputs and loss in evaluation mode; all ranks of a pipeline call it."""
+        """Compute outputs and loss in evaluation mode; all ranks of a pipeline must call this."""
         args, kwargs = _call(batch)
         rows = min((t.shape[0] for t in tensors_in(batch) if t.dim()), default=1)
         is_whole = rows < self.plan.pipeline.microbatches
@@ -184,7 +184,7 @@ class PipelinedTrainable(Trainable):
         return EvalResult(output=output, loss=loss)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """List the state of the model by original name, in whole tensors, on every rank."""
+        """Map original names to the full tensors of the model's state, on every rank."""
         return self._ordered(union(super().weights(), self._pipeline))
 
     def load_state_dict(self, state: Mapping[str, Any], *, copies: bool = True) -> None:
@@ -218,7 +218,7 @@ class PipelinedTrainable(Trainable):
     # --------------------------------------------------------------------------- internals
 
     def _forward(self, action: Action, context: PipelineContext) -> None:
-        """Run one forward, and let dropout know which samples it computes."""
+        """Run one forward, and tell dropout which samples it has."""
         if self._draws is None or not self._samples:  # an evaluation drops nothing
             context.run(action)
             return
@@ -264,7 +264,7 @@ class PipelinedTrainable(Trainable):
         self._tied.leave()
 
     def _every_gradient(self, spread: Sequence[SpreadGradients]) -> list[torch.Tensor]:
-        # Copies of tied parameters do not count in the norm, and are clipped as what they copy.
+        # Copies of tied parameters do not count in the norm, but are clipped like the original.
         return self._pipelined.every_gradient()
 
     @property
@@ -282,7 +282,7 @@ class PipelinedTrainable(Trainable):
         return local.total if self._loss_scale == 1.0 else local.total * self._loss_scale
 
     def _loss_of_last(self, output: object, target: object) -> torch.Tensor:
-        """Compute the loss of ``output`` on the rank with the last stage: it may read weights."""
+        """Compute the loss on the rank with the last stage, and send it to all of the pipeline."""
         said: object = None
         failure: Exception | None = None
         if self._pipeline.rank == self._last:
@@ -301,7 +301,7 @@ class PipelinedTrainable(Trainable):
         return torch.tensor(found, dtype=torch.float32, device=self._pipeline.device)
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
-        # Parameters come and go between microbatches.
+        # Parameters change between microbatches, so cached casts would be stale.
         return autocast_of(self.plan, self._peers.everyone.device, keeps_casts=False)
 
     def _ordered(self, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -309,7 +309,7 @@ class PipelinedTrainable(Trainable):
 
 
 def _call(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """List the arguments of a model for ``batch``, as `call_module` reads it."""
+    """Return a model's arguments for ``batch``, as `call_module` does."""
     if isinstance(batch, Sequence) and not isinstance(batch, str):
         return tuple(batch), {}
     if isinstance(batch, Mapping):
@@ -318,7 +318,7 @@ def _call(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _joined(parts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, object]:
-    """List the states of the optimizers of all stages as that of one, in the order of ``names``."""
+    """Merge the optimizer states of all stages into one, in the order of ``names``."""
     counts = {len(part["param_groups"]) for part in parts}
     if len(counts) > 1:
         raise PlanError(
@@ -327,7 +327,7 @@ def _joined(parts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[st
             "groups on every rank, empty ones too"
         )
     place = {name: number for number, name in enumerate(names)}
-    # Of what stages hold together the first has its say.
+    # For a tied parameter the first stage's state is taken.
     state = {n: v for part in reversed(parts) for n, v in part["state"].items() if n in place}
     groups = []
     for together in zip(*(part["param_groups"] for part in parts), strict=True):

@@ -1,4 +1,4 @@
-"""The stages of one rank as one layout, and what all ranks of a pipeline hold together."""
+"""The stages of one rank as one layout, and the union of all ranks' state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from meshwright.torch_internals.tensors import version_of
 
 
 class StageModules(nn.Module):
-    """The stages of one rank, under the names of the model that they were cut from."""
+    """The stages of one rank, under the names of the model."""
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class StageModules(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """List what the stages hold, by its names in the model."""
+        """Yield the parameters of the stages, by their names in the model."""
         seen: set[nn.Parameter] = set()
         for stage in self.stages:
             for name, parameter in stage.named_parameters(prefix, recurse, remove_duplicate):
@@ -41,7 +41,7 @@ class StageModules(nn.Module):
                     yield name, parameter
 
     def state_dict(self, **options: Any) -> dict[str, Any]:  # pyrefly: ignore[bad-override]
-        """List what the stages hold, by its names in the model."""
+        """Map names in the model to the state of the stages."""
         found: dict[str, Any] = {}
         for stage in self.stages:
             found.update(stage.state_dict(**options))
@@ -50,7 +50,7 @@ class StageModules(nn.Module):
     def load_state_dict(  # pyrefly: ignore[bad-override]
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> None:
-        """Give each stage what is its own. Raises RuntimeError for names that none has."""
+        """Load each stage's own entries. Raises RuntimeError for names that none has."""
         left = dict(state_dict)
         for stage in self.stages:
             own = {name: state_dict[name] for name in stage.state_dict() if name in state_dict}
@@ -64,8 +64,8 @@ class StageModules(nn.Module):
 class PipelinedLayout(DataLayout):
     """The layouts of this rank's stages, and its place in the pipeline.
 
-    Summed gradients are multiplied once all is summed: counts are known on the last stage only,
-    and long before its reductions the other ranks wait for messages of this one.
+    Gradients are scaled only after all are summed: the last stage alone knows the counts, and
+    waiting for them before a reduction could deadlock with ranks that wait for this one's messages.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class PipelinedLayout(DataLayout):
         *,
         dtype: torch.dtype,
     ) -> None:
-        """``copies`` are the identities of parameters that other stages count in the norm.
+        """``copies`` are the ``id`` of parameters that other stages count in the norm.
 
-        ``dtype`` is the widest of the whole model: all ranks have to find the same norm.
+        ``dtype`` is the widest of the full model: all ranks must compute the same norm.
         """
         inner = {name: axis for each in layouts for name, axis in each.communicators.items()}
         communicators = {"pipeline": peers.pipeline, **inner}
@@ -104,7 +104,7 @@ class PipelinedLayout(DataLayout):
 
     @torch.no_grad()
     def scale_by(self, scale: Callable[[], Factor]) -> None:
-        """See `DataLayout`: now, since all has been summed."""
+        """See `DataLayout`. Scales at once, since all gradients have been summed."""
         factor, held = scale(), self.every_gradient()
         if held:
             multiply_(held, factor)
@@ -114,12 +114,12 @@ class PipelinedLayout(DataLayout):
         return [g for each in self._layouts for part in each.gradients() for g in part.gradients]
 
     def versions(self) -> int:
-        """Count what has been written to this rank's gradients."""
+        """Sum the versions of this rank's gradients, which count writes to them."""
         held = [p.grad for stage in self._stages for p in stage.parameters()]
         return sum([version_of(local_of(gradient)) for gradient in held if gradient is not None])
 
     def gradients(self) -> list[SpreadGradients]:
-        """See `DataLayout`. Groups are the same on all ranks, whatever their stages hold."""
+        """See `DataLayout`. Groups are the same on all ranks, so that their collectives match."""
         cutting = (self.communicators.get("shard"), self._peers.tensor)
         over = [axis for axis in cutting if axis is not None and not axis.is_alone]
         parameters = [p for s in self._stages for p in s.parameters() if id(p) not in self._copies]
@@ -165,16 +165,16 @@ class PipelinedLayout(DataLayout):
 
 
 def union(own: Mapping[str, torch.Tensor], axis: Communicator) -> dict[str, torch.Tensor]:
-    """List the tensors of all ranks of ``axis``, on each; where several have a name, the first's.
+    """Collect the tensors of all ranks of ``axis`` on each, sparse ones as dense.
 
-    Sparse ones become dense.
+    If several ranks have a name, the first rank's tensor is taken.
     """
     own = {name: tensor.to_dense() if tensor.is_sparse else tensor for name, tensor in own.items()}
     facts = [[n, list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in own.items()]
     rows = axis.gather_values(facts, label="names of a pipeline")
     found: dict[str, torch.Tensor] = {}
     for source, row in enumerate(rows):
-        for name, shape, dtype in row:
+        for name, shape, dtype in row:  # the gathered order, so that broadcasts match
             if source == axis.rank:
                 tensor = own[name].detach().to(axis.device).contiguous()
             else:
@@ -186,7 +186,7 @@ def union(own: Mapping[str, torch.Tensor], axis: Communicator) -> dict[str, torc
 
 
 def of_one(own: Mapping[str, Any], axis: Communicator) -> list[Mapping[str, Any]]:
-    """List the nested state of all ranks of ``axis``, on each, in rank order."""
+    """Collect the nested states of all ranks of ``axis`` on each, in rank order."""
     tensors, structure = flatten(dict(own), str(axis.rank))
     whole = {name: t for name, t in tensors.items() if isinstance(t, torch.Tensor)}
     everything = union(whole, axis)
@@ -195,7 +195,7 @@ def of_one(own: Mapping[str, Any], axis: Communicator) -> list[Mapping[str, Any]
 
 
 def output_of(source: int, output: object, axis: Communicator) -> Any:  # noqa: ANN401
-    """Find the ``output`` of rank ``source`` of ``axis``, nested as it is, on every rank.
+    """Send the ``output`` of rank ``source`` of ``axis``, with its nesting, to every rank.
 
     Raises `PipeliningShapeError` there, and elsewhere `PipelinePeerError`, for what cannot be sent.
     """

@@ -1,4 +1,4 @@
-"""A model cut into stages: as a chain of its own modules where it is one, else by tracing it."""
+"""Splits a model into stages: a chain by its own modules, any other model by tracing it."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class CutModel:
     modules: list[nn.Module]
     ties: tuple[Tie, ...] = ()
     info: PipeInfo | None = None
-    """The facts that stages of a traced model are built with; None for a chain."""
+    """What stages of a traced model are built with; None for a chain."""
     written: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """By module of the model, the attributes that its forward writes."""
 
 
 def chunks_of(plan: PipelinePlan, ranks: int) -> int:
-    """Count the stages that each of ``ranks`` holds.
+    """Return the number of stages on each of ``ranks``.
 
     Raises ``PlanError`` when ``split`` does not fit.
     """
@@ -60,12 +60,12 @@ def cut_model(
     *,
     tensor: ModelCut,
 ) -> CutModel:
-    """Find the stages of ``model``, with its parameters under its names.
+    """Split ``model`` into stages that have its parameters under its names.
 
-    ``split`` names the modules that stages begin with. By default stages are balanced by what they
-    multiply by (``auto``: the operations of a traced model; of the modules of a chain parameters of
-    two and more dims, but for embedding tables, which are looked up), or by parameters. The stages
-    can be cut as ``tensor`` says afterwards. Raises ``PlanError`` where the model cannot be cut so.
+    ``split`` names the modules that stages begin with, or a measure by which stages are balanced:
+    ``auto`` (the operations of a traced model; for a chain, parameters of two and more dims except
+    embedding tables, which are looked up) or ``parameters``. The stages can be sharded as
+    ``tensor`` says afterwards. Raises ``PlanError`` if the model cannot be split so.
     """
     count = chunks_of(plan, ranks) * ranks
     seen = observe(model, example)
@@ -88,7 +88,7 @@ def _traced(
     seen: Observation,
     tensor: ModelCut,
 ) -> CutModel:
-    """Cut the graph of ``model`` into ``count`` stages."""
+    """Split the graph of ``model`` into ``count`` stages."""
     if seen.moving:
         raise PlanError(
             f"each forward of the model changes its attribute {seen.moving[0]!r}. The model is no "
@@ -136,7 +136,7 @@ def _traced(
 
 
 def _renamed(tie: Tie, modules: Sequence[nn.Module]) -> Tie:
-    """Name ``tie`` by the first name of the parameter in each stage."""
+    """Rename ``tie`` to the first name of the parameter in each stage."""
     names: list[tuple[int, str]] = []
     for stage, name in tie.names:
         own = modules[stage].get_parameter(name)
@@ -146,7 +146,7 @@ def _renamed(tie: Tie, modules: Sequence[nn.Module]) -> Tie:
 
 
 def _check_kept(model: nn.Module, found: CutModel) -> None:
-    """Raise PlanError for what no stage has: hooks of modules that none calls, and state."""
+    """Raise PlanError for hooks of modules that no stage calls, and for state in no stage."""
     inside = {part for stage in found.modules for part in stage.modules()}
     apart = [(name, part) for name, part in model.named_modules() if part not in inside]
     why = (
@@ -167,7 +167,7 @@ def _check_kept(model: nn.Module, found: CutModel) -> None:
 
 
 def _of_two_rows(example: Inputs) -> Inputs:
-    """Repeat an ``example`` of one row: a trace takes a size of one for a constant."""
+    """Repeat an ``example`` of one row: a trace treats a size of one as a constant."""
     tensors = [leaf for leaf in tree_leaves(example) if isinstance(leaf, torch.Tensor)]
     if any(tensor.dim() and len(tensor) != 1 for tensor in tensors):
         return example
@@ -189,15 +189,15 @@ def _twice(row: torch.Tensor) -> torch.Tensor:
 
 
 def _free_size(value: object) -> dict[int, Any] | None:
-    """Free the number of rows: microbatches may have another than the example."""
+    """Make dim 0 dynamic: microbatches may have more or fewer rows than the example."""
     has_rows = isinstance(value, torch.Tensor) and value.dim()
     return {0: torch.export.Dim.AUTO} if has_rows else None
 
 
 def _keep_unused(model: nn.Module, modules: Sequence[nn.Module]) -> None:
-    """Give the stages what of the state of ``model`` none computes with.
+    """Put the state of ``model`` that no stage computes with into stages.
 
-    The first stage gets it; another name of a parameter goes to the first that has it.
+    It goes to the first stage; another name of a used parameter to the first stage that has it.
     """
     held = {name for module in modules for name in module.state_dict()}
     first = modules[0]
@@ -230,7 +230,7 @@ def _keep_unused(model: nn.Module, modules: Sequence[nn.Module]) -> None:
 
 
 def _order_as(stage: nn.Module, model: nn.Module) -> None:
-    """List what ``stage`` has as ``model`` does: the first name of a parameter is that of both."""
+    """Order the dicts of ``stage`` like those of ``model``, so that first names agree."""
     parts = dict(stage.named_modules(remove_duplicate=False))
     for path, owner in model.named_modules(remove_duplicate=False):
         part = parts.get(path, owner)
@@ -242,7 +242,7 @@ def _order_as(stage: nn.Module, model: nn.Module) -> None:
 
 
 def _made(module: nn.Module, path: str) -> nn.Module:
-    """Make the submodule at ``path``, with all above it."""
+    """Return the submodule at ``path``; missing modules on the way are added."""
     for name in path.split(".") if path else ():
         if not isinstance(getattr(module, name, None), nn.Module):
             module.add_module(name, nn.Module())
@@ -251,7 +251,7 @@ def _made(module: nn.Module, path: str) -> nn.Module:
 
 
 def _ties(modules: Sequence[nn.Module]) -> tuple[Tie, ...]:
-    """List the parameters that several stages hold, by their first name in each."""
+    """The parameters that several stages share, by their first name in each."""
     holders: dict[nn.Parameter, list[tuple[int, str]]] = {}
     for stage, module in enumerate(modules):
         for name, parameter in module.named_parameters():
@@ -265,7 +265,7 @@ def _ties(modules: Sequence[nn.Module]) -> tuple[Tie, ...]:
 def _starts(
     model: nn.Module, plan: PipelinePlan, links: Sequence[str], count: int
 ) -> Sequence[str]:
-    """List the names of the modules that stages begin with, but for the first stage."""
+    """The names of the modules that stages begin with, except for the first stage."""
     if not isinstance(plan.split, str):
         unknown = [name for name in plan.split if name not in links]
         if unknown or [*plan.split] != [name for name in links if name in plan.split]:
@@ -292,7 +292,7 @@ def _cost(module: nn.Module, *, by_size: bool) -> int:
         if isinstance(part, nn.Embedding)
         for p in part.parameters()
     }
-    # One each for what costs little, so that no stage is without any parameter.
+    # Cheap parameters count 1, so that no stage is without any parameter.
     return sum(
         1 if parameter.dim() < 2 or id(parameter) in tables else parameter.numel()
         for parameter in module.parameters()
@@ -300,9 +300,9 @@ def _cost(module: nn.Module, *, by_size: bool) -> int:
 
 
 def _partition(costs: Sequence[int], count: int) -> list[int]:
-    """Find where ``count`` runs of ``costs`` begin whose largest sum is as small as it can be.
+    """Split ``costs`` into ``count`` runs whose largest sum is minimal; returns their starts.
 
-    A run without any cost counts as endless, so none is made where another cut is possible.
+    A run without cost counts as infinite, to be avoided where another split exists.
     """
     sums = [0]
     for cost in costs:

@@ -1,10 +1,9 @@
-"""Hooks that users have put on parameters of a pipeline: they run once a step, on its gradient.
+"""The user's hooks on parameters of a pipeline run once a step, on the step's gradient.
 
-What autograd has in a microbatch is no gradient of a step: it is of a few samples, of one rank, and
-is not divided by the count yet. So hooks rest while the schedule runs, and are given what one
-process would give them: the gradient of the global batch, summed over microbatches and data ranks
-and scaled, before it is clipped. Replicas run them each for itself, so that what they do has to
-follow from the gradient.
+The gradient of a microbatch is only that of a few samples on one rank, and not divided by the count
+yet. So hooks are disabled while the schedule runs, and then get what one process would give them:
+the gradient of the global batch, summed over microbatches and data ranks and scaled, before it is
+clipped. Each replica runs them, so their effect must depend on the gradient alone.
 """
 
 from __future__ import annotations
@@ -31,23 +30,20 @@ Hooks = dict[int, Callable[..., Any]]
 
 
 class Rested(NamedTuple):
-    """The hooks that rest for the gradient of one parameter."""
+    """The disabled hooks of one parameter's gradient."""
 
     parameter: nn.Parameter
     changing: Hooks
-    """Of `Tensor.register_hook`, by the number of the handle."""
+    """Hooks of `Tensor.register_hook`, by the ``id`` of their handle."""
     following: Hooks
-    """Of `Tensor.register_post_accumulate_grad_hook`, but for those of reducers."""
+    """Hooks of `Tensor.register_post_accumulate_grad_hook`, except a reducer's."""
     before: tuple[Hooks, Hooks]
-    """The objects that handles know, to be put back."""
+    """The dicts that handles refer to, to be put back."""
 
 
 @contextlib.contextmanager
 def resting(parameters: Iterable[nn.Parameter]) -> Iterator[list[Rested]]:
-    """Keep hooks of ``parameters`` from running in the block, but for those of reducers.
-
-    Yields those that rest.
-    """
+    """Disable hooks of ``parameters`` in the block, except a reducer's; yields those disabled."""
     rested: list[Rested] = []
     for parameter in parameters:
         if not backward_hooks_of(parameter) and not after_hooks_of(parameter):
@@ -58,7 +54,7 @@ def resting(parameters: Iterable[nn.Parameter]) -> Iterator[list[Rested]]:
         if changing or theirs:
             rested.append(Rested(parameter, dict(changing), theirs, (changing, following)))
             set_backward_hooks(parameter, None)
-            # None would leave those that autograd has.
+            # Setting None would leave hooks that autograd has cached.
             ours = OrderedDict((n, hook) for n, hook in following.items() if n not in theirs)
             set_after_hooks(parameter, ours)
     try:
@@ -76,9 +72,9 @@ class StepHooks:
     def __init__(
         self, named: Iterable[tuple[str, nn.Parameter]], fixed: Iterable[nn.Module]
     ) -> None:
-        """``fixed`` are modules whose parameters stay those that they are now.
+        """``fixed`` are modules whose parameters must stay the same objects.
 
-        Stages that hold a parameter together each have one of its name in ``named``.
+        Stages that share a parameter each have an entry in ``named``.
         """
         pairs = list(named)
         self._parameters = tuple(parameter for _, parameter in pairs)
@@ -91,13 +87,13 @@ class StepHooks:
             if parameter is not None and id(parameter) in self._names
         ]
         self._rested: list[Rested] = []
-        """Those of the last pass."""
+        """The disabled hooks of the last pass."""
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
-        """Keep all hooks from running in the block.
+        """Disable all hooks in the block.
 
-        Raises LayoutError for a parameter that a module was given anew.
+        Raises LayoutError for a parameter that was replaced in its module.
         """
         for table, key, parameter in self._places:
             if table.get(key, parameter) is not parameter:
@@ -112,7 +108,7 @@ class StepHooks:
 
     @torch.no_grad()
     def run(self) -> bool:
-        """Give the hooks that have rested the gradients that are in ``.grad`` now; say if any did.
+        """Run the disabled hooks on the gradients in ``.grad`` now; returns whether there were any.
 
         Raises what they raise, with the name of the parameter; RuntimeError for a gradient of
         another kind or shape.
@@ -136,18 +132,18 @@ class StepHooks:
 
 
 def _hooks(found: Hooks | None) -> Hooks:
-    """Find the hooks of one kind; the object that handles know, where there is one."""
+    """Return the dict that handles refer to, or an empty one."""
     return OrderedDict[int, Any]() if found is None else found
 
 
 def _is_ours(hook: object) -> bool:
-    """Tell whether ``hook`` tells a reducer that a gradient has come."""
+    """Whether ``hook`` is a reducer's."""
     owner = getattr(getattr(hook, "func", None), "__self__", None)
     return isinstance(owner, GradientReducer)
 
 
 def _write(gradient: torch.Tensor, changed: torch.Tensor | None) -> None:
-    """Write to ``gradient`` what a hook has made of it."""
+    """Write the result of a hook into ``gradient``."""
     if changed is None or changed is gradient:
         return
     if is_dtensor(changed) is not is_dtensor(gradient) or changed.shape != gradient.shape:

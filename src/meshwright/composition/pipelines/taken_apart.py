@@ -1,9 +1,8 @@
-"""Modules of a laid-out model that answer for what a pipeline does not do with them any more.
+"""Guards on modules of a model that a pipeline has split, for what no longer works on them.
 
-A pipeline calls no module that it has taken apart, and runs a stage's forward on the rank that has
-it, perhaps on another microbatch than the one whose loss is computed. So hooks that are put on such
-modules later are refused, and what their forward writes to attributes is not read as if it had been
-written just now.
+A pipeline does not call modules that it has split, and runs a stage's forward on that stage's rank,
+perhaps on another microbatch than the one whose loss is computed. So later hooks on such modules
+are rejected, and so are reads of attributes that their forward writes, which would be stale.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _ABOUT = "_meshwright_about"
 
 
 class LossScope:
-    """The time in which a loss is computed."""
+    """Open while a loss is computed."""
 
     def __init__(self) -> None:
         self.is_open = False
@@ -44,9 +43,9 @@ def guard(
     ranks: Sequence[int],
     scope: LossScope,
 ) -> None:
-    """Make the modules of ``model`` refuse, by name, what the stages of ``found`` do not do.
+    """Make modules of ``model`` reject, by name, what the stages of ``found`` do not do.
 
-    ``mine`` are the stages of this rank, and ``ranks`` those that have the stages.
+    ``mine`` are the stages of this rank, ``ranks`` the ranks of all stages.
     """
     last = len(found.modules) - 1
     homes = {part: n for n, stage in enumerate(found.modules) for part in stage.modules()}
@@ -82,20 +81,20 @@ def guard(
 
 @dataclass(frozen=True, slots=True)
 class _About:
-    """The facts about a module that refuses."""
+    """What a guarded module knows about itself."""
 
     name: str
     text: str
-    """The place where its forward runs, if it does."""
+    """Where its forward runs, if it does."""
     is_traced: bool
     scope: LossScope | None
-    """While it is open attributes are not read; at no time when None."""
+    """While it is open, reads of attributes raise; if None, always."""
     parts: tuple[nn.Module, ...]
     """The modules that stages of this rank have in its place."""
 
 
 class _Written:
-    """An attribute that a forward writes, where it is not what a reader would take it for."""
+    """An attribute that a forward writes elsewhere or at another time: reading it raises."""
 
     def __init__(self, key: str) -> None:
         self._key = key
@@ -127,7 +126,7 @@ class _Written:
 
 
 def _refusing(what: str) -> Callable[..., NoReturn]:
-    """Make a method that refuses ``what``."""
+    """Make a method that raises RuntimeError for ``what``."""
 
     def refuse(self: nn.Module, *_: Any, **__: Any) -> NoReturn:
         about: _About = vars(self)[_ABOUT]
@@ -143,7 +142,7 @@ class _TakenApart(nn.Module):
     """A module that no stage calls: hooks on its calls would not run."""
 
     def __setattr__(self, name: str, value: Any) -> None:  # noqa: ANN401
-        """Give a parameter or a buffer to what computes with it, too."""
+        """Set a parameter or buffer also on the stage's modules that use it."""
         super().__setattr__(name, value)
         about: _About = vars(self)[_ABOUT]
         for part in about.parts:
@@ -151,7 +150,7 @@ class _TakenApart(nn.Module):
                 setattr(part, name, value)
 
     def train(self, mode: bool = True) -> Self:
-        """Refuse what would change nothing: a graph has the mode of its stage."""
+        """Raise RuntimeError if that has no effect: a traced stage has its own mode."""
         about: _About = vars(self)[_ABOUT]
         if about.is_traced and mode is not self.training:
             raise RuntimeError(

@@ -1,14 +1,14 @@
-"""Tied parameters of a pipeline between its steps: one parameter to all that read and write it.
+"""Tied parameters of a pipeline between its steps: one parameter for all readers and writers.
 
-Stages that hold a parameter together compute with copies, each with a gradient of its own. Of those
-on one rank the later ones are there for as long as a step lasts, and begin it with the values of
-the first; else the modules hold the first itself, under all of its names::
+Stages that share a parameter compute with copies, each with its own gradient. On one rank, the
+copies exist only during a step and begin it with the values of the first; otherwise the modules
+have the first itself, under all of its names::
 
     between steps          embed.weight is head.weight        hooks, optimizers, writes: one
     from batch to update   embed.weight, copy as head.weight  a gradient each, which are summed
 
-Copies on other ranks are written there: each rank lists its own by the parameter's first name. One
-that is written on some ranks only is found in each step, by two numbers beside the sums of losses.
+Copies on other ranks must be written there: each rank lists its own by the parameter's first name.
+Each step detects a copy that was written on some ranks only, by two numbers sent with the losses.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from meshwright.errors import LayoutError
 from meshwright.pipelining import Tie
 
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""By dtype, how far copies may drift apart that are stepped alike; half precision has `_COARSE`."""
+"""By dtype, the tolerated relative difference of copies; half precision has `_COARSE`."""
 _COARSE = 5e-2
 
 
 class _Place(NamedTuple):
-    """The place where a module of this rank holds a copy in a step."""
+    """Where a module of this rank has a copy during a step."""
 
     table: dict[str, Any]
-    """Of the module's parameters."""
+    """The module's ``_parameters``."""
     leaf: str
     owner: nn.Parameter
     """The same parameter in the first stage of this rank that has it."""
@@ -42,13 +42,13 @@ class _Place(NamedTuple):
 
 
 class _Spread(NamedTuple):
-    """A parameter that stages of several ranks hold."""
+    """A parameter that stages of several ranks share."""
 
     tie: Tie
     held: nn.Parameter | None
-    """By this rank."""
+    """This rank's copy."""
     weight: float
-    """Of this rank's value: those of all ranks of a pipeline add up to zero."""
+    """The weight of this rank's value; the weights of all pipeline ranks sum to zero."""
 
 
 class TiedValues:
@@ -61,7 +61,7 @@ class TiedValues:
         stage_ranks: Sequence[int],
         data_size: int,
     ) -> None:
-        """Take the copies out of ``stages``, this rank's; ``stage_ranks`` are global, by stage."""
+        """Replace copies in this rank's ``stages`` by the first; ``stage_ranks`` are global."""
         self._ranks = tuple(stage_ranks)
         self._data_size = data_size
         self._places: list[_Place] = []
@@ -88,9 +88,9 @@ class TiedValues:
 
     @torch.no_grad()
     def enter(self) -> None:
-        """Give the modules of this rank the copies that they compute with.
+        """Put the copies, with current values, into the modules of this rank.
 
-        Raises LayoutError for a parameter that a module was given anew.
+        Raises LayoutError for a parameter that was replaced in its module.
         """
         if self._is_inside:
             return
@@ -108,14 +108,14 @@ class TiedValues:
         self._is_inside = True
 
     def leave(self) -> None:
-        """Have one parameter under all its names again."""
+        """Replace the copies by the first parameter."""
         for table, leaf, owner, _, _ in self._places:
             table[leaf] = owner
         self._is_inside = False
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Have the copies in their places in the block."""
+        """Keep the copies in the modules for the block."""
         was_inside = self._is_inside
         self.enter()
         try:
@@ -128,7 +128,7 @@ class TiedValues:
 
     @torch.no_grad()
     def numbers(self) -> list[torch.Tensor]:
-        """Compute numbers whose sums over the ranks say if parameters on several are equal."""
+        """Compute two numbers for each shared parameter, whose sums over ranks `check` reads."""
         found: list[torch.Tensor] = []
         for _, held, weight in self._spread:
             if held is None:
@@ -139,7 +139,7 @@ class TiedValues:
         return found
 
     def check(self, sums: Sequence[float]) -> None:
-        """Raise LayoutError, on all ranks alike, where ``sums`` say that copies differ."""
+        """Raise LayoutError, on all ranks alike, if ``sums`` show that copies differ."""
         pairs = zip(sums[::2], sums[1::2], strict=True)
         for (tie, held, _), (apart, size) in zip(self._spread, pairs, strict=True):
             dtype = torch.float32 if held is None else held.dtype
@@ -154,7 +154,7 @@ class TiedValues:
                 )
 
     def _measure(self, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Measure a tensor along a direction that depends on its shape, and its size."""
+        """Project a tensor on a direction that depends on its shape; also returns its norm."""
         if not local.numel():
             return (local.new_zeros((), dtype=torch.float64),) * 2
         if local.is_complex():

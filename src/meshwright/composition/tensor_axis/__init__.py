@@ -1,10 +1,10 @@
-"""Layers that are cut over axis tensor: which, how, and whether the model stays the same.
+"""Layers that are sharded over axis tensor: their styles, and the check of the result.
 
 Bottom-up:
 
     tensor_rules  styles by name, and sets of them for known models
-    tensor_check  whether the model that was cut computes the same, and what it sends
-    tensor_twin   traced stages whose layers are cut
+    tensor_check  compares the sharded model with the full one, and records its traffic
+    tensor_twin   traced stages with sharded layers
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Does a model that was cut on axis tensor compute what the whole one computes?
+"""Checks that a model sharded over axis tensor computes what the full model computes.
 
-Styles are told by name, and a wrong one may train: a parameter that every rank holds whole, used on
-activations that are cut, has a gradient that lacks the shares of the other ranks, and nothing
-fails. So the model runs once forward and backward on the example before it is cut and once after,
-and outputs and gradients are compared.
+A wrong style may train without an error: a replicated parameter used on sharded activations has a
+gradient that lacks the shares of the other ranks. So the model runs forward and backward on the
+example once before it is sharded and once after, and outputs and gradients are compared.
 
-What modules send over the axis depends on styles, recomputation and autocast, so it is seen in such
-a run too, and not derived. A step has as many of them as it has parts of a batch, then gradients
-that are parts of a sum over the ranks, then the norm.
+The traffic of modules over the axis depends on styles, recomputation and autocast, so it is
+recorded in such a run too. A step has that traffic once for each part of the batch, then sums of
+partial gradients, then the norm.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _PARTIAL = "partial gradients"
 
 @contextlib.contextmanager
 def _running(model: nn.Module) -> Iterator[list[str]]:
-    """Keep the names of the modules of ``model`` that run, the innermost last."""
+    """Track the names of the modules of ``model`` that are running, the innermost last."""
     running: list[str] = []
 
     def end(*_: object) -> None:
@@ -70,7 +69,7 @@ def _append(running: list[str], name: str, *_: object) -> None:
 
 
 def _leaves(output: object) -> list[object]:
-    """List the leaves of ``output``, those of dataclasses that nobody has registered included."""
+    """List the leaves of ``output``, including those of unregistered dataclasses."""
     found: list[object] = []
     for leaf in tree_leaves(output):
         if dataclasses.is_dataclass(leaf):
@@ -81,7 +80,7 @@ def _leaves(output: object) -> list[object]:
 
 
 class WholeRun:
-    """The results of the whole model on ``example``; made before the model is cut in place."""
+    """The results of the full model on ``example``, computed before it is sharded in place."""
 
     def __init__(
         self,
@@ -92,9 +91,9 @@ class WholeRun:
     ) -> None:
         """With ``draws`` masks of dropout are compared too.
 
-        The model trains in the runs, unless it draws random numbers of its own then, gives other
-        outputs each time, or fails, as batch norm does on one sample: it evaluates then, and
-        without ``draws`` drops nothing.
+        The model runs in training mode, unless that draws random numbers of its own, is not
+        reproducible, or fails (batch norm on one sample). Then it runs in evaluation mode, where
+        dropout is active only with ``draws``.
         """
         self._example = example
         self._axis = axis
@@ -104,16 +103,15 @@ class WholeRun:
         found = self._trained(model)
         self._trains = found is not None
         self._outputs = self._forward(model) if found is None else found
-        # Now: what is checkpointed is computed again in the backward, by modules as they are then.
+        # Run the backward now: checkpoints recompute with the modules as they are then.
         seeds = [_seed(output) for output in self._outputs]
         with left_as_it_is(model):
             self._gradients = _gradients(self._outputs, seeds, self._parameters, is_kept=True)
 
     def compare(self, model: nn.Module) -> None:
-        """Run ``model`` as it is cut now. All ranks of the axis call it together.
+        """Run the sharded ``model`` and compare. All ranks of the axis must call this.
 
-        Raises PlanError, on all of them, naming the first output and the first gradients that
-        differ, and where they should.
+        Raises PlanError, on all of them, naming the outputs and the gradients that differ.
         """
         with phase("compare with the whole model"):
             outputs: list[torch.Tensor] = []
@@ -122,12 +120,12 @@ class WholeRun:
                 try:
                     outputs = self._forward(model)
                 except (ValueError, RuntimeError) as error:
-                    # Ranks may find different sizes, so they agree before any of them goes on.
+                    # Sizes may differ between ranks: agree before any rank continues.
                     where = f"{running[-1]!r} raised {error}" if running else f"{error}"
                     refused.append(f"[tensor] rules cut a model that cannot run then: {where}")
             self._agree(refused)
             pairs = [*zip(outputs, self._outputs, strict=False)]
-            # A cache of keys and values is cut as the heads are; it is nobody's loss.
+            # Outputs of other shapes, such as a sharded cache of keys and values, are not compared.
             alike = [(mine, whole) for mine, whole in pairs if mine.shape == whole.shape]
             parameters = dict(model.named_parameters())
             self._agree(_dtensor_problems(outputs, parameters))
@@ -142,10 +140,10 @@ class WholeRun:
             self._agree(_gradient_problems(found, expected, parameters))
 
     def traffic(self, model: nn.Module, computing: AbstractContextManager[object]) -> TensorTraffic:
-        """Record what ``model`` sends over the axis in a pass over the example, the forward
-        ``computing``.
+        """Record the messages of ``model`` over the axis in one pass over the example.
 
-        All ranks of the axis call it together, once the model recomputes what it will.
+        The forward runs in the context ``computing``. All ranks of the axis must call this, after
+        recomputation has been set up.
         """
         with phase("record what axis tensor sends"), observe(recorder := Recorder()):
             with computing:
@@ -163,11 +161,11 @@ class WholeRun:
         return TensorTraffic(axis=self._axis, forward=sent[0], backward=sent[1])
 
     def _trained(self, model: nn.Module) -> list[torch.Tensor] | None:
-        """Run ``model`` as it trains; None where its result cannot be compared."""
+        """Run ``model`` in training mode; None if its result cannot be compared."""
         try:
             with RandomOperators(model, self._draws or Draws(0)):
                 found, again = self._forward(model), self._forward(model)
-        except Exception:  # what is no matter of training is raised by the run that follows
+        except Exception:  # an error of both modes is raised by the evaluation that follows
             return None
         pairs = list(zip(found, again, strict=False))
         if len(found) != len(again) or any(one.shape != two.shape for one, two in pairs):
@@ -175,7 +173,7 @@ class WholeRun:
         return None if any(beyond_rounding(two, one, 0.0) for one, two in pairs) else found
 
     def _forward(self, model: nn.Module) -> list[torch.Tensor]:
-        """List the differentiable tensors that ``model`` returns, of a frozen one all tensors."""
+        """Run ``model``; returns its differentiable output tensors, or all if there are none."""
         rows = [t.shape[0] for t in tree_leaves(self._example) if isinstance(t, torch.Tensor)][:1]
         draws = self._draws if rows else None
         with contextlib.ExitStack() as stack:
@@ -198,7 +196,7 @@ class WholeRun:
         return [leaf for leaf in found if leaf.requires_grad] or found
 
     def _agree(self, problems: Iterable[str]) -> None:
-        """Raise on all ranks what any has found."""
+        """Raise PlanError on all ranks with the problems of any rank."""
         if self._axis.backend == "fake":  # which does not add what the others have
             return
         rows = self._axis.gather_values(list(problems), label="compare with the whole model")
@@ -247,7 +245,7 @@ def _output_problems(
 
 
 def _seed(output: torch.Tensor) -> torch.Tensor:
-    """Compute the same gradient of an output for all ranks and both runs, without any symmetry."""
+    """Make a random gradient of an output, the same on all ranks and in both runs."""
     generator = torch.Generator().manual_seed(output.numel())
     values = torch.randn(output.shape, generator=generator, dtype=torch.float64, device="cpu")
     return values.to(device=output.device, dtype=output.dtype)
@@ -266,7 +264,7 @@ def _gradients(
     for parameter in parameters.values():
         parameter.grad = None
     if pairs:
-        with resting(parameters.values()):  # an optimizer may step in one of them
+        with resting(parameters.values()):  # an optimizer may step in a hook
             torch.autograd.backward(
                 [out for out, _ in pairs], [seed for _, seed in pairs], retain_graph=is_kept
             )
@@ -307,14 +305,14 @@ def _gradient_problems(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorTraffic:
-    """The messages of modules over one axis in one pass, by direction, in order."""
+    """The messages of modules over one axis in one pass, by direction."""
 
     axis: Communicator
     forward: tuple[Collective, ...]
     backward: tuple[Collective, ...]
 
     def inside(self, stages: Iterable[nn.Module]) -> TensorTraffic:
-        """Find that of the modules in ``stages``, which one rank has."""
+        """The traffic of the modules in ``stages``."""
         names = {name for stage in stages for name, _ in stage.named_modules()}
         mine = [
             tuple(c for c in each if c.label.rpartition(" ")[0] in names)
@@ -323,7 +321,7 @@ class TensorTraffic:
         return replace(self, forward=mine[0], backward=mine[1])
 
     def of_step(self, module: nn.Module, passes: int, sums: int) -> Iterator[Collective]:
-        """List the collectives of ``passes`` passes, with ``sums`` sums of partial gradients."""
+        """Yield the collectives of ``passes`` passes, with partial gradients summed in ``sums``."""
         partial = list(self._partial(module))
         for number in range(passes):
             yield from self.forward
@@ -332,7 +330,7 @@ class TensorTraffic:
                 yield from partial
 
     def _partial(self, module: nn.Module) -> Iterator[Collective]:
-        """List a sum for each dtype of the parameters whose gradients are parts of it."""
+        """Yield one sum for each dtype of parameters with partial gradients."""
         known = local_parameters(module)
         sizes: dict[torch.dtype, int] = {}
         for parameter in module.parameters():
@@ -357,9 +355,9 @@ def add_traffic(
     traffic: Collection[Collective],
     spread: Collection[SpreadGradients],
 ) -> Description:
-    """Add what modules send in a step to ``described``, and the norm of all gradients.
+    """Add the modules' ``traffic`` of a step, and the gradient norm, to ``described``.
 
-    ``spread`` says over which axes gradients lie.
+    ``spread`` gives the axes over which gradients are sharded.
     """
     axes = dict.fromkeys(axis for group in spread for axis in group.communicators)
     norm = Collective(

@@ -1,4 +1,4 @@
-"""Rules of axis tensor: styles by the names that plans use, and sets of them for known models.
+"""Rules of axis tensor: styles by their names in plans, and sets of rules for known models.
 
 A plan gives ``[tensor] rules`` as a table of patterns and styles, or as the name of a set::
 
@@ -35,9 +35,9 @@ from meshwright.tensor_parallel import (
 
 
 class _Replicated(SequenceParallel):
-    """Parameters that every rank has, on local activations of which any dim is cut.
+    """Replicated parameters on local activations that are sharded along any dim.
 
-    Which one does not matter: gradients of the parameters are partial sums in any case.
+    The dim does not matter: gradients of the parameters are partial sums in any case.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ RULES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "qwen2": _LLAMA,
         "qwen3": _LLAMA,
         "gemma": _LLAMA,
-        # Experts are parameters of three dims, and whole on every rank.
+        # Experts are parameters of three dims, and replicated.
         "mixtral": _LLAMA,
         "gpt2": {
             "**.wte": "embedding",
@@ -110,7 +110,7 @@ RULES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "**.mlp.c_proj": "rowwise",
             "**.lm_head": "colwise_gathered",
         },
-        # Query, key and value of one head stand side by side, so that whole heads are cut.
+        # Query, key and value of one head are adjacent, so plain column shards have full heads.
         "gpt_neox": {
             "**.embed_in": "embedding",
             "**.attention.query_key_value": "colwise",
@@ -119,7 +119,7 @@ RULES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "**.mlp.dense_4h_to_h": "rowwise",
             "**.lm_head": "colwise_gathered",
         },
-        # The table of words is tied to a head whose bias no module of its own has: both are whole.
+        # The word table is tied to a head whose bias is not its own module's: both are replicated.
         "bert": {
             "**.self.query": "colwise",
             "**.self.key": "colwise",
@@ -166,7 +166,7 @@ WIDTHS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "whisper": {"**.self_attn": "num_heads", "**.encoder_attn": "num_heads"},
     }
 )
-"""Attributes of a set's modules: numbers of features or heads, of which a rank takes its part."""
+"""By set, attributes of modules (numbers of features or heads) to divide by the ranks."""
 
 _HEADS = (
     "num_heads",
@@ -178,7 +178,7 @@ _HEADS = (
     "n_kv_heads",
     "num_kv_heads",
 )
-"""The attributes of attention modules, or of their ``config``, with their number of heads."""
+"""Attributes of attention modules, or of their ``config``, with the number of heads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +192,7 @@ class ModelCut:
 
     @classmethod
     def of(cls, model: nn.Module, plan: Plan) -> ModelCut:
-        """Find the cuts of ``plan`` in ``model``; none where axis tensor has one rank."""
+        """Match the rules of ``plan`` to modules of ``model``; none if axis tensor has one rank."""
         rules, ranks = plan.tensor.rules, plan.axes.size("tensor")
         if rules is None or ranks == 1:
             return cls(styles={}, widths={}, ranks=ranks)
@@ -203,7 +203,7 @@ class ModelCut:
         return cls(styles=_matched(styles, names), widths=_matched(widths, names), ranks=ranks)
 
     def set_widths(self, model: nn.Module) -> None:
-        """Make modules of ``model``, or of a stage of it, take what a rank has of the features."""
+        """Divide the width attributes of modules of ``model``, or of a stage, by the ranks."""
         for name, module in model.named_modules():
             attribute = self.widths.get(name, "")
             width = vars(module).get(attribute)
@@ -216,7 +216,7 @@ def _matched(table: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
 
 
 def rule_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
-    """Find what of the rules does not fit the model or the number of ranks."""
+    """Yield the rules that do not fit the model or the number of ranks."""
     rules, ranks = plan.tensor.rules, plan.axes.size("tensor")
     if rules is None or ranks == 1:
         return
@@ -256,7 +256,7 @@ def _hint(given: str, known: Sequence[str]) -> str:
 
 
 def _heads_at(model: nn.Module, name: str) -> dict[str, int]:
-    """Count the heads that the columns of the module ``name`` are of, by attribute."""
+    """The numbers of heads that divide the columns of module ``name``, by attribute."""
     parent = model.get_submodule(name.rpartition(".")[0])
     width = getattr(parent, "head_dim", None)
     counts = _heads_of(parent)

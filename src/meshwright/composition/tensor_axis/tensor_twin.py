@@ -1,11 +1,11 @@
-"""Stages of a traced model whose layers are cut over ranks of axis tensor.
+"""Stages of a traced model with layers sharded over axis tensor.
 
-Tracing takes modules apart, and knows no communication between ranks. So a twin of the model is
-traced, whose layers have the sizes that the cut ones show to their surroundings, and afterwards
-each of them is put back into its stage as the module it was, there to be cut::
+Tracing dissolves modules, and cannot trace communication between ranks. So a twin of the model is
+traced whose layers have the sizes of sharded ones; afterwards each layer is put back into its stage
+as a module, to be sharded there::
 
     model -- twin --> pipeline() --> stages: ... linear(x, up.weight) ...
-                                     restored: ... up(x) ...      cut like any other module
+                                     restored: ... up(x) ...      sharded like any other module
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _OPERATORS: Mapping[object, tuple[int, int]] = {
     torch.ops.aten.embedding.default: (1, 0),
     torch.ops.aten.addmm.default: (1, 2),
 }
-"""The operators that layers are traced to; the positions of the input and the weight."""
+"""The operators that layers are traced to, with the positions of input and weight."""
 
 
 def twin_of(model: nn.Module, cut: ModelCut) -> nn.Module:
-    """Make a copy of ``model`` that computes on one rank's sizes, to be traced and never to be run.
+    """Make a copy of ``model`` with one rank's sizes, to be traced only.
 
     Raises PlanError for styles whose modules cannot be found again in a trace.
     """
@@ -68,17 +68,17 @@ def twin_of(model: nn.Module, cut: ModelCut) -> nn.Module:
 
 
 def _shorten(layer: nn.Module, ranks: int, *, is_by_rows: bool) -> None:
-    """Give ``layer`` the features of one rank: of its input for ``is_by_rows``, or its output."""
+    """Reduce ``layer`` to one rank's features: input for ``is_by_rows``, else output."""
     names = ("nf", "nx") if is_conv1d(layer) else ("out_features", "in_features")
     dim = int(is_by_rows) ^ int(is_conv1d(layer))
     name = names[is_by_rows]
-    # The largest part, on every rank: all must cut the model into the same stages.
+    # Use the largest shard's size on every rank: all must split into the same stages.
     size = -(-getattr(layer, name) // ranks)
     setattr(layer, name, size)
     for key, along in (("weight", dim),) if is_by_rows else (("weight", dim), ("bias", 0)):
         given = layer._parameters[key]
         if given is not None:
-            # A new parameter: the one that was there may be tied to another.
+            # Make a new parameter: the old one may be tied.
             layer._parameters[key] = nn.Parameter(given.detach().narrow(along, 0, size).clone())
 
 
@@ -87,7 +87,7 @@ def restore(
 ) -> set[str]:
     """Put the modules of ``model`` that ``styles`` name back into the traced ``stage``.
 
-    Those that are ``elsewhere``, in another stage, are copied. Returns the names of all.
+    Those that another stage has (``elsewhere``) are copied. Returns the restored names.
     """
     graph_module = next(part for part in stage.modules() if isinstance(part, fx.GraphModule))
     memo: dict[int, Any] = {}
@@ -113,7 +113,7 @@ def restore(
 
 
 def _layers(module: fx.GraphModule, styles: Mapping[str, str]) -> Iterator[tuple[fx.Node, str]]:
-    """List the calls of layers that are to be cut, each with its name."""
+    """Yield the nodes that call styled layers, each with the layer's name."""
     for node in module.graph.nodes:
         if node.op != "call_function" or node.target not in _OPERATORS:
             continue

@@ -1,7 +1,7 @@
 """The arguments of a step on this rank, and the ids of the values that its stages make of them.
 
-An id stands for the shapes, strides and dtypes of what a stage gives for one microbatch. It follows
-from what the stage is given, so it is known before anything is computed.
+An id stands for the shapes, strides and dtypes of a stage's outputs for one microbatch. It follows
+from the stage's inputs, so it is known before anything is computed.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from meshwright.pipelining.stepping.custom import PipelineContext
 from meshwright.schedule.actions import Action, Schedule
 
 Known = dict[object, tuple[int, ...]]
-"""By what a stage is given, its ids."""
+"""A stage's ids, by its inputs."""
 _KEPT = 256
-"""The number of kinds of batches that are kept in mind."""
+"""The number of kinds of batches that are remembered."""
 _OF_EACH: Mapping[str, type] = {"arg_mbs": tuple, "kwarg_mbs": Mapping}
 _PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(slots=True)
 class Microbatches:
-    """The arguments of a step on this rank, cut into microbatches."""
+    """The arguments of a step on this rank, split into microbatches."""
 
     args: Sequence[tuple[Any, ...]]
     kwargs: Sequence[Mapping[str, Any]]
     targets: Sequence[Any] | None = None
     weights: Sequence[float] = ()
-    """By microbatch, what its loss counts in the gradient."""
+    """By microbatch, the weight of its loss in the gradient."""
     loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
     losses: list[Any] = field(default_factory=list)
     """By microbatch, filled by the last stage, unscaled."""
     schedule_ref: object = None
     """The schedule, for functions of the user."""
     is_scaled: bool = False
-    """True when losses count as much as their microbatches on the way in."""
+    """True when each loss is weighted by its microbatch's share before the backward."""
     key: object = None
-    """Stands for the shapes, strides and dtypes of all arguments; None: nobody has noted them."""
+    """Stands for the shapes, strides and dtypes of all arguments; None where none was computed."""
 
     def keep_loss(self, microbatch: int, loss: object) -> None:
-        """Take the loss of a microbatch, whichever have come before."""
+        """Store the loss of a microbatch; microbatches may come in any order."""
         self.losses += [None] * (len(self.args) - len(self.losses))
         self.losses[microbatch] = loss
 
     def all_losses(self) -> list[Any]:
-        """List the losses of a step that has ended.
+        """Return the losses of a step that has ended.
 
-        Raises ``RuntimeError`` where a function of the user has added or taken some.
+        Raises ``RuntimeError`` where a function of the user has added or removed some.
         """
         count = len(self.args)
         own = "the schedule fills ctx.losses itself, and functions of the user only read it"
@@ -78,7 +78,7 @@ class Microbatches:
 
 
 def check_cut(given: Mapping[str, object], microbatches: int) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for what is no list of ``microbatches`` values."""
+    """Raise ``TypeError`` or ``ValueError`` unless each value is a list of ``microbatches``."""
     for name, values in given.items():
         if values is None:
             continue
@@ -141,21 +141,20 @@ class Identities:
         self._known = known
         self._training = training
         self.known: dict[int, tuple[int, ...]] = {}
-        """By stage: of other ranks what they have told, of this rank what has been asked for."""
+        """By stage: received from other ranks, computed on request for this rank's own."""
 
     @property
     def microbatches(self) -> int:
-        """The number of microbatches."""
         return self._schedule.microbatches
 
     def told(self, stage: int, ids: tuple[int, ...]) -> None:
-        """Take the ids of a stage of another rank."""
+        """Store the ids of a stage of another rank."""
         self.known[stage] = ids
 
     def of(self, stage: int) -> tuple[int, ...] | None:
-        """List the ids of what ``stage`` makes, by microbatch.
+        """Return the ids of the outputs of ``stage``, by microbatch.
 
-        None where they depend on what another rank has not told yet.
+        None where they depend on ids that another rank has not sent yet.
         """
         found = self.known.get(stage)
         if found is not None or stage not in self._stages:

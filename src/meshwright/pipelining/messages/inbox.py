@@ -1,4 +1,4 @@
-"""Values that one stage has received, by microbatch, and the gradients that go back for them."""
+"""Values that one stage has received, by microbatch, and the gradients sent back for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Gradients = list[torch.Tensor | None]
 
 @dataclass(slots=True)
 class _Microbatch:
-    """Values that have come for one microbatch and are not used yet."""
+    """Values that have arrived for one microbatch and are not used yet."""
 
     outputs: dict[int, Values] = field(default_factory=dict)
     """By source stage."""
@@ -38,21 +38,20 @@ class Inbox:
         self._gradients: dict[int, dict[int, Gradients]] = {}
 
     def clear(self) -> None:
-        """Forget everything."""
         self._come.clear()
         self._reads.clear()
         self._gradients.clear()
 
     def put_outputs(self, microbatch: int, source: int, values: Values) -> None:
-        """Put in outputs of stage ``source`` that have come."""
+        """Store outputs that stage ``source`` has sent."""
         self._of(microbatch).outputs[source] = values
 
     def put_gradients(self, microbatch: int, target: int, gradients: Gradients) -> None:
-        """Stage ``target`` has sent the gradients of this stage's outputs, leaf by leaf."""
+        """Store the gradients of this stage's outputs that stage ``target`` has sent, by leaf."""
         self._of(microbatch).gradients[target] = gradients
 
     def read(self, microbatch: int, *, has_backward: bool) -> dict[int, tuple[Any, ...]]:
-        """List all outputs that have come, by source stage, as leaves of this stage's graph."""
+        """Take all outputs that have arrived, by source stage, as leaves of this stage's graph."""
         come = self._of(microbatch).outputs
         nested: dict[int, tuple[Any, ...]] = {}
         reads: dict[int, list[Any]] = {}
@@ -66,13 +65,13 @@ class Inbox:
         return nested
 
     def leaves(self, microbatch: int) -> list[Any]:
-        """List what the forward of a microbatch has read from other stages, for a backward."""
+        """List the leaves that a microbatch's forward has read; a backward sets their ``.grad``."""
         return [leaf for leaves in self._reads.get(microbatch, {}).values() for leaf in leaves]
 
     def added(self, microbatch: int, count: int) -> Gradients | None:
-        """Add up the gradients of ``count`` outputs, in the order of the stages that sent them.
+        """Sum and remove the gradients of ``count`` outputs, in the order of the sending stages.
 
-        The result does not depend on which of them came first. None: none has come.
+        The result does not depend on the order of arrival. None: none has arrived.
         """
         arrived = self._of(microbatch).gradients
         if len(arrived) == 1:
@@ -89,7 +88,7 @@ class Inbox:
         return total
 
     def keep_gradients(self, microbatch: int) -> None:
-        """Move the gradients of what was read to where they are taken from."""
+        """Move the gradients of what was read out of ``.grad``, for `take_gradients`."""
         found: dict[int, Gradients] = {}
         for source, leaves in self._reads.pop(microbatch, {}).items():
             taken: Gradients = []
@@ -102,11 +101,11 @@ class Inbox:
         self._gradients[microbatch] = found
 
     def has_gradients(self, microbatch: int) -> bool:
-        """Check that the backward of a microbatch has run."""
+        """Whether the backward of a microbatch has run."""
         return microbatch in self._gradients
 
     def take_gradients(self, microbatch: int, source: int) -> Gradients:
-        """Compute the gradients that go to stage ``source``, after the backward."""
+        """Return the gradients that go to stage ``source``, after the backward."""
         return self._gradients[microbatch][source]
 
     def _of(self, microbatch: int) -> _Microbatch:
@@ -117,7 +116,7 @@ class Inbox:
 
 
 def _fresh(leaf: object, has_backward: bool) -> object:
-    """Make a leaf of the graph of this stage for what another stage has made."""
+    """Detach another stage's output: its gradient ends here and is sent back."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     fresh = leaf.detach()

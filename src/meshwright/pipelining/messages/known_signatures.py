@@ -1,9 +1,9 @@
-"""The outputs of stages as sender and receiver both know them, so that they need not send it again.
+"""Signatures of outputs that sender and receiver both know, so that none is sent twice.
 
-Each stage announces an id for every microbatch. What a rank knows of them it has sent or received
-itself, or has learned from its own stages. Of each stage the ids used last are kept, and forgotten
-at the end of a step: who makes its outputs and who reads them see the same ids in the same steps,
-and so forget the same ones.
+Each stage announces an id for every microbatch. A rank knows the signatures that it has sent or
+received itself, or has learned from its own stages. Each stage keeps the ids used last; older ones
+are dropped at the end of a step. The sender and the readers of its outputs see the same ids in the
+same steps, so they drop the same ones.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from meshwright.pipelining.messages.metadata import Signature
 
 KEPT = 256
-"""The number of ids that are kept of each stage."""
+"""The number of ids that are kept for each stage."""
 
 
 class Agreed:
-    """The knowledge of this rank of its own stages, and of those whose outputs it reads."""
+    """The signatures known for this rank's stages, and for those whose outputs it reads."""
 
     def __init__(self) -> None:
         self._stages: dict[int, _Stage] = {}
@@ -30,26 +30,26 @@ class Agreed:
         return found
 
     def learn(self, stage: int, identity: int, signature: Signature) -> None:
-        """Note what a stage of this rank has made. Counts once the step has succeeded."""
+        """Note what a stage of this rank has made; `drop` takes it back if the step is refused."""
         known = self[stage]
         known.outputs[identity] = signature
         self._learned.append((known, identity))
 
     def keep(self, used: Mapping[int, tuple[int, ...]]) -> None:
-        """Keep what a step has taught that succeeded, with outputs of these ids of the stages."""
+        """Keep what a successful step has learned; ``used`` are its ids by stage."""
         self._learned.clear()
         for stage, ids in used.items():
             self[stage].use(ids)
 
     def drop(self) -> None:
-        """Drop what a step has taught that failed before anything of it was sent or had come."""
+        """Drop what a step has learned that failed before any message was sent or received."""
         for known, identity in self._learned:
             known.outputs.pop(identity, None)
         self._learned.clear()
 
 
 class _Stage:
-    """The knowledge of the outputs of one stage."""
+    """What is known of the outputs of one stage."""
 
     def __init__(self) -> None:
         self.outputs: dict[int, Signature] = {}
@@ -59,11 +59,11 @@ class _Stage:
         self.complete: dict[int, dict[int, bool]] = {}
         """By id and reading stage, whether all outputs had gradients in the first microbatch."""
         self._order: dict[int, None] = {}
-        """Ids. The one used last stands last."""
+        """Ids, the one used last at the end."""
         self._last: tuple[int, ...] = ()
 
     def is_news(self, identity: int, rank: int) -> bool:
-        """Note that ``rank`` is told a signature, and tell whether it did not know it."""
+        """Note that ``rank`` is sent a signature; True if it did not know it."""
         ranks = self.told.setdefault(identity, set())
         if rank in ranks:
             return False
@@ -71,7 +71,7 @@ class _Stage:
         return True
 
     def use(self, ids: tuple[int, ...]) -> None:
-        """They were used last: forget what was not used for longest."""
+        """Mark ``ids`` as used last, and drop the least recently used beyond `KEPT`."""
         if ids == self._last:
             return
         self._last = ids

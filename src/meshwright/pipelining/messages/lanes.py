@@ -1,10 +1,9 @@
-"""One-way transfers between two ranks, which meet by their order alone.
+"""One-way transfers between two ranks, matched by their order alone.
 
-On a device a communicator has one queue: its k-th send to a rank is met by that rank's k-th receive
-from here, whatever their tags say, and what has not met holds up all that was issued behind it. So
-there each pair of ranks and direction has a communicator of its own, and no order among lanes can
-block anybody. Transports of the host hold nothing up: there all lanes of one number are the
-group's own, under one tag.
+On a device a communicator has one queue: its k-th send to a rank matches that rank's k-th receive
+from here, whatever their tags, and an unmatched one blocks everything issued after it. So each pair
+of ranks and direction has its own communicator there, and no order among lanes can deadlock. Host
+transports do not block: there all lanes of one number use the group itself, under one tag.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ import torch
 from meshwright.comm import Communicator, Pending, Transfer, apart
 
 Pair = tuple[int, int]
-"""(rank that sends, rank that receives), of the group."""
+"""(sending rank, receiving rank), of the group."""
 _FIRST_TAG = 1 << 29
 
 
 class Lanes:
-    """The lanes of one rank of a group, with a ``number`` that tells them from others."""
+    """The lanes of one rank of a group; ``number`` distinguishes them from other lanes."""
 
     def __init__(self, communicator: Communicator, pairs: Iterable[Pair], number: int) -> None:
-        """Every rank gives the same ``pairs``; of those of others it takes no notice."""
+        """Every rank gives the same ``pairs``; those without this rank are ignored."""
         self._communicator = communicator
         self._number = number
         mine = sorted((pair for pair in set(pairs) if communicator.rank in pair), key=_in_turn)
         self._closed = deque(mine)
         self._greeting: list[Pending] = []
-        """Words to and from the other rank of the first lane that is closed."""
+        """Handshake with the other rank of the first lane that is not open yet."""
         self._tag = _FIRST_TAG + number if communicator.is_on_host else 0
         self._sends: dict[int, tuple[Communicator, int]] = {}
         """By the other rank, the lane to it, and the rank's number there."""
@@ -41,10 +40,10 @@ class Lanes:
             self._open(communicator, communicator.ranks)
 
     def open(self, watch: Callable[[], None]) -> None:
-        """Make what the transport needs, before the first transfer. Both ranks of a lane come.
+        """Create the communicators that the lanes need. Both ranks of a lane must call this.
 
-        ``watch`` is called while this rank waits for another: what it raises ends that, and the
-        next call goes on where this one has ended.
+        ``watch`` is called while this rank waits for another. If it raises, the next call
+        continues where this one stopped.
         """
         while self._closed:
             self._meet(watch)
@@ -67,7 +66,7 @@ class Lanes:
         return lane.batch(list(map(transfer, tensors)))
 
     def _meet(self, watch: Callable[[], None]) -> None:
-        """Wait until the other rank of the first lane has come to it."""
+        """Wait until the other rank of the first unopened lane has reached it."""
         rank, control = self._communicator.rank, self._communicator.control
         source, target = self._closed[0]
         peer = target if rank == source else source

@@ -1,8 +1,8 @@
-"""Letters: what goes ahead of payloads, as JSON over the control channel.
+"""Letters: headers sent ahead of payloads, as JSON over the control channel.
 
-Two ranks write and read each other's letters in one order, that of the payloads which they go ahead
-of. A letter has a fixed size, so that its receive is posted before anybody knows what is in it;
-what does not fit follows in a second message.
+Two ranks write and read each other's letters in the order of the payloads. A letter has a fixed
+size, so that its receive can be posted before its contents are known; what does not fit follows in
+a second message.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from meshwright.comm import Communicator, Pending
 
 Contents = dict[str, Any]
 Sent = list[tuple[Pending, torch.Tensor]]
-"""Sends on their way, each with the memory that it is read from."""
+"""Sends in flight, each with the memory that it reads from."""
 
 ROOM = 512
-"""Bytes of a letter."""
+"""Bytes in a letter."""
 _COUNT = 8
-"""Of which say how many follow."""
+"""Bytes at its start that hold the length of the text."""
 
 
 @dataclass(slots=True, eq=False)
 class Letter:
-    """A letter from rank ``rank`` that is awaited or has come."""
+    """A letter from rank ``rank`` that is awaited or has arrived."""
 
     rank: int
     label: str
@@ -62,15 +62,15 @@ class Letters:
     def __init__(self, communicator: Communicator, number: int) -> None:
         self._control = communicator.control
         self._tags = 2 * number, 2 * number + 1
-        """Letters, and what did not fit in them: those of another schedule are not read."""
+        """Tags of letters and of what did not fit in them; other schedules have other tags."""
         self._unread: dict[int, deque[Letter]] = {}
         """By rank, oldest first."""
         self._awaited: dict[int, Letter] = {}
-        """By rank, the letter that nothing goes on without. One that a refused step leaves is the
-        next step's: nobody can take its receive back."""
+        """By rank, the letter that all else waits for. If a refused step leaves one, the next step
+        takes it over: a posted receive cannot be withdrawn."""
 
     def send(self, contents: Contents, rank: int, label: str) -> Sent:
-        """Write to ``rank``."""
+        """Send ``contents`` to ``rank``; returns the sends in flight."""
         text = json.dumps(contents).encode()
         whole = len(text).to_bytes(_COUNT, "little") + text
         sent = [self._send(whole[:ROOM].ljust(ROOM), rank, self._tags[0], label)]
@@ -98,7 +98,7 @@ class Letters:
         return found
 
     def accept(self, letter: Letter) -> None:
-        """Go on to the next letter: this one was meant for what it was read for."""
+        """Release an `awaited` letter that was read for this step, so that the next is expected."""
         del self._awaited[letter.rank]
 
     def read(self, letter: Letter, watch: Callable[[], None]) -> Contents:

@@ -1,9 +1,9 @@
-"""The look of a value that crosses stages: shapes, strides, dtypes, and the places of constants.
+"""The metadata of a value that crosses stages: shapes, strides, dtypes, and where constants are.
 
-A signature describes all outputs of a stage for one microbatch. Ranks send it as JSON, at most once
-for each signature, and know it by its id from then on.
+A signature describes all outputs of a stage for one microbatch. A rank sends each signature to a
+reader at most once, as JSON; from then on its id stands for it.
 
-Constants, which are no tensors, may differ from microbatch to microbatch, so they travel with each.
+Constants (leaves that are not tensors) may differ between microbatches, so each message has them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def as_outputs(value: object) -> tuple[Any, ...]:
 
 @dataclass(slots=True)
 class Values:
-    """Nested values as a flat list, with what is needed to nest them again."""
+    """Nested values as a flat list, with the spec to rebuild the nesting."""
 
     leaves: list[Any]
     spec: TreeSpec | None = None
@@ -47,7 +47,7 @@ class Values:
 
     @classmethod
     def of(cls, values: tuple[Any, ...]) -> Values:
-        """Find the flat form of ``values``; nothing is nested in the usual case."""
+        """Flatten ``values``; in the usual case they are all tensors, and nothing is nested."""
         if len(values) == 1 and isinstance(values[0], torch.Tensor):
             return cls([values[0]])
         if all(isinstance(value, torch.Tensor) for value in values):
@@ -60,11 +60,11 @@ class Values:
         return tuple(leaves) if self.spec is None else tree_unflatten(leaves, self.spec)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """List the leaves that are tensors."""
+        """Iterate over the leaves that are tensors."""
         return (leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor))
 
     def constants(self) -> list[object]:
-        """List the leaves that are none."""
+        """List the leaves that are not tensors."""
         return [leaf for leaf in self.leaves if not isinstance(leaf, torch.Tensor)]
 
 
@@ -92,12 +92,12 @@ class TensorMeta:
         )
 
     def empty(self, device: torch.device) -> torch.Tensor:
-        """Make a tensor to receive into: without holes, as values travel."""
+        """Make a tensor to receive into: contiguous, as values are sent."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
     @property
     def is_plain(self) -> bool:
-        """True when it lies as it travels."""
+        """True when the strides are contiguous, as values are sent."""
         step = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if size != 1 and stride != step:
@@ -106,7 +106,7 @@ class TensorMeta:
         return True
 
     def laid_out(self, received: torch.Tensor) -> torch.Tensor:
-        """Give what has traveled its strides; as it is where elements shared memory."""
+        """Copy ``received`` into the declared strides; unchanged where elements shared memory."""
         if 0 in self.stride:
             return received
         made = torch.empty_strided(
@@ -127,9 +127,9 @@ class Signature:
     wanted: tuple[int, ...] = field(init=False, compare=False, repr=False)
     """Indices of the leaves that are tensors that require a gradient."""
     strided: tuple[int, ...] = field(init=False, compare=False, repr=False)
-    """Indices of those ``tensors`` that are laid out again when they have come."""
+    """Indices of those ``tensors`` that are copied to their strides on arrival."""
     has_constants: bool = field(init=False, compare=False, repr=False)
-    """True when some leaves are no tensors."""
+    """True when some leaves are not tensors."""
 
     def __post_init__(self) -> None:
         tensors = tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorMeta))
@@ -145,19 +145,19 @@ class Signature:
         object.__setattr__(self, "has_constants", len(tensors) < len(self.leaves))
 
     def to_json(self) -> list[Any]:
-        """Write this as JSON carries it. Raises as `write_spec` does."""
+        """Convert to JSON. Raises as `write_spec` does."""
         nesting = None if self.spec is None else write_spec(self.spec)
         return [[_to_json(leaf) for leaf in self.leaves], nesting]
 
     @classmethod
     def from_json(cls, written: list[Any]) -> Signature:
-        """Find the signature that `to_json` wrote."""
+        """Rebuild the signature that `to_json` wrote."""
         leaves, nesting = written
         spec = None if nesting is None else read_spec(nesting)
         return cls(tuple(map(_from_json, leaves)), spec)
 
     def describes(self, values: Values) -> bool:
-        """Check that ``values`` are as described, whatever the values of constants."""
+        """Whether ``values`` match; the values of constants do not matter."""
         if len(values.leaves) != len(self.leaves) or values.spec != self.spec:
             return False
         for meta, leaf in zip(self.leaves, values.leaves, strict=True):
@@ -204,7 +204,7 @@ def signature_of(values: Values, where: str) -> Signature:
 
 
 def declared(values: object, stage: int, name: str) -> Signature | None:
-    """Describe what the user says, by the argument ``name``, that ``stage`` takes or gives.
+    """Return the signature of what the user declares, by argument ``name``, for ``stage``.
 
     Raises as `signature_of` does.
     """
@@ -284,7 +284,7 @@ def _from_json(leaf: Sequence[Any] | None) -> TensorMeta | None:
 
 
 def shapes(values: object) -> str:
-    """Describe arguments for messages: shapes and dtypes of tensors, the types of the rest."""
+    """Describe arguments for error messages: shapes and dtypes of tensors, types of the rest."""
     if isinstance(values, Mapping):
         return "{" + ", ".join(f"{k}: {shapes(v)}" for k, v in values.items()) + "}"
     if isinstance(values, torch.Tensor):
@@ -307,23 +307,23 @@ def tensors_in(given: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
 
 
 def detached(value: object) -> object:
-    """Return ``value`` with its tensors out of the graph that has made them."""
+    """Return ``value`` with its tensors detached from their graph."""
     if isinstance(value, torch.Tensor):
         return value.detach()
     return tree_map_only(torch.Tensor, torch.Tensor.detach, value)
 
 
 def trained(module: nn.Module) -> tuple[bool, ...]:
-    """List the parameters that are trained now: outputs that require gradients depend on that."""
+    """``requires_grad`` of each parameter: which outputs require gradients depends on it."""
     return tuple([parameter.requires_grad for parameter in module.parameters()])
 
 
 CONSTANTS = frozenset({bool, int, float, str, torch.dtype, type(None)})
-"""The very types that travel: a subclass would arrive as something else."""
+"""The exact types that can be sent: a subclass would arrive as something else."""
 
 
 def refusal(leaf: object, where: str) -> str:
-    """Explain that ``leaf`` cannot go to another stage, and what can."""
+    """The error message for a ``leaf`` that cannot be sent to another stage."""
     kind = type(leaf)
     return (
         f"{where} is of type {kind.__module__}.{kind.__qualname__}; expected a tensor, None, bool, "
@@ -333,15 +333,15 @@ def refusal(leaf: object, where: str) -> str:
 
 
 def named(dtype: torch.dtype) -> str:
-    """Find the name of ``dtype`` in torch."""
+    """The name of ``dtype`` in torch."""
     return str(dtype).removeprefix("torch.")
 
 
 def written(constants: Sequence[object]) -> list[object]:
-    """Write ``constants`` as JSON carries them."""
+    """Convert ``constants`` to JSON."""
     return [{"dtype": named(c)} if isinstance(c, torch.dtype) else c for c in constants]
 
 
 def read(constants: Sequence[object]) -> list[object]:
-    """Find the constants that `written` wrote."""
+    """Rebuild the constants that `written` wrote."""
     return [getattr(torch, c["dtype"]) if isinstance(c, dict) else c for c in constants]

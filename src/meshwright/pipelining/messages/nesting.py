@@ -25,9 +25,9 @@ from meshwright.torch_internals.trees import (
 
 
 def write_spec(spec: TreeSpec) -> Any:  # noqa: ANN401 - JSON
-    """Write ``spec`` as JSON carries it.
+    """Convert ``spec`` to JSON.
 
-    Raises `PipeliningShapeError` for classes that another process does not find.
+    Raises `PipeliningShapeError` for classes that another process cannot look up.
     """
     cause = None
     try:
@@ -44,7 +44,7 @@ def write_spec(spec: TreeSpec) -> Any:  # noqa: ANN401 - JSON
 
 
 def read_spec(written: Any) -> TreeSpec:  # noqa: ANN401 - JSON
-    """Find the spec that `write_spec` wrote. Raises `PipeliningShapeError` for unknown classes."""
+    """Rebuild a spec that `write_spec` wrote. Raises `PipeliningShapeError` for unknown classes."""
     if isinstance(written, str):
         return treespec_loads(written)
     return tree_flatten(_example(written))[1]
@@ -63,7 +63,6 @@ def _named(leaf: Sequence[object]) -> list[Any]:
 
 
 def _example(written: Any) -> Any:  # noqa: ANN401 - JSON
-    """Make a value that is nested so."""
     if isinstance(written, str):
         spec = treespec_loads(written)
         return tree_unflatten([0] * spec.num_leaves, spec)
@@ -76,7 +75,7 @@ def _found(module: str, name: str) -> Any:  # noqa: ANN401 - a class
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
-    # Of another rank's message nothing else is called.
+    # The names come from another rank's message: call nothing but NamedTuple classes.
     if isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields"):
         return found
     raise PipeliningShapeError(

@@ -1,22 +1,24 @@
 """The messages between stages of different ranks in one step.
 
-Between two ranks messages go in one order, which follows from the schedule: sends leave, and
-receives are posted, in the order of the sender's row. So no message says which it is. What a
-receiver must know before it can post goes ahead, in a letter. With the first outputs of a stage
-that a rank reads in a step: what the sender takes the schedule to be, the step's number, and an id
-of the shapes of each microbatch. With the first of an id: its signature. With the first gradients
-of an id, and with all later ones where some of these were none: which are none. With all that have
-any: constants. Both sides know from the steps before which messages have a letter; in a step like
-those before that is one for each stage and rank that reads it.
+Between two ranks, messages have one order, which follows from the schedule: sends start and
+receives are posted in the order of the sender's row, so no message needs an identifier. What a
+receiver must know before it can post is sent ahead, in a letter:
 
-A receive never blocks when it is posted: what it needs to know may not be there yet, and then it,
-and what comes behind it from the same rank, is posted by whoever waits for it. On Gloo, where each
-receive is a word to its sender that wakes a thread there, those of small messages are posted ahead
-of their turn, several together: the words come together.
+- with the first outputs of a stage that a rank reads in a step, the sender's digest of the
+  schedule, the step's number, and the id of each microbatch's shapes;
+- with the first outputs of an id, its signature;
+- with the first gradients of an id, which are None; with all later ones too if some were;
+- with all outputs that have any, constants.
 
-From ranks of torch's fake process group, which are no processes, nothing comes. A stage then reads
-zeros of the shapes that it is declared to take, or that the trace has seen, and every value that
-can have a gradient gets one.
+Both sides know from earlier steps which messages have a letter. A step like an earlier one has one
+letter for each stage and reading rank.
+
+Posting a receive never blocks. If its letter has not arrived, it and all later receives from that
+rank are posted when something waits for them. On Gloo each receive sends its sender a message that
+wakes a thread there, so receives of small messages are posted early, several together.
+
+Ranks of torch's fake process group are not processes and send nothing. A stage then reads zeros of
+the shapes that were declared or traced, and every value that can have a gradient gets one.
 """
 
 from __future__ import annotations
@@ -50,15 +52,15 @@ from meshwright.schedule import messages
 from meshwright.schedule.actions import SEND_F, Schedule
 
 _AHEAD = 16
-"""The number of receives up to which more are posted ahead of their turn."""
+"""The number of posted receives up to which more are posted early."""
 _SMALL = 1 << 16
-"""Bytes of a message up to which more are."""
+"""Bytes of a message up to which the receive behind it is posted early."""
 _MODES = ("an evaluation", "a training step")
 _ALIKE = "every rank has to call step() and eval() equally often and in the same order"
 
 
 class Overseer(Protocol):
-    """The one that knows which step this rank is in, and hears of failures elsewhere."""
+    """Knows the step that this rank is in, and sees failures of other ranks."""
 
     steps: int
     """The number of the step."""
@@ -73,7 +75,7 @@ class Overseer(Protocol):
 
 
 class Carrier:
-    """The ways from and to one rank for the messages of one schedule, and what is known of them."""
+    """One rank's lanes and letters for the messages of one schedule, and the known signatures."""
 
     def __init__(
         self,
@@ -97,7 +99,7 @@ class Carrier:
         self.letters = Letters(communicator, number)
         self.known = Agreed()
         self.can_look = communicator.backend != "gloo"
-        """True when it costs nothing to see that a message has left."""
+        """True when checking that a send has completed is cheap."""
         self.posts_ahead = communicator.is_on_host and not self.can_look
         """True when receives may be posted, in their order, before the row says so."""
 
@@ -111,7 +113,7 @@ class _Receive:
     signature: Signature
     mask: tuple[bool, ...] = ()
     letter: Letter | None = None
-    """The one that has the constants."""
+    """The letter that has the constants."""
 
 
 class Transfers:
@@ -121,9 +123,9 @@ class Transfers:
         self, carrier: Carrier, ids: Identities, overseer: Overseer, *, training: bool
     ) -> None:
         self.has_begun = False
-        """True when anything of this step has left this rank or come to it."""
+        """True when any message of this step was sent or received by this rank."""
         self.unposted: dict[int, deque[Leg]] = {}
-        """By rank, what cannot be posted before something has come, and what stands behind it."""
+        """By rank, receives whose letter has not arrived, and those behind them."""
         self._carrier = carrier
         self._letters = carrier.letters
         self._known = carrier.known
@@ -133,7 +135,7 @@ class Transfers:
         self._step = overseer.steps
         self._watch = overseer.look
         self._sent: deque[tuple[Pending, Any]] = deque()
-        """With the memory that it is read from."""
+        """Sends in flight, each with the memory that it reads from."""
         self._announced: set[tuple[int, int]] = set()
         """(stage, rank that reads its outputs)."""
         self._posted: dict[Leg, _Receive] = {}
@@ -163,8 +165,8 @@ class Transfers:
     def send_gradients(self, leg: Leg, gradients: Sequence[torch.Tensor | None]) -> None:
         """Send the gradients of what one stage has read from another, leaf by leaf.
 
-        Where all were there in the first microbatch of these shapes, zeros stand for one that is
-        not there now; else each message says which are.
+        If no gradient was None in the first microbatch of these shapes, zeros replace any that is
+        None later; otherwise each message is preceded by a letter that says which are.
 
         Raises ``PipeliningShapeError`` where one has another shape or dtype than the output it
         belongs to.
@@ -193,7 +195,7 @@ class Transfers:
 
     def _send(self, tensors: Sequence[torch.Tensor], leg: Leg) -> None:
         self.has_begun = True
-        # Not as a view that conjugates or negates what its memory has.
+        # Lazy conjugate and negative views would send their memory without the conjugation or sign.
         payloads = [t.resolve_conj().resolve_neg().contiguous() for t in tensors if t.numel()]
         if payloads:
             sent = self._carrier.lanes.send(payloads, leg.peer, leg.label)
@@ -206,13 +208,13 @@ class Transfers:
         self._sent.extend(self._letters.send(letter, rank, label))
 
     def let_go(self) -> None:
-        """Give back the memory of what has left, oldest first, without waiting."""
+        """Release the memory of completed sends, oldest first, without waiting."""
         sent = self._sent
         while sent and sent[0][0].is_completed():
             sent.popleft()[0].wait(watch=self._watch)
 
     def finish(self) -> None:
-        """Wait until all that was sent has left."""
+        """Wait for all sends."""
         start_together(pending for pending, _ in self._sent)
         while self._sent:
             self._sent.pop()[0].wait(watch=self._watch)
@@ -220,11 +222,11 @@ class Transfers:
     # ---------------------------------------------------------------------- receiving
 
     def open(self) -> None:
-        """Make the ways, in the first step: all ranks have come to it then."""
+        """Open the lanes, in the first step: all ranks have reached it then."""
         self._carrier.lanes.open(self._watch)
 
     def post(self, legs: Iterable[Leg]) -> None:
-        """Post receives, now or as soon as their turn has come and their sizes are known."""
+        """Post receives, now or once it is their turn and their sizes are known."""
         for leg in legs:
             if leg in self._posted:
                 continue
@@ -297,9 +299,9 @@ class Transfers:
         return received
 
     def _post(self, leg: Leg, *, wait: bool) -> bool:
-        """Post the receive of a message, unless a letter must be read first that has not come.
+        """Post the receive of a message, unless it needs a letter that has not arrived.
 
-        Small ones behind it may be posted with it, ahead of their turn.
+        Receives of small messages behind it may be posted with it. Returns whether it was posted.
         """
         posted, following = self._posted, leg
         begun: list[Pending] = []
@@ -357,10 +359,10 @@ class Transfers:
         return ids
 
     def _refuse_step(self, stage: int, rank: int, step: int) -> None:
-        """Raise for outputs of ``stage`` that are of another ``step`` than this one.
+        """Raise for outputs of ``stage`` from another ``step`` than this one.
 
-        Who sends some of a later step has refused this one: the letter is kept until this rank
-        comes there. One of an earlier step has begun what this rank has refused.
+        A sender in a later step has refused this one: its letter is kept until this rank gets
+        there. A sender in an earlier step has begun what this rank has refused.
         """
         self.has_begun = self.has_begun or step < self._step
         self._watch(min(step, self._step), self._carrier.ranks[rank])
@@ -373,7 +375,7 @@ class Transfers:
     def _post_gradients(self, leg: Leg, *, wait: bool) -> _Receive | None:
         _, stage, source, k, _, _ = leg.message
         ids = self._ids.of(source)
-        # Of the first step the forward has to have run.
+        # In the first step the signature is known only once the forward has run.
         signature = None if ids is None else self._known[source].outputs.get(ids[k])
         if ids is None or signature is None:
             return None
@@ -394,7 +396,7 @@ class Transfers:
         return self._open(leg, metas, signature, mask)
 
     def _awaited(self, leg: Leg, label: str, *, wait: bool) -> Letter | None:
-        """Find the letter that goes ahead of a message; None when it has not come."""
+        """Return the letter ahead of a message; without ``wait`` None until it has arrived."""
         letter = self._letters.awaited(leg.peer, label)
         return letter if wait or letter.has_come else None
 
@@ -406,7 +408,6 @@ class Transfers:
         mask: tuple[bool, ...] = (),
         letter: Letter | None = None,
     ) -> _Receive:
-        """Post the receive of one message."""
         self.has_begun = True
         buffers: list[torch.Tensor] = []
         filled: list[torch.Tensor] = []
@@ -450,7 +451,7 @@ class Transfers:
 
 
 class UnansweredTransfers(Transfers):
-    """Transfers of which none is answered."""
+    """Transfers in a fake process group: sends go nowhere, and every receive gives zeros."""
 
     def __init__(self, stages: Mapping[int, PipelineStage], *args: Any, **kwargs: Any) -> None:
         """``stages`` are those of this rank; the rest as `Transfers` has it."""
@@ -482,7 +483,7 @@ class UnansweredTransfers(Transfers):
         super().recv_tied(tensor.zero_(), stage)
 
     def _declared(self, stage: int) -> Signature:
-        """Find what the stages of this rank that read ``stage`` say of its outputs."""
+        """The signature of the outputs of ``stage``, as its readers on this rank declare it."""
         readers = [mine for mine in self._stages.values() if stage in mine.edges.sources()]
         found = next((s for mine in readers if (s := mine.takes_of(stage)) is not None), None)
         if found is None or found.has_constants:

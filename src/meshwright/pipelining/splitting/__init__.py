@@ -1,16 +1,16 @@
-"""From a model to stages, by tracing it.
+"""Splitting a model into stages, by tracing it.
 
 Bottom-up:
 
-    dropped       what a graph would not have
-    split_points  the marker of a cut, and other ways to say where to cut
+    dropped       what a graph would drop
+    split_points  the marker of a split, and other ways to place one
     placement     the stage of each operator
     measuring     the cost of operators
     stage_module  the graph of a stage
     splitting     the graphs and edges of all stages
-    tracing       from a module to a graph
+    tracing       tracing a module into a graph
     balance       stages of equal cost
-    traced_stage  a stage that runs what was traced, or refuses
+    traced_stage  a stage that checks its values against the trace
     pipe          `pipeline`
 """
 

@@ -1,10 +1,8 @@
-"""Split policies: where to cut a traced model so that its largest stage is as small as possible.
+"""Split policies: where to split a traced model so that its largest stage is as small as possible.
 
-The order of operators is that of the trace, so a split is a list of cut positions. First the size
-of the largest stage of the best split is found: for a given bound, filling stage after stage as far
-as the bound allows needs the fewest stages, and the least bound that suffices is searched. Then,
-among all splits whose largest stage is within 5 % of that, the one is taken that sends the fewest
-bytes from stage to stage.
+Operators keep the order of the trace, so a split is a list of cut positions. A bisection finds the
+least bound on the cost of a stage for which a split exists. Among all splits whose largest stage is
+within 5 % of that bound, the one that sends the fewest bytes between stages is taken.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from meshwright.pipelining.splitting.split_points import put_marker
 from meshwright.pipelining.splitting.tracing import SplitPolicy
 
 SLACK = 1.05
-"""The most that the largest stage may be, as a multiple of the least possible, to save traffic."""
+"""Bound on the largest stage, as a multiple of the least possible, to save traffic."""
 _PRECISION = 1e-4
 _MEASURES: Mapping[str, Callable[[fx.GraphModule, Sequence[fx.Node]], Costs]] = MappingProxyType(
     {"parameters": parameters, "flops": flops, "time": measured, "memory": measured}
@@ -47,12 +45,12 @@ class _Window:
 
     costs: Sequence[float]
     shared: Mapping[int, Sequence[tuple[int, float]]]
-    """By position, (number, cost) of what counts once however often it is used."""
+    """By position, (number, cost) of parameters that count once however often they are used."""
     total: float = 0.0
     counts: dict[int, int] = field(default_factory=dict)
 
     def add(self, position: int) -> None:
-        """Take a position in, at the end."""
+        """Add a position at the end."""
         self.total += self.costs[position]
         for number, cost in self.shared.get(position, ()):
             before = self.counts.get(number, 0)
@@ -60,7 +58,7 @@ class _Window:
             self.total += 0.0 if before else cost
 
     def remove(self, position: int) -> None:
-        """Leave a position out, at the start."""
+        """Remove a position at the start."""
         self.total -= self.costs[position]
         for number, cost in self.shared.get(position, ()):
             self.counts[number] -= 1
@@ -72,9 +70,9 @@ def best_cuts(
 ) -> list[int]:
     """List the positions at which ``stages`` stages begin, the first of them left out.
 
-    ``sent[p]`` is what a cut in front of position ``p`` sends, infinite where there may be none.
-    With ``limit`` no stage may have more than ``bound`` of that cost. Raises ``ValueError`` where
-    no split does.
+    ``sent[p]`` is the traffic of a cut in front of position ``p``, infinite where none is allowed.
+    With ``limit`` no stage may exceed ``bound`` of that cost. Raises ``ValueError`` where no split
+    exists.
     """
     both = [costs] if limit is None else [costs, limit]
     count = len(costs.each)
@@ -135,7 +133,7 @@ def _chosen(
 
 
 def _first_starts(costs: Sequence[Costs], bounds: Sequence[float]) -> list[int]:
-    """Find by last position of a stage the first position at which it may start."""
+    """For each last position of a stage, the first position at which it may start."""
     count = len(costs[0].each)
     found = [0] * count
     for cost, bound in zip(costs, bounds, strict=True):
@@ -156,7 +154,7 @@ def balanced(
     memory_limit: float | None = None,
     in_flight: int = 1,
 ) -> SplitPolicy:
-    """Make a split policy for `pipeline` whose largest of ``stages`` stages is as small as can be.
+    """Make a split policy for `pipeline` that keeps the largest of ``stages`` stages small.
 
     ``by`` is ``"parameters"`` (their number), ``"flops"`` (of matrix products and convolutions in a
     forward), ``"time"`` (of each operator's forward and backward, run alone on random inputs with
@@ -166,10 +164,10 @@ def balanced(
     ``memory_limit`` bounds the bytes of each stage: four times its parameters (values, gradients
     and two states of an optimizer) and what ``in_flight`` microbatches keep for their backward.
 
-    What is measured is the first rank's: every rank of a job takes its numbers, so all of them call
-    `pipeline` then. Buffers and random numbers are as before afterwards.
+    All ranks use the measurements of the first, so with ``"time"`` or ``"memory"`` every rank of
+    the job must call `pipeline`. Buffers and the state of random generators are restored.
 
-    Raises ``ValueError`` for another measure, and when the model cannot be split so.
+    Raises ``ValueError`` for another measure, and when the model cannot be split that way.
     """
     if by not in _MEASURES:
         raise ValueError(f"expected by to be one of {list(_MEASURES)}, found {by!r}")
@@ -198,7 +196,7 @@ def balanced(
 
 
 def _agreed(by: str, module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Costs:
-    """Find the costs of operators, equal on all ranks."""
+    """Return the costs of operators; measured ones are the first rank's, on all ranks."""
     costs = _MEASURES[by](module, nodes)
     if by in ("parameters", "flops"):
         return costs

@@ -1,13 +1,13 @@
-"""The parts of a module that the graph of its forward does not have: kept, watched for, or refused.
+"""The parts of a module that the graph of its forward lacks: kept, detected, or rejected.
 
 A graph has operators and nothing else. Hooks that the model puts on tensors, the backward of an
-`autograd.Function` and what happens to tensors that are saved for the backward would be dropped
-without an error, and with them a part of the gradient. So would hooks of modules be that are taken
-apart into stages; those of torch's own, such as ``weight_norm``'s, compute what is in the graph.
+`autograd.Function` and hooks on saved tensors would be dropped silently, and with them a part of
+the gradient. So would hooks of modules that are split into stages; torch's own, such as
+``weight_norm``'s, are part of the graph.
 
-A graph keeps what it writes to the buffers of its root module alone, so what the forward gives
-buffers of other modules is copied into them at its end. Tensors that are plain attributes stay what
-they were in the trace: a forward that reads and writes one is refused.
+A graph keeps only what it writes to buffers of its root module, so values that the forward assigns
+to buffers of other modules are copied into them at its end. Tensors in plain attributes stay as
+they were in the trace: a forward that reads and writes one is rejected.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from meshwright.torch_internals.tracing import GRAPH_OPERATORS
 from meshwright.torch_internals.trees import tree_leaves
 
 HOOKING = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
-"""Methods that leave something on a tensor for its backward."""
+"""Methods that register something on a tensor for its backward."""
 _TORCH = str(Path(torch.__file__).parent)
 _INSTEAD = (
     "Leave it out, let the model be a chain of modules that do it inside (its forward calls one "
@@ -43,11 +43,11 @@ _INSTEAD = (
 
 @contextlib.contextmanager
 def watched_forward(model: nn.Module) -> Iterator[None]:
-    """Raise ValueError behind the block where its forward of ``model`` does what is dropped."""
+    """Watch a forward of ``model``: raise ValueError after the block for what a graph drops."""
     watch = _Watch(model)
     handle = model.register_forward_hook(watch.look)
     try:
-        # What has a gradient is known by its graph, also where the caller wants none.
+        # Functions are found in the autograd graph, so one is needed even under no_grad.
         with watch, torch.enable_grad():
             yield
     finally:
@@ -60,7 +60,7 @@ def watched_forward(model: nn.Module) -> Iterator[None]:
 
 
 def refuse_subclasses(model: nn.Module) -> None:
-    """Raise ValueError for a parameter or buffer that computes by calls of its own."""
+    """Raise ValueError for a parameter or buffer whose class overrides torch's calls."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if has_calls(tensor):
             raise ValueError(
@@ -70,7 +70,7 @@ def refuse_subclasses(model: nn.Module) -> None:
 
 
 def _recomputes() -> bool:
-    """Check that a reentrant checkpoint runs, which without gradients leaves no node of its own."""
+    """Whether a reentrant checkpoint is running; under no_grad only the stack shows it."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code is CheckpointFunction.forward.__code__:
@@ -80,14 +80,14 @@ def _recomputes() -> bool:
 
 
 class _Watch(TorchFunctionMode):
-    """Sees all functions that a forward calls, and the autograd graph behind its output."""
+    """Inspects all functions that a forward calls, and the autograd graph of its output."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._names = {key_in_trace(part): name for name, part in model.named_modules()}
         self._before = saved_tensor_hooks()
         self.found: dict[str, None] = {}
-        """In words, in order."""
+        """Descriptions of what was found, in order."""
 
     def __torch_function__(
         self,
@@ -96,7 +96,7 @@ class _Watch(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        """Note what a graph does not keep, and call the function."""
+        """Note what a graph would drop, and call the function."""
         name = getattr(func, "__name__", "")
         if not torch.is_grad_enabled() and _recomputes():
             self.found[
@@ -113,7 +113,7 @@ class _Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def look(self, module: nn.Module, args: object, output: object) -> None:
-        """Note functions with a backward of their own: the forward hook of the model.
+        """Forward hook of the model: notes functions with a backward of their own.
 
         Raises TypeError for an output in which a trace finds no tensors.
         """
@@ -146,7 +146,7 @@ class _Watch(TorchFunctionMode):
             stack.extend(following for following, _ in node.next_functions)
 
     def _place(self) -> str:
-        """Find the innermost module of the user's that is running, and its line."""
+        """The innermost running module of the user's, and its line; empty without one."""
         frame = sys._getframe(1)
         while frame is not None:
             code = frame.f_code
@@ -160,19 +160,19 @@ class _Watch(TorchFunctionMode):
 
 
 _KEPT = ("torch.", "meshwright.pipelining.")
-"""The packages of hooks that a graph has, or that only mark it."""
+"""Packages whose hooks are part of the graph, or only mark it."""
 
 
 def key_in_trace(module: nn.Module) -> int:
-    """Give the key of ``module``, and of what stands for it in a trace.
+    """A key for ``module`` and for its stand-ins in a trace.
 
-    Where a module has two names, export runs other objects with the same attributes.
+    Where a module has two names, export runs other objects that share its ``__dict__``.
     """
     return id(vars(module))
 
 
 def hooks_of(module: nn.Module, kinds: Iterable[str] = (*HOOKS, *STATE_HOOKS)) -> dict[str, object]:
-    """List the first hook of each of ``kinds`` that a user has put on ``module``."""
+    """Map each of ``kinds`` to the first hook of it that a user has put on ``module``."""
     found: dict[str, object] = {}
     for kind in kinds:
         for hook in getattr(module, kind).values():
@@ -182,7 +182,7 @@ def hooks_of(module: nn.Module, kinds: Iterable[str] = (*HOOKS, *STATE_HOOKS)) -
 
 
 def drop_hooks(module: nn.Module) -> None:
-    """Take from ``module`` what users have put on its calls."""
+    """Remove the call hooks that users have put on ``module``."""
     for kind in HOOKS:
         hooks: dict[int, object] = getattr(module, kind)
         for key in [key for key, hook in hooks.items() if _is_users(hook)]:
@@ -190,7 +190,7 @@ def drop_hooks(module: nn.Module) -> None:
 
 
 def hooks_of_all() -> list[str]:
-    """List the kinds of hooks that the process has on all modules, in words."""
+    """Describe the hooks that users have registered for all modules of the process."""
     return [
         f"{HOOKS[kind]} of all modules ({_called(hook)})"
         for kind, hooks in HOOKS_OF_ALL.items()
@@ -223,16 +223,15 @@ def _is_users(hook: object) -> bool:
 
 
 def _called(hook: object) -> str:
-    """Find the name of a hook's function."""
     return getattr(hook, "__qualname__", type(hook).__name__)
 
 
 @contextlib.contextmanager
 def assignments(model: nn.Module) -> Iterator[set[str]]:
-    """Make the forward of ``model`` copy what it has given buffers of inner modules into them.
+    """Make the forward of ``model`` copy what it assigns to buffers of inner modules into them.
 
-    Yields what will have the names of the attributes that it has given other tensors. Raises
-    ValueError, behind the block, for another shape or dtype than a buffer has.
+    Yields a set that receives the names of attributes whose tensor the forward has replaced.
+    Raises ValueError after the block for another shape or dtype than a buffer has.
     """
     names = {part: f"{name}." for name, part in model.named_modules() if part is not model}
     names[model] = ""
@@ -258,7 +257,7 @@ def assignments(model: nn.Module) -> Iterator[set[str]]:
                 f"forward gives it {tuple(value.shape)} and {value.dtype}"
             ] = None
             return
-        # Detached where it is assigned, so that the stage is known that has computed it.
+        # Detach where it is assigned: the node then belongs to the stage that computes it.
         held[part, key] = buffer, value.detach() if value.requires_grad else value
 
     def end(*_: object) -> None:

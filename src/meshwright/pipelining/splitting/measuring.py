@@ -17,22 +17,22 @@ from meshwright.torch_internals.trees import tree_flatten, tree_map_only, tree_u
 
 _ROUNDS = 3
 _COPIES = 4
-"""Of a parameter, in training: its value, its gradient, two states of an optimizer."""
+"""Copies of a parameter in training: value, gradient, two optimizer states."""
 
 
 @dataclass(slots=True)
 class Costs:
-    """The cost of each operator that a model can be cut in front of, with what follows it."""
+    """The cost of each operator that a cut can precede, including nodes that belong to it."""
 
     each: list[float]
     shared: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
-    """By operator, (number, cost) of what it shares with others and counts once in a stage."""
+    """By operator, (number, cost) of parameters that several use; each counts once in a stage."""
     unit: str = ""
     saved: list[float] = field(default_factory=list)
     """Bytes that each operator keeps for its backward, where that was measured."""
 
     def total(self) -> float:
-        """Sum all operators, as of one stage."""
+        """Sum all operators, as if they were one stage."""
         return self.of(0, len(self.each))
 
     def of(self, start: int, stop: int) -> float:
@@ -45,7 +45,7 @@ class Costs:
 
 
 def cuttable(place: Placement) -> list[fx.Node]:
-    """List the operators that run in one stage, in their order; one may be cut in front of each."""
+    """List the operators that run in exactly one stage, in order; a cut may precede each."""
     return [
         node
         for node in place.nodes
@@ -69,9 +69,9 @@ def _positions(nodes: Sequence[fx.Node], every: Sequence[fx.Node]) -> dict[fx.No
 
 
 def traffic(place: Placement, nodes: Sequence[fx.Node]) -> list[float]:
-    """Count by position the bytes of what is made in front of it and read behind it.
+    """List for each position the bytes of values made before it and read at or after it.
 
-    Infinite where a change in place forbids a cut.
+    Infinite where an in-place write forbids a cut.
     """
     found = _positions(nodes, place.nodes)
     steps = [0.0] * (len(nodes) + 1)
@@ -106,7 +106,7 @@ def _size(value: torch.Tensor) -> int:
 
 
 def _hint(extent: Any) -> int:  # noqa: ANN401
-    """Compute a size, or the one that the trace had where it was left open."""
+    """The size; for a dynamic one, its value in the trace."""
     return int(extent) if isinstance(extent, int) else int(extent.node.hint)
 
 
@@ -152,7 +152,7 @@ def _held(module: nn.Module, node: fx.Node) -> nn.Parameter | None:
 
 
 def flops(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Costs:
-    """Find the floating point operations of matrix products and convolutions, in a forward."""
+    """Count the floating point operations of matrix products and convolutions in a forward."""
     found: dict[fx.Node, float] = {}
     for node in module.graph.nodes:
         modes = {
@@ -170,7 +170,7 @@ def flops(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Costs:
 
 
 def _traced(module: nn.Module, node: fx.Node) -> Any:  # noqa: ANN401
-    """Return the value of a node in the trace: a tensor without elements, or a region's graph."""
+    """The value of a node in the trace: a fake tensor, or the graph of a region."""
     if "val" in node.meta:
         return node.meta["val"]
     return attribute(module, node) if node.op == "get_attr" else None
@@ -179,7 +179,7 @@ def _traced(module: nn.Module, node: fx.Node) -> Any:  # noqa: ANN401
 def _by_position(
     nodes: Sequence[fx.Node], module: fx.GraphModule, found: Mapping[fx.Node, float]
 ) -> list[float]:
-    """Sum costs by operator; those of nodes that run everywhere are nobody's."""
+    """Sum costs by operator; nodes that run in every reading stage do not count."""
     each = [0.0] * len(nodes)
     for node, position in _positions(nodes, list(module.graph.nodes)).items():
         each[position] += found.get(node, 0.0)
@@ -190,7 +190,7 @@ def _by_position(
 
 
 def measured(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Costs:
-    """Measure seconds of each operator's forward and backward, and what it keeps in between."""
+    """Measure the seconds of each operator's forward and backward, and the bytes it saves."""
     runner = _Timed(module)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
@@ -209,7 +209,7 @@ def measured(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Costs:
 
 
 def memory(costs: Costs, module: fx.GraphModule, nodes: Sequence[fx.Node], flying: int) -> Costs:
-    """Count bytes of each operator: of training, and of what ``flying`` microbatches keep."""
+    """Count the bytes of each operator's parameters in training and of ``flying`` microbatches."""
 
     def weight(parameter: nn.Parameter) -> float:
         return float(_COPIES * parameter.numel() * parameter.element_size())
@@ -220,7 +220,7 @@ def memory(costs: Costs, module: fx.GraphModule, nodes: Sequence[fx.Node], flyin
 
 
 def _example(value: object, device: torch.device) -> object:
-    """Something like an argument of the trace: small numbers, and zeros where they are indices."""
+    """Make a value like a traced argument: random floats, zeros for integers (valid indices)."""
     if not isinstance(value, torch.Tensor):
         return value
     shape = [_hint(size) for size in value.shape]
@@ -243,7 +243,7 @@ class _Timed(fx.Interpreter):
         """Nodes whose values need gradients."""
 
     def run_node(self, n: fx.Node) -> Any:  # noqa: ANN401
-        """Run one operator on leaves of its own."""
+        """Run one operator on detached inputs, so that its backward can run alone."""
         if n.op != "call_function" or n.target is operator.getitem:
             result = super().run_node(n)
             if any(a in self._needs for a in n.all_input_nodes) or isinstance(result, nn.Parameter):
@@ -278,7 +278,7 @@ class _Timed(fx.Interpreter):
 
 
 def _leaf(value: Any, *, is_written: bool) -> Any:  # noqa: ANN401
-    """Make an input of ``value`` that needs gradients; a copy where it is changed in place."""
+    """Detach ``value`` as an input that needs gradients; a copy where it is written in place."""
 
     def leaf(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point():
@@ -290,7 +290,7 @@ def _leaf(value: Any, *, is_written: bool) -> Any:  # noqa: ANN401
 
 
 def _backward(outputs: Sequence[torch.Tensor], leaves: Any) -> float:  # noqa: ANN401
-    """Compute the seconds of the backward of one operator."""
+    """Run the backward of one operator; returns its seconds."""
     every = [leaf for value in leaves for leaf in tree_flatten(value)[0]]
     inputs = [leaf for leaf in every if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     gradients = [torch.ones_like(output) for output in outputs]
@@ -305,7 +305,6 @@ def _detached(value: Any) -> Any:  # noqa: ANN401
 
 
 def _wait(result: object) -> None:
-    """Wait for the device of a result."""
     for leaf in tree_flatten(result)[0]:
         if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda":
             torch.cuda.synchronize(leaf.device)

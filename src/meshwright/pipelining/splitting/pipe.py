@@ -1,4 +1,4 @@
-"""`pipeline`: a model, cut into stages by tracing it; the model itself is left as it is."""
+"""`pipeline`: splits a model into stages by tracing it. The model itself is not changed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PREFIX = "submod_"
 
 
 class MultiUseParameterConfig(Enum):
-    """The fate of a parameter that several stages use: as in torch, only copies are made."""
+    """What happens to a parameter that several stages use. As in torch, each stage gets a copy."""
 
     TRANSMIT = 1
     REPLICATE = 2
@@ -45,18 +45,18 @@ class PipeInfo:
     edges: tuple[StageEdges, ...] = ()
     """The sources of the arguments of each stage."""
     ties: tuple[Tie, ...] = ()
-    """Parameters that several stages hold."""
+    """Parameters that several stages have."""
     arguments: tuple[Argument, ...] = ()
     """The arguments of the model, as it was traced."""
     outputs: tuple[tuple[Expected | None, ...], ...] = ()
-    """The values that each stage gives, leaf by leaf."""
+    """The outputs of each stage, leaf by leaf; None for what is not a tensor."""
     split: int = 0
-    """A digest of what runs in which stage: all ranks must have the same."""
+    """A digest of the operators of each stage, which must be equal on all ranks."""
 
     def built(
         self, stage_module: nn.Module, stage_index: int, device: torch.device, group: object
     ) -> TracedStage:
-        """Find the stage ``stage_index``, as `build_stage` gives it."""
+        """Make the stage ``stage_index``, for `build_stage`."""
         calls = [node for node in self.graph.nodes if node.op == "call_module"]
         if len(calls) != self.num_stages:
             raise PipeliningShapeError(
@@ -79,7 +79,7 @@ class PipeInfo:
 
 
 class _SplitGraph(fx.GraphModule):
-    """The graph of calls of stages."""
+    """The graph that calls the stages."""
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         raise RuntimeError(
@@ -88,10 +88,9 @@ class _SplitGraph(fx.GraphModule):
 
 
 class _Detached(fx.Interpreter):
-    """Runs stage by stage, with leaves of their own as inputs."""
+    """Runs stage by stage, each on detached inputs."""
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
-        """Run one stage."""
         args, kwargs = fx.node.map_aggregate((args, kwargs), _detached)
         return super().call_module(target, args, kwargs)
 
@@ -155,13 +154,13 @@ class Pipe(nn.Module):
         return as_outputs(self.executor.run(*given))
 
     def get_stage_module(self, stage_idx: int) -> nn.Module:
-        """Find the module of one stage. Raises ``ValueError`` for an index outside the stages."""
+        """Return the module of one stage. Raises ``ValueError`` for an index outside the stages."""
         if not 0 <= stage_idx < self.num_stages:
             raise ValueError(f"Invalid stage index {stage_idx}!")
         return self.split_gm.get_submodule(f"{_PREFIX}{stage_idx}")
 
     def info(self) -> PipeInfo:
-        """Return what `build_stage` needs; it does not keep this object."""
+        """Return what `build_stage` needs, without a reference to this object."""
         graph = fx.Graph()
         result = graph.graph_copy(self.split_gm.graph, {})
         graph.output(result)
@@ -183,7 +182,7 @@ class Pipe(nn.Module):
         device: torch.device,
         group: Any = None,  # noqa: ANN401
     ) -> PipelineStage:
-        """Make the stage ``stage_index`` on ``device``, to be given to a schedule."""
+        """Make the stage ``stage_index`` on ``device``, for a schedule."""
         module = self.get_stage_module(stage_index)
         return build_stage(module, stage_index, self.info(), device, group)
 
@@ -231,7 +230,7 @@ class Pipe(nn.Module):
 
 
 def _named(target: object) -> str:
-    """Name the target of a node, alike in every process: the text of a function has its address."""
+    """Name the target of a node alike in every process: ``str`` of a function has its address."""
     if isinstance(target, FunctionType):
         return f"{target.__module__}.{target.__qualname__}"
     return str(target)
@@ -239,7 +238,7 @@ def _named(target: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """The facts that a split graph has of its stages."""
+    """What a split graph knows of its stages."""
 
     edges: tuple[StageEdges, ...] = ()
     ties: tuple[Tie, ...] = ()
@@ -250,7 +249,7 @@ class _Facts:
     """The names of the model's positional arguments."""
 
     def named(self, key: int | str) -> int | str:
-        """Find the name of a positional argument, where the model gives it one."""
+        """Return the name of a positional argument if the model gives it one, else ``key``."""
         is_position = isinstance(key, int) and key < len(self.positions)
         return self.positions[key] if is_position else key
 
@@ -262,12 +261,12 @@ def _positions(model: nn.Module) -> tuple[str, ...]:
 
 
 def _ordered(arguments: Iterable[Argument]) -> list[Argument]:
-    """Order arguments as a signature has them: those that may be left out come last."""
+    """Order arguments as in a signature: those with defaults come last."""
     return sorted(arguments, key=lambda argument: argument.has_default)
 
 
 def _calls(found: Traced, stages: Cut) -> fx.Graph:
-    """Find the graph that calls stage after stage."""
+    """Build the graph that calls the stages in order."""
     graph = fx.Graph()
     batch: dict[int | str | None, fx.Node] = {}
     for argument in _ordered(found.arguments):
@@ -301,23 +300,23 @@ def pipeline(
     *,
     dynamic_shapes: Any = None,  # noqa: ANN401
 ) -> Pipe:
-    """Trace ``module`` with one microbatch, and cut it into stages.
+    """Trace ``module`` with one microbatch, and split it into stages.
 
-    It is cut where its forward calls `pipe_split`, and besides before or after the modules that
-    ``split_spec`` names, or where ``split_policy`` puts markers. Parameters and buffers of the
-    stages keep their names and are those of ``module``, apart from copies for further stages of
-    what several use. ``dynamic_shapes`` is torch.export's: sizes that may differ from those of the
-    microbatch.
+    It is split where its forward calls `pipe_split`, before or after the modules that
+    ``split_spec`` names, and where ``split_policy`` puts markers. Parameters and buffers of the
+    stages keep their names and are those of ``module``; where several stages use a parameter, all
+    but the first get a copy. ``dynamic_shapes`` is torch.export's: sizes that may differ from
+    those of the microbatch.
 
-    A stage is one graph. The modules within it are there for the names of parameters, and what the
-    model has decided in Python while it was traced, by its mode or by constants, stays decided.
-    ``train`` and ``eval`` of a stage switch dropout and normalization, also dropout that the model
-    keeps on in evaluation.
+    A stage is one graph. Its submodules only carry the names of parameters. Branches that the
+    model took in Python while it was traced, by its mode or by constants, are fixed. ``train`` and
+    ``eval`` of a stage switch dropout and normalization, even dropout that the model keeps on in
+    evaluation.
 
     Raises ``ValueError`` for both ways at once, and for what a graph would drop: hooks of modules
     and of activations, the backward of an `autograd.Function`, recomputation, hooks of a parameter
-    that several stages use. ``AttributeError`` for modules that do not exist, ``RuntimeError`` when
-    the model cannot be traced, with the module, the line and another way.
+    that several stages use. Raises ``AttributeError`` for modules that do not exist,
+    ``RuntimeError`` when the model cannot be traced, with the module, the line and an alternative.
     """
     if split_spec is not None and split_policy is not None:
         raise ValueError(
@@ -329,7 +328,7 @@ def pipeline(
 
 
 def _moved(module: nn.Module, device: torch.device) -> nn.Module:
-    """Move ``module`` to ``device``, graphs included; parameters stay the objects that they are."""
+    """Move ``module`` and devices in its graphs to ``device``; parameters stay the same objects."""
     held = [*module.parameters(), *module.buffers()]
     if not any(tensor.is_meta for tensor in held):
         module.to(device)
@@ -346,7 +345,7 @@ def _moved(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _devices(module: fx.GraphModule, device: torch.device) -> list[fx.Node]:
-    """List nodes that name another device than ``device``."""
+    """List nodes with a device argument of another type than ``device``."""
     found: list[fx.Node] = []
     for node in module.graph.nodes:
         named: list[Any] = []

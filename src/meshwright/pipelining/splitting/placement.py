@@ -1,9 +1,9 @@
-"""In which stage each operator of a traced graph runs, and who holds what it changes in place.
+"""In which stage each operator of a traced graph runs, and which stage has what it writes in place.
 
 Operators run in the segment between two markers in which they were traced. Those that read neither
 the batch nor a parameter (positions, masks, tables of a rotary embedding) run wherever their
-results are read, so that constants do not travel. What a stage changes in place and others have
-made, it changes in a copy, and later stages read it from there.
+results are read, so that constants are not sent. A stage that writes in place to another stage's
+output writes to a copy, and later stages read that copy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshwright.torch_internals.tensors import OpOverload, schema_of
 from meshwright.torch_internals.trees import tree_leaves
 
 _REGIONS = ("wrap_with_autocast", "wrap_with_set_grad_enabled")
-"""Operators that run a graph under other settings and add nothing of their own."""
+"""Operators that only run a graph under other settings."""
 
 Roots = frozenset[fx.Node]
 """The nodes whose storage a value may share."""
@@ -30,14 +30,14 @@ class Placement:
     """The stages in which the nodes of ``module``'s graph run.
 
     Raises ``ValueError`` for markers inside a region that is traced as one operator, and for
-    changes in place that stages could not do one after the other.
+    in-place writes that cannot be divided among stages.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
         self._module = module
         self.nodes = [node for node in module.graph.nodes if node.op != "output"]
         self.writes: dict[fx.Node, tuple[fx.Node, ...]] = {}
-        """By node, the values that it changes in place."""
+        """By node, the values that it writes in place."""
         self._roots: dict[fx.Node, Roots] = {}
         for node in self.nodes:
             _refuse_inner_marker(module, node)
@@ -62,7 +62,7 @@ class Placement:
     # ---------------------------------------------------------------------- segments
 
     def _number(self) -> int:
-        """Number the segments that compute something; how many there are."""
+        """Number the segments that compute something; returns the count."""
         stage, is_filled = 0, False
         for node in self.nodes:
             if is_marker(node):
@@ -84,7 +84,7 @@ class Placement:
         return stage + 1
 
     def _is_constant(self, node: fx.Node) -> bool:
-        """Check that a node gives the same wherever it runs, and reads no parameter or batch."""
+        """Whether a node gives the same in any stage, without parameters or the batch."""
         if (
             is_marker(node)
             or node.op == "placeholder"
@@ -101,7 +101,7 @@ class Placement:
     # ----------------------------------------------------------------------- sharing
 
     def _sharing(self, node: fx.Node) -> Roots:
-        """Find the roots of a node, from those of its arguments."""
+        """Derive the roots of a node from those of its arguments."""
         if node.op in ("placeholder", "get_attr"):
             return frozenset((node,))
         if node.target is operator.getitem:
@@ -119,7 +119,7 @@ class Placement:
     # ----------------------------------------------------------------------- changes
 
     def _changes_by_root(self) -> dict[fx.Node, list[int]]:
-        """List by root the stages that change it."""
+        """List for each root the stages that write it in place."""
         found: dict[fx.Node, list[int]] = {}
         for node, written in self.writes.items():
             for root in self._of(written):
@@ -129,18 +129,18 @@ class Placement:
         return found
 
     def changed_in(self, value: fx.Node) -> list[int]:
-        """List the stages that change ``value``, or what shares its storage, in place."""
+        """List the stages that write ``value``, or a value that shares its storage, in place."""
         return sorted({s for root in self._roots[value] for s in self._changes.get(root, ())})
 
     def home(self, value: fx.Node, reader: int) -> int:
-        """Find the stage from which stage ``reader`` gets ``value``."""
+        """The stage that ``reader`` gets ``value`` from: the last before it that writes it."""
         made = self.stage[value]
         return max([made, *(s for s in self.changed_in(value) if made < s < reader)])
 
     def uncuttable(self, positions: Mapping[fx.Node, int]) -> list[tuple[int, int]]:
-        """List ranges of cuts that changes in place forbid, when no cut has been made yet.
+        """List ranges of cuts that in-place writes forbid, before any cut has been made.
 
-        A cut at p lies in front of position p; a range ends in front of its last number.
+        A cut at p is in front of position p; ranges are half open.
         """
         found: list[tuple[int, int]] = []
         for root in self._changes:
@@ -195,7 +195,7 @@ def source_of(node: fx.Node) -> str:
 
 
 def _is_pure(module: nn.Module, node: fx.Node) -> bool:
-    """Check that a node's result follows from its arguments, and nothing else changes."""
+    """Whether a node's result depends on its arguments alone, without side effects."""
     if node.op in ("placeholder", "get_attr", "output") or node.target is operator.getitem:
         return True
     if isinstance(node.target, OpOverload):
@@ -212,14 +212,14 @@ def _is_pure(module: nn.Module, node: fx.Node) -> bool:
 
 
 def _written(module: nn.Module, node: fx.Node) -> Iterator[fx.Node]:
-    """List the arguments that a node changes in place."""
+    """Yield the arguments that a node writes in place."""
     if isinstance(node.target, OpOverload):
         if node.target is not torch.ops.aten.detach_.default:
             yield from _aliased(node, is_write=True)
         return
     for inner in _bodies(module, node):
         placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]
-        # The last arguments are those of the graph, buffers included.
+        # The region's settings come first, so match the graph's arguments from the end.
         given = dict(zip(reversed(placeholders), reversed(node.args), strict=False))
         for body in inner.graph.nodes:
             for argument in _written(inner, body):
@@ -230,7 +230,7 @@ def _written(module: nn.Module, node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _aliased(node: fx.Node, *, is_write: bool) -> Iterator[fx.Node]:
-    """List the arguments of an operator that its results share, or that it writes to."""
+    """Yield the arguments that an operator's results may alias, or that it writes to."""
     schema = schema_of(node.target)
     for position, argument in enumerate(schema.arguments):
         alias = argument.alias_info
@@ -243,7 +243,7 @@ def _aliased(node: fx.Node, *, is_write: bool) -> Iterator[fx.Node]:
 
 
 def _bodies(module: nn.Module, node: fx.Node) -> Iterator[fx.GraphModule]:
-    """List the graphs that a higher-order operator runs."""
+    """Yield the graphs that a higher-order operator runs."""
     for argument in node.all_input_nodes if node.op == "call_function" else ():
         if argument.op == "get_attr":
             found = attribute(module, argument)
@@ -252,11 +252,11 @@ def _bodies(module: nn.Module, node: fx.Node) -> Iterator[fx.GraphModule]:
 
 
 def assigns(node: fx.Node) -> bool:
-    """Check that a node gives a buffer what the model has assigned to it: it comes last."""
+    """Whether a node copies an assigned value into a buffer, which export does at the end."""
     target = node.args[0] if node.args else None
     if node.target is not torch.ops.aten.copy_.default or not isinstance(target, fx.Node):
         return False
-    # What an operator has written into the buffer already is copied to itself.
+    # A value that an operator has already written into the buffer is copied onto itself.
     return target.op == "get_attr" or target is node.args[1]
 
 

@@ -1,7 +1,7 @@
-"""The places where a model is cut: by a marker in its forward, by torch's wrappers, or by names.
+"""Where a model is split: by a marker in its forward, by torch's wrappers, or by names.
 
-The marker leaves a trace in the graph, and has no effect. It is an operator of our own library.
-Graphs that were traced elsewhere may have torch's; it is known by its name.
+The marker is an operator without effect that shows up in a traced graph. Graphs that were traced
+elsewhere may have torch's marker, which is recognized by name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TORCHS_MARKER = "pippy._pipe_split.default"
 
 
 class SplitPoint(Enum):
-    """On which side of a module the cut is."""
+    """The side of a module on which the model is split."""
 
     BEGINNING = 1
     END = 2
@@ -31,12 +31,12 @@ class SplitPoint(Enum):
 
 @torch.library.custom_op("meshwright::pipe_split", mutates_args=())
 def _pipe_split() -> None:
-    """Run the marker, in eager."""
+    """The marker in eager mode: does nothing."""
 
 
 @_pipe_split.register_fake
 def _() -> None:
-    """Run the marker, while a graph is traced."""
+    """The marker in a trace: does nothing."""
 
 
 _MARKER = torch.ops.meshwright.pipe_split.default
@@ -44,37 +44,37 @@ has_side_effect(_MARKER)
 
 
 def pipe_split() -> None:
-    """Cut the model here: what follows belongs to the next stage. No effect outside of tracing."""
+    """Split the model here: what follows is the next stage. No effect outside of tracing."""
     _MARKER()
 
 
 def is_marker(node: fx.Node) -> bool:
-    """Check that ``node`` cuts the graph."""
+    """Whether ``node`` is a split marker, ours or torch's."""
     return node.op == "call_function" and (
         node.target is _MARKER or str(node.target) == _TORCHS_MARKER
     )
 
 
 def put_marker(graph: fx.Graph, before: fx.Node) -> None:
-    """Cut ``graph`` in front of ``before``."""
+    """Insert a split marker into ``graph`` in front of ``before``."""
     with graph.inserting_before(before):
         graph.call_function(_MARKER)
 
 
 def annotate_split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> None:
-    """Make modules of ``mod``, by name, mark a cut whenever they are called, from now on.
+    """Put hooks on modules of ``mod``, by name, that mark a split in every later trace.
 
     Raises ``AttributeError`` for a name that is no module, ``ValueError`` for another kind of
-    split point; then nothing is changed.
+    split point; then no hook is registered.
     """
     _attach(mod, spec, {})
 
 
 @contextmanager
 def marked(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> Iterator[None]:
-    """Do `annotate_split_points`, until the end of the block.
+    """Apply `annotate_split_points` for the duration of the block.
 
-    Raises ``ValueError`` for modules that the block did not call: they cut nothing.
+    Raises ``ValueError`` for modules that the block did not call: they would split nothing.
     """
     calls = dict.fromkeys(spec, 0)
     handles = _attach(mod, spec, calls)
@@ -120,7 +120,6 @@ def _hooked(
 
 
 def _named(mod: nn.Module, name: str) -> nn.Module:
-    """Find the module called ``name``."""
     found = mod
     for part in name.split("."):
         child = getattr(found, part, None)
@@ -134,11 +133,11 @@ def _named(mod: nn.Module, name: str) -> nn.Module:
 
 
 class PipeSequential(nn.Sequential):
-    """An ``nn.Sequential`` that is cut between all of its modules."""
+    """An ``nn.Sequential`` that is split between all of its modules."""
 
     @staticmethod
     def from_sequential(sequential_instance: nn.Sequential) -> PipeSequential:
-        """Find the modules of ``sequential_instance`` with cuts between them."""
+        """Make one of the modules of ``sequential_instance``."""
         return PipeSequential(*(module for module in sequential_instance))
 
     def forward(self, input: Any) -> Any:  # noqa: ANN401
@@ -151,7 +150,7 @@ class PipeSequential(nn.Sequential):
 
 
 class LossWrapper(nn.Module):
-    """A model and its loss as one module, whose ``forward`` a subclass has to give."""
+    """A model and its loss as one module. A subclass must define ``forward``."""
 
     def __init__(self, module: nn.Module, loss_fn: Callable[..., Any]) -> None:
         super().__init__()
@@ -178,7 +177,7 @@ class TrivialLossWrapper(LossWrapper):
 
 
 class _Named(nn.Module):
-    """Some modules of a model, called in turn, under the names that they have there."""
+    """Some modules of a model, called in turn, under their names in the model."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         super().__init__()
@@ -193,7 +192,7 @@ class _Named(nn.Module):
             owner.add_module(leaf, model.get_submodule(name))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Give each module what the one before has returned."""
+        """Call each module with the previous one's output."""
         first, *rest = (self.get_submodule(name) for name in self._names)
         value = first(*args, **kwargs)
         for module in rest:
@@ -202,10 +201,10 @@ class _Named(nn.Module):
 
 
 def stages_by_name(model: nn.Module, names: Sequence[Sequence[str]]) -> list[nn.Module]:
-    """Make modules for `PipelineStage` without tracing: one a list of names of ``model``.
+    """Make modules for `PipelineStage` without tracing: one for each list of names in ``model``.
 
     The model must be a chain: its forward calls the named modules in this order, and each with the
-    outputs of the one before. Parameters stay those of the model, with its names.
+    outputs of the previous one. Parameters stay those of the model, with its names.
 
     Raises ``AttributeError`` for a name that is no module; ``ValueError`` when a stage has none, a
     module or one within it is named twice, parameters of the model belong to no stage, or modules

@@ -1,4 +1,4 @@
-"""A traced graph, cut into the modules of its stages, with the edges between them."""
+"""Splits a traced graph into the modules of its stages, with the edges between them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Expected:
     """The properties of a tensor that the trace has fixed."""
 
     shape: tuple[int | None, ...]
-    """None where the trace left a size open."""
+    """None for a dynamic size."""
     dtype: torch.dtype
     stride: tuple[int, ...] | None = None
     """None where it is not compared."""
@@ -38,7 +38,7 @@ class Argument:
     key: int | str
     """Its position, or its keyword."""
     leaves: tuple[Expected | Any, ...]
-    """Tensors, and constants that the graph was made for."""
+    """`Expected` for tensors; for the rest, the constants of the trace."""
     spec: TreeSpec
     name: str
 
@@ -47,7 +47,7 @@ class Argument:
 
     @property
     def has_default(self) -> bool:
-        """True when it is a constant of the graph: then it may be left out."""
+        """True for a constant of the graph, which the caller may omit."""
         return self.spec.is_leaf() and not isinstance(self.leaves[0], Expected)
 
 
@@ -68,13 +68,13 @@ class Cut:
     stages: list[StageModule]
     edges: tuple[StageEdges, ...]
     outputs: tuple[tuple[Expected | None, ...], ...]
-    """By stage, what its outputs are, leaf by leaf; None for what is no tensor."""
+    """By stage, its outputs leaf by leaf; None for what is not a tensor."""
     ties: tuple[Tie, ...]
 
 
 @dataclass(slots=True)
 class _Stage:
-    """A stage while it is built."""
+    """A stage under construction."""
 
     index: int
     graph: fx.Graph = field(default_factory=fx.Graph)
@@ -87,11 +87,11 @@ class _Stage:
     modes: dict[str, tuple[str, Any, Any]] = field(default_factory=dict)
     transient: list[str] = field(default_factory=list)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """By name, what was put into ``root``."""
+    """By name, the tensors of ``root``."""
 
 
 def cut(traced: Traced) -> Cut:
-    """Cut a graph at its markers. Raises ``ValueError`` where it cannot be cut."""
+    """Split a graph at its markers. Raises ``ValueError`` where it cannot be split."""
     return _Cutter(traced).run()
 
 
@@ -113,7 +113,6 @@ class _Cutter:
         (self.output,) = (n for n in self.graph.nodes if n.op == "output")
 
     def run(self) -> Cut:
-        """Build all stages."""
         self._read_across()
         for stage in self.stages:
             self._begin(stage)
@@ -130,7 +129,7 @@ class _Cutter:
     # ------------------------------------------------------------------------- edges
 
     def _reads(self, stage: _Stage) -> list[fx.Node]:
-        """List what the nodes of a stage read, with those that run everywhere, in their order."""
+        """List what the nodes of a stage read, including nodes that run everywhere, in order."""
         place = self.placement
         mine = [n for n in place.nodes if place.stage.get(n) == stage.index]
         mine = [n for n in mine if n.op != "placeholder" and not self._is_check(n, stage)]
@@ -139,7 +138,7 @@ class _Cutter:
         return list(dict.fromkeys(a for n in mine for a in n.all_input_nodes))
 
     def _is_check(self, node: fx.Node, stage: _Stage) -> bool:
-        """Check that a node only asserts something of another stage's values, or marks a cut."""
+        """Whether a node marks a split, or only asserts something of another stage's values."""
         if is_marker(node):
             return True
         place = self.placement
@@ -149,7 +148,7 @@ class _Cutter:
         return any(place.stage.get(a, stage.index) != stage.index for a in node.all_input_nodes)
 
     def _read_across(self) -> None:
-        """Find what each stage reads from earlier ones, and let those give it."""
+        """Make each stage output what later stages read of it, and note keyword arguments."""
         for stage in self.stages:
             for value in self._reads(stage):
                 made = self.placement.stage.get(value)
@@ -173,7 +172,7 @@ class _Cutter:
     # ------------------------------------------------------------------------- graphs
 
     def _begin(self, stage: _Stage) -> None:
-        """Make the placeholders of a stage, and what is read from them."""
+        """Make the placeholders of a stage, and the nodes that unpack them."""
         taken = {a.key for a in self.traced.arguments}
         if stage.index == 0:
             for argument in self.traced.arguments:
@@ -199,12 +198,12 @@ class _Cutter:
             stage.env[value] = stage.graph.call_function(torch.ops.aten.clone.default, (given,))
 
     def _across(self, stage: _Stage) -> list[fx.Node]:
-        """List what a stage gets from earlier stages: what it reads, and what it passes on."""
+        """List what a stage gets from earlier stages: values it reads, and values it passes on."""
         found = [v for v in [*self._reads(stage), *stage.outputs] if not self._keyword(v)]
         return [v for v in dict.fromkeys(found) if self.placement.stage.get(v, 9**9) < stage.index]
 
     def _take(self, stage: _Stage, argument: Argument, given: fx.Node) -> None:
-        """Map the leaves of an argument to their places in ``given``."""
+        """Map the leaves of an argument to nodes that extract them from ``given``."""
         nodes = [node for node, (owner, _) in self.leaf.items() if owner is argument]
         if argument.spec.is_leaf():
             stage.env[nodes[0]] = given
@@ -227,7 +226,7 @@ class _Cutter:
             stage.graph.output(tuple(self._local(stage, value) for value in stage.outputs))
 
     def _local(self, stage: _Stage, node: fx.Node) -> fx.Node:
-        """Find the node of a stage that stands for a node of the model."""
+        """Return a stage's copy of a node of the model, made on first use."""
         if node not in stage.env:
             self._copy(stage, node)
         return stage.env[node]
@@ -249,7 +248,7 @@ class _Cutter:
             stage.modes[copied.name] = modes
 
     def _nested(self, stage: _Stage, flat: Any) -> Any:  # noqa: ANN401
-        """Find the model's output from its leaves."""
+        """Nest the leaves as the model's output."""
         spec = self.traced.out_spec
         leaves = _listed(flat)
         if spec.is_leaf():
@@ -262,7 +261,7 @@ class _Cutter:
     # --------------------------------------------------------------------- attributes
 
     def _held(self, stage: _Stage, node: fx.Node, user: fx.Node | None) -> fx.Node:
-        """Make the node of a parameter, buffer or graph, named as in the module of ``user``."""
+        """Make a ``get_attr`` node for a tensor or graph, named as in the module of ``user``."""
         value = attribute(self.traced.module, node)
         name = str(node.target)
         if isinstance(value, torch.Tensor):
@@ -315,7 +314,7 @@ class _Cutter:
         return tuple(found)
 
     def _tie(self, modules: list[StageModule]) -> tuple[Tie, ...]:
-        """Give every stage but the first its own copy of what several stages hold."""
+        """Give every stage but the first its own copy of a parameter that several stages use."""
         holders: dict[int, list[tuple[int, str]]] = {}
         for stage in self.stages:
             for name, value in stage.tensors.items():
@@ -332,7 +331,7 @@ class _Cutter:
 
 
 def _read_copies(graph: fx.Graph) -> None:
-    """Make ``graph`` read buffers that it assigns from copies: the backward may need those."""
+    """Make ``graph`` read buffers that it assigns from copies: the backward may have saved them."""
     assigned = {str(node.args[0].target) for node in graph.nodes if assigns(node)}
     for node in list(graph.nodes):
         if node.op != "get_attr" or str(node.target) not in assigned:
@@ -347,7 +346,7 @@ def _read_copies(graph: fx.Graph) -> None:
 
 
 def _replace(module: nn.Module, name: str) -> None:
-    """Give ``module`` its own copy of a parameter, under all names that it has there."""
+    """Give ``module`` its own copy of a parameter, under all its names there."""
     old = module.get_parameter(name)
     new = copy_parameter(old)
     for owner in module.modules():
@@ -367,7 +366,7 @@ def _refuse_hooks(tie: Tie, parameter: nn.Parameter) -> None:
 
 
 def expected(value: torch.Tensor, *, has_stride: bool = False) -> Expected:
-    """Describe what the trace has fixed of a tensor."""
+    """Describe the properties of a tensor that the trace has fixed."""
     shape = tuple(size if isinstance(size, int) else None for size in value.shape)
     stride = value.stride()
     if not has_stride or not all(isinstance(step, int) for step in stride):
@@ -376,12 +375,11 @@ def expected(value: torch.Tensor, *, has_stride: bool = False) -> Expected:
 
 
 def _listed(flat: Any) -> list[Any]:  # noqa: ANN401
-    """List the values of an output node."""
     return list(flat) if isinstance(flat, Sequence) else [flat]
 
 
 def _names(model: nn.Module) -> Mapping[int, list[str]]:
-    """List by identity all names of the model's parameters and buffers."""
+    """Map the ``id`` of each parameter and buffer of the model to all its names."""
     found: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), []).append(name)
@@ -391,7 +389,7 @@ def _names(model: nn.Module) -> Mapping[int, list[str]]:
 
 
 def _best_name(names: Iterable[str], default: str, user: fx.Node | None) -> str:
-    """Choose of all names of a parameter the one in the module that uses it."""
+    """Choose the name of a tensor in the innermost module that uses it."""
     stack = (user.meta.get("nn_module_stack") or {}) if user is not None else {}
     paths = [entry[0] for entry in stack.values()]
     for path in reversed(paths):

@@ -1,8 +1,8 @@
-"""A stage that was cut out of a traced model: a graph, and parameters under their first names.
+"""A stage of a traced model: a graph, and parameters under their original names.
 
-A graph has the mode of the model when it was traced. The operators that differ between training and
-evaluation are known here, so that `train` and `eval` switch them. What the model decides in Python
-while it is traced stays decided.
+A graph has the mode in which the model was traced. The operators that differ between training and
+evaluation are listed here, so that `train` and `eval` switch them. Branches that the model took in
+Python during the trace are fixed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MODE_ARGUMENTS: Mapping[str, str] = {
     "aten::rnn_relu": "train",
     "aten::scaled_dot_product_attention": "dropout_p",
 }
-"""By operator, the argument that says in which mode it runs."""
+"""By operator, the argument that sets its mode."""
 _COUNTER = "num_batches_tracked"
 _NEEDS_STATISTICS = ("aten::batch_norm", "aten::instance_norm")
 
@@ -51,7 +51,7 @@ class Nesting:
 
 
 def nested(nesting: Nesting, leaves: list[Any]) -> Any:  # noqa: ANN401
-    """Find the model's output from its leaves."""
+    """Nest the leaves as the model's output."""
     return tree_unflatten(leaves, nesting.spec)
 
 
@@ -69,7 +69,7 @@ class StageModule(fx.GraphModule):
         *,
         is_training: bool,
     ) -> None:
-        """Note what the trace knows besides the graph."""
+        """Store what the trace knows besides the graph, and set the mode of the trace."""
         self.meta.update(transient=transient, modes=modes, training=is_training)
         self._mark_transient()
         nn.Module.train(self, is_training)
@@ -82,16 +82,16 @@ class StageModule(fx.GraphModule):
         return copied
 
     def _mark_transient(self) -> None:
-        """Keep buffers out of the state."""
+        """Keep transient buffers out of the state dict."""
         for name in self.meta.get("transient", ()):
             path, _, leaf = name.rpartition(".")
             non_persistent_buffers_of(self.get_submodule(path)).add(leaf)
 
     def train(self, mode: bool = True) -> Self:
-        """Switch to training or back.
+        """Switch between training and evaluation.
 
-        Raises ``RuntimeError`` when a model that was traced in evaluation shall train: what
-        training would have done is not in its graph.
+        Raises ``RuntimeError`` for training when the model was traced in evaluation: its graph
+        lacks what training does.
         """
         super().train(mode)
         traced, modes = self.meta.get("training", True), self.meta.get("modes", {})
@@ -112,9 +112,10 @@ class StageModule(fx.GraphModule):
 
 
 def follow_mode(node: fx.Node, *, is_training: bool) -> tuple[str, Any, Any] | None:
-    """Find the keyword of a traced ``node`` that follows the mode, with its values in both.
+    """Return the argument of a traced ``node`` that depends on the mode, with both values.
 
-    None where none does, or where the model has fixed it. The node gets that argument by keyword.
+    None where there is none, or where the model has fixed it. The node then passes that argument
+    by keyword.
     """
     target = node.target
     if not isinstance(target, OpOverload) or not is_training:
@@ -140,7 +141,7 @@ def _argument(node: fx.Node, names: list[str], name: str) -> Any:  # noqa: ANN40
 
 
 def _by_keyword(node: fx.Node, name: str, neutral: object) -> tuple[str, Any, Any]:
-    """Give ``name`` and what follows it to ``node`` by keyword."""
+    """Make ``node`` pass argument ``name`` and all after it by keyword."""
     target = node.target
     names = [argument.name for argument in schema_of(target).arguments]
     position = names.index(name)

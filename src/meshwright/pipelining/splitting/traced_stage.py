@@ -1,4 +1,4 @@
-"""A stage that was cut out of a traced model: it takes what the trace was made for, or refuses."""
+"""A stage of a traced model, which rejects values that differ from those of the trace."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class TracedStage(PipelineStage):
         self._all_outputs = outputs
         self._outputs = tuple(outputs[stage_index])
         self.split = split
-        """A digest of what runs in which stage, which ranks compare."""
+        """A digest of the operators of each stage, which ranks compare."""
 
     def takes_of(self, source: int) -> Signature | None:
-        """See `PipelineStage`: as the trace has seen it, where that has fixed all sizes."""
+        """See `PipelineStage`: taken from the trace; None where a size is dynamic."""
         leaves: list[TensorMeta] = []
         for wanted in self._all_outputs[source]:
             if wanted is None or None in wanted.shape:
@@ -59,7 +59,7 @@ class TracedStage(PipelineStage):
     def check_microbatches(
         self, args: Sequence[tuple[Any, ...]], kwargs: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Compare what this rank's step was given, microbatch by microbatch, with the trace.
+        """Compare the arguments of this rank's step with the trace, microbatch by microbatch.
 
         Raises `PipeliningShapeError` for other tensors or constants, ``ValueError`` for arguments
         that are missing or that the model does not have.
@@ -158,6 +158,6 @@ def mismatches(wanted: Expected | object, leaf: object, what: str) -> list[str]:
 
 
 def _same_stride(wanted: tuple[int, ...], leaf: torch.Tensor) -> bool:
-    """Check that strides agree where there is more than one element along a dim."""
+    """Whether strides agree along each dim of more than one element."""
     steps = zip(wanted, leaf.stride(), leaf.shape, strict=True)
     return all(want == got or size <= 1 for want, got, size in steps)

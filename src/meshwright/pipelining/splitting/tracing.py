@@ -1,4 +1,4 @@
-"""From a module and one microbatch to one graph, by torch.export. The module is left as it is."""
+"""Traces a module with one microbatch, by torch.export. The module is not changed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from meshwright.torch_internals.modules import HOOKS
 from meshwright.torch_internals.trees import TreeSpec, tree_leaves, tree_unflatten
 
 SplitPolicy = Callable[[fx.GraphModule], fx.GraphModule]
-"""Puts markers into a traced graph."""
+"""A function that puts split markers into a traced graph."""
 _NAMES_SHOWN = 40
 
 
@@ -39,7 +39,7 @@ def export(
     """Export ``module`` for one microbatch.
 
     Raises ``TypeError`` for DTensors, ``RuntimeError`` when the module cannot be captured, and
-    ``ValueError`` naming what of it a graph would drop.
+    ``ValueError`` for what a graph would drop, by name.
     """
     refuse_hooks(
         module.named_modules(),
@@ -62,7 +62,7 @@ def export(
 
 @contextlib.contextmanager
 def _left_as_it_is(module: nn.Module) -> Iterator[None]:
-    """Take the attributes back that a forward writes: they are tensors of the trace."""
+    """Restore attributes that the traced forward has set: they are tensors of the trace."""
     before = [(vars(part), dict(vars(part))) for part in module.modules()]
     try:
         yield
@@ -81,7 +81,7 @@ def _exported(
 ) -> ExportedProgram:
     try:
         with warnings.catch_warnings():
-            # Those that matter are refused; a recurrent layer has its parameters in a list, too.
+            # Harmful assignments are rejected separately; recurrent layers also trigger this.
             warnings.filterwarnings("ignore", "The tensor attributes? self")
             return torch.export.export(
                 module, args, dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
@@ -100,7 +100,7 @@ def _exported(
 
 
 def _refuse_outputs(module: nn.Module, error: Exception) -> None:
-    """Raise RuntimeError where ``error`` is about an output of the model that no stage can send."""
+    """Raise RuntimeError if ``error`` is about an output of the model that no stage can send."""
     found = re.search(r"Found <class '(\S+)'> in output, which is not a known type", str(error))
     if found is not None:
         raise RuntimeError(
@@ -111,7 +111,7 @@ def _refuse_outputs(module: nn.Module, error: Exception) -> None:
 
 
 def _place(module: nn.Module, error: BaseException) -> str:
-    """Find the innermost module of the model that was running, and its line."""
+    """The innermost module of the model in the traceback of ``error``, and its line."""
     names = {
         key_in_trace(child): name or type(child).__name__ for name, child in module.named_modules()
     }
@@ -131,7 +131,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def traced(model: nn.Module, program: ExportedProgram, policy: SplitPolicy | None) -> Traced:
-    """Find the graph of an exported model, with the markers of ``policy`` added."""
+    """Return the graph of an exported model, with the markers of ``policy`` added."""
     mutated = program.graph_signature.user_inputs_to_mutate
     if mutated:
         raise ValueError(

@@ -1,8 +1,8 @@
-"""The arguments of a stage's forward: compared before anything runs, copied if it writes to them.
+"""The arguments of a stage's forward: checked before anything runs, copied if it writes to them.
 
-What a stage receives is a leaf of its graph, because its gradient goes back from there, and
-autograd lets nobody write to a leaf. Microbatches are views of one batch, of which autograd takes a
-write to one for a write to all. A stage that is seen to write in place is given copies of both.
+A received value is a leaf of the stage's graph, whose gradient is sent back, and autograd rejects
+in-place writes to a leaf. Microbatches are views of one batch, and autograd takes a write to one
+for a write to all. A stage that is known to write in place gets copies of both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshwright.torch_internals.trees import tree_map_only
 
 
 class CallCheck:
-    """The ways in which the module of a stage has been called, which it takes."""
+    """Checks the arguments of a stage's module, once for each change of their number and names."""
 
     def __init__(self) -> None:
         self._seen: object = None
@@ -48,8 +48,8 @@ def _check(
 ) -> None:
     """Raise ``ValueError`` for arguments of a batch that ``module`` cannot be called with.
 
-    ``args`` are None where they come from other stages. Nothing is known, and so nothing is said,
-    of modules that are called in ways of their own: with hooks before them, or by a class.
+    ``args`` are None where they come from other stages. Modules with a ``__call__`` of their own,
+    forward pre-hooks or a compiled call are not checked: their arguments are unknown.
     """
     is_own = type(module).__call__ is not nn.Module.__call__
     if is_own or forward_pre_hooks_of(module) or compiled_call_of(module) is not None:
@@ -74,7 +74,7 @@ def _check(
 
 
 def writes_in_place(module: nn.Module) -> bool:
-    """Check that a part of ``module`` says that it writes in place, or its graph does."""
+    """Whether a part of ``module`` has ``inplace`` set, or a graph that writes in place."""
     return any(
         getattr(part, "inplace", False)
         or (isinstance(part, fx.GraphModule) and any(map(_is_mutable, part.graph.nodes)))
@@ -83,7 +83,7 @@ def writes_in_place(module: nn.Module) -> bool:
 
 
 def _is_mutable(node: fx.Node) -> bool:
-    """Check that ``node`` writes to a value; to a buffer it may."""
+    """Whether ``node`` writes to a value other than a buffer."""
     schema = any_schema_of(node.target)
     if node.op != "call_function" or not getattr(schema, "is_mutable", False) or not node.args:
         return False
@@ -101,7 +101,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def advice(error: Exception) -> str:
-    """Advise about ``error``, where it is about writing to what was received."""
+    """Advice for an ``error`` about an in-place write to a received value; empty for others."""
     text = str(error)
     if "leaf Variable that requires grad" not in text or "in-place operation" not in text:
         return ""

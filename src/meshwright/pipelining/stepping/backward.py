@@ -1,9 +1,9 @@
-"""The backward pass of one stage and microbatch: whole, or its input half and its weight half.
+"""The backward pass of one stage and microbatch: full, or its input half and its weight half.
 
-The input half runs autograd towards the inputs only, and keeps the gradients that arrive at those
-nodes where parameters join the path. The weight half computes from them what the parameters'
-branches receive, and hands all of it to autograd in one pass, so that each parameter's gradient is
-accumulated once: hooks on parameters fire once, and in this half only.
+The input half runs autograd towards the inputs only, and keeps the gradients that arrive at nodes
+where parameters join the path. The weight half computes from them the gradients of the parameters'
+branches, and runs autograd on these so that each parameter's gradient is accumulated once: hooks on
+parameters fire once, and in this half only.
 
 ::
 
@@ -32,11 +32,11 @@ from meshwright.pipelining.stepping.weight_rules import (
 from meshwright.torch_internals.autograd import held_nodes_live, run_engine
 
 _SOON = 1 << 18
-"""Bytes of gradients from which they do not wait for others."""
+"""Bytes of collected gradients at which they are passed to autograd."""
 Node = Any  # torch has no public type with the attributes of a node
 Gradients = tuple[torch.Tensor | None, ...]
 DwRunner = Callable[[], object]
-"""Computes the gradients of weights, for the user."""
+"""The user's function that computes the gradients of weights."""
 DwBuilder = Callable[[], DwRunner]
 
 
@@ -50,21 +50,21 @@ class Junction:
     gradients: tuple[torch.Tensor | None, ...] = ()
     """The gradients that arrived at the node in the input half; empty until then."""
     hooks: tuple[Hook, ...] = ()
-    """Hooks of users on the node, for both halves of what it sends."""
+    """The user's hooks on the node, which run in both halves."""
     roots: Sequence[GradientEdge] = ()
-    """Edges from outputs that keep the node alive, where to hold it does not."""
+    """Edges from outputs that keep the node alive, where a reference to it does not."""
 
     def keep(self, _: object, gradients: tuple[torch.Tensor | None, ...]) -> None:
-        """Remember what has arrived, as a hook of the node; hooks before it have changed it."""
+        """Hook of the node: stores the gradients that arrived, as pre-hooks have changed them."""
         self.gradients = gradients
 
     def others(self) -> list[int]:
-        """List the edges that are no branches."""
+        """List the edges that are not branches."""
         following = enumerate(self.node.next_functions)
         return [at for at, (node, _) in following if node is not None and at not in self.edges]
 
     def listen(self) -> RemovableHandle:
-        """Register `keep` on the node, and find the hooks that users have registered there."""
+        """Register `keep` on the node, and note the user's hooks there; returns the handle."""
         handle = self.node.register_hook(self.keep)
         hooks = handle.hooks_dict_ref()
         if len(hooks) > 1:
@@ -78,11 +78,11 @@ def stage_backward(
     input_values: Iterable[object],
     outputs_with_grads_idxs: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Run the whole backward of a stage.
+    """Run the full backward of a stage.
 
-    ``stage_output`` and ``output_grads`` are matching nested sequences and mappings; where there is
-    no gradient (None) for an output but others have one, nothing is started from it. A scalar loss
-    needs none. ``outputs_with_grads_idxs`` is accepted and not needed. Returns the gradients of
+    ``stage_output`` and ``output_grads`` are matching nested sequences and mappings; an output
+    whose gradient is None is left out. A scalar loss needs no ``output_grads``.
+    ``outputs_with_grads_idxs`` is accepted and not needed. Returns the gradients of
     ``input_values``, None for those without one, and clears their ``.grad``.
     """
     tensors, gradients = _starts(stage_output, output_grads)
@@ -101,10 +101,10 @@ def stage_backward(
 def run_backward(
     outputs: Sequence[object], gradients: Sequence[torch.Tensor | None] | None
 ) -> None:
-    """Run the whole backward of flat ``outputs``, as `stage_backward`, without looking inside.
+    """Run the full backward of flat ``outputs``, as `stage_backward` does for nested ones.
 
-    The engine is called without the checks that `torch.autograd.backward` makes of what it is
-    given, where every output has a gradient of its own shape.
+    If every gradient has the shape of its output, the engine is called directly, without the
+    checks of `torch.autograd.backward`.
     """
     if gradients is not None:
         roots: list[torch.Tensor] = []
@@ -139,18 +139,18 @@ def stage_backward_input(
 ) -> tuple[tuple[torch.Tensor | None, ...], list[Junction]]:
     """Run the input half of a stage's backward.
 
-    ``weights`` are the parameters whose gradients wait for the other half; all leaves of the graph
-    but the inputs when None, whatever modules call their parameters.
+    ``weights`` are the parameters whose gradients are left for the other half; None for all leaves
+    of the graph but the inputs.
 
-    Returns the gradients of ``input_values`` (also left in their ``.grad``), None for those without
-    one, and what `stage_backward_weight` needs. No gradient of ``weights`` is computed, and the
-    graph of the forward stays alive until that is gone.
+    Returns the gradients of ``input_values`` (also added to their ``.grad``), None for those
+    without one, and the junctions for `stage_backward_weight`. No gradient of ``weights`` is
+    computed, and the junctions keep the graph of the forward alive.
     """
     tensors, gradients = _starts(stage_outputs_or_loss, output_grads)
     inputs = [v for v in input_values if isinstance(v, torch.Tensor) and v.requires_grad]
     wanted = None if weights is None else [v for v in weights if v.requires_grad]
     graph = _Graph(wanted, inputs)
-    # An input or a parameter that is given on as it is has no `grad_fn`, but a node.
+    # An input or parameter returned unchanged has no `grad_fn`, but a gradient edge.
     roots = [*map(get_gradient_edge, tensors)]
     nodes = [root.node for root in roots]
     junctions = graph.junctions(nodes)
@@ -177,10 +177,10 @@ def stage_backward_input(
 def stage_backward_weight(
     weights: Iterable[torch.Tensor], param_groups: list[Junction], retain_graph: bool = False
 ) -> tuple[torch.Tensor | None, ...]:
-    """Run the weight half after `stage_backward_input`, whose junctions ``param_groups`` are.
+    """Run the weight half on ``param_groups``, the junctions of `stage_backward_input`.
 
-    Gradients are accumulated as by a whole backward. Returns the ``.grad`` of ``weights``. Unless
-    ``retain_graph``, ``param_groups`` is emptied, and with it the forward's memory is given back.
+    Gradients are accumulated as by a full backward. Returns the ``.grad`` of ``weights``. Unless
+    ``retain_graph``, ``param_groups`` is emptied, which frees the memory of the forward.
     """
     sums = _Sums(param_groups, retain_graph=retain_graph)
 
@@ -223,7 +223,7 @@ def _starts(
 def _pairs(
     outputs: object, gradients: object
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """List tensors among nested ``outputs``, each with its gradient among ``gradients``."""
+    """Yield the tensors among nested ``outputs``, each with its gradient."""
     if isinstance(outputs, torch.Tensor):
         if isinstance(gradients, Sequence) and len(gradients) == 1:
             gradients = gradients[0]
@@ -254,14 +254,14 @@ class _Graph:
     """The inputs and weights that each node of a backward graph leads to."""
 
     weights: Sequence[torch.Tensor] | None
-    """Those whose gradients come later; all leaves that are not inputs when None."""
+    """Those whose gradients come later; None for all leaves that are not inputs."""
     inputs: Sequence[torch.Tensor]
     _reach: dict[Node, int] = field(default_factory=dict)
 
     INPUT, WEIGHT = 1, 2
 
     def junctions(self, roots: Iterable[Node]) -> list[Junction]:
-        """Search the graph behind ``roots``: the nodes on the path with branches to weights."""
+        """Search the graph behind ``roots`` for nodes on the path with branches to weights."""
         for tensors, flag in ((self.weights or (), self.WEIGHT), (self.inputs, self.INPUT)):
             for tensor in tensors:
                 self._reach[get_gradient_edge(tensor).node] = flag
@@ -271,7 +271,7 @@ class _Graph:
         return found
 
     def leads_to(self, node: Node) -> int:
-        """Find what ``node`` leads to: `INPUT`, `WEIGHT`, their sum or 0."""
+        """What ``node`` leads to: `INPUT`, `WEIGHT`, their sum or 0."""
         return self._reach.get(node, 0)
 
     def _search(self, root: Node, found: list[Junction]) -> None:
@@ -296,7 +296,7 @@ class _Graph:
     def _close(
         self, node: Node, edges: tuple[tuple[Node, int], ...], found: list[Junction]
     ) -> None:
-        """Take in that all has been seen that ``node`` leads to."""
+        """Set the flags of ``node`` from its next functions, which are all done."""
         reach = self._reach
         flags = 0
         if not edges and self.weights is None and hasattr(node, "variable"):
@@ -316,7 +316,7 @@ class _Graph:
 
 
 def _root(tensor: torch.Tensor, gradient: torch.Tensor | None) -> Junction:
-    """Find the start of a branch that no input leads to: an output made of parameters alone."""
+    """Make the junction of an output that depends on parameters alone."""
     start = torch.ones_like(tensor) if gradient is None else gradient
     return Junction(get_gradient_edge(tensor), (), (start,))
 
@@ -326,7 +326,7 @@ def _run_path(
     inputs: Sequence[torch.Tensor],
     junctions: Iterable[Junction],
 ) -> dict[int, torch.Tensor | None]:
-    """Run autograd to ``inputs``; the gradients by the identity of the input."""
+    """Run autograd to ``inputs``; returns the gradients by the ``id`` of the input."""
     handles = []
     needs: list[tuple[Node, tuple[bool, ...]]] = []
     for junction in junctions:
@@ -341,7 +341,7 @@ def _run_path(
             [tensor for tensor, _ in starts],
             inputs,
             [gradient for _, gradient in starts],
-            retain_graph=True,
+            retain_graph=True,  # the weight half reads the saved tensors
             allow_unused=True,
         )
     finally:
@@ -366,12 +366,12 @@ def _branches(junction: Junction) -> Iterator[tuple[GradientEdge, torch.Tensor |
 
 
 class _Sums:
-    """Hands gradients of branches to autograd: many small ones at once, large ones soon.
+    """Passes gradients of branches to autograd: small ones together, large ones soon.
 
-    A gradient that is handed over while it is warm, and whose memory serves the next one, costs
-    much less than one that waits for all others. Branches that lead to one parameter wait for each
-    other, so that its gradient is accumulated once. Those whose gradients tensor ranks sum wait for
-    the end: ranks that hold parts of other sizes hand over at other times, and sum at the same.
+    Passing a gradient while it is in the cache, and reusing its memory for the next, is much
+    cheaper than collecting all first. Branches that lead to one parameter wait for each other, so
+    that its gradient is accumulated once. Gradients that tensor ranks sum wait for the end: ranks
+    with shards of other sizes would otherwise reach these collectives in another order.
     """
 
     def __init__(self, junctions: Sequence[Junction], *, retain_graph: bool) -> None:
@@ -383,7 +383,7 @@ class _Sums:
         self._shared: frozenset[Node] | None = None
 
     def add(self, edge: GradientEdge, gradient: torch.Tensor) -> None:
-        """Take what begins at ``edge``; nobody else holds it."""
+        """Add the gradient that arrives at ``edge``, which no one else may reference."""
         self._starts.append(edge)
         self._gradients.append(gradient)
         self._bytes += gradient.nbytes
@@ -391,11 +391,11 @@ class _Sums:
             self._hand_over()
 
     def finish(self) -> None:
-        """Hand over the rest."""
+        """Pass the rest to autograd."""
         if self._starts:
             starts, gradients = tuple(self._starts), tuple(self._gradients)
             self._starts, self._gradients = list[GradientEdge](), list[torch.Tensor]()
-            # Without the checks of `torch.autograd.backward`: each gradient fits its edge.
+            # Each gradient fits its edge: skip the checks of `torch.autograd.backward`.
             run_engine(
                 starts,
                 gradients,
@@ -407,7 +407,7 @@ class _Sums:
             )
 
     def _hand_over(self) -> None:
-        """Hand over what shares no parameter with another branch."""
+        """Pass on the branches that share no parameter with another."""
         if self._shared is None:
             self._shared = _shared(self._junctions)
         now: list[tuple[GradientEdge, torch.Tensor]] = []
@@ -415,14 +415,14 @@ class _Sums:
         for pair in zip(self._starts, self._gradients, strict=True):
             (later if pair[0].node in self._shared else now).append(pair)
         self._starts, self._gradients = [e for e, _ in now], [g for _, g in now]
-        now.clear()
+        now.clear()  # else the gradients stay alive until the pass has ended
         self.finish()
         self._starts, self._gradients = [e for e, _ in later], [g for _, g in later]
         self._bytes = 0
 
 
 def _shared(junctions: Iterable[Junction]) -> frozenset[Node]:
-    """List the first nodes of branches that meet with another branch later, or with other ranks."""
+    """The first nodes of branches that meet another branch, or whose gradients ranks sum."""
     firsts: list[Node] = []
     for junction in junctions:
         following = junction.node.next_functions if junction.edges else ()
@@ -448,7 +448,7 @@ def _shared(junctions: Iterable[Junction]) -> frozenset[Node]:
 def _inside_backward(collect: Callable[[], None]) -> None:
     """Call ``collect`` from within a backward pass of autograd.
 
-    What checkpointed parts compute again, they then compute once and not for each saved tensor.
+    Checkpoints then recompute once, and not for each saved tensor.
     """
     start = torch.zeros((), device="cpu", requires_grad=True)
     with torch.enable_grad():
@@ -458,7 +458,7 @@ def _inside_backward(collect: Callable[[], None]) -> None:
         collect()
 
     end.register_hook(run)
-    # Without `inputs`: those would tell nodes that run meanwhile what not to compute.
+    # Pass no `inputs`: nodes that run meanwhile would skip gradients that these do not need.
     end.backward()
 
 
@@ -469,17 +469,17 @@ class _Halfway:
     junctions: list[Junction] | None = None
     runner: DwRunner | None = None
     whole: tuple[list[object], list[torch.Tensor | None] | None] | None = None
-    """Outputs and gradients of a stage that reads from no other, whose first half is empty."""
+    """Outputs and gradients of a stage without inputs, whose first half is empty."""
 
 
 class Halves:
-    """Runs backwards, and keeps the microbatches whose second half is yet to come."""
+    """Runs backwards, and keeps the microbatches whose second half has not run."""
 
     def __init__(self) -> None:
         self._kept: dict[int, _Halfway] = {}
 
     def __contains__(self, microbatch: int) -> bool:
-        """Check that the second half is yet to come."""
+        """Whether the second half has not run yet."""
         return microbatch in self._kept
 
     def clear(self) -> None:
@@ -492,7 +492,7 @@ class Halves:
         gradients: list[torch.Tensor | None] | None,
         builder: DwBuilder | None,
     ) -> None:
-        """Run the whole backward; what ``builder`` gives is run right behind it."""
+        """Run the full backward, then the function that ``builder`` returns."""
         run_backward(outputs, gradients)
         if builder is not None:
             builder()()
@@ -505,9 +505,9 @@ class Halves:
         inputs: Sequence[object] | None,
         builder: DwBuilder | None,
     ) -> None:
-        """Run the input half. ``inputs`` None: there is nothing to compute gradients for.
+        """Run the input half; nothing for ``inputs`` None, when the second half does all.
 
-        With a ``builder`` that is all that autograd does, and what it gives is the second half.
+        With a ``builder`` this is the full backward, and its function is the second half.
         """
         if builder is not None:
             run_backward(outputs, gradients)

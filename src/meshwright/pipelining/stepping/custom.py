@@ -1,8 +1,8 @@
 """Functions of the user that run in place of a schedule's own actions.
 
-The interpreter still waits for what an action reads, and afterwards hands over what it has made;
-the function does what lies between, by the stage's methods or by `PipelineContext.run`. A function
-that leaves it undone is an error: no gradient is lost quietly.
+The interpreter still waits for what an action reads, and passes on what it has made; the function
+does the computation, by the stage's methods or by `PipelineContext.run`. Leaving it undone is an
+error, so that no gradient is lost silently.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from meshwright.pipelining.stepping.program import Entry
 from meshwright.schedule.actions import COMPUTE, REDUCE_GRAD, RESHARD, UNSHARD, Action, Operation
 
 CUSTOM = COMPUTE | {UNSHARD, RESHARD, REDUCE_GRAD}
-"""Operations that a function may stand for."""
+"""Operations that a function may replace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,13 @@ class PipelineContext:
     kwarg_mbs: list[dict[str, Any]]
     target_mbs: list[Any] | None
     losses: list[Any]
-    """On the rank of the last stage by microbatch, unscaled; None of those yet to come."""
+    """On the rank of the last stage by microbatch, unscaled; None for those to come."""
     run: Callable[[Action], None]
-    """Does what the schedule itself would do for the action, or for a part of it."""
+    """Does what the schedule itself would do for the action or a part of it."""
 
 
 def check_custom(operation: object) -> Operation:
-    """Return ``operation``, if a custom function may stand for it. Raises ``ValueError``."""
+    """Return ``operation`` if a custom function may replace it, else raise ``ValueError``."""
     if isinstance(operation, Operation) and operation in CUSTOM:
         return operation
     allowed = ", ".join(found.name for found in Operation if found in CUSTOM)
@@ -50,9 +50,9 @@ def call(
 ) -> None:
     """Run the user's function for ``entry``.
 
-    ``context`` makes what it is given, ``run_part`` does what the schedule would, ``reduced`` has
-    the stages whose gradients are being summed. Raises ``RuntimeError`` where the function has left
-    out what other ranks count on.
+    ``context`` makes its `PipelineContext`, ``run_part`` does what the schedule would do,
+    ``reduced`` has the stages whose gradients are being summed. Raises ``RuntimeError`` if the
+    function has left out what other ranks rely on.
     """
     parts = entry.parts or (entry,)
 

@@ -1,8 +1,8 @@
-"""Tells whoever listens of each action of a step: observers of `comm`, and torch's profiler.
+"""Reports each action of a step to observers of `comm` and to torch's profiler.
 
-Compute is told from when all that it reads is there, so that waiting is not counted as work. A
-gather is under way from its UNSHARD until the first compute that waited for it, a reduction until
-the end of the step. Transfers are told by the communicator, under the texts of their actions.
+Compute starts when all its inputs are there, so that waiting does not count as work. A gather lasts
+from its UNSHARD until the first compute that waits for it, a reduction until the end of the step.
+The communicator reports transfers, under the texts of their actions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshwright.torch_internals.autograd import is_profiled
 
 
 class Listener:
-    """Tells of the actions of one step on one rank."""
+    """Reports the actions of one step on one rank."""
 
     def __init__(self, clock: Clock, *, is_profiled: bool) -> None:
         self._clock = clock
@@ -29,7 +29,7 @@ class Listener:
 
     @classmethod
     def attached(cls, clock: Clock) -> Listener | None:
-        """Make a listener when somebody listens; None, in general."""
+        """Make a listener if an observer or the profiler is active, else None."""
         has_profiler = is_profiled()
         if has_profiler or hears_actions():
             return cls(clock, is_profiled=has_profiler)
@@ -37,7 +37,7 @@ class Listener:
 
     @contextlib.contextmanager
     def action(self, entry: Entry) -> Iterator[None]:
-        """Tell of the block as the action of ``entry``."""
+        """Report the block as the action of ``entry``."""
         start = self._clock.mark()
         if self._is_profiled:
             with record_function(f"PP:{entry.text}"):
@@ -55,7 +55,7 @@ class Listener:
             self._reductions.append((entry, start))
 
     def waited(self, entry: Entry) -> None:
-        """Tell that all is there that the compute action ``entry`` needs."""
+        """Report that all inputs of the compute action ``entry`` are there."""
         for part in entry.parts or (entry,):
             gather = self._gathers.pop(part.index, None)
             if gather is not None:
@@ -63,6 +63,6 @@ class Listener:
                 tell_ran(opened.text, "gather", opened.operation.value, start, self._clock.mark())
 
     def end(self) -> None:
-        """Tell that the step has ended, its reductions too."""
+        """Report the end of the step and of its reductions."""
         for entry, start in self._reductions:
             tell_ran(entry.text, "reduce", entry.operation.value, start, self._clock.mark())

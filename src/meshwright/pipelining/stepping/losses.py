@@ -1,7 +1,7 @@
 """The loss of each microbatch, and what its backward starts from.
 
-A loss is weighed on its way into the backward, by the gradient that this starts with: gradients
-that have been accumulated are never scaled, and the losses that are told are those of ``loss_fn``.
+A loss is weighted by the gradient that its backward starts with: accumulated gradients are never
+scaled, and reported losses are those of ``loss_fn``.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import torch
 from meshwright.pipelining.microbatch import check_loss
 
 _KEPT = 256
-"""The number of kinds of losses that are kept in mind."""
+"""The number of seeds that are kept."""
 
 
 @dataclass(slots=True)
 class Start:
-    """The loss of one microbatch, and what it counts in the gradient."""
+    """The loss of one microbatch, and its weight in the gradient."""
 
     loss: torch.Tensor
     weight: float = 1.0
     seed: torch.Tensor | None = None
-    """The weight as the gradient to start with, for a loss that it fits."""
+    """The weight as the gradient to start with; None where the loss is multiplied instead."""
 
     def of(self, loss: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Find the tensor that the backward of ``loss`` starts from, and its gradient (None: 1).
+        """Return the root of the backward of ``loss`` and its gradient (None: 1).
 
-        None is the loss itself; another one, as a user may have scaled it, has the same weight.
+        ``loss`` None is `loss` itself; another, such as a scaled one, has the same weight.
         """
         if self.seed is not None and (loss is None or loss is self.loss):
             return self.loss, self.seed
@@ -53,7 +53,7 @@ class Losses:
         weights: Sequence[float],
         options: Mapping[str, Any],
     ) -> tuple[Any, Start]:
-        """Call the function for one of ``outputs``; returns loss and start of its backward."""
+        """Call the function for one microbatch; returns the loss and the start of its backward."""
         loss = self._loss_fn(outputs[microbatch], targets[microbatch], **options)
         check_loss(loss, outputs, targets, microbatch, is_weighed=bool(weights))
         first = loss[0] if isinstance(loss, tuple) else loss
@@ -61,7 +61,7 @@ class Losses:
         return loss, Start(first, weight, self._seed(first, weight))
 
     def _seed(self, loss: torch.Tensor, weight: float) -> torch.Tensor | None:
-        """Make ``weight`` a gradient of ``loss``; None where autograd must look at the loss."""
+        """The gradient ``weight`` of ``loss``; None unless that is a plain float scalar."""
         if type(loss) is not torch.Tensor or loss.dim() or not loss.is_floating_point():
             return None
         key = (weight, loss.dtype, loss.device)

@@ -1,7 +1,7 @@
-"""A rank's row of a lowered schedule with all that does not change from step to step looked up.
+"""A rank's row of a lowered schedule, with all lookups that do not change between steps done.
 
-The interpreter goes through a list of `Entry`: for each action its stage, the messages that it
-waits for, posts or sends, and which stages of this rank read what it makes.
+The interpreter runs a list of `Entry`: for each action its stage, the messages that it waits for,
+posts or sends, and the stages of this rank that read its results.
 """
 
 from __future__ import annotations
@@ -31,24 +31,23 @@ from meshwright.schedule.actions import (
 from meshwright.schedule.messages import Message, parts_of, read, received, sent
 
 CustomFunction = Callable[[Action, Any], object]
-"""Runs in place of an action; also given a `PipelineContext`."""
+"""Runs in place of an action; its second argument is a `PipelineContext`."""
 
 
 @dataclass(slots=True, eq=False)
 class Leg:
-    """One message on its way from or to this rank, with its names."""
+    """One message from or to this rank, with its label."""
 
     message: Message
     label: str
     peer: int
     """The other rank."""
     readers: tuple[PipelineStage, ...] = ()
-    """Of one that arrives, the stages of this rank that read it."""
+    """For an incoming message, the stages of this rank that read it."""
     following: Leg | None = None
-    """Of one that arrives, what the same rank sends next."""
+    """For an incoming message, the next one from the same rank."""
 
     def precede(self, following: Leg) -> None:
-        """Note what the same rank sends next."""
         self.following = following
 
 
@@ -57,7 +56,7 @@ class Entry:
     """One action of the row, or one part of an overlap."""
 
     action: Action
-    """As in the row, for messages."""
+    """The action in the row, for error messages."""
     part: Action
     """The action, or the part of it."""
     text: str
@@ -69,19 +68,19 @@ class Entry:
     residency: Several | None
     """None for a plain stage."""
     reads: tuple[Leg, ...] = ()
-    """Legs that a compute action waits for, that no earlier one of this row has waited for."""
+    """Legs that a compute action waits for and no earlier one of this row has."""
     posts: tuple[Leg, ...] = ()
     sends: tuple[Leg, ...] = ()
     targets: tuple[PipelineStage, ...] = ()
-    """The stages of this rank that read what a forward makes."""
+    """The stages of this rank that read a forward's outputs."""
     sources: tuple[PipelineStage, ...] = ()
-    """The stages of this rank whose outputs a backward has gradients for."""
+    """The stages of this rank that a backward gives gradients to."""
     custom: CustomFunction | None = None
     """The function of the user that runs instead."""
     parts: tuple[Entry, ...] = ()
-    """Of an overlap that a function of the user runs."""
+    """For an overlap that a function of the user runs."""
     waits: bool = field(init=False)
-    """True when something must have come before it runs."""
+    """True when it must wait for messages or parameters before it runs."""
 
     def __post_init__(self) -> None:
         computes = self.operation is F or self.operation in BACKWARD
@@ -90,7 +89,7 @@ class Entry:
 
     @property
     def where(self) -> str:
-        """The name of it in messages: of an overlap with the part."""
+        """Its name in error messages; for a part of an overlap, with the overlap."""
         return self.text if self.part is self.action else f"{self.text} of {self.action}"
 
 
@@ -101,11 +100,10 @@ def program(
     residencies: Mapping[int, Several],
     custom: Mapping[Operation, CustomFunction],
 ) -> list[Entry]:
-    """List the row of ``rank``, with the functions of the user by operation.
+    """Return the entries of the row of ``rank``; ``custom`` has the user's functions.
 
-    Gathers and reductions of plain stages are left out, where no function stands for them. An
-    overlap is one entry where a function runs it, else its parts are entries; so are parts that
-    need each other and cannot overlap.
+    Gathers and reductions of plain stages are left out unless a function replaces them. An overlap
+    is one entry if a function runs it and no part needs another; otherwise its parts are entries.
     """
     return _Compiler(schedule, rank, stages, residencies, custom).run()
 
@@ -127,7 +125,7 @@ class _Compiler:
         self._received = received(schedule, rank)
         self._legs: dict[Message, Leg] = {}
         self._last: dict[int, Leg] = {}
-        """By rank, the last leg from it that was listed."""
+        """By rank, the last incoming leg so far."""
         self._seen: set[Message] = set()
 
     def run(self) -> list[Entry]:
@@ -139,7 +137,7 @@ class _Compiler:
         return found
 
     def _is_overlap(self, action: Action) -> bool:
-        """Check that a function of the user runs the parts of ``action`` at once."""
+        """Whether a function of the user runs the parts of ``action`` together."""
         if action.operation not in self._custom or not action.parts:
             return False
         needs = {need for part in action.parts for need in dependencies(part, self._schedule)}

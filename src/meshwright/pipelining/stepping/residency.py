@@ -1,9 +1,9 @@
-"""The parameters and gradients of a stage on this rank: a schedule drives them and never asks.
+"""The data-parallel parameters and gradients of a stage, driven by a schedule.
 
-A module whose parameters are spread or copied over ranks offers itself by a method
+A module whose parameters are sharded or replicated over ranks has a method
 ``pipeline_residency()``; modules that return the same object are driven as one. While a schedule
 runs, hooks of these modules neither gather, free nor reduce: UNSHARD, RESHARD and REDUCE_GRAD do.
-Gradients of microbatches gather whole on each rank until then.
+Until REDUCE_GRAD each rank accumulates unsharded gradients of its microbatches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FOREIGN = {
     "FullyShardedDataParallel": "meshwright.FullyShardedDataParallel or meshwright.fully_shard",
     "FSDPModule": "meshwright.fully_shard or meshwright.FullyShardedDataParallel",
 }
-"""torch's classes, by name, since they are not imported, with ours in their place."""
+"""torch's classes by name (they are not imported), with our replacements."""
 
 
 @runtime_checkable
@@ -27,7 +27,7 @@ class Residency(Protocol):
     """Parameters that come and go, and gradients that are summed over data-parallel ranks."""
 
     def begin(self, what: str, *, training: bool) -> None:
-        """Begin a step: hooks of the module leave everything to this until it ends.
+        """Begin a step: hooks of the module are inactive until it ends.
 
         ``what`` describes the step; data-parallel ranks must run the same.
         """
@@ -39,32 +39,32 @@ class Residency(Protocol):
         """Wait for the parameters."""
 
     def accumulate(self) -> None:
-        """Take in the gradients that a microbatch has left."""
+        """Accumulate the gradients of a microbatch."""
 
     def reshard(self) -> None:
-        """Give the gathered parameters back."""
+        """Free the gathered parameters."""
 
     def computing(self, module: nn.Module, name: str) -> torch.Tensor | None:
-        """Find the tensor that computes as parameter ``name``, with this rank's own gradient.
+        """Return the tensor that forwards use as parameter ``name``, with this rank's gradient.
 
         None where that is the parameter itself, or another residency's.
         """
 
     def written(self, module: nn.Module, name: str) -> None:
-        """Take what the gathered parameter ``name`` of ``module`` has now for its value."""
+        """Adopt the current value of the gathered parameter ``name`` of ``module``."""
 
     def reduce(self) -> None:
-        """Start to sum the gradients that have come since the last time."""
+        """Start to sum the gradients accumulated since the last call."""
 
     def finish(self) -> None:
         """Wait for the sums and set ``.grad``: the step has ended."""
 
     def drop(self) -> None:
-        """Give a step up that has failed on this rank: wait for nobody."""
+        """Abandon a step that has failed on this rank, without waiting for other ranks."""
 
 
 class Several:
-    """Some residencies as one; none at all for a plain stage."""
+    """Several residencies driven as one; none for a plain stage. Methods as in `Residency`."""
 
     def __init__(self, parts: Sequence[Residency]) -> None:
         self._parts = tuple(parts)
@@ -73,12 +73,10 @@ class Several:
         return bool(self._parts)
 
     def begin(self, what: str, *, training: bool) -> None:
-        """Begin a step."""
         for part in self._parts:
             part.begin(what, training=training)
 
     def unshard(self) -> None:
-        """Start to gather the parameters."""
         for part in self._parts:
             part.unshard()
 
@@ -98,7 +96,7 @@ class Several:
             part.reshard()
 
     def computing(self, module: nn.Module, name: str) -> torch.Tensor | None:
-        """Find the tensor that computes as parameter ``name`` of ``module``; None without one."""
+        """Return the tensor that stands for parameter ``name`` in forwards; None without one."""
         for part in self._parts:
             found = part.computing(module, name)
             if found is not None:
@@ -106,28 +104,24 @@ class Several:
         return module._parameters.get(name)
 
     def written(self, module: nn.Module, name: str) -> None:
-        """Take what the gathered parameter ``name`` of ``module`` has now for its value."""
         for part in self._parts:
             part.written(module, name)
 
     def reduce(self) -> None:
-        """Start to sum the gradients."""
         for part in self._parts:
             part.reduce()
 
     def finish(self) -> None:
-        """Wait for the sums."""
         for part in self._parts:
             part.finish()
 
     def drop(self) -> None:
-        """Give a failed step up."""
         for part in self._parts:
             part.drop()
 
 
 def find_residency(module: nn.Module) -> Several:
-    """Find all of ``module`` that is spread or copied over ranks, nested parts too.
+    """Collect the residencies of ``module`` and its submodules.
 
     Raises ``TypeError`` for torch's data-parallel modules, whose own hooks cannot be driven.
     """

@@ -1,4 +1,4 @@
-"""One interpreter for all schedules: it goes through this rank's row, action by action."""
+"""One interpreter for all schedules: it runs this rank's row, action by action."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from meshwright.schedule.actions import (
 
 
 class Runtime:
-    """Runs one lowered schedule on the stages of this rank, again and again."""
+    """Runs one lowered schedule on the stages of this rank, step after step."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Runtime:
         residencies: Mapping[int, Several],
         number: int,
     ) -> None:
-        """Both schedules are lowered, over the same stages; the group gave this one ``number``."""
+        """Both schedules are lowered, over the same stages; ``number`` is theirs in the group."""
         self.schedules = {True: training, False: evaluation}
         self.stages = stages
         self.steps = 0
@@ -94,10 +94,10 @@ class Runtime:
         self._compile()
 
     def run(self, batch: Microbatches, *, training: bool) -> None:
-        """Run one step. What the batch is has been checked before.
+        """Run one step on a batch that has been checked.
 
         Raises what a stage of this rank raises; for a failure on another rank, an error that
-        names rank, stage and action; at once, when an earlier step has left messages behind.
+        names rank, stage and action. After a failure that ended the schedule it raises at once.
         """
         if self.broken is not None:
             raise PipelinePeerError(
@@ -136,7 +136,7 @@ class Runtime:
         self.steps += 1
 
     def disagreement(self, rank: int) -> str:
-        """Describe the difference of the schedule of ``rank`` from that of this rank."""
+        """Describe how the schedule of ``rank`` differs from this rank's."""
         mine, both = json.loads(self._own), [self._rank, rank]
         theirs = object_of(self._notices.read(f"plan/{rank}"), {}) or {}
         return f"the ranks of the pipeline disagree: {first_difference(both, [mine, theirs])}"
@@ -154,7 +154,7 @@ class Runtime:
         self.steps += 1
 
     def refused(self, error: Exception) -> None:
-        """Tell the ranks that are in this step that it could not begin here."""
+        """Report to the ranks in this step that it could not begin here."""
         if self.broken is None:
             self._refuse(error, min(self.stages), "step()")
 
@@ -174,7 +174,7 @@ class Runtime:
 
 
 def _facts(schedule: Schedule, has_loss: bool, ties: Sequence[Tie]) -> dict[str, Any]:
-    """List in words what all ranks must agree on."""
+    """The facts that all ranks must agree on, by name."""
     return {
         "schedule": schedule.name,
         "microbatches": schedule.microbatches,
@@ -196,12 +196,12 @@ class _Step:
         self.training = training
         self.schedule = runtime.schedules[training]
         self.entry = runtime._programs[training][0]
-        """The action that runs, or has failed."""
+        """The action that is running, or has failed."""
         self._listener: Listener | None = None
         self.ids = Identities(runtime.stages, self.schedule, batch, runtime._ids, training=training)
         self._reduced: set[int] = set()
         self._late: list[Several] = []
-        """Residencies whose gradients are reduced when the row has been run."""
+        """Residencies whose gradients are reduced after the row."""
         is_fake = runtime._communicator.backend == "fake"
         kind = functools.partial(UnansweredTransfers, runtime.stages) if is_fake else Transfers
         self.transfers = kind(runtime._carrier, self.ids, runtime, training=training)
@@ -211,7 +211,6 @@ class _Step:
             stage.begin_step(told)
 
     def run(self, entries: Sequence[Entry]) -> None:
-        """Go through the row."""
         self._listener = Listener.attached(self.runtime._communicator.clock)
         if self._listener is not None:
             self._run_heard(entries, self._listener)
@@ -225,7 +224,7 @@ class _Step:
                 self.transfers.post_rest()
 
     def _run_heard(self, entries: Sequence[Entry], listener: Listener) -> None:
-        """Go through the row and tell of each action, without what it waits for."""
+        """Run the row and report each action, without its waiting time."""
         for entry in entries:
             self.entry = entry
             if entry.waits:
@@ -238,14 +237,13 @@ class _Step:
             self.transfers.let_go()
 
     def execute(self, entry: Entry) -> None:
-        """Run one action."""
         if entry.custom is None:
             _WHOLE[entry.operation](self, entry)
         else:
             self.call(entry)
 
     def end(self) -> None:
-        """End when all has been waited for."""
+        """End a step whose work is complete."""
         if self._listener is not None:
             self._listener.end()
 
@@ -268,27 +266,26 @@ class _Step:
             entry.residency.wait_unshard()
 
     def forward(self, entry: Entry) -> None:
-        """F: run the stage, hand over to stages of this rank."""
+        """F: run the stage, pass its outputs to stages of this rank."""
         self._expect(entry)
         self.run_forward(entry)
         self._pass_outputs(entry)
 
     def _expect(self, entry: Entry) -> None:
-        """Tell the stage what its outputs must be, where that is known."""
+        """Tell the stage the signature that its outputs must have, where it is known."""
         k = entry.microbatch
         known = self.runtime._carrier.known[entry.index].outputs.get(self._id_of(entry))
         if known is not None:
             entry.stage.expected[k] = known
 
     def _id_of(self, entry: Entry) -> int:
-        """Find the id of what a forward makes: what that follows from has come with its inputs."""
+        """The id of a forward's outputs; the ids that it depends on came with the inputs."""
         ids = self.ids.of(entry.index)
         if ids is None:
             raise InternalError(f"{entry.where} runs before what it reads has come")
         return ids[entry.microbatch]
 
     def run_forward(self, entry: Entry) -> None:
-        """Run the forward itself."""
         k, stage, batch = entry.microbatch, entry.stage, self.batch
         args = batch.args[k] if stage.takes_batch else ()
         stage.forward_one_chunk(k, args, batch.kwargs[k] if batch.kwargs else None)
@@ -310,7 +307,7 @@ class _Step:
             target.inbox.put_outputs(k, entry.index, values)
 
     def _lose(self, stage: PipelineStage, microbatch: int) -> None:
-        """Compute the loss of what a last stage has just made."""
+        """Compute the loss of the last stage's outputs."""
         batch, losses = self.batch, self.runtime._losses
         if losses is None or batch.targets is None:
             return
@@ -322,16 +319,15 @@ class _Step:
             stage.put_start(microbatch, start)
 
     def backward(self, entry: Entry) -> None:
-        """B or I: run it, hand over."""
+        """B or I: run it, pass gradients to stages of this rank."""
         self.run_backward(entry)
         self._pass_gradients(entry)
 
     def run_backward(self, entry: Entry) -> None:
-        """Run the backward itself, or its input half."""
         entry.stage.backward_one_chunk(entry.microbatch, None, entry.operation is B)
 
     def _pass_gradients(self, entry: Entry) -> None:
-        """Pass the gradients of a backward on to stages of this rank, and count a whole one."""
+        """Pass the gradients of a backward to stages of this rank, and count a full one."""
         k, inbox = entry.microbatch, entry.stage.inbox
         if entry.operation is B:
             self._count(entry)
@@ -345,8 +341,8 @@ class _Step:
         self._count(entry)
 
     def _count(self, entry: Entry) -> None:
-        """Count a weight half; of a last stage let the graph go, whose half is left as it was
-        when only the other was run."""
+        """Accumulate after a B or W; after a W of the last stage, also free the graph, of which
+        results and losses would keep the weight half alive."""
         if entry.operation is W and entry.stage.is_last:
             k, results, losses = entry.microbatch, entry.stage.results, self.batch.losses
             if k in results:
@@ -357,19 +353,16 @@ class _Step:
             entry.residency.accumulate()
 
     def run_weight(self, entry: Entry) -> None:
-        """Run the weight half itself."""
         entry.stage.backward_weight_one_chunk(entry.microbatch)
 
     # ---------------------------------------------------------------------- transfers
 
     def send_outputs(self, entry: Entry) -> None:
-        """SEND_F."""
         values = entry.stage.take_outputs(entry.microbatch)
         for leg in entry.sends:
             self.transfers.send_outputs(leg, values)
 
     def send_gradients(self, entry: Entry) -> None:
-        """SEND_B."""
         for leg in entry.sends:
             gradients = entry.stage.inbox.take_gradients(entry.microbatch, leg.message.target)
             self.transfers.send_gradients(leg, gradients)
@@ -379,21 +372,18 @@ class _Step:
         self.transfers.post(entry.posts)
 
     def unshard(self, entry: Entry) -> None:
-        """UNSHARD."""
         if entry.residency is not None:
             entry.residency.unshard()
 
     def reshard(self, entry: Entry) -> None:
-        """RESHARD."""
         if entry.residency is not None:
             entry.residency.reshard()
 
     def reduce(self, entry: Entry) -> None:
-        """REDUCE_GRAD."""
         self.reduce_stage(entry.index)
 
     def reduce_stage(self, index: int) -> None:
-        """Start to sum gradients. With tied parameters that waits for other holders, at the end."""
+        """Start to sum gradients; for a stage with tied parameters, only after the row."""
         residency = self.runtime._residencies[index]
         self._reduced.add(index)
         if index in self.runtime._tied.stages:
@@ -402,7 +392,7 @@ class _Step:
             residency.reduce()
 
     def finish(self) -> None:
-        """Finish a row that was run: tied gradients, what waits for them, what is being sent."""
+        """After the row: sum tied gradients, reduce what waited for them, wait for sends."""
         if self.training:
             self.runtime._tied.add_up(self.transfers)
         for residency in self._late:
@@ -425,7 +415,7 @@ class _Step:
                 after(self, part)
 
     def _run_part(self, entry: Entry) -> None:
-        """Do what the schedule would do for a part of what a function of the user runs."""
+        """Do what the schedule would do for ``entry``, within a function of the user."""
         self.entry = entry
         _HANDLERS[entry.operation].run(self, entry)
 
@@ -435,7 +425,7 @@ class _Handler(NamedTuple):
 
     whole: Callable[[_Step, Entry], None]
     run: Callable[[_Step, Entry], None]
-    """The part that a function of the user may do instead."""
+    """The part that a function of the user may replace."""
     after: Callable[[_Step, Entry], None] | None = None
     """The part that follows it."""
 

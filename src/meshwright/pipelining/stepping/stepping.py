@@ -1,4 +1,4 @@
-"""The base of all schedules: they cut a batch, run it on a `Runtime`, and merge its outputs."""
+"""The base of all schedules: splits a batch, runs it on a `Runtime`, and merges its outputs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from meshwright.torch_internals.modules import compiled_call_of, is_forward_comp
 
 
 def check_arguments(stages: object, microbatches: object, loss_fn: object) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for what no schedule can be built with."""
+    """Raise ``TypeError`` or ``ValueError`` for arguments that fit no schedule."""
     listed = list(stages) if isinstance(stages, Sequence) else [stages]
     wrong = [stage for stage in listed if not isinstance(stage, PipelineStage)]
     if wrong or not isinstance(stages, Sequence):
@@ -59,7 +59,7 @@ def check_arguments(stages: object, microbatches: object, loss_fn: object) -> No
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Check that ``module`` or a part of it was compiled, without an import of torch's class."""
+    """Whether ``module`` or a part of it is compiled, without importing torch's class."""
     return any(
         type(part).__name__ == "OptimizedModule"
         or compiled_call_of(part) is not None
@@ -72,10 +72,10 @@ class PipelineSchedule:
     """Runs the stages of this rank, step by step, in the order of a schedule.
 
     ``loss_fn(output, target)`` returns one microbatch's loss; without it only forwards run.
-    ``scale_grads`` weighs each loss by its share of the batch, as mean losses need. Chunk specs say
-    how arguments and target are cut, where that is not along dim 0; those of arguments that this
-    rank's step is not given are not used. Of stages that are sharded over ranks at most
-    ``unsharded`` of this rank are gathered at a time.
+    ``scale_grads`` weights each loss by its share of the batch, as mean losses need. Chunk specs
+    say how arguments and target are split if not along dim 0; specs of arguments that this rank's
+    step does not get are ignored. At most ``unsharded`` sharded stages of this rank are gathered
+    at a time.
     """
 
     builder: ClassVar[Callable[..., Schedule] | None] = None
@@ -117,7 +117,7 @@ class PipelineSchedule:
         return MappingProxyType(self._stages)
 
     def _compute(self) -> Schedule:
-        """Find the compute actions of all ranks."""
+        """Build the compute actions of all ranks."""
         builder = type(self).builder
         if builder is None:
             raise TypeError(
@@ -129,7 +129,7 @@ class PipelineSchedule:
         return builder(ranks, self._n_microbatches, stages // ranks, edges)
 
     def _use(self, compute: Schedule, lowered: Schedule | None = None) -> None:
-        """Take ``compute`` as the order to run, checked, with transfers added."""
+        """Check ``compute``, lower it, and make it the order to run."""
         communicator = self._first.communicator
         number = communicator.number("schedule")
         mine = compute.stages_of(communicator.rank)
@@ -171,7 +171,7 @@ class PipelineSchedule:
 
     @property
     def stage_index_to_group_rank(self) -> dict[int, int]:
-        """The rank of the pipeline that holds each stage."""
+        """The pipeline rank of each stage."""
         return dict(enumerate(self.schedule.stage_ranks))
 
     def register_custom_function(
@@ -180,9 +180,9 @@ class PipelineSchedule:
         """Run ``custom_function(action, ctx)`` in place of an operation's actions on this rank.
 
         The operations are F, B, I, W, OVERLAP_F_B, UNSHARD, RESHARD and REDUCE_GRAD, ``ctx`` is a
-        `PipelineContext`. Receives have come before, and sends follow. A function for OVERLAP_F_B
-        is given both parts; without one they run in order. A function for an operation that had
-        one takes its place. Raises ``ValueError`` for another operation.
+        `PipelineContext`. Receives have completed before, and sends follow. A function for
+        OVERLAP_F_B gets both parts; without one they run in order. A later function for an
+        operation replaces the earlier one. Raises ``ValueError`` for another operation.
         """
         self._custom[check_custom(computation_type)] = custom_function
         if self._runtime is not None:
@@ -199,14 +199,14 @@ class PipelineSchedule:
         loss_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:  # noqa: ANN401
-        """Run one step on the whole batch and return the merged output on the last stage's rank.
+        """Run one step on the full batch and return the merged output on the last stage's rank.
 
         The first stage's rank gives ``args``, the last stage's ``target``; any rank may give
         keyword arguments. Gradients are added to ``.grad``. ``losses`` is filled by microbatch.
 
-        A step that all ranks refuse for what they were given, before anything was sent, leaves the
-        schedule usable: a loop may leave such a batch out, on all ranks. One that some rank has
-        begun ends the schedule, and all ranks raise, naming the first that failed.
+        If all ranks reject a step for its arguments before anything was sent, the schedule stays
+        usable: a loop may skip such a batch, on all ranks. If a step fails after some rank has
+        begun it, the schedule ends, and all ranks raise, naming the first that failed.
         """
         training = self._loss_fn is not None
         return self._run(training, args, kwargs, target, losses, return_outputs, loss_kwargs)
@@ -249,7 +249,7 @@ class PipelineSchedule:
         losses: list[Any] | None = None,
         return_outputs: bool = True,
     ) -> Any:  # noqa: ANN401
-        """Do as `step`, with a batch that has been cut already, however that was.
+        """Run `step` with a batch that is split already, in any way.
 
         ``arg_mbs`` has a tuple of positional arguments for each microbatch, ``kwarg_mbs`` a dict.
         With ``scale_grads`` a microbatch counts as many rows as its target has.
@@ -265,7 +265,7 @@ class PipelineSchedule:
         losses: list[Any] | None = None,
         return_outputs: bool = True,
     ) -> Any:  # noqa: ANN401
-        """Do as `eval`, with a batch that has been cut already, as for `step_microbatches`."""
+        """Run `eval` with a batch that is split already, as for `step_microbatches`."""
         with torch.no_grad():
             return self._run_cut(False, arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs)
 
@@ -359,7 +359,7 @@ class PipelineSchedule:
         return self._batch(arg_mbs, kwarg_mbs, targets, loss_kwargs or {}, key)
 
     def _keyword_specs(self, kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as it was given
-        """Find the specs of what this rank is given: others may be given more."""
+        """The specs of this rank's keyword arguments; other ranks may get more."""
         specs = self._kwargs_chunk_spec
         if not isinstance(specs, Mapping):
             return specs

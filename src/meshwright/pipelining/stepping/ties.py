@@ -1,11 +1,11 @@
-"""Parameters that several stages hold: copies of one parameter, whose gradients are summed.
+"""Tied parameters: copies of one parameter in several stages (holders), whose gradients are summed.
 
-When the rank has run its row, holders send each other what this step has given them, and each adds
-it up in the order of stages: all get the same bits. That is after the last weight half of every
-holder and before gradients are reduced over data-parallel ranks, because holders may be sharded
-differently; and it is the end of the row because a rank that waited for another holder any earlier
-could hold up that one. Gradients of earlier steps are put aside meanwhile: they are sums already.
-In the first step the owner's values are sent to the other holders.
+After its row, each holder sends the others its gradient of this step, and each sums them in the
+order of stages, so that all get the same bits. This must follow the last weight half of every
+holder and precede the reduction over data-parallel ranks, because holders may be sharded
+differently. It comes after the row because a rank that waited for another holder any earlier could
+deadlock with it. Gradients of earlier steps are set aside meanwhile: they are sums already. In the
+first step the owner sends its values to the other holders.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from meshwright.torch_internals.modules import CHECKPOINTED, COMPILED, WRAPPED
 from meshwright.torch_internals.tensors import is_traceable_wrapper_subclass
 
 _WRAPPERS = ("module", WRAPPED, COMPILED, CHECKPOINTED)
-"""Names that wrappers put into the name of a parameter."""
+"""Name components that wrappers add to the name of a parameter."""
 _FROZEN = -1
-"""Sent in place of a gradient that is not wanted."""
+"""Sent in place of the gradient of a frozen parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """One parameter of the model that several stages hold."""
+    """One parameter of the model that several stages have."""
 
     owner: int
-    """The stage whose copy gives the value, and counts."""
+    """The stage whose copy sets the initial value, and counts in norms."""
     names: tuple[tuple[int, str], ...]
     """(stage, name in that stage) of every holder."""
 
@@ -49,10 +49,10 @@ def copy_parameter(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def own_copies(tensors: Iterable[torch.Tensor]) -> dict[int, Any]:
-    """Copy those of ``tensors`` that ``copy.deepcopy`` cannot, for its memo.
+    """Copy those of ``tensors`` that ``copy.deepcopy`` cannot; returns its memo.
 
-    These are leaves of subclasses without storage of their own kind. Raises TypeError, with the
-    name of the class, where a copy would be of another one.
+    These are subclasses that neither define ``__deepcopy__`` nor are traceable wrappers. Raises
+    TypeError for one whose ``clone()`` has another class.
     """
     memo: dict[int, Any] = {}
     for tensor in tensors:
@@ -76,7 +76,7 @@ def own_copies(tensors: Iterable[torch.Tensor]) -> dict[int, Any]:
 
 
 class Wire(Protocol):
-    """The carrier of tensors between stages of different ranks, in the order in which they go."""
+    """Carries tensors between stages of different ranks, in order. `Transfers` is one."""
 
     def tell(self, facts: Sequence[int], stage: int, target: int) -> None:
         """Tell stage ``target`` a list of numbers."""
@@ -91,11 +91,11 @@ class Wire(Protocol):
         """Wait for a tensor of ``stage`` to a stage of this rank."""
 
     def finish(self) -> None:
-        """Wait until all that was sent has left."""
+        """Wait for all sends."""
 
 
 def tied_pairs(ties: Iterable[Tie]) -> set[tuple[int, int]]:
-    """List the stages that hold a parameter together, either way round."""
+    """The pairs of stages that share a parameter, in both orders."""
     return {
         (one, other)
         for tie in ties
@@ -111,14 +111,14 @@ class _Held:
 
     tie: Tie
     places: dict[int, tuple[nn.Module, str]]
-    """By stage of this rank, the module that uses it, and its name there."""
+    """By stage of this rank, the module that has the parameter, and its name there."""
     parameters: dict[int, torch.Tensor]
-    """By stage of this rank, what computes, with this rank's own gradient."""
+    """By stage of this rank, the tensor that forwards use, whose gradient is local."""
     before: dict[int, torch.Tensor | None]
     """By stage of this rank, the gradient of earlier steps."""
 
     def put_gradients_aside(self) -> None:
-        """Begin a step without gradients; those of earlier ones are kept."""
+        """Clear gradients for a step, and keep those of earlier ones in ``before``."""
         self.before = {stage: _gradient(p) for stage, p in self.parameters.items()}
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -159,16 +159,17 @@ class TiedParameters:
         """Stages of this rank that hold tied parameters."""
 
     def _find_peers(self) -> list[tuple[int, int]]:
-        """(stage of this rank, stage of another) that hold a parameter together."""
+        """(stage of this rank, stage of another) for each pair that shares a parameter."""
         found = {
             (mine, other)
             for mine, other in tied_pairs(held.tie for held in self._held)
             if mine in self._mine and other not in self._mine
         }
+        # One order for all ranks, so that exchanges never wait in a circle.
         return sorted(found, key=lambda pair: (min(pair), max(pair)))
 
     def _look_up(self) -> None:
-        """Look up the tensors that compute: they may be others in another step."""
+        """Look up the tensors that forwards use, which may differ from step to step."""
         for held in self._held:
             for stage, (module, name) in held.places.items():
                 found = self._residencies[stage].computing(module, name)
@@ -186,7 +187,7 @@ class TiedParameters:
         self._is_open = bool(self._held)
 
     def restore(self) -> None:
-        """Restore what was put aside: the step has failed."""
+        """Restore the gradients of earlier steps after a step that failed."""
         if self._is_open:
             self._close()
 
@@ -201,7 +202,7 @@ class TiedParameters:
                     _set_gradient(parameter, before)
 
     def send_values(self, wire: Wire) -> None:
-        """Give the owner's values to the other holders, unless a step has done so."""
+        """Send the owner's values to the other holders, unless a step has done so."""
         if self._has_values or not self._held:
             return
         gathered = [self._residencies[stage] for stage in sorted(self.stages)]
@@ -210,7 +211,7 @@ class TiedParameters:
             residency.wait_unshard()
         self._look_up()
         self._exchange_values(wire)
-        wire.finish()  # what is being sent lies where the shards will take the memory back
+        wire.finish()  # sends read gathered parameters, whose memory `reshard` frees
         for held in self._held:
             for stage, place in held.places.items():
                 if stage != held.tie.owner:
@@ -240,7 +241,7 @@ class TiedParameters:
     def add_up(self, wire: Wire) -> None:
         """Sum the gradients of this step over all holders, and add them to those of earlier ones.
 
-        The owner says whether the parameter is frozen.
+        If the owner's copy is frozen, all holders drop their gradients.
 
         Raises `PipeliningShapeError` when a parameter differs among its holders, `LayoutError` when
         another holder has frozen what its owner trains.
@@ -268,7 +269,7 @@ class TiedParameters:
                     parts[place][other] = gradient
                 elif gradient is not None:
                     frozen[place].add(other)
-        wire.finish()  # reductions write to where these gradients lie
+        wire.finish()  # sends read gradients whose memory the reductions overwrite
         for held, gradients, still in zip(self._held, parts, frozen, strict=True):
             if held.tie.owner in still:
                 gradients.clear()
@@ -293,7 +294,7 @@ class TiedParameters:
     # ----------------------------------------------------------------------- messages
 
     def _shared(self, stage: int, other: int) -> list[_Held]:
-        """List what two stages hold together, in an order that both know."""
+        """List the ties that two stages share, in the order of the ties, which both ranks know."""
         return [
             held
             for held in self._held
@@ -313,7 +314,7 @@ def _frozen_in_part(tie: Tie, frozen: Iterable[int]) -> LayoutError:
 def _send(
     wire: Wire, stage: int, target: int, tensors: Sequence[torch.Tensor | int | None]
 ) -> None:
-    """Send what there is, after word of what that is."""
+    """Send the tensors, after a message that says which there are."""
     facts = [_facts(each) if isinstance(each, torch.Tensor) else each or 0 for each in tensors]
     wire.tell(facts, stage, target)
     for tensor in tensors:
@@ -346,7 +347,7 @@ def _receive(
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Give this rank's part of the gradient of ``parameter``, which all holders cut alike."""
+    """This rank's part of the gradient of ``parameter``, which all holders shard alike."""
     return None if parameter.grad is None else local_of(parameter.grad)
 
 
@@ -355,12 +356,12 @@ def _set_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def _facts(tensor: torch.Tensor) -> int:
-    """Digest the shape and the dtype, which sender and receiver must have alike."""
+    """A digest of shape and dtype, which sender and receiver compare."""
     return digest(list(tensor.shape), str(tensor.dtype))
 
 
 def counted(modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> list[nn.Parameter]:
-    """List the parameters of stages, by stage, without copies of what another stage owns."""
+    """List the parameters of stages without copies of what another stage owns."""
     copies = {
         id(_parameter(modules[stage], stage, name))
         for tie in ties
@@ -382,7 +383,6 @@ def _check(tie: Tie, stages: int) -> None:
 
 
 def _parameter(module: nn.Module, stage: int, name: str) -> nn.Parameter:
-    """Find the parameter called ``name``, whatever wrappers have put into its name."""
     for found, parameter in module.named_parameters(remove_duplicate=False):
         if _unwrapped(found) == name:
             return parameter
@@ -390,7 +390,7 @@ def _parameter(module: nn.Module, stage: int, name: str) -> nn.Parameter:
 
 
 def _place(module: nn.Module, stage: int, name: str, residency: Several) -> tuple[nn.Module, str]:
-    """List the module that uses the parameter called ``name``, and its name there."""
+    """Return the module that has the parameter called ``name``, and its name there."""
     path, _, leaf = name.rpartition(".")
     for found, part in module.named_modules(remove_duplicate=False):
         if _unwrapped(found) == path and residency.computing(part, leaf) is not None:

@@ -1,9 +1,9 @@
-"""The weight half of one autograd node: gradients of what leads to parameters, and only those.
+"""The weight half of one autograd node: gradients along edges to parameters, and only those.
 
-A node that mixes activations with parameters computes, when autograd runs it, what the edges in
-use need; but autograd cannot be told to stop at the activations. So the usual nodes have a rule
-here, which takes what the forward has saved. Any other node is run as a whole: right, and as costly
-as both halves. Functions written in Python are run with ``needs_input_grad`` set to the half.
+When autograd runs a node that mixes activations with parameters, it cannot be told to skip the
+gradients of activations. So common nodes have a rule here, which uses what the forward has saved.
+Any other node is run in full: correct, but as costly as both halves. Functions written in Python
+are run with ``needs_input_grad`` set to the half.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Gradients = Sequence[torch.Tensor | None]
 Node = Any  # torch has no public type with the attributes of a node
 Found = Sequence[torch.Tensor | None] | None
 Hook = Callable[[tuple[Any, ...], tuple[Any, ...]], Any]
-"""Of ``register_hook`` of a node: takes what it sends and what it has received."""
+"""A hook of a node's ``register_hook``: takes grad_inputs and grad_outputs."""
 
 
 def weight_gradients(
     node: Node, gradients: Gradients, edges: Sequence[int], hooks: Iterable[Hook] = ()
 ) -> list[Any]:
-    """Compute what ``node`` sends along ``edges`` (indices of ``next_functions``), in that order.
+    """Compute the gradients of ``node`` along ``edges`` (indices of ``next_functions``), in order.
 
     ``gradients`` are those of the node's outputs, None for outputs that have none. ``hooks`` are
     what users have registered on the node.
@@ -67,7 +67,7 @@ def _computed(node: Node, gradients: Gradients, edges: Sequence[int]) -> list[An
 
 
 def _arguments(node: Node, edges: Iterable[int]) -> list[int]:
-    """Find the arguments of a Python function that its ``edges`` belong to.
+    """The indices of the arguments of a Python function that its ``edges`` belong to.
 
     A function has an edge for each tensor among its arguments, and a flag for every argument.
     """
@@ -80,7 +80,7 @@ def _arguments(node: Node, edges: Iterable[int]) -> list[int]:
 
 
 def _materialized(node: Node, gradients: Gradients) -> list[torch.Tensor | None]:
-    """Give zeros for outputs without a gradient, as autograd does before a Python function."""
+    """Replace missing gradients by zeros, as autograd does before a Python function."""
     if all(gradient is not None for gradient in gradients):
         return list(gradients)
     return [
@@ -92,9 +92,9 @@ def _materialized(node: Node, gradients: Gradients) -> list[torch.Tensor | None]
 
 
 def reads_hooked(node: Node) -> bool:
-    """Check that what `weight_gradients` reads of ``node`` may have been packed away by a hook.
+    """Whether saved tensors that `weight_gradients` reads of ``node`` may be packed by hooks.
 
-    So a checkpoint keeps things, which recomputes all of them for each pass of autograd.
+    A checkpoint packs them so, and recomputes all of them in each pass of autograd.
     """
     names = ACTIVATIONS.get(type(node).__name__)
     return names is None or any(may_be_packed(node, name) for name in names)
@@ -107,7 +107,7 @@ def set_needs(node: Node, edges: Iterable[int]) -> None:
 
 
 def _fitted(value: torch.Tensor | None, edge: tuple[Node, int]) -> torch.Tensor | None:
-    """Give ``value`` the shape and dtype that the receiving node expects, as autograd does."""
+    """Convert ``value`` to the shape and dtype that the receiving node expects, like autograd."""
     if value is None or edge[0] is None:
         return None
     expected = input_metadata_of(edge[0])[edge[1]]

@@ -1,10 +1,10 @@
-"""Checks of what the ranks of one axis hold and do.
+"""Checks of the values and passes of the ranks of one axis.
 
 Bottom-up:
 
     following  layouts, followed through the first forward
-    equality   what each rank holds whole is equal
-    passes     whether ranks do the same, with the same values
+    equality   replicated values are equal on all ranks
+    passes     ranks run the same passes, with the same values
 """
 
 from __future__ import annotations

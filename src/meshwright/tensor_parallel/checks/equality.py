@@ -1,8 +1,8 @@
-"""Equality of what each rank of an axis holds whole: parameters, their gradients, and inputs.
+"""Equality of values that the ranks of an axis replicate: parameters, their gradients, and inputs.
 
-Digests are compared first, in one exchange. Parameters have to be equal bit by bit. What was
-computed may differ by rounding, see `meshwright.gradients.closeness`. Digests of what was computed
-on a device are made there, and compared when they have come to the host: see `LateNumbers`.
+Digests are compared first, in one exchange. Parameters must be equal bit by bit. Computed values
+may differ by rounding, see `meshwright.gradients.closeness`. Digests of values on a device are
+computed there and compared once they have reached the host, see `LateNumbers`.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ _BATCHES = (
 
 @torch.no_grad()
 def verify_replicated(module: nn.Module, communicator: Communicator | None = None) -> None:
-    """Check that what is replicated over ranks of an axis is equal there, bit by bit.
+    """Check that parameters replicated over the ranks of an axis are equal there, bit by bit.
 
-    Parameters that are DTensors are compared over each axis of their mesh that replicates them,
-    plain ones over ``communicator`` if there is one. All ranks call it together; one exchange of
-    digests for each axis. Parameters on the meta device are left out.
+    DTensors are compared over each axis of their mesh that replicates them, plain parameters over
+    ``communicator`` if given. All ranks must call this; each axis exchanges digests once.
+    Parameters on the meta device are left out.
 
     Raises `LayoutError` on all ranks of the axis, naming the first parameter that differs and the
     ranks on both sides.
@@ -76,7 +76,7 @@ def verify_plain(
 ) -> None:
     """Check that parameters without a style are equal on the ranks of ``axis``, bit by bit.
 
-    All ranks call it together; digests go through ``exchange``. Raises `LayoutError` on all.
+    All ranks must call this; digests go through ``exchange``. Raises `LayoutError` on all.
     """
     hint = (
         "Without a style each rank keeps its own. Seed all ranks alike, or load the same state "
@@ -91,14 +91,14 @@ def verify_gradients(
     exchange: Exchange,
     late: LateNumbers,
 ) -> None:
-    """Check that parameters that the ranks of ``axis`` hold whole are equal, and their gradients.
+    """Check that parameters that the ranks of ``axis`` replicate are equal, and their gradients.
 
-    All ranks call it together, before the update, with the same parameters in the same order.
-    Raises `LayoutError` on all of them: a step would train copies of one parameter apart. On a
-    device ``late`` raises it.
+    All ranks must call this before the update, with the same parameters in the same order. Raises
+    `LayoutError` on all of them, because after the step the copies would differ. On a device
+    ``late`` raises it.
     """
     gradients = [(f"the gradient of {n}", held_whole(p, axis, p.grad)) for n, p in named]
-    # Layers that are cut may read a copy, whose gradient is a sum: the same on all ranks.
+    # Sharded layers may read a parameter that differs: its gradient, a sum, is equal anyway.
     of = zip(named, gradients, strict=True)
     weights = [(n, None if g is None else held_whole(p, axis, p)) for (n, p), (_, g) in of]
 
@@ -130,9 +130,9 @@ def verify_weights(
     *,
     is_late: bool,
 ) -> None:
-    """Check that parameters that the ranks of ``axis`` hold whole are equal, before a forward.
+    """Check that parameters that the ranks of ``axis`` replicate are equal, before a forward.
 
-    As `verify_gradients` of what no optimizer steps, before which that would look.
+    For parameters that no optimizer steps, which `verify_gradients` would miss.
     """
     weights = [(n, held_whole(p, axis, p)) for n, p in named]
 
@@ -155,8 +155,8 @@ def verify_inputs(
 ) -> None:
     """Check that an input that a style declares Replicate is equal on the ranks of ``axis``.
 
-    As `verify_weights`, but for ValueError. ``where`` names the pass, and ``weights`` lists those
-    that may have computed it: where they differ, they are to blame.
+    As `verify_weights`, but raises ValueError. ``where`` names the pass, and ``weights`` lists the
+    parameters that may have computed the input: if they differ, their LayoutError is raised.
     """
 
     def judge(held: Sequence[Held], digests: Sequence[str]) -> None:
@@ -181,9 +181,9 @@ def _require_close_weights(
 def held_whole(
     parameter: torch.Tensor, axis: Communicator, value: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Find this rank's part of ``value``, placed as ``parameter``; None if ``axis`` cuts it.
+    """Return this rank's copy of ``value`` if ``axis`` replicates it and ``parameter``, else None.
 
-    None, too, for a partial sum, and for kinds of tensors whose bits cannot be read.
+    None also for kinds of tensors whose bits cannot be read.
     """
     if value is None or _is_cut(parameter, axis) or _is_cut(value, axis):
         return None
@@ -194,7 +194,7 @@ def held_whole(
 
 
 def _is_cut(tensor: torch.Tensor, axis: Communicator) -> bool:
-    """Check for ranks of ``axis`` that hold different parts of a DTensor, or summands."""
+    """Whether the ranks of ``axis`` have different shards or summands of a DTensor."""
     rest = known_at_rest(tensor)
     if rest is None:
         return False
@@ -209,10 +209,10 @@ def look_at_bits(
     *,
     is_late: bool,
 ) -> None:
-    """Give ``judge`` the tensors, and a digest of the bits of each: by ``late`` if it ``is_late``.
+    """Call ``judge`` with the tensors and a digest of each: through ``late`` if ``is_late``.
 
-    That is alike on ranks whose judges ask each other, also where one has no tensors. What it is
-    given the judge may keep. Shapes and dtypes belong to digests.
+    Ranks whose judges exchange digests must agree on ``is_late``, even one without tensors. If
+    ``is_late``, the judge gets copies. Digests include shapes and dtypes.
     """
     devices = [tensor.device for _, tensor in named if tensor is not None]
     device = next((each for each in devices if not is_host(each)), torch.device("cpu"))
@@ -238,7 +238,7 @@ def look_at_bits(
 def _replicated(
     parameter: nn.Parameter, communicator: Communicator | None
 ) -> Iterator[tuple[Communicator, torch.Tensor]]:
-    """List the axes that replicate ``parameter``, each with what is to be equal there."""
+    """Yield the axes that replicate ``parameter``, each with the tensor to compare there."""
     rest = known_at_rest(parameter)
     if rest is None:
         if communicator is not None:

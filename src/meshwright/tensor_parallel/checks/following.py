@@ -1,14 +1,14 @@
 """The layouts of local tensors, followed through the first forward of a model.
 
-A local tensor does not say what it is a part of. In the first forward each output of a style is
-marked with its layout; operators that work element by element, or along the features of each token,
-pass the mark on, others drop it. A style whose input carries another layout than it declares raises
-before it sends anything::
+A local tensor does not know its layout. In the first forward each output of a style is marked with
+its layout; operators that work element by element, or along the features of each token, pass the
+mark on, others drop it. A style whose input has another layout than it declares raises before it
+sends anything::
 
     norm (Shard(1)) ──> dropout ──> up (expects Replicate)    found
     norm (Shard(1)) ──> matmul  ──> up (expects Replicate)    not found: a product may be anything
 
-A DTensor that meets a plain tensor is named with its parameter, too. Later forwards are not
+Errors of operators that mix DTensors and plain tensors name the parameter. Later forwards are not
 followed and cost nothing.
 """
 
@@ -80,7 +80,7 @@ class _Mark(NamedTuple):
     placement: AnyPlacement
     axis: Communicator
     name: str
-    """The module that gave it."""
+    """The module that returned the tensor."""
 
 
 class _Following(TorchFunctionMode):
@@ -105,7 +105,7 @@ class _Following(TorchFunctionMode):
         name = getattr(func, "__name__", "").removeprefix("__").removesuffix("__")
         name = name.removeprefix("r") if name in ("radd", "rmul", "rtruediv") else name
         if name.replace("truediv", "div") in _PASSING and isinstance(found, torch.Tensor):
-            # What is broadcast says nothing of the result, nor do two that disagree.
+            # A broadcast argument does not determine the result's layout, nor do two that disagree.
             marks = [
                 vars(arg)[_MARK]
                 for arg in args
@@ -117,7 +117,7 @@ class _Following(TorchFunctionMode):
 
 
 def _mixed(root: nn.Module, func: Callable[..., Any], given: object) -> str:
-    """Name the tensors given to ``func`` that do not go together."""
+    """The error message for arguments of ``func`` that mix DTensors and plain tensors."""
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     sides: tuple[list[str], list[str]] = ([], [])
     for tensor in tree_leaves(given):
@@ -138,8 +138,8 @@ def _mixed(root: nn.Module, func: Callable[..., Any], given: object) -> str:
 def follow_first_forward(module: nn.Module, check: Callable[[nn.Module], None]) -> None:
     """Follow layouts through the next eager forward of ``module``.
 
-    And through the one after that, where buffers have become DTensors. The first begins with
-    ``check``, as styles may have come in several calls until then.
+    Also through the one after it, if that has made buffers DTensors. The forward begins with
+    ``check``: until then, several calls may have applied styles.
     """
     mode = _Following(module)
     before: set[str] = set()
@@ -158,10 +158,10 @@ def follow_first_forward(module: nn.Module, check: Callable[[nn.Module], None]) 
         if mode in function_modes():
             mode.__exit__(None, None, None)
         if sys.exc_info()[0] is not None:
-            return  # torch is going through the hooks, which cannot change then
+            return  # torch is iterating over the hooks, which must not change meanwhile
         _remove(forward_hooks_of(module), end)
         if not _spread_buffers(module) <= before:
-            # What the forward has made of a parameter meets plain tensors in the next one.
+            # A buffer that the forward made from a parameter will meet plain tensors in the next.
             follow_first_forward(module, check)
 
     module.register_forward_pre_hook(begin, prepend=True)
@@ -175,14 +175,14 @@ def _spread_buffers(module: nn.Module) -> set[str]:
 def mark(
     tensor: torch.Tensor, placement: AnyPlacement, axis: Communicator, name: str
 ) -> torch.Tensor:
-    """Mark ``tensor``, which module ``name`` returns, where layouts are followed now."""
+    """Mark the output ``tensor`` of module ``name``, while layouts are followed."""
     if _is_following() and not isinstance(placement, Partial):
         vars(tensor)[_MARK] = _Mark(placement, axis, name)
     return tensor
 
 
 def check_mark(tensor: torch.Tensor, declared: Placement, axis: Communicator, name: str) -> None:
-    """Raise ValueError where ``tensor`` is known to be placed otherwise than ``declared``."""
+    """Raise ValueError if the mark of ``tensor`` differs from ``declared``."""
     found = vars(tensor).get(_MARK) if _is_following() else None
     if found is None or found.axis != axis or found.placement == declared:
         return

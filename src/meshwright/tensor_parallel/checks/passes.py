@@ -1,21 +1,21 @@
-"""Comparison of what the ranks of an axis do with models that are cut over it.
+"""Comparison of the passes that the ranks of an axis run on models that are sharded over it.
 
-A rank that gives a pass up, and goes on, would add what it sends next to what the others still
-wait for. Each rank knows how many collectives lie between the beginnings of two passes::
+If a rank aborts a pass and begins another, its next collectives would match those that the others
+still wait for. Each rank counts the collectives between the beginnings of two passes::
 
-    the numbers and passes so far were known     go on: nothing is sent, and nobody is asked
-    another number, or another turn of passes    ask the others first, see `comm.failures.events`
+    these counts and passes were seen before     continue: nothing is sent
+    another count, or another order of passes    ask the others first, see `comm.failures.events`
 
-So each turn is asked about once, as the first evaluation after training.
+So each order is checked once, such as the first evaluation after training.
 
-Ranks that do the same may do it with other values: where they are to be equal they are compared,
-the first time, the second, the fourth, the eighth and so on::
+Ranks that run the same passes may do so with different values. Values that must be equal are
+compared the first, second, fourth, eighth time and so on::
 
-    first pass       parameters without a style: a forgotten seed would train a model on each rank
-    passes           what a style declares whole, where it comes from outside: ranks that were given
-                     other batches, or one that left out a batch, would add up what does not fit
-    steps            gradients of what each rank holds whole: copies would be trained apart; what
-                     the program updates itself, as no optimizer does, before a pass
+    first pass       parameters without a style: without a common seed each rank would train its own
+    passes           inputs from outside that a style declares Replicate: ranks with different
+                     batches would sum gradients that do not belong together
+    steps            gradients of replicated parameters: the copies would diverge; before a pass,
+                     parameters that the program updates without an optimizer
 """
 
 from __future__ import annotations
@@ -53,40 +53,40 @@ _KEPT = "passes of models"
 
 
 class Passes:
-    """The passes on one axis of all models that are cut over it, and all steps of optimizers."""
+    """The passes of all models that are sharded over one axis, and all optimizer steps."""
 
     def __init__(self, axis: Communicator) -> None:
         self.axis = axis
         self._check = EventCheck(axis, "the model", dict, (axis,))
         self._issued = 0
         self.late = LateNumbers()
-        """Digests of what the device has not computed yet; read before the next pass."""
+        """Digests that the device may not have computed yet; read before the next pass."""
         self._roots: list[tuple[weakref.ref[nn.Module], _Begin]] = []
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._trains = self._has_warned = False
-        """True when a forward in training has run since the last step; a step without gradients was
-        told of."""
+        """True when a training forward has run since the last step; True after the warning about a
+        step without gradients."""
         self.compared = ""
-        """The pass under way, where it is compared."""
+        """The name of the current pass; empty if it is not compared."""
         self.is_first = True
-        """True until a style of this pass has got an input that it declares whole."""
+        """True until a style of this pass has received an input that it declares Replicate."""
         look_at_optimizers()
         hook = partial(_before_step, weakref.ref(self))
         weakref.finalize(self, register_optimizer_step_pre_hook(hook).remove)
 
     @classmethod
     def on(cls, axis: Communicator) -> Passes:
-        """Find those on ``axis``."""
+        """Return the instance of ``axis``, made on first use."""
         if _KEPT not in axis.kept:
             axis.kept[_KEPT] = cls(axis)
         return axis.kept[_KEPT]
 
     def compare(self, root: nn.Module, plain: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Compare the forward passes of ``root`` that are to come with those of the other ranks.
+        """Compare later forward passes of ``root`` with those of the other ranks.
 
-        ``plain`` parameters, which each rank has for itself, are compared in the first of them, by
-        when they may have been loaded; those that something else has replaced until then are left
-        out. Passes that a compiler traces are not compared.
+        The first pass compares the ``plain`` parameters, which each rank owns; that leaves time to
+        load them. Those that were replaced until then are left out. Passes that a compiler traces
+        are not compared.
         """
         if self.axis.is_alone:
             return
@@ -100,7 +100,7 @@ class Passes:
             self._roots.append((weakref.ref(root), begin))
 
     def begin(self, root: str) -> None:
-        """Note that a forward of ``root`` is next. Raises CollectiveMismatchError: `EventCheck`."""
+        """Announce a forward of ``root``. Raises CollectiveMismatchError, see `EventCheck`."""
         if self.late.coming:
             self.late.settle()
         issued = self.axis.counts.get("", 0)
@@ -114,11 +114,10 @@ class Passes:
         self._check.happens(event, after=after)
 
     def declared_whole(self, tensor: torch.Tensor, name: str) -> None:
-        """Compare an input that module ``name`` declares Replicate, in passes that are compared.
+        """Compare an input that module ``name`` declares Replicate across ranks.
 
-        That is the first one of a pass, and each that no module has computed. A recomputation
-        compares nothing. Raises ValueError on all ranks; of inputs on a device before the next
-        pass.
+        Only the first such input of a pass, and inputs without a ``grad_fn``; nothing in a
+        recomputation. Raises ValueError on all ranks, for inputs on a device before the next pass.
         """
         is_given = torch.is_grad_enabled() and tensor.grad_fn is None
         if not (self.is_first or is_given) or running_backward() != -1:
@@ -136,9 +135,9 @@ class Passes:
         return partial(self._check.exchange, Event(what))
 
     def step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
-        """Compare gradients before a step of ``optimizer``, where that is due.
+        """Compare gradients before a step of ``optimizer``, if a comparison is due.
 
-        Raises `LayoutError`, on all ranks, where those of one parameter differ.
+        Raises `LayoutError` on all ranks if those of a replicated parameter differ.
         """
         if self.axis.is_alone:
             return
@@ -160,7 +159,7 @@ class Passes:
         return first is not None and any(map(is_dtensor, singles_of(first)))
 
     def written_by_hand(self, root: nn.Module, begin: _Begin) -> Iterator[tuple[str, nn.Parameter]]:
-        """List what the ranks hold whole of ``root`` and train without an optimizer of torch."""
+        """Yield trained parameters of ``root`` on this axis that no optimizer of torch steps."""
         groups = [group for optimizer in self._steps for group in optimizer.param_groups]
         stepped = {id(p) for group in groups for each in group["params"] for p in singles_of(each)}
         plain = {name for name, _ in begin.plain_of(root)}
@@ -190,7 +189,7 @@ class Passes:
 
 
 def check_whole(tensor: torch.Tensor, axis: Communicator, name: str) -> None:
-    """Do as `Passes.declared_whole`, where passes on ``axis`` are compared."""
+    """Call `Passes.declared_whole` if the current pass on ``axis`` is compared."""
     passes: Passes | None = axis.kept.get(_KEPT)
     if passes is not None and passes.compared:
         passes.declared_whole(tensor, name)
@@ -202,21 +201,21 @@ def _before_step(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Look at a step of any optimizer; the hook does not keep ``passes`` alive."""
+    """Step pre-hook of all optimizers; the weak reference lets ``passes`` die."""
     found = passes()
     if found is not None and not torch.compiler.is_compiling():
         found.step(optimizer, has_closure=len(args) > 1 or bool(kwargs))
 
 
 class _Begin:
-    """The hook of one root; copies of the module share it."""
+    """Forward pre-hook of one root; copies of the module share it."""
 
     def __init__(self, passes: Passes, root: nn.Module) -> None:
         self._passes = passes
         self._root = type(root).__name__
         self._number = 0
         self._plain: dict[str, tuple[int, bool]] = {}
-        """Parameters without a style, by name: which it was, and whether it had no values yet."""
+        """Parameters without a style, by name: their ``id``, and whether they were on meta."""
         self._is_verified = False
 
     def expect(self, plain: Sequence[tuple[str, nn.Parameter]]) -> None:
@@ -252,7 +251,7 @@ class _Begin:
         return self
 
     def plain_of(self, root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-        """List parameters without a style that are as they were, or sharded over other axes."""
+        """Yield parameters without a style that are the same objects, or DTensors by now."""
         for name, parameter in root.named_parameters():
             known, was_empty = self._plain.get(name, (0, False))
             is_same = not parameter.is_meta and (known == id(parameter) or was_empty)

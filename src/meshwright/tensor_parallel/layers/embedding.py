@@ -1,7 +1,7 @@
-"""Embeddings whose weights are cut over ranks, by rows of the vocabulary or by features.
+"""Embeddings whose weights are sharded over ranks, by rows of the vocabulary or by features.
 
-A lookup in rows that another rank holds gives zeros here, and the sum over ranks is the embedding.
-``padding_idx``, ``max_norm`` and ``scale_grad_by_freq`` are those of the whole table.
+A lookup of another rank's row gives zeros here; the sum over ranks is the embedding.
+``padding_idx``, ``max_norm`` and ``scale_grad_by_freq`` refer to the full table.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshwright.torch_internals.tensors import assert_soon
 
 
 def check_embedding(module: nn.Embedding, name: str, *, is_by_rows: bool) -> None:
-    """Raise ValueError for what a table that is cut cannot honor."""
+    """Raise ValueError for options that a sharded table does not support."""
     if module.sparse:
         raise ValueError(
             f"{name}: expected an embedding with dense gradients, found sparse=True: a part of a "
@@ -34,7 +34,7 @@ def check_embedding(module: nn.Embedding, name: str, *, is_by_rows: bool) -> Non
 
 
 class ColumnEmbedding(Cut, nn.Embedding):
-    """An embedding that holds some of the features of every row. Made by `ColwiseParallel`."""
+    """An embedding with some of the features of every row. Made by `ColwiseParallel`."""
 
     @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -53,7 +53,7 @@ class ColumnEmbedding(Cut, nn.Embedding):
 
 
 class RowEmbedding(Cut, nn.Embedding):
-    """An embedding that holds some of the rows. Made by `RowwiseParallel`."""
+    """An embedding with some of the rows. Made by `RowwiseParallel`."""
 
     @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -110,7 +110,7 @@ def _weight(module: nn.Embedding) -> torch.Tensor:
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of a part of a table; the id behind its last row, on other ranks, gives zeros."""
+    """Lookup in this rank's rows; ids of other ranks' rows, set to ``rows``, give zeros."""
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
@@ -134,6 +134,6 @@ class _Lookup(torch.autograd.Function):
     ) -> tuple[torch.Tensor, None, None, None, None]:
         (ids,) = ctx.saved_tensors  # pyrefly: ignore[missing-attribute]
         rows, padding, by_frequency = ctx.kept  # pyrefly: ignore[missing-attribute]
-        # What belongs to other ranks falls into one more row, which is dropped.
+        # Gradients of other ranks' rows collect in one extra row, which is dropped.
         found = torch.ops.aten.embedding_dense_backward(grad, ids, rows + 1, padding, by_frequency)
         return found[:rows], None, None, None, None

@@ -1,20 +1,20 @@
-"""Linear layers whose weights are cut over ranks: one autograd node with its communication.
+"""Linear layers whose weights are sharded over ranks: one autograd node with its communication.
 
 ::
 
-    columns (ColwiseParallel)   y  = X W_r^T + b_r       X is whole, y a part of the features
-                                dX = sum_r dy W_r        starts, dW_r is computed meanwhile
-    rows (RowwiseParallel)      Y  = sum_r x_r W_r^T + b x_r is a part of the features
+    columns (ColwiseParallel)   y  = X W_r^T + b_r       X has all features, y some of them
+                                dX = sum_r dy W_r        overlaps with the computation of dW_r
+    rows (RowwiseParallel)      Y  = sum_r x_r W_r^T + b x_r has some of the features
                                 dx_r = dY W_r            nothing is sent
 
 With a layout ``Shard(dim)`` of the input (columns) or output (rows) the all-reduce is a
 reduce-scatter along that dim, and the other direction an all-gather.
 
-A layer by columns may hold several matrices side by side, such as query, key and value. A rank
-holds its part of each, one after the other, and its output is made of as many parts.
+A column-parallel layer may have several matrices side by side, such as query, key and value. Each
+rank has its shard of each, one after the other, and its output has as many parts.
 
-A ``Conv1D`` of Hugging Face's GPT-2 holds its matrix as (input features, output features). It is
-known by what it holds, so that nothing of that package is imported.
+A ``Conv1D`` of Hugging Face's GPT-2 stores its matrix as (input features, output features). It is
+recognized by its attributes, without importing that package.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class Settings:
     is_local: bool
     """True when the module returns a local tensor."""
     partial_bias: PartialGradient | None = None
-    """Sums the gradient of a bias that each rank adds to other elements."""
+    """Sums the gradient of a replicated bias of which each rank uses another part."""
     parts: int = 1
-    """The number of matrices that lie side by side in the output features."""
+    """The number of matrices side by side in the output features."""
 
     @property
     def partial(self) -> tuple[tuple[str, str, PartialGradient], ...]:
-        """Path of the owner, name, and what sums the gradient, where it is a partial sum."""
+        """(path of the owner, name, summing object) of each parameter with a partial gradient."""
         return () if self.partial_bias is None else (("", "bias", self.partial_bias),)
 
     def __deepcopy__(self, memo: object) -> Settings:
@@ -79,7 +79,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """The weight at rest, as it was in the forward: a leaf does not see that it is written to."""
+    """The version of the weight at rest in the forward: autograd's own check sees only the leaf."""
 
     name: str
     weight: nn.Parameter | None
@@ -93,7 +93,7 @@ class _Saved:
         return _Saved(name, weight, version_of(weight))
 
     def check(self) -> None:
-        """Raise RuntimeError where the weight has been written to since."""
+        """Raise RuntimeError if the weight has been written since the forward."""
         if self.weight is not None and version_of(self.weight) != self.version:
             raise RuntimeError(
                 f"{self.name}.weight has been modified by an inplace operation between forward and "
@@ -104,27 +104,27 @@ class _Saved:
 
 @dataclass(frozen=True, slots=True)
 class _Passage:
-    """The way of the whole side of a linear layer: ``dim`` None is an all-reduce."""
+    """How the unsharded side of a layer communicates: ``dim`` None means an all-reduce."""
 
     axis: Communicator
     labels: Labels
     dim: int | None
     total: int
-    """Rows of the whole along ``dim``."""
+    """Rows of the full tensor along ``dim``."""
     saved: _Saved
     is_summed: bool = False
-    """True when somebody else sums the gradients of the whole."""
+    """True when the caller's DTensor sums the gradients of the input."""
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Check for ``nx`` input, ``nf`` output features, and a weight of that shape."""
+    """Whether ``module`` has attributes ``nx`` and ``nf``, and a weight of that shape."""
     shape = getattr(module, "nx", None), getattr(module, "nf", None)
     weight = getattr(module, "weight", None)
     return isinstance(weight, torch.Tensor) and tuple(weight.shape) == shape
 
 
 class ColumnLinear(Cut, nn.Linear):
-    """A linear layer that holds some of the output features. Made by `ColwiseParallel`."""
+    """A linear layer with some of the output features. Made by `ColwiseParallel`."""
 
     @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -134,7 +134,7 @@ class ColumnLinear(Cut, nn.Linear):
 
 
 class RowLinear(Cut, nn.Linear):
-    """A linear layer that holds some of the input features. Made by `RowwiseParallel`."""
+    """A linear layer with some of the input features. Made by `RowwiseParallel`."""
 
     @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -147,14 +147,14 @@ ColumnLinear.__name__ = RowLinear.__name__ = "Linear"  # which a printed model s
 
 
 class _Conv1D(Cut):
-    """Either of the classes that are put before that of a ``Conv1D``."""
+    """The base of the classes that are mixed in before a ``Conv1D``."""
 
     nx: int
     nf: int
 
 
 class ColumnConv1D(_Conv1D):
-    """A ``Conv1D`` that holds some of the output features: put before the module's own class."""
+    """Mixin of a ``Conv1D`` with some of the output features, before the module's own class."""
 
     @untraced
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -163,7 +163,7 @@ class ColumnConv1D(_Conv1D):
 
 
 class RowConv1D(_Conv1D):
-    """A ``Conv1D`` that holds some of the input features: put before the module's own class."""
+    """Mixin of a ``Conv1D`` with some of the input features, before the module's own class."""
 
     @untraced
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -174,7 +174,7 @@ class RowConv1D(_Conv1D):
 def _by_columns(
     module: nn.Module, settings: Settings, input: torch.Tensor, features: tuple[int, int]
 ) -> torch.Tensor:
-    """Compute this rank's output; ``features`` are those of the whole input and output."""
+    """Compute this rank's output; ``features`` are the full input and output features."""
     site = settings.site
     given = site.arrive(input, settings.input, features=features[0], is_copied=True)
     _check_features(features[0], given, site, "ColwiseParallel")
@@ -193,7 +193,7 @@ def _by_columns(
     x, weight, bias = _autocast(given.local, weight, bias)
     y = _Columns.apply(x, weight, bias, passage)
     if settings.parts > 1:
-        # No layout of ours: whoever takes it for one part of the features is told.
+        # No layout of a style matches this, so a style that takes it as Shard raises.
         return mark(y, side_by_side(y.ndim - 1, settings.parts), site.axis, site.labels.name)
     found = Arrival(y, Shard(y.ndim - 1), (*y.shape[:-1], features[1]))
     return site.leave(found, settings.output, is_local=settings.is_local)
@@ -202,7 +202,7 @@ def _by_columns(
 def _by_rows(
     module: nn.Module, settings: Settings, input: torch.Tensor, features: tuple[int, int]
 ) -> torch.Tensor:
-    """Compute the sum over ranks; ``features`` are those of the whole input and output."""
+    """Compute the sum over ranks; ``features`` are the full input and output features."""
     site = settings.site
     given = site.arrive(input, settings.input, features=features[0])
     _check_features(features[0], given, site, "RowwiseParallel")
@@ -216,7 +216,7 @@ def _by_rows(
     if isinstance(output, Partial):
         y = functional.linear(x, weight)
         if bias is not None:
-            # Added once, by rank 0, and each rank has its gradient.
+            # Only rank 0 adds the value, but every rank gets the gradient.
             y = y + (bias if site.axis.rank == 0 else bias - bias.detach())
         return site.leave(Arrival(y, output, shape), output, is_local=settings.is_local)
     dim = output.dim if isinstance(output, Shard) else None
@@ -229,8 +229,8 @@ def _by_rows(
 
 
 def _leaves(module: nn.Module, settings: Settings) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Find the leaves of the weight, as (output features, input features), and of the bias."""
-    # As attributes: data parallelism may keep the whole ones beside the registered parameters.
+    """Return local leaves of the weight, as (output, input features), and of the bias."""
+    # Read attributes, not `_parameters`: data parallelism may put the gathered ones beside them.
     given: Any = module.weight
     bias: Any = module.bias
     weight = local_part_of(given).t() if isinstance(module, _Conv1D) else local_part_of(given)
@@ -240,7 +240,7 @@ def _leaves(module: nn.Module, settings: Settings) -> tuple[torch.Tensor, torch.
 
 
 def _check_part(weight: torch.Tensor, dim: int, whole: int, site: Site) -> None:
-    """Raise LayoutError for a whole weight where this rank's part was, given anew since."""
+    """Raise LayoutError for an unsharded weight that has replaced this rank's shard."""
     axis = site.axis
     if weight.shape[dim] == whole and chunk(whole, axis.size, axis.rank)[1] != whole:
         raise LayoutError(
@@ -251,7 +251,7 @@ def _check_part(weight: torch.Tensor, dim: int, whole: int, site: Site) -> None:
 
 
 def _check_features(whole: int, given: Arrival, site: Site, style: str) -> None:
-    """Raise ValueError where the layout of the input is not the declared one, before it is sent."""
+    """Raise ValueError, before sending, if the input's features do not fit its layout."""
     found = given.local.shape[-1]
     last = given.local.ndim - 1
     is_cut = isinstance(given.placement, Shard) and given.placement.dim == last
@@ -281,7 +281,7 @@ def _check_features(whole: int, given: Arrival, site: Site, style: str) -> None:
 def _autocast(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Convert as autocast does before a linear layer; autograd converts gradients back."""
+    """Cast as autocast does before a linear layer; autograd casts gradients back."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64 or x.is_complex():
         return x, weight, bias
@@ -313,7 +313,7 @@ class _Columns(torch.autograd.Function):
         x, weight, whole = ctx.saved_tensors  # pyrefly: ignore[missing-attribute]
         passage: _Passage = ctx.passage  # pyrefly: ignore[missing-attribute]
         needs = ctx.needs_input_grad  # pyrefly: ignore[missing-attribute]
-        if torch.is_grad_enabled():  # a gradient of these gradients will be asked for
+        if torch.is_grad_enabled():  # a double backward will follow
             whole = _as_whole(x, passage)
         rows = _matrix(grad)
         finish: Callable[[], torch.Tensor] | None = None
@@ -355,7 +355,7 @@ class _Rows(torch.autograd.Function):
         rows = _matrix(whole)
         of_bias = None
         if needs[2]:
-            # Of the whole, which is here for the weight: its own sum would be a further message.
+            # Sum the gathered gradient, which is here for the weight: no further message.
             of_bias = _matrix(_same_whole(grad, whole, passage)).sum(0)
         of_input = None
         if needs[0]:
@@ -371,7 +371,7 @@ def _matrix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _as_whole(x: torch.Tensor, passage: _Passage) -> torch.Tensor:
-    """Compute the whole of ``x`` in a backward, of which each rank goes on to use another part."""
+    """Gather the full ``x`` in a backward, where each rank uses another part of it."""
     axis, labels, dim = passage.axis, passage.labels, passage.dim
     if dim is None:
         return copy_to(x, axis, labels.turned()) if torch.is_grad_enabled() else x
@@ -382,7 +382,7 @@ def _as_whole(x: torch.Tensor, passage: _Passage) -> torch.Tensor:
 
 
 def _same_whole(x: torch.Tensor, whole: torch.Tensor, passage: _Passage) -> torch.Tensor:
-    """Compute the ``whole`` of ``x`` in a backward that goes on the same on each rank."""
+    """Return the ``whole`` of ``x`` in a backward, where every rank uses it alike."""
     if passage.dim is None:
         return x
     if not torch.is_grad_enabled():
@@ -392,7 +392,7 @@ def _same_whole(x: torch.Tensor, whole: torch.Tensor, passage: _Passage) -> torc
 
 
 def _start_sum(grad: torch.Tensor, passage: _Passage) -> Callable[[], torch.Tensor]:
-    """Begin to sum the gradient of a whole over the ranks."""
+    """Start to sum the gradient of an unsharded input over the ranks."""
     axis, labels, dim = passage.axis, passage.labels, passage.dim
     if passage.is_summed:
         return lambda: grad

@@ -1,8 +1,8 @@
-"""Modules that run on this rank's part of a sequence, with parameters that every rank holds.
+"""Modules that run on this rank's shard of a sequence, with replicated parameters.
 
-While the forward runs, the parameters are leaves over the local tensors (``self.weight`` is one
-there); before and after, whatever it ends with, they are the DTensors. Each rank uses them on other
-positions, so that their gradients are partial sums.
+During the forward, the parameters are leaves over the local tensors (including ``self.weight``);
+before and after, even after an error, they are the DTensors. Each rank uses them on other
+positions, so their gradients are partial sums.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ class Sequence:
 
     site: Site
     dim: int | None
-    """The dim of the activations that is cut; None for any one of local tensors."""
+    """The sharded dim of the activations; None for any dim of local tensors."""
     is_local: bool
     partial: tuple[tuple[str, str, PartialGradient], ...]
-    """Path of the owner, name, and what sums the gradient."""
+    """(path of the owner, name, summing object) of each parameter."""
 
     def __deepcopy__(self, memo: object) -> Sequence:
         return self
 
 
 class SequencePart(Cut):
-    """The class that `SequenceParallel` puts before a module's own."""
+    """The mixin that `SequenceParallel` puts before a module's own class."""
 
     @untraced
     def forward(self, *inputs: object, **options: object) -> object:
         """Run the module's own forward on local tensors; the first input is the sequence.
 
-        Raises ValueError when that is not a tensor, TypeError when the output is not. Where any dim
-        may be cut, inputs and output are what the module takes and gives.
+        Raises ValueError when that is not a tensor, TypeError when the output is not. If any dim
+        may be sharded, inputs and outputs are passed through unchanged.
         """
         if self._tensor_parallel.dim is None:
             with self._on_leaves():
@@ -62,7 +62,7 @@ class SequencePart(Cut):
         return self._on_part(self._tensor_parallel.dim, inputs, options)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Assign a parameter. Raises ValueError for a plain one: nothing would sum its gradient."""
+        """Register a parameter. Raises ValueError for a plain one in place of a DTensor."""
         settings = self._tensor_parallel
         is_summed = any(not path and key == name for path, key, _ in settings.partial)
         if is_summed and param is not None and not is_dtensor(param):
@@ -76,7 +76,7 @@ class SequencePart(Cut):
 
     @property
     def _drops(self) -> bool:
-        """True where the mask is to be that of one process; ours knows what it is a part of."""
+        """True for torch's dropout in training, which needs a DTensor to draw the global mask."""
         return self.training and isinstance(self, _DROPPING) and not isinstance(self, Dropout)
 
     def _on_part(
@@ -107,7 +107,7 @@ class SequencePart(Cut):
 
     @contextmanager
     def _on_leaves(self) -> Iterator[None]:
-        """Put local leaves in place of parameters, but for those that a manager has replaced."""
+        """Replace parameters by local leaves in the block; skip those that are not DTensors."""
         settings = self._tensor_parallel
         forget_unsummed(settings.site.axis)
         at_rest: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
