@@ -24,7 +24,8 @@ class Net(nn.Linear):
 
 
 number: int = mw.fully_shard(Net(2, 2)).own()
-numbers: list[int] = [net.own() for net in mw.fully_shard([Net(2, 2)], reshard_after_forward=2)]
+several = [Net(2, 2)]
+numbers: list[int] = [net.own() for net in mw.fully_shard(several, reshard_after_forward=2)]
 number = mw.replicate(Net(2, 2), bucket_cap_mb=3).own()
 number = mw.parallelize_module(Net(2, 2), mw.init_device_mesh("cpu", (2,)), {}).own()
 first, second = mw.fully_shard(Net(2, 2)), mw.replicate(Net(2, 2))

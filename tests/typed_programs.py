@@ -46,7 +46,7 @@ def check(files: Sequence[Path]) -> bool:
     where = ["--search-path", ROOT / "src", "--python-interpreter-path", sys.executable]
     commands = (
         ["mypy", "--config-file", ROOT / "pyproject.toml"],
-        ["pyrefly", "check", "--preset", "basic", *where, *absent],
+        ["pyrefly", "check", "--preset", "default", *where, *absent],
     )
     codes = [
         subprocess.run([sys.executable, "-m", *command, *files], cwd=files[0].parent).returncode

@@ -110,6 +110,8 @@ def test_plain_parameters_of_one_process() -> None:
     assert flat.grad is not None
     assert flat.grad.sum() == 48
     assert flat.grad.data_ptr() == flat.grad.data_ptr()
+    flat.grad = flat.grad.clamp_(0.0, 0.5)  # the memory that it is
+    assert flat.grad.sum() == 24
 
     late = many(torch.ones(1, 6).double()).sum()
     torch.optim.SGD(flats).step()

@@ -162,7 +162,8 @@ class FlatParameter(ManyInOne):
             for member in self.members:
                 member.parameter.grad = None
         else:
-            self._gathered([None] * len(self.members)).copy_(gradient)
+            given = gradient.clone()  # it may be the line itself, which is zeroed next
+            self._gathered([None] * len(self.members)).copy_(given)
 
     def __deepcopy__(self, memo: object) -> FlatParameter:
         raise TypeError(

@@ -291,6 +291,8 @@ BODIES = [
 ]
 
 
+# Of the buffer that the test writes on each rank.
+@pytest.mark.filterwarnings("ignore:the forward pass has written buffer 'shift'")
 @pytest.mark.few(2)
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__.removeprefix("body_"))
 def test_beside_torch(ranks: Ranks, body: Callable[[], None]) -> None:

@@ -138,7 +138,6 @@ class ReplicateState:
         """The live replica, with its ``device_ids``; None before the first forward pass."""
         return self._replica
 
-    @apart
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -150,7 +149,6 @@ class ReplicateState:
             return self.replica.before_traced(module, args, kwargs)
         return self.replica.before_forward(args, kwargs)
 
-    @apart
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         """Forward hook of the module: ends a pass."""
         if not torch.compiler.is_compiling():
