@@ -9,10 +9,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 
-__all__ = ["lookup"]
+__all__ = ["names_inside"]
 
 
-def lookup(names: Mapping[str, str]) -> Callable[[str], object]:
+def names_inside(names: Mapping[str, str]) -> Callable[[str], object]:
     """Make the ``__getattr__`` of a room: by module, its names, "name as other" where two meet."""
     places = {}
     for module, listed in names.items():

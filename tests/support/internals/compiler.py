@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from support.internals import lookup
+from support.internals import names_inside
 
-__getattr__ = lookup(
+__getattr__ = names_inside(
     {
         "meshwright.compiler.bucket_pass": "check_buckets, fuse_marks, peak_bytes",
         "meshwright.compiler.bucket_plan": "ALONE_BYTES, describe, marks_of, plan_marks",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from support.internals import lookup
+from support.internals import names_inside
 
-__getattr__ = lookup(
+__getattr__ = names_inside(
     {
         "meshwright.fsdp.auto_wrap": "deferred_parameters",
         "meshwright.fsdp.building": "resolve_device_id",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from support.internals import lookup
+from support.internals import names_inside
 
-__getattr__ = lookup(
+__getattr__ = names_inside(
     {
         "meshwright.precision": "FloatName, Precision, dtype_bytes",
     }
