@@ -93,7 +93,6 @@ def test_long_parameters_stand_alone_and_keep_their_gradients() -> None:
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.filterwarnings("ignore:no rank has a gradient of:UserWarning")
 def test_plain_parameters_of_one_process() -> None:
     one = Net()
     many = copy.deepcopy(one)
@@ -160,7 +159,6 @@ def body_over_axes(tensor: int) -> None:
         assert local_of(many[0].weight).untyped_storage().data_ptr() in memory
 
 
-@pytest.mark.filterwarnings("ignore:no rank has a gradient of:UserWarning")
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("size", "tensor"), [(2, 2), (2, 1)])
 def test_two_ranks(ranks: Ranks, size: int, tensor: int) -> None:

@@ -151,7 +151,6 @@ def body_training(use_orig_params: bool) -> None:
             clip_grad_norm_(model, 0.5)
 
 
-@pytest.mark.filterwarnings("ignore:no rank has a gradient of:UserWarning")
 @pytest.mark.parametrize("use_orig_params", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_facade_trains_cut_modules_as_one_process(ranks: Ranks, use_orig_params: bool) -> None:
     ranks(4, body_training, use_orig_params)
