@@ -19,12 +19,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from meshwright import comm, launch
+from meshwright import comm
 from meshwright.comm import process_groups
 from meshwright.errors import CollectiveTimeoutError, LaunchError, RankFailedError
 from meshwright.testing import Ending, Outcome, Ranks, RanksFailed
 from support.comm import late_device
-from support.internals.comm import nccl, registry, waiting, watching
+from support.internals.comm import launch, nccl, registry, waiting, watching
 
 
 def shorten() -> None:

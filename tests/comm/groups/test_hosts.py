@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from meshwright import comm, launch
+from meshwright import comm
 from meshwright.comm import shared_memory
 from meshwright.errors import CommunicationError
 from meshwright.testing import Ranks
 from support.comm.operations import check_operations
-from support.internals.comm import arena, joining, registry
+from support.internals.comm import arena, joining, launch, registry
 
 
 def pretend_host(name: str) -> None:

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from meshwright import launch
 from meshwright.errors import LaunchError, RankFailedError
-from support.internals.comm import first_failure, record_failure
+from support.internals.comm import first_failure, launch, record_failure
 
 RANK = """
 import os, sys, time

@@ -10,8 +10,7 @@ from _thread import start_new_thread
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from meshwright.comm import Clock
-from support.internals.comm import Arrival, Worker
+from support.internals.comm import Arrival, Clock, Worker
 
 T = TypeVar("T")
 
