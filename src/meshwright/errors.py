@@ -128,7 +128,7 @@ class InternalError(MeshwrightError, RuntimeError):
     """A bug of Meshwright, never a mistake of its user."""
 
 
-_INSIDE = (str(Path(__file__).parent), f"{Path('site-packages', 'torch')}/", "/contextlib.py")
+_INSIDE = (f"{Path(__file__).parent}/", f"{Path('site-packages', 'torch')}/", "/contextlib.py")
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:

@@ -38,5 +38,6 @@ them would have marks that belong to no forward."""
 apart = never_first
 """A decorator: no compiler begins with the function's frame, nor with those that it calls.
 
-For hooks that ask `torch.compiler.is_compiling` and then call through `untraced`. Between graphs
-they are called directly; without a compiler this costs nothing."""
+For what runs beside graphs: implementations of operators, and hooks that ask
+`torch.compiler.is_compiling` and then call through `untraced`. Not for a hook that chooses in a
+trace where gradients are reduced. Without a compiler this costs nothing."""
