@@ -115,6 +115,10 @@ def test_refuses_what_cannot_be_clipped() -> None:
     for order in (0.0, -1.0, math.nan):
         with pytest.raises(ValueError, match="expected norm_type > 0"):
             clip_grad_norm_(weight, 1.0, order)
+    of_complex = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    of_complex.grad = torch.full_like(of_complex, complex(0.0, math.inf))
+    with pytest.raises(RuntimeError, match="gradient of 'parameter 0' is not finite"):
+        clip_grad_norm_(of_complex, 1.0, error_if_nonfinite=True)
 
 
 def body_spread_norm(norm_type: float) -> None:

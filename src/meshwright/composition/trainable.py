@@ -531,7 +531,7 @@ class Trainable:
                 exchange=partial(exchange, "loss"),
             )
 
-        with phase("compare gradients", step=step):
+        with phase("compare gradients", step=step + 1):
             held = list(self.named_parameters().items())
             verify_gradients(tensor, held, partial(exchange, "gradients"), self._late)
             self._late.look(loss.reshape(1), judge)

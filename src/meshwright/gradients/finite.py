@@ -156,5 +156,6 @@ def non_finite_gradients(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]
     return [
         name
         for name, parameter in reversed(list(named))
-        if parameter.grad is not None and not math.isfinite(local_part(parameter.grad).sum().item())
+        if parameter.grad is not None
+        and not math.isfinite(abs(local_part(parameter.grad).sum().item()))
     ]

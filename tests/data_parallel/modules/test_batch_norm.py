@@ -183,3 +183,13 @@ def test_it_is_said_once_where_nothing_was_chosen(ranks: Ranks, case: Callable[[
 
 def test_one_rank_has_nothing_to_say(ranks: Ranks) -> None:
     ranks(1, lambda: loss(replicate(net()), torch.randn(4, 3, dtype=torch.float64)).backward())
+
+
+def body_one_value() -> None:
+    norm = synchronize_batch_norm(nn.BatchNorm1d(4).double(), communicator())
+    with pytest.raises(ValueError, match="expected more than one value per channel"):
+        norm(torch.randn(1, 4, dtype=torch.float64))
+
+
+def test_one_value_a_channel_has_no_variance(ranks: Ranks) -> None:
+    ranks(1, body_one_value)

@@ -159,6 +159,11 @@ def _forward(
     dims = [0, *range(2, x.ndim)]
     channels = x.shape[1]
     count = x.numel() // channels
+    if count * communicator.size < 2:
+        raise ValueError(
+            f"{label}: expected more than one value per channel over all ranks in training, got "
+            f"input size {list(x.shape)}: their variance is not known"
+        )
     own_mean = wide.sum(dims) / max(count, 1)
     own_squares = (wide - _spread(own_mean, x.ndim)).square().sum(dims)
     row = torch.cat([own_mean.new_full((1,), count), own_mean, own_squares]).unsqueeze(0)
