@@ -279,6 +279,7 @@ class Trainable:
         If parameters are sharded, all ranks must call this.
         """
         settle()
+        self._passes.happens(Event("an evaluation"))
         with evaluating(self.module), self._autocast():
             output = call_module(self.module, batch)
             local = apply_loss(self._loss, output, target)
