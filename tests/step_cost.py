@@ -1,16 +1,22 @@
-"""Calls of the library's own functions in one warm step, rank 0 of 2, shared memory.
+"""What one warm step runs of the library's own code, rank 0 of 2, shared memory.
 
-Run it as a program, with src on PYTHONPATH: ``python tests/step_cost.py`` prints two counts for
-each kind of step, the least of some steps: of all calls, and of those outside of shared memory,
-where a wait that takes longer asks more often. The second is the same in every run.
+Run it as a program, with src on PYTHONPATH: ``python tests/step_cost.py`` prints
+
+* calls: two counts for each kind of step, the least of some steps: of all calls, and of those
+  outside of shared memory, where a wait that takes longer asks more often. The second is the same
+  in every run;
+* the walk: distinct functions and files, above ``comm`` and in all without shared memory, of a
+  forward and a backward without an optimizer. Step 4, which takes a digest of weights, and step 6
+  are counted each by itself; the larger numbers count.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import NamedTuple
 
 import torch
@@ -25,10 +31,11 @@ from meshwright.pipelining import PipelineStage, Schedule1F1B
 from meshwright.plan import Plan
 from meshwright.testing import ranks
 
-__all__ = ["STEPS", "measure"]
+__all__ = ["PASSES", "STEPS", "Walk", "measure", "walk"]
 
 ROOT = str(Path(meshwright.__file__).parent)
 INSIDE = str(Path(ROOT, "comm", "shared_memory"))
+COMM = str(Path(ROOT, "comm"))
 WARM = 6
 COUNTED = 5
 
@@ -136,7 +143,77 @@ def measure(name: str) -> Calls:
     return calls_of(STEPS[name]())
 
 
+# -------------------------------------------------------------------------------- the walk
+
+
+class Walk(NamedTuple):
+    """Distinct functions and files of ours that one pass runs."""
+
+    above: int
+    """Functions above ``comm``."""
+    files_above: int
+    functions: int
+    """Functions outside of shared memory."""
+    files: int
+
+
+def walk_of(step: Callable[[], object]) -> Walk:
+    """Count what steps 4 and 6 run; the larger of each number."""
+    found: list[Walk] = []
+    for number in range(1, 7):
+        if number not in (4, 6):
+            step()
+            continue
+        seen: set[CodeType] = set()
+
+        def hear(frame: FrameType, event: str, _: object, seen: set[CodeType] = seen) -> None:
+            if event == "call" and frame.f_code.co_filename.startswith(ROOT):
+                seen.add(frame.f_code)
+
+        sys.setprofile(hear)
+        threading.setprofile(hear)
+        try:
+            step()
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+        outside = {code for code in seen if not code.co_filename.startswith(INSIDE)}
+        above = {code for code in outside if not code.co_filename.startswith(COMM)}
+        files = [len({code.co_filename for code in codes}) for codes in (above, outside)]
+        found.append(Walk(len(above), files[0], len(outside), files[1]))
+    dist.barrier()
+    return Walk(*map(max, zip(*found, strict=True)))
+
+
+def two_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+
+def sharded_pass() -> Callable[[], object]:
+    model = two_layers()
+    fully_shard(model[0])
+    fully_shard(model[2])
+    fully_shard(model)
+    x = torch.randn(4, 8)
+    return lambda: model(x).sum().backward()
+
+
+def replicated_pass() -> Callable[[], object]:
+    model, x = replicate(two_layers()), torch.randn(4, 8)
+    return lambda: model(x).sum().backward()
+
+
+PASSES = {"fully_shard": sharded_pass, "replicate": replicated_pass, "1F1B": pipelined_step}
+
+
+def walk(name: str) -> Walk:
+    torch.manual_seed(0)
+    return walk_of(PASSES[name]())
+
+
 if __name__ == "__main__":
     for name in STEPS:
         calls = ranks(2, measure, name)[0]
         print(f"{name:12} {calls.total:6d} {calls.outside:6d}")
+    for name in PASSES:
+        print(name, ranks(2, walk, name)[0])
