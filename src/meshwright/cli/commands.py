@@ -1,4 +1,4 @@
-"""The commands by name, and `main`, which runs one; each is loaded when it is given."""
+"""The commands by name, and `main`, which runs one; a command's module is imported on use."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 
 def command(name: str) -> type[Command]:
-    """The command ``name``; loads its module, and what that needs."""
+    """Return the class of the command ``name``; imports its module."""
     return getattr(import_module(f"meshwright.cli.{name.split()[0]}"), COMMANDS[name][0])
 
 
