@@ -24,9 +24,8 @@ class Precision:
     parameters: FloatName = "float32"
     """Parameters and buffers as the user sees them, and as they are saved.
 
-    A value other than the default converts all floating-point tensors of the model, also those of
-    modules with a dtype of their own; the default leaves a mixed model as it is. Complex tensors
-    are never converted.
+    Any but the default converts all floating-point tensors of the model, also in modules with a
+    dtype of their own; the default leaves a mixed model as it is. Complex ones are never converted.
     """
     compute: FloatName | None = None
     """Forward and backward; by default that of ``parameters``."""

@@ -24,8 +24,7 @@ class CompareCommand:
     second: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN_B")]
     """The folder of another run."""
     tolerance: Annotated[str, tyro.conf.arg(metavar="X")] = ""
-    """Relative difference that counts as rounding; by default 1e-9 for float64, 1e-3 for float32,
-    3e-2 for smaller dtypes, by the narrowest dtype of a step."""
+    """Relative difference that is rounding; by default, by dtype, 1e-9 (float64), 1e-3 or 3e-2."""
 
     def run(self, words: list[str]) -> int:
         """Print the findings."""

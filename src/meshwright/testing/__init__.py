@@ -77,7 +77,7 @@ _HOMES = MappingProxyType({name: home for home, names in _NAMES.items() for name
 
 
 def __getattr__(name: str) -> object:
-    """Import the module that holds ``name`` on its first use."""
+    """Import the module of ``name`` on first use."""
     if name not in _HOMES:
         raise AttributeError(f"module 'meshwright.testing' has no attribute {name!r}")
     return getattr(importlib.import_module(f"meshwright.{_HOMES[name]}"), name)

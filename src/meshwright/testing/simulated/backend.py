@@ -318,10 +318,7 @@ class SimulatedGroup(PythonGroup):
         self.bound_device_id = torch.device("cuda", 0)
 
     def split(self) -> None:
-        """Wait until all ranks enter the split of this communicator.
-
-        Raises `SimulationError` if one of them does not.
-        """
+        """Wait until all ranks enter this split. Raises `SimulationError` if one does not."""
         self._splits += 1
         keys = [f"split {self._splits} of rank {rank}" for rank in range(self.size())]
         self._store.set(keys[self.rank()], "")
@@ -426,9 +423,7 @@ def connected_device() -> Iterator[None]:
         comm.connect(BACKEND)
         default_group().bind()
         yield
-        with suppress(
-            RankFailedError
-        ):  # as for ranks on the host: every rank's outcome is reported
+        with suppress(RankFailedError):  # as on a host: every rank's own outcome is reported
             comm.disconnect()
 
 

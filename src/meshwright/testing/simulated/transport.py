@@ -258,9 +258,7 @@ class CommunicationStream:
         device, line = self._device, self.line
         line.wait_for(device.current)
         device.launch(text, reads, writes, line)
-        held = list(
-            tensors_in([*reads, *writes])
-        )  # before it runs: a sparse sum replaces its parts
+        held = list(tensors_in([*reads, *writes]))  # before it runs: a sparse sum gets new parts
         clock = line.snapshot()
 
         def run_here(gloo: Gloo) -> None:
