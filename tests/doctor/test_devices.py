@@ -120,13 +120,13 @@ def test_a_torch_without_nccl() -> None:
     ("machine", "said"),
     [
         (Invented(build="", loaded=""), ""),
-        (Invented(loaded=""), "torch is built with CUDA 13.0, and no NVIDIA driver is loaded"),
-        (Invented(build="", there=8), "8 GPUs are there, and torch was built without CUDA"),
+        (Invented(loaded=""), "torch is built with CUDA 13.0, but no NVIDIA driver is loaded"),
+        (Invented(build="", there=8), "8 GPUs are installed, but torch was built without CUDA"),
         (
             Invented(there=8, variables={"CUDA_VISIBLE_DEVICES": ""}),
-            "8 GPUs are there, and CUDA_VISIBLE_DEVICES='' hides them",
+            "8 GPUs are installed; CUDA_VISIBLE_DEVICES='' hides them",
         ),
-        (Invented(there=8), "8 GPUs are there, and torch (CUDA 13.0) cannot use any"),
+        (Invented(there=8), "8 GPUs are installed, but torch (CUDA 13.0) cannot use any"),
     ],
     ids=["none", "no driver", "no build", "hidden", "too old"],
 )

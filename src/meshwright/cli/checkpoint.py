@@ -98,7 +98,9 @@ class DiffCommand:
         for each in shown:
             print(f"{each.name}: {each.text}")
         more = f", {len(shown)} of them shown" if len(shown) < len(found) else ""
-        print(f"{len(found)} differences{more}" if found else "no difference")
+        print(
+            f"{len(found)} difference{'s' * (len(found) > 1)}{more}" if found else "no difference"
+        )
         return int(bool(found))
 
 
@@ -148,7 +150,7 @@ class ExportCommand:
         if ranks.is_first:
             print(f"wrote {self.target}: {checkpoint.FORMATS[self.to]}")
             if self.to == "hf" and not (Path(self.target) / "config.json").exists():
-                print("without config.json, which from_pretrained needs: give --config")
+                print("without config.json, which from_pretrained needs: add one with --config")
         return 0
 
 

@@ -106,7 +106,7 @@ class TrainCommand:
             lines = [str(error), resume_hint(folder, f"meshwright train {shlex.join(words)}")]
             if "signal 9" in lines[0]:
                 metrics = folder / METRICS
-                lines.append(f"signal 9 is nearly always memory: {metrics} has that of each rank")
+                lines.append(f"signal 9 is nearly always memory: {metrics} shows each rank's")
             raise LaunchError("\n".join(lines)) from None
 
 
@@ -213,8 +213,8 @@ def _summary(outcome: Outcome) -> list[str]:
     ]
     if outcome.loss is None and outcome.is_finished:
         lines = [
-            f"nothing left to do: all {outcome.steps} steps had been taken; for more give a larger "
-            "--run.steps and --run.accept_changes true, for a new run another --run.folder"
+            f"nothing left to do: all {outcome.steps} steps are done; to train longer, give a "
+            "larger --run.steps and --run.accept_changes true; for a new run, another --run.folder"
         ]
     if outcome.loss is not None:
         lines.append(f"training loss {outcome.loss:.4f}{of}")
@@ -244,5 +244,5 @@ def _summary(outcome: Outcome) -> list[str]:
             f"tensors    {outcome.tensors} (meshwright compare {outcome.folder} OTHER_RUN)"
         )
     if not outcome.is_finished:
-        lines.append(f"to resume, give the same command --resume {outcome.folder}")
+        lines.append(f"to resume, add --resume {outcome.folder} to the same command")
     return lines

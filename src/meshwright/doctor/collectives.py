@@ -39,7 +39,7 @@ def measure() -> Iterator[Finding]:
             name=name,
             value=f"{seconds * 1e6:,.0f} us (median, {MEASURED_RANKS} ranks, {answer['backend']})",
             problem=f"expected less than {bound * 1e6:,.0f} us" if is_slow else "",
-            remedy="end other work on these cores and measure again" if is_slow else "",
+            remedy="stop other work on these cores and measure again" if is_slow else "",
         )
 
 
@@ -65,7 +65,7 @@ def findings_of_gpus(ranks: int, answer: dict[str, Any]) -> Iterator[Finding]:
     yield Finding(
         name="communicators",
         value=f"1 of {ranks} ranks takes {answer['bytes'] / 2**20:.0f} MiB of each GPU; "
-        "a run has one for each axis, and pipelines some for neighbors",
+        "a run has one for each axis, and pipelines have more between neighbors",
     )
 
 
@@ -74,7 +74,7 @@ def _failed(name: str, ranks: int, error: str, variable: str) -> Finding:
         name=name,
         value="failed",
         problem=f"expected {ranks} ranks to reduce a tensor, found: {error}",
-        remedy=f"mend what it names; if it names no cause, set {variable}",
+        remedy=f"fix the cause it names; if it names none, set {variable}",
         is_broken=True,
     )
 

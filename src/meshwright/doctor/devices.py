@@ -49,22 +49,22 @@ def _unused(machine: Machine, gpus: Sequence[Gpu], build: str, driver: str) -> t
         return "", ""
     if not driver:
         return (
-            f"torch is built with CUDA {build}, and no NVIDIA driver is loaded",
-            "load the driver, or see that the container was given it; CPU ranks work without",
+            f"torch is built with CUDA {build}, but no NVIDIA driver is loaded",
+            "load the driver, or give the container access to it; CPU ranks do not need it",
         )
     if not build:
         return (
-            f"{machine.installed()} GPUs are there, and torch was built without CUDA",
+            f"{machine.installed()} GPUs are installed, but torch was built without CUDA",
             "install a build of torch with CUDA to use them",
         )
     if hidden is not None:
         return (
-            f"{machine.installed()} GPUs are there, and CUDA_VISIBLE_DEVICES={hidden!r} hides them",
+            f"{machine.installed()} GPUs are installed; CUDA_VISIBLE_DEVICES={hidden!r} hides them",
             "unset CUDA_VISIBLE_DEVICES to use them",
         )
     return (
-        f"{machine.installed()} GPUs are there, and torch (CUDA {build}) cannot use any",
-        f"see that driver {driver} is new enough, and that the container was given the GPUs",
+        f"{machine.installed()} GPUs are installed, but torch (CUDA {build}) cannot use any",
+        f"check that driver {driver} is new enough and that the container has access to the GPUs",
     )
 
 
@@ -75,7 +75,7 @@ def _memory_of(index: int, gpu: Gpu) -> Finding:
         name=f"cuda:{index}",
         value=f"{kind}{gpu.name}, {gpu.free / 2**30:.1f} of {gpu.total / 2**30:.1f} GiB free",
         problem="expected most of its memory to be free" if is_taken else "",
-        remedy="end other programs on it (nvidia-smi lists them)" if is_taken else "",
+        remedy="stop other programs on it (nvidia-smi lists them)" if is_taken else "",
     )
 
 
@@ -92,7 +92,7 @@ def _peers(machine: Machine, gpus: Sequence[Gpu]) -> Iterator[Finding]:
         value=f"{len(pairs) - len(lacking)} of {len(pairs)} pairs of GPUs",
         problem=f"expected all, found none for {shown}" if lacking else "",
         remedy="NCCL goes through the host's memory there, which is slower; "
-        "virtual machines and IOMMUs forbid peer access"
+        "virtual machines and IOMMUs often disable peer access"
         if lacking
         else "",
     )
@@ -105,7 +105,7 @@ def ranks_here(machine: Machine, gpus: Sequence[Gpu], nccl: str) -> Iterator[Fin
         name="ranks",
         value=f"{len(gpus)}, one for each GPU" + (", by NCCL" if nccl else ", on CPUs"),
         problem="expected whole GPUs, found slices, which NCCL does not connect" if slices else "",
-        remedy="run one rank for each job, or turn MIG off" if slices else "",
+        remedy="run jobs of one rank, or turn MIG off" if slices else "",
     )
 
 
@@ -125,7 +125,7 @@ def way_out(machine: Machine) -> Iterator[Finding]:
 def _interface(name: str, variable: str, found: Interface | str) -> Finding:
     value = found if isinstance(found, str) else f"{found.name} ({found.address})"
     if isinstance(found, str) or found.address.startswith("127."):
-        value += f"; on several hosts set {variable} to an interface that the others reach"
+        value += f"; on several hosts, set {variable} to an interface that the others can reach"
     return Finding(name=name, value=value)
 
 

@@ -109,7 +109,7 @@ def _memory() -> Iterator[Finding]:
         name="memory",
         value=f"{available / 2**30:.1f} GiB {source}",
         problem=f"expected at least {_LEAST_MEMORY / 2**30:g} GiB for two ranks" if is_low else "",
-        remedy="end other programs or raise the limit" if is_low else "",
+        remedy="stop other programs or raise the limit" if is_low else "",
     )
 
 
@@ -119,7 +119,7 @@ def _shared_memory() -> Iterator[Finding]:
         name="shared memory",
         value="not usable" if problem else "usable between the CPU ranks of this machine",
         problem=problem,
-        remedy="ranks use Gloo over loopback, which is slower; allow what it names" * bool(problem),
+        remedy="ranks use Gloo over loopback, which is slower; fix the cause" * bool(problem),
     )
 
 
@@ -157,7 +157,7 @@ def _network() -> Iterator[Finding]:
             port = server.getsockname()[1]
             socket.create_connection(("127.0.0.1", port), timeout=5).close()
     except OSError as error:
-        problem = f"expected to listen on 127.0.0.1 and to connect, found: {error}"
+        problem = f"expected to listen on 127.0.0.1 and connect to it, found: {error}"
     yield Finding(
         name="loopback port",
         value="none" if problem else f"{port} is free and answers",

@@ -282,19 +282,18 @@ class TrainConfig:
                 if (table, other) in given:
                     yield Problem(
                         (table, other),
-                        f"key '{other}' in [{table}] beside '{key}': either says what the other "
-                        "would, so remove one of them",
+                        f"key '{other}' in [{table}] conflicts with '{key}': remove one of them",
                     )
         for table, key, needed in _NEEDED:
             if getattr(getattr(self, table), key) and not getattr(getattr(self, table), needed):
                 yield Problem(
-                    (table, key), f"key '{key}' in [{table}] is for '{needed}': give that, too"
+                    (table, key), f"key '{key}' in [{table}] is for '{needed}', which is missing"
                 )
         if "lr" in self.optimizer.options and ("optimizer", "learning_rate") in given:
             yield Problem(
                 ("optimizer", "learning_rate"),
-                "key 'learning_rate' in [optimizer] beside 'lr' in its options: both are the "
-                "highest learning rate, so remove one of them",
+                "key 'learning_rate' in [optimizer] and 'lr' in its options both set the highest "
+                "learning rate: remove one of them",
             )
         size = self.plan.axes.size("tensor")
         if self.model.peft and size > 1:
@@ -304,7 +303,7 @@ class TrainConfig:
                 "tensor ranks; set tensor = 1 in [axes] and use shard or replicate",
             )
         if self.model.peft and self.is_byte_model:
-            yield Problem(("model", "peft"), "[model] peft is for hugging_face or factory")
+            yield Problem(("model", "peft"), "[model] peft needs hugging_face or factory")
 
 
 _BYTE_KEYS = (

@@ -137,8 +137,8 @@ def require_free(target: Path) -> None:
     """Raise ``PlanError`` when the folder of [run] export exists."""
     if os.path.lexists(target):
         raise PlanError(
-            f"[run] export = {target}: it exists and is never overwritten; move it away, or choose "
-            "another folder"
+            f"[run] export = {target}: it exists, and exports never overwrite; move it away, or "
+            "choose another folder"
         )
     require_folder(target, "export")
 
@@ -151,7 +151,7 @@ def require_folder(folder: Path, key: str = "folder") -> None:
         os.rmdir(tempfile.mkdtemp(prefix=".meshwright-", dir=standing))
     except OSError as error:
         raise PlanError(
-            f"[run] {key} = {folder}: expected a folder that is there or can be made, but in "
+            f"[run] {key} = {folder}: expected a folder that exists or can be created, but in "
             f"{standing} nothing can be written: {error.strerror}; choose another [run] {key}"
         ) from error
 

@@ -234,9 +234,9 @@ def _read(batch: object, *, takes_labels: bool, shifts: bool) -> tuple[object, o
     elif isinstance(target, Tensor) and not target.is_floating_point() and IGNORED in target:
         # Each share's loss is a mean over its own labels, whose number differs between shares.
         raise PlanError(
-            f"[loss]: labels of {IGNORED} are left out by the loss that the model takes itself, a "
-            "mean that weighs the ranks' shares alike however many labels each has: give [loss] "
-            "factory, a function of output and target that returns (sum, count)"
+            f"[loss]: the model's own loss is a mean over labels other than {IGNORED}, so shares "
+            "with fewer labels would count as much as others: give [loss] factory, a function of "
+            "output and target that returns (sum, count)"
         )
     if shifts and isinstance(target, Tensor):  # each position predicts the next token
         target = functional.pad(target[..., 1:], (0, 1), value=IGNORED)

@@ -24,11 +24,11 @@ _ZOOM = (
 )
 
 _MFU = (
-    "MFU is the number of floating-point operations that the model needs for the tokens of a "
-    "second, over what the devices of all ranks could do. A token needs 6 operations for each "
+    "MFU (model FLOPs utilization) is the number of floating-point operations a second that the "
+    "model needs, divided by the peak of all ranks' devices. A token needs 6 operations for each "
     "parameter that multiplies (not the embedding's) and 12 x layers x width x context for "
-    "attention, forward and backward (Chowdhery et al., PaLM, 2022, appendix B). A device can do "
-    "[run] peak_tflops, or what one large matrix product reached on rank 0 when the run began."
+    "attention, forward and backward (Chowdhery et al., PaLM, 2022, appendix B). The peak is [run] "
+    "peak_tflops, or the speed of one large matrix product on rank 0 when the run began."
 )
 
 
@@ -176,9 +176,9 @@ def _whole(timeline: Timeline, name: str = "") -> list[str]:
         legend([timeline]),
         _timeline(timeline),
         _rows(head, rows),
-        '<p class="note">Time during which each lane was busy; checks are the '
-        "collectives of checks, norms and losses, which no lane counts. Exposed is communication "
-        f"beside which nothing was computed. {_ZOOM}</p>",
+        '<p class="note">Time during which each lane was busy; checks are the collectives of '
+        "checks, norms and losses, which the lanes do not include. Exposed is the time of "
+        f"communication during which nothing was computed. {_ZOOM}</p>",
     ]
 
 
