@@ -98,9 +98,7 @@ class DiffCommand:
         for each in shown:
             print(f"{each.name}: {each.text}")
         more = f", {len(shown)} of them shown" if len(shown) < len(found) else ""
-        print(
-            f"{len(found)} difference{'s' * (len(found) > 1)}{more}" if found else "no difference"
-        )
+        print(f"differences: {len(found)}{more}" if found else "no difference")
         return int(bool(found))
 
 
@@ -128,7 +126,7 @@ class ExportCommand:
     dtype: Annotated[str, tyro.conf.arg(metavar="DTYPE")] = ""
     """Convert floating-point weights to float32, bfloat16, ...; by default, nothing changes."""
     shard_mb: Annotated[int, tyro.conf.arg(metavar="N")] = 5000
-    """For hf: the largest size of a file, in MB."""
+    """For hf: the size of a file, in MB."""
 
     def run(self, words: list[str]) -> int:
         """Write the weights, and print where they are."""
