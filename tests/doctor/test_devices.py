@@ -195,7 +195,7 @@ def test_the_ways_out_are_named_and_loopback_is_told() -> None:
         "NCCL to other hosts": "eth0 (10.0.0.7)",
     }
     (gloo,) = way_out(Invented(build="", network=(Interface(name="lo", address="127.0.0.1"),)))
-    assert gloo.value.startswith("none has 10.0.0.7; on several hosts set GLOO_SOCKET_IFNAME")
+    assert gloo.value.startswith("none has 10.0.0.7; on several hosts, set GLOO_SOCKET_IFNAME")
 
 
 def test_facts_of_this_machine_can_be_gathered() -> None:
