@@ -424,7 +424,6 @@ def _is_within(value: float, hint: object) -> bool:
 
 
 def _mismatch(value: object, hint: object, key: Key) -> Problem:
-    """Describe the problem of a value that is not of the type."""
     shown = "null" if value is None else literal(value)
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
     message = f"{_named(key)}: expected {_expected(hint)}, found {_what(value)}{shown}"

@@ -136,7 +136,6 @@ def _load_state(
     load_kwargs: dict[str, Any] | None = None,
     **keywords: object,
 ) -> None:
-    """Load what `_save_state` saved."""
     places: list[str] = []  # Accelerate chooses the folder when it names checkpoints itself
 
     def note(_: object, place: str) -> None:

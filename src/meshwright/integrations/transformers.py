@@ -61,7 +61,6 @@ def _import_names_anew() -> None:
 
 
 def _changes() -> list[tuple[type, Changes]]:
-    """List the patches."""
     from transformers import PreTrainedModel, Trainer
 
     found: list[tuple[type, Changes]] = [(Trainer, _CHANGES), (PreTrainedModel, _MODEL_CHANGES)]
@@ -90,7 +89,6 @@ def _save(
     output_dir: str | None = None,
     state_dict: dict[str, Any] | None = None,
 ) -> None:
-    """Save the full weights for ``from_pretrained``."""
     if _is_sharded(trainer) and state_dict is None:
         state_dict = trainer.accelerator.get_state_dict(trainer.model)
     with _under_its_name(accelerate.inside(trainer.model)):

@@ -103,7 +103,6 @@ def _write(
 
 
 def _facts(runs: Sequence[Run]) -> str:
-    """Format a table of the runs' facts, one column per run."""
     names = dict.fromkeys(name for run in runs for name in run.facts)
     rows = [[name, *(run.facts.get(name, "") for run in runs)] for name in names]
     head = ["", *(run.name for run in runs)] if len(runs) > 1 else []

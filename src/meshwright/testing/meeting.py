@@ -248,7 +248,6 @@ def _cut(
 
 
 def _deliver(calls: Sequence[Call]) -> None:
-    """Copy the tensor of the send ``calls[0]`` to the receive ``calls[1]``."""
     send, recv = calls
     if send.tensor.numel() != recv.output.numel() or send.tensor.dtype != recv.output.dtype:
         raise CollectiveMismatchError(

@@ -139,7 +139,6 @@ def _trained(
     seed: int,
     dtype: torch.dtype,
 ) -> ReferenceRun:
-    """The body of one rank."""
     inputs = tree_map(partial(_in_dtype, dtype), batches[0][0])
     example: Any = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
     laid_out = layout(_built(sample, seed, dtype), replace(training, example=example))

@@ -167,7 +167,6 @@ class _Functions(TorchFunctionMode):
         return asked.index is None and (not self._is_written_for_a_cpu or _is_of_library(frame))
 
     def _where(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-        """Return the device of a tensor."""
         tensor = args[0]
         found: torch.device = func(tensor)
         if found.type != "cpu":
@@ -179,7 +178,6 @@ class _Functions(TorchFunctionMode):
         return found if self._device.memory.is_host(tensor) else DEVICE
 
     def _cpu(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        """Move a tensor to the host."""
         tensor = args[0]
         if self._device.memory.is_host(tensor) or tensor.device.type != "cpu":
             return func(*args, **kwargs)
@@ -214,7 +212,6 @@ class _Functions(TorchFunctionMode):
         return found.clone() if copies and found is tensor else found
 
     def _read(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        """Read a tensor on the host."""
         device, tensor = self._device, args[0].detach()
         if device.memory.is_host(tensor):
             device.launch(func.__name__, [tensor], line=device.host)
@@ -251,14 +248,12 @@ class _Functions(TorchFunctionMode):
             return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
     def _pin(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        """Copy a host tensor to pinned memory."""
         with self._device.making(host=True):
             found = args[0].clone()
         self._device.memory.pin(found)
         return found
 
     def _is_pinned(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        """Check whether a host tensor is pinned."""
         return self._device.memory.is_host(args[0]) and self._device.memory.is_pinned(args[0])
 
 
