@@ -69,7 +69,7 @@ class Cluster:
                 f"{self.rank} of {self.size}: RANK counts the processes of all machines from 0, "
                 "WORLD_SIZE is their number"
             )
-        if self.port not in range(self.size > 1, 2**16):
+        if self.port not in range(self.size > 1, 2**16):  # 0 for a single rank only
             raise CommunicationError(
                 f"expected a port from 1 to 65535 to meet at, found {self.port}: set MASTER_PORT "
                 "to a free one, the same on every rank"

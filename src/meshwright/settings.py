@@ -90,7 +90,7 @@ class Origin:
         found = [(float(fault.line), f"line {fault.line}: {fault.message}") for fault in faults]
         for problem in problems:
             place = self.place(problem.key)
-            line = int(place[5:-2]) if place.startswith("line ") else math.inf
+            line = int(place[5:-2]) if place.startswith("line ") else math.inf  # "line 7: "
             found.append((line, place + problem.message))
         return PlanError([text for _, text in sorted(found, key=lambda pair: pair[0])], self.source)
 

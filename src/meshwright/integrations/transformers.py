@@ -114,6 +114,7 @@ def _under_its_name(model: nn.Module) -> Iterator[None]:
     kinds = {type(module) for module in model.modules() if isinstance(module, FSDPModule)}
     names = {kind: kind.__name__ for kind in kinds}
     for kind in kinds:
+        # `fully_shard` makes a class with the bases FSDPModule and the module's class.
         setattr(kind, _NAME, kind.__bases__[1].__name__)
     try:
         yield

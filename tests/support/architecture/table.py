@@ -64,7 +64,7 @@ ROOM_LINES: dict[str, int] = {
     "errors": 150,
     "fsdp": 5908,
     "gradients": 1480,
-    "integrations": 1233,
+    "integrations": 1234,
     "launching": 1395,
     "layout": 543,
     "mesh": 7,

@@ -129,7 +129,7 @@ class OrderedQueue:
         numbered = []
         for message in messages:
             key = (message.is_send, message.peer)
-            numbered.append((message, 3 * self._counts[key]))
+            numbered.append((message, 3 * self._counts[key]))  # tags: header, payload, answer
             self._counts[key] += 1
 
         def run(gloo: Gloo) -> None:
