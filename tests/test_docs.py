@@ -305,11 +305,11 @@ ROWS = {
     ),
     "1F1B pipeline of tiny stages, Gloo": "transfers, 1F1B: ours gloo over torch, cpu",
 }
-"""What README calls some of the rows of `docs/performance.md`."""
+"""What README calls some of the rows of `docs/measurements.md`."""
 
 
-def test_the_speeds_of_readme_are_those_of_the_performance_page() -> None:
-    measured = (ROOT / "docs/performance.md").read_text()
+def test_the_speeds_of_readme_are_those_of_the_page_of_measurements() -> None:
+    measured = (ROOT / "docs/measurements.md").read_text()
     section = (ROOT / "README.md").read_text().partition("## Speed")[2].partition("\n## ")[0]
     rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
     assert len(rows[2:]) == 6

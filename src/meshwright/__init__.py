@@ -1,6 +1,6 @@
-"""Trains PyTorch models on several processes, to the numbers one process would give.
+"""Trains PyTorch models on several processes and reproduces the numbers of one process.
 
-The public names are loaded when they are first used, so that what needs no torch starts without it.
+Public names are imported on first use, so the parts that need no torch start without it.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def __getattr__(name: str) -> object:
         value = getattr(import_module(f"{__name__}.{_HOME.get(name, 'errors')}"), name)
         globals()[name] = value
         return value
-    # A module of the package; `import_module` binds it, so that this is asked once.
+    # A submodule. `import_module` binds it here, so this runs once for each.
     if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

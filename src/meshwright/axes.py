@@ -8,7 +8,7 @@
     replicate     0  0  0  1  1  1      the first axis varies slowest, as in a DeviceMesh
     shard         0  1  2  0  1  2
 
-An axis that is not named has size 1 everywhere, so a caller never asks whether it is there.
+An axis that is not named has size 1, so callers need not test whether it exists.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KNOWN_AXES = ("pipeline", "replicate", "shard", "context", "expert", "tensor")
 """The axes a plan may name, in the order from the slowest links to the fastest."""
 
 RESERVED_AXES = ("context", "expert")
-"""Names kept for strategies that are not built; a plan that uses them is refused."""
+"""Names reserved for strategies that do not exist yet; plans that use them are rejected."""
 
 DATA_AXES = ("replicate", "shard")
 """Axes whose ranks read different shares of a batch."""
@@ -33,7 +33,7 @@ DATA_AXES = ("replicate", "shard")
 class Axes:
     """Ordered axes and their sizes; the product of the sizes is the number of ranks.
 
-    ``Axes()`` is one process. Names are open here; a plan accepts only ``KNOWN_AXES``.
+    ``Axes()`` is one process. Any name is valid here; a plan accepts only ``KNOWN_AXES``.
     """
 
     names: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ class Axes:
         return cls(tuple(sizes), tuple(sizes.values()))
 
     def mapping(self) -> dict[str, int]:
-        """List the sizes by name, in order: the inverse of ``of``."""
+        """Return the sizes by name, in order: the inverse of ``of``."""
         return dict(zip(self.names, self.sizes, strict=True))
 
     @property
@@ -70,7 +70,7 @@ class Axes:
         return math.prod(self.sizes)
 
     def size(self, name: str) -> int:
-        """Find the size of one axis; 1 if it is absent."""
+        """Return the size of one axis; 1 if it is absent."""
         return self.sizes[self.names.index(name)] if name in self.names else 1
 
     def coordinate(self, rank: int) -> dict[str, int]:
@@ -89,9 +89,9 @@ class Axes:
         return dict(zip(self.names, reversed(position), strict=True))
 
     def rank(self, position: Mapping[str, int] | None = None, /, **coordinate: int) -> int:
-        """Find the rank at a coordinate, a mapping or keywords; an unnamed axis counts as 0.
+        """Return the rank at a coordinate, a mapping or keywords; an unnamed axis counts as 0.
 
-        An absent axis may be given as 0, because every axis is there with size 1.
+        An absent axis may be given as 0: it counts as an axis of size 1.
         """
         wanted = {**(position or {}), **coordinate}
         for name, index in wanted.items():

@@ -1,10 +1,10 @@
-"""Loaders of data whose state is a few numbers, and whose samples do not show how they are read.
+"""Data loaders whose state is a few numbers and whose samples do not depend on how they are read.
 
 ::
 
-    order of samples (`sampling`) ── places ──> workers of torch's DataLoader ──> batches, in order
+    order of samples (`sampling`) ── indices ─> workers of torch's DataLoader ──> batches, in order
          │                                      each sample with random numbers of its own
-         └── the state after each batch waits until that batch has been given out
+         └── the state after each batch is held back until that batch is returned
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ T_co = TypeVar("T_co", covariant=True)
 Batch = TypeVar("Batch")
 
 IGNORED = -100
-"""The label of a token that nothing predicts; the losses of torch and Hugging Face leave it out."""
+"""The label of tokens that are not predicted; losses of torch and Hugging Face skip it."""
 
 
 class Dataset(Protocol[T_co]):
-    """Samples by number: torch's map-style data sets, those of Hugging Face, lists."""
+    """Samples by index: map-style datasets of torch and Hugging Face, lists."""
 
     def __len__(self) -> int: ...
 
@@ -43,10 +43,10 @@ class Dataset(Protocol[T_co]):
 
 
 class _Order(Protocol):
-    """The order in which samples are drawn, and the place in it."""
+    """The order in which samples are drawn, and the position in it."""
 
     def draw(self) -> list[object]:
-        """List what this rank reads of the next global batch, and move on."""
+        """Return this rank's part of the next global batch, and advance."""
 
     def state_dict(self) -> dict[str, int]: ...
 
@@ -54,17 +54,17 @@ class _Order(Protocol):
 
 
 class DataLoader(Generic[Batch]):
-    """A loader of a map-style data set, at a place in one endless stream of samples.
+    """A loader of a map-style dataset: a position in one endless stream of samples.
 
-    Each epoch is a new permutation of all samples, and a batch may span the end of one. A ``for``
-    loop over it ends with the batch in which the epoch does, so that each loop is a pass; the next
-    goes on from there, as does one that follows a loop that was left. Every sample comes once an
-    epoch, on one rank. The stream does not depend on ranks, workers or the cut into batches, and
-    `state_dict` says where it is: a few numbers, at any size of the data.
+    Each epoch is a new permutation of all samples; every sample comes once an epoch, on one rank.
+    A batch may span the end of an epoch. A ``for`` loop ends with the batch in which the epoch
+    ends, so each loop is one pass; the next loop continues from there, also after a ``break``. The
+    stream does not depend on the number of ranks or workers or on the batch size, and `state_dict`
+    holds the position in it: a few numbers, whatever the size of the data.
 
-    The samples of each global batch lie on the ranks in their order. Before it is read, a sample
-    gets seeds of its own for `torch`, `random` and `numpy.random`, so that what it draws there does
-    not depend on workers either; the generators of this process are left as they were.
+    The samples of a global batch are assigned to ranks in order. `torch`, `random` and
+    `numpy.random` are seeded for each sample before it is read, so random augmentation does not
+    depend on workers either; the generators of this process are restored.
 
     Workers read ahead, also past the end of a loop. They end when the loader is deleted, or moved
     by `load_state_dict`.
@@ -86,13 +86,13 @@ class DataLoader(Generic[Batch]):
     ) -> None:
         """Begin with the first sample of the first epoch.
 
-        ``batch_size`` counts the samples of all ranks together. ``data_rank`` of ``data_size``
-        shares is this rank's, and has to be given where this process is one of several ranks: a
-        `Trainable` has both numbers, and where every rank reads samples of its own they are rank
-        and size of the world. The rest is as in torch's ``DataLoader``; ``collate_fn`` gets the
-        samples of this rank.
+        ``batch_size`` counts the samples of all ranks together. This rank reads share
+        ``data_rank`` of ``data_size``; both are required where this process is one of several
+        ranks. A `Trainable` has both; where every rank reads samples of its own, they are the rank
+        and size of the world. The other parameters are those of torch's ``DataLoader``;
+        ``collate_fn`` gets the samples of this rank.
 
-        Raises ``PlanError`` when the data are fewer than a batch, or the batch does not divide
+        Raises ``PlanError`` when the dataset is smaller than a batch, or the batch does not divide
         among the shares, and ``ValueError`` on one of several ranks without a share.
         """
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
@@ -120,11 +120,11 @@ class DataLoader(Generic[Batch]):
 
     @property
     def epoch(self) -> int:
-        """The number of times that all samples have been taken."""
+        """The number of completed epochs."""
         return self._place["position"] // self._size
 
     def __len__(self) -> int:
-        """Count the batches that are left in this pass."""
+        """Return the number of batches left in this pass."""
         left = self._size * (self.epoch + 1) - self._place["position"]
         return -(-left // self.batch_size)
 
@@ -134,10 +134,10 @@ class DataLoader(Generic[Batch]):
             yield self._next_batch()
 
     def state_dict(self) -> dict[str, int]:
-        """List seed, epoch, and position in it, behind the last batch that was given out.
+        """Return seed, epoch, and the position in the epoch after the last batch returned.
 
-        Equal on all ranks, valid for any number of ranks and workers and any size of a batch.
-        ``size`` is that of the data set.
+        Equal on all ranks; valid for any number of ranks and workers and any batch size.
+        ``size`` is that of the dataset.
         """
         epoch, position = divmod(self._place["position"], self._size)
         return {
@@ -149,7 +149,7 @@ class DataLoader(Generic[Batch]):
         }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from a state that `state_dict` gave; its seed takes the place of this loader's.
+        """Resume from a state of `state_dict`; its seed replaces this loader's.
 
         Raises ``ValueError`` for a state of another kind of loader, or of other data.
         """
@@ -164,7 +164,7 @@ class DataLoader(Generic[Batch]):
             )
         place = {name: state[name] for name in self._place}
         place["position"] += state["epoch"] * self._size
-        self._order(state["seed"]).load_state_dict(place)  # raises for numbers that are no place
+        self._order(state["seed"]).load_state_dict(place)  # raises for invalid numbers
         self._seed, self._place, self._running = state["seed"], place, None
 
     def _next_batch(self) -> Batch:
@@ -173,13 +173,13 @@ class DataLoader(Generic[Batch]):
         try:
             batch = next(self._running)
         except BaseException:
-            self._running = None  # what was read ahead is lost: begin again behind the last batch
+            self._running = None  # read-ahead is lost: the next call restarts after the last batch
             raise
         self._place = self._ahead.popleft()
         return batch
 
     def _start(self) -> Iterator[Batch]:
-        """Begin to read from the place, with workers of their own."""
+        """Start reading at the current position, with new workers."""
         order = self._order(self._seed)
         order.load_state_dict(self._place)
         self._ahead = deque()
@@ -187,10 +187,10 @@ class DataLoader(Generic[Batch]):
             cast("of_torch.Dataset[object]", self._reader()),
             batch_sampler=_drawn(order, self._ahead),
             collate_fn=_as_it_is,
-            generator=torch.Generator(),  # the caller's is not drawn from
+            generator=torch.Generator(),  # so that nothing is drawn from the caller's
             **self._options,  # pyrefly: ignore[bad-argument-type]
         )
-        with torch.device("cpu"):  # where its generator is; forked workers keep it, too
+        with torch.device("cpu"):  # where the generator is; forked workers inherit this default
             return iter(loader)
 
     def _order(self, seed: int) -> _Order:
@@ -201,19 +201,19 @@ class DataLoader(Generic[Batch]):
 
 
 class PackedDataLoader(DataLoader[dict[str, Tensor]]):
-    """A loader of rows of tokens, packed from documents that follow each other.
+    """A loader of rows of tokens, packed from consecutive documents.
 
-    Each epoch takes the documents in a new order, whole, and cuts what they make into rows of
-    ``row_length`` tokens: a document may go on in the next row, and a row may span documents and
+    Each epoch takes the whole documents in a new order and splits their tokens into rows of
+    ``row_length``: a document may continue in the next row, and a row may span documents and
     the end of an epoch. A batch is a mapping of int64 tensors ``(rows of this rank, row_length)``:
 
     * ``input_ids``, the tokens;
-    * ``position_ids``, which begin at 0 with each document, and with each row;
-    * ``labels``, which are the tokens, but -100 where a document begins in the row: as models of
-      Hugging Face take them, which shift them themselves.
+    * ``position_ids``, which restart at 0 with each document and each row;
+    * ``labels``, the tokens, but -100 where ``position_ids`` is 0: the form that models of Hugging
+      Face expect, which shift labels themselves.
 
-    The state of a `DataLoader` and ``offset``, the tokens that were taken of the next document.
-    The stream of tokens does not depend on ``row_length`` either.
+    The state is that of a `DataLoader` and ``offset``, the number of tokens taken from the next
+    document. The stream of tokens does not depend on ``row_length`` either.
     """
 
     def __init__(
@@ -235,9 +235,9 @@ class PackedDataLoader(DataLoader[dict[str, Tensor]]):
 
         A document is a sequence of token numbers (list, array, 1-D tensor), or a mapping that has
         one as ``input_ids``. ``lengths`` holds the number of tokens of each, as a list or a mapped
-        array; None reads documents for it, in this process and on every rank, those of all ranks'
-        rows: some microseconds each, plus what reading costs. The rest is as in `DataLoader`;
-        ``batch_size`` counts the rows of all ranks.
+        array. Without it, the main process of each rank reads every document of the global batch,
+        those of other ranks' rows too, to count its tokens: some microseconds each, plus the cost
+        of reading. The rest is as in `DataLoader`; ``batch_size`` counts the rows of all ranks.
         """
         self._lengths = lengths
         self.row_length = whole_number("row_length", row_length)
@@ -285,7 +285,7 @@ class PackedDataLoader(DataLoader[dict[str, Tensor]]):
 
 
 class _Samples(Sampler):
-    """An order of samples, each drawn as its place in it and its number."""
+    """An order of samples, each drawn as its position and its index."""
 
     def draw(self) -> list[object]:
         first = self.position + self.data_rank * self.share
@@ -300,7 +300,7 @@ class _Rows(PackedSampler):
 
 
 def _drawn(order: _Order, ahead: deque[dict[str, int]]) -> Iterator[list[object]]:
-    """Draw batches for ever, and keep the state after each in ``ahead``."""
+    """Draw batches forever, and append the state after each to ``ahead``."""
     while True:
         batch = order.draw()
         ahead.append(order.state_dict())
@@ -308,12 +308,12 @@ def _drawn(order: _Order, ahead: deque[dict[str, int]]) -> Iterator[list[object]
 
 
 def _share(data_rank: int | None, data_size: int | None) -> tuple[int, int]:
-    """Find this rank's share, of how many."""
+    """Return this rank's share and the number of shares."""
     if data_rank is not None and data_size is not None:
         return data_rank, data_size
     try:
         ranks = communicator().size
-    except CommunicationError:  # this process has joined no run
+    except CommunicationError:  # not connected
         ranks = 1
     if ranks > 1 or data_rank is not None or data_size is not None:
         raise ValueError(
@@ -328,7 +328,7 @@ def _share(data_rank: int | None, data_size: int | None) -> tuple[int, int]:
 
 
 class _Reader:
-    """The data set as torch's loader sees it: it reads and joins a batch, each sample seeded."""
+    """The dataset as torch's loader sees it: reads and collates a batch, each sample seeded."""
 
     def __init__(
         self, dataset: Dataset[object], seed: int, collate: Callable[[list[object]], object]
@@ -338,7 +338,7 @@ class _Reader:
         self._collate = collate
 
     def __getitems__(self, drawn: Sequence[object]) -> object:
-        """Read a batch of what an order has drawn."""
+        """Read the batch that an order has drawn."""
         is_worker = of_torch.get_worker_info() is not None
         with contextlib.nullcontext() if is_worker else _generators_kept():
             return self._collate([self._sample(each) for each in drawn])
@@ -395,19 +395,19 @@ class _RowReader(_Reader):
 
 
 def _tokens_of(document: object) -> Sequence[int]:
-    """Find the tokens of a document: itself, or its ``input_ids``."""
+    """Return the tokens of a document: itself, or its ``input_ids``."""
     found = document["input_ids"] if isinstance(document, Mapping) else document
     return cast("Sequence[int]", found)
 
 
 def _as_it_is(batch: Batch) -> Batch:
-    """Leave ``batch``, which is joined already."""
+    """Return ``batch``, which `_Reader` has collated."""
     return batch
 
 
 @contextlib.contextmanager
 def _generators_kept() -> Iterator[None]:
-    """Put the generators of this process back at the end."""
+    """Restore the generators of this process at the end."""
     before = torch.default_generator.get_state(), random.getstate(), numpy.random.get_state()
     try:
         yield

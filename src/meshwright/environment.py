@@ -1,4 +1,4 @@
-"""The environment variables by which ranks know their place and find each other.
+"""The environment variables that tell ranks their place and how to find each other.
 
 =============================  ==================================================================
 started by                     the place of a rank
@@ -6,12 +6,12 @@ started by                     the place of a rank
 torchrun, or any that sets     ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``,
 the same variables             ``MASTER_PORT``
 srun                           ``SLURM_PROCID`` and the like; the first host of the step, at a
-                               port that follows from the numbers of job and step
+                               port computed from the job and step ids
 a process on each node, with   ``PET_NODE_RANK``, ``PET_NNODES``, ``PET_MASTER_ADDR``,
 the arguments of torchrun      ``PET_MASTER_PORT``
 =============================  ==================================================================
 
-The first that is there holds, so torchrun may be started by srun, or where ``PET_*`` is set.
+The first row that applies wins, so torchrun may be started by srun, or where ``PET_*`` is set.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from meshwright.errors import CommunicationError
 
 LOCAL_NETWORK: Mapping[str, str] = MappingProxyType(
     {
-        # c10d's store asks the name server for the name of the loopback address at every
-        # connection, and all ranks wait with it, 5 s for each packet that is lost. So names come
-        # from the hosts file alone, and c10d need not warn of each one that it does not find.
+        # c10d's store looks up the name of the loopback address for every connection, and all
+        # ranks wait for it, 5 s for each lost packet. With this, names come from the hosts file
+        # alone, and c10d does not warn of each name that it cannot find.
         "RES_OPTIONS": "attempts:0",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "GLOO_SOCKET_IFNAME": "lo",
     }
 )
-"""Variables of ranks that all live on this machine; what the user has set wins."""
+"""Variables for ranks that all run on this machine; the user's own values win."""
 
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PORT = 29500
 """The port where torchrun's nodes meet when nothing names one."""
 _SLURM_PORTS = range(20_000, 32_768)
-"""Below those that the system gives to connections."""
+"""Below the ephemeral ports of the system."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,25 +51,25 @@ class Cluster:
 
     rank: int
     size: int
-    """The number of all ranks."""
+    """Total number of ranks."""
     local_rank: int | None
-    """The number of this rank on its machine, which selects its GPU; None where nothing says it."""
+    """Number of this rank on its machine, which selects its GPU; None if no variable gives it."""
     address: str
     """The host of rank 0, or of its launcher's store."""
     port: int
-    """The port there; 0 where there is nobody to meet."""
+    """The port there; 0 for a single rank."""
     signals: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM)
-    """Signals that ask a run to save and end."""
+    """Signals that ask a run to save and stop."""
 
     def __post_init__(self) -> None:
-        """Raise `CommunicationError` for a rank or a port that there cannot be."""
+        """Raise `CommunicationError` for an impossible rank or port."""
         if not 0 <= self.rank < self.size:
             raise CommunicationError(
                 "expected a rank of at least 0 and below the number of ranks, found rank "
                 f"{self.rank} of {self.size}: RANK counts the processes of all machines from 0, "
                 "WORLD_SIZE is their number"
             )
-        if self.port not in range(self.size > 1, 2**16):
+        if self.port not in range(self.size > 1, 2**16):  # 0 for a single rank only
             raise CommunicationError(
                 f"expected a port from 1 to 65535 to meet at, found {self.port}: set MASTER_PORT "
                 "to a free one, the same on every rank"
@@ -77,16 +77,16 @@ class Cluster:
 
 
 def is_launched() -> bool:
-    """Check that a launcher has started this process as a rank."""
+    """Check whether a launcher started this process as a rank."""
     return ("RANK" in os.environ and "WORLD_SIZE" in os.environ) or _is_of_slurm() or _is_of_pet()
 
 
 def cluster(rank: int | None = None, size: int | None = None) -> Cluster:
-    """Find this process's place among the ranks of its run, as its launcher has said it.
+    """Read this process's place among the ranks of its run from the launcher's variables.
 
-    A process that no launcher has started is a run of its own. ``rank`` and ``size`` hold where
-    they are given. Raises `CommunicationError` when a part of torchrun's variables is missing, or a
-    launcher's say nothing of use.
+    A process without a launcher is a run of one rank. ``rank`` and ``size`` override the variables
+    where given. Raises `CommunicationError` when some of torchrun's variables are missing, or a
+    launcher's cannot be used.
     """
     found = [name for name in _TORCHRUN if os.environ.get(name)]
     if rank is None and size is None and "RANK" not in found:
@@ -115,18 +115,18 @@ def cluster(rank: int | None = None, size: int | None = None) -> Cluster:
 
 
 def local_rank() -> int | None:
-    """Find the number of this rank on its machine; None where nothing says it."""
+    """Read the number of this rank on its machine; None if no variable gives it."""
     found = _number("LOCAL_RANK")
     return _number("SLURM_LOCALID") if found is None and _is_of_slurm() else found
 
 
 def local_size() -> int | None:
-    """Find the number of ranks on this machine; None where nothing says it."""
+    """Read the number of ranks on this machine; None if no variable gives it."""
     return _number("LOCAL_WORLD_SIZE")
 
 
 def is_set(name: str) -> bool:
-    """Check that a variable switches on what it names: it is 0 or 1, and 0 where nobody set it."""
+    """Read a variable that is 0 or 1; unset means 0."""
     text = os.environ.get(name) or "0"
     if text not in {"0", "1"}:
         raise CommunicationError(f"expected 0 or 1 in {name}, found {text!r}")
@@ -134,7 +134,7 @@ def is_set(name: str) -> bool:
 
 
 def _is_of_slurm() -> bool:
-    """Check that srun has started this process among others: a batch script is no step of it."""
+    """Check whether srun started this process as one of several; a batch script is no step."""
     return "SLURM_STEP_ID" in os.environ and (_slurm_size() or 1) > 1
 
 
@@ -152,7 +152,7 @@ def _of_slurm() -> Cluster:
             f"{', '.join(sorted(name for name in os.environ if name.startswith('SLURM_')))}: "
             "start the ranks with srun, or with torchrun"
         )
-    # Two steps of a job may run at once, on one host; so may jobs whose numbers follow each other.
+    # Steps of one job, and jobs with consecutive ids, may run on one host at the same time.
     port = _SLURM_PORTS[(job * 16 + (_number("SLURM_STEP_ID") or 0)) % len(_SLURM_PORTS)]
     return Cluster(
         rank=rank,
@@ -165,13 +165,13 @@ def _of_slurm() -> Cluster:
 
 
 def first_host(hosts: str) -> str:
-    """Find the first host of a list in SLURM's form: ``gpu[007-012,15],login1`` has ``gpu007``."""
+    """Return the first host of a SLURM host list: ``gpu007`` for ``gpu[007-012,15],login1``."""
     first = re.match(r"(?:\[[^\]]*\]|[^,\[])+", hosts)
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0]) if first else ""
 
 
 def _is_of_pet() -> bool:
-    """Check for a process on each node, where torchrun's arguments are given as variables."""
+    """Check for one process per node with torchrun's arguments as variables."""
     return "PET_NODE_RANK" in os.environ and (_number("PET_NNODES") or 1) > 1
 
 
@@ -195,7 +195,7 @@ def _of_pet() -> Cluster:
 
 
 def _number(name: str) -> int | None:
-    """Read a variable that is a number; None where it is not set."""
+    """Read a variable that is a number; None if it is not set."""
     text = os.environ.get(name, "")
     if not text:
         return None
@@ -205,7 +205,7 @@ def _number(name: str) -> int | None:
 
 
 def torchrun_variables(rank: int, size: int, port: int) -> dict[str, str]:
-    """List the variables that torchrun would set for this rank, with the store of an agent."""
+    """Return the variables that torchrun would set for this rank, with an agent's store."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -16,7 +16,7 @@
     │   └── CheckpointWriteError (OSError)  it could not be written; the previous one is intact
     │       └── CheckpointClaimedError      another job saves to the folder; names it
     ├── ScheduleError (AssertionError)      an order of actions is incomplete or never ends
-    ├── PipeliningShapeError (RuntimeError) a value of a pipeline is not what its stage was told
+    ├── PipeliningShapeError (RuntimeError) a stage's value has an unexpected shape or dtype
     ├── ParityError (RuntimeError)          numbers differ from one process; names the tensor
     ├── NonFiniteError (ArithmeticError)    a loss or gradient is not finite; rank and parameter
     ├── LaunchError (RuntimeError)          the ranks could not be started, or one of them failed
@@ -32,18 +32,18 @@ from pathlib import Path
 
 
 class MeshwrightError(Exception):
-    """The base of what Meshwright raises on purpose, apart from plain argument errors."""
+    """The base of Meshwright's errors, except ``TypeError`` and ``ValueError`` for arguments."""
 
 
 class PlanError(MeshwrightError, ValueError):
     """A plan or a configuration is wrong.
 
-    ``problems`` holds one line for each mistake, all that could be found at once.
+    ``problems`` holds one line for each mistake; all of them are reported together.
     """
 
     def __init__(self, problems: Sequence[str] | str, source: str = "") -> None:
         given = (problems,) if isinstance(problems, str) else tuple(problems)
-        # A problem is one line, whatever control characters of a file it quotes.
+        # A problem stays one line, even if it quotes control characters from a file.
         self.problems: tuple[str, ...] = tuple(
             "".join(c if c.isprintable() else repr(c)[1:-1] for c in text) for text in given
         )
@@ -61,18 +61,18 @@ class CommunicationError(MeshwrightError, RuntimeError):
 
 
 class CollectiveMismatchError(CommunicationError):
-    """Ranks issued different operations at the same place of the sequence."""
+    """Ranks issued different operations at the same point of their sequence."""
 
 
 class CollectiveTimeoutError(CommunicationError, TimeoutError):
-    """A wait passed its limit, or waits for a rank that stands still or for something that can
-    never come. The message names the ranks that are missing and where they are."""
+    """A wait exceeded its limit, or waits for a stalled rank or for something that can never
+    arrive. The message names the missing ranks and where they are."""
 
 
 class RankFailedError(CommunicationError):
-    """Another rank failed first, or one that this process has launched.
+    """Another rank failed first, or one that this process launched.
 
-    ``rank`` is its number in the world; -1 when it was the store.
+    ``rank`` is its rank in the world; -1 if the store failed.
     """
 
     def __init__(self, message: str, rank: int) -> None:
@@ -132,11 +132,11 @@ _INSIDE = (f"{Path(__file__).parent}/", f"{Path('site-packages', 'torch')}/", "/
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line of the user's that leads here, however deep in our code or torch's."""
+    """Warn at the line of user code that led here, however deep in our code or torch's."""
     frame = inner = sys._getframe(1)
     while any(part in frame.f_code.co_filename for part in _INSIDE):
         if frame.f_back is None:
-            frame = inner  # a thread of ours
+            frame = inner  # one of our threads: no user code is on its stack
             break
         frame = frame.f_back
     known = frame.f_globals

@@ -20,8 +20,8 @@ from meshwright.errors import LayoutError
 from meshwright.precision import dtype_bytes
 
 ALIGNMENT = 16
-"""Elements at whose multiples chunks begin: 16 bytes or more in every dtype, which loads of vectors
-and matrix units of a device ask for."""
+"""Chunks begin at multiples of so many elements: at least 16 bytes in every dtype, as vector loads
+and matrix units of devices require."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +130,13 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Each coordinate holds a summand; the value is the ``reduction`` over the axis."""
+    """Each coordinate holds a partial value; the value is the ``reduction`` over the axis."""
 
     reduction: str = "sum"
 
 
 Placement = Replicate | Shard | Partial
-"""The way in which one tensor lies along one axis."""
+"""How one tensor is placed along one axis."""
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -181,31 +181,31 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The part of one tensor that lies in one shard, in a stretch of its elements."""
+    """The part of one tensor that is in one shard, a contiguous stretch of the shard."""
 
     index: int
     """Index of the tensor, in the order of the layout."""
     offset: int
     """Start of the stretch in the shard."""
     shape: tuple[int, ...]
-    """The shape that the elements have there."""
+    """Shape of this part."""
     of: tuple[int, ...]
-    """The shape in which the whole tensor is cut: its own, or ``(-1,)``."""
+    """Shape in which the whole tensor is split: its own, or ``(-1,)``, flattened."""
     dim: int
-    """Of that shape, the dim along which it is cut."""
+    """The dim of ``of`` along which it is split."""
     start: int
-    """The first index along ``dim`` that lies there; all of the other dims do."""
+    """First index along ``dim`` in this part; the other dims are complete."""
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The part of the whole tensor in the shape ``of``."""
+        """Slices that select this part from the whole tensor in the shape ``of``."""
         stop = self.start + self.shape[self.dim]
         return (*(slice(None),) * self.dim, slice(self.start, stop))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineLayout(ABC):
-    """Tensors in one line of elements, cut into ``parts`` shards of equal size.
+    """Tensors in one line of elements, split into ``parts`` shards of equal size.
 
     Pure integers, equal on all ranks.
     """
@@ -231,19 +231,19 @@ class LineLayout(ABC):
 
     @property
     def cuts_dims(self) -> bool:
-        """True where each tensor is cut along a dim of its own, false at any element."""
+        """True where each tensor is split along a dim of its own, false where at any element."""
         return False
 
     @property
     def is_gathered_whole(self) -> bool:
-        """True where the shards, one after another, are the tensors as they lie."""
+        """True where the concatenated shards are the whole tensors, without reordering."""
         return True
 
     def together(self, least: float) -> int:
-        """Count the tensors that are gathered in one piece.
+        """Count the tensors that are gathered together.
 
-        Those behind them at the end of the line have ``least`` elements and are cut along dim 0:
-        each is gathered by itself, straight to where it belongs.
+        The others, at the end of the line, have at least ``least`` elements and are split along
+        dim 0: each is gathered on its own, straight into its place.
         """
         return len(self.names)
 
@@ -252,9 +252,9 @@ class LineLayout(ABC):
         return self.offsets[index]
 
     def stretch(self, indices: range) -> tuple[int, int]:
-        """First element in a shard of the tensors ``indices``, one or more, and one past the last.
+        """First element of the tensors ``indices`` (one or more) in a shard, and one past the last.
 
-        There is nothing else between them, but for gaps.
+        Only gaps lie between them.
         """
         return 0, self.shard_size
 
@@ -264,11 +264,11 @@ class LineLayout(ABC):
 
     @abstractmethod
     def cuts(self, part: int) -> Iterator[Cut]:
-        """List what lies in shard ``part``, in order, but for empty tensors."""
+        """List the parts in shard ``part``, in order, without empty ones."""
 
     @abstractmethod
     def stretches(self, index: int) -> Iterator[tuple[int, Cut]]:
-        """List the stretches of tensor ``index``, each with the shard that its offset is of."""
+        """List the stretches of tensor ``index``, each with the shard that its offset counts in."""
 
     @abstractmethod
     def own_range(self, index: int, part: int) -> tuple[int, int]:
@@ -370,7 +370,7 @@ class FlatLayout(LineLayout):
         return (start - begin, stop - begin) if start < stop else (0, 0)
 
     def stretches(self, index: int) -> Iterator[tuple[int, Cut]]:
-        """List the one stretch, counted from the beginning of the line."""
+        """List the only stretch; its offset counts from the start of the line."""
         yield 0, Cut(index, self.offsets[index], self.shapes[index], self.shapes[index], 0, 0)
 
     def range(self, index: int) -> tuple[int, int]:
@@ -416,13 +416,13 @@ class ChunkedLayout(LineLayout):
     """
 
     dims: tuple[int, ...]
-    """Along which dim each tensor is cut."""
+    """The dim along which each tensor is split."""
     sizes: tuple[int, ...]
     """Elements of the largest chunk of each tensor."""
 
     @property
     def padding(self) -> float:
-        """Elements for each element of a tensor by which chunks are filled up to the largest.
+        """Padding of short chunks as a fraction of all elements.
 
         The gaps in front of slots, of 15 elements at most, do not count.
         """
@@ -487,12 +487,12 @@ class ChunkedLayout(LineLayout):
         return self.offsets[indices[0]], self.offsets[last] + self.sizes[last]
 
     def local_shape(self, index: int, part: int) -> tuple[int, ...]:
-        """Find the shape of what shard ``part`` has of tensor ``index``."""
+        """Return the shape of tensor ``index``'s chunk in shard ``part``."""
         shape, dim = self.shapes[index], self.dims[index]
         return (*shape[:dim], chunk(shape[dim], self.parts, part)[1], *shape[dim + 1 :])
 
     def box(self, index: int, part: int) -> Box:
-        """Find the box of tensor ``index`` in shard ``part``; empty where chunks run out."""
+        """Return the box of tensor ``index`` in shard ``part``; empty where chunks run out."""
         if not 0 <= part < self.parts:
             raise LayoutError(f"expected a part from 0 to {self.parts - 1}, found {part}")
         shape, dim = self.shapes[index], self.dims[index]
@@ -502,7 +502,7 @@ class ChunkedLayout(LineLayout):
 
 
 def _largest_chunk(shape: Sequence[int], dim: int, parts: int) -> int:
-    """Count the elements of the first of ``parts`` chunks along ``dim``."""
+    """Count the elements of the first of ``parts`` chunks along ``dim``: no other is larger."""
     return chunk(shape[dim], parts, 0)[1] * math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
 
 

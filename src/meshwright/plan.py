@@ -9,9 +9,9 @@
     [train]
     clip_norm = 1.0
 
-``Plan()`` is one process, and every key left out means what one process does. Reading
-reports every mistake of the text at once; ``check``, which also needs the number of ranks and the
-model's names, reports every contradiction at once. Both name the line.
+``Plan()`` is one process, and an omitted key means what one process does. Reading reports all
+mistakes of the text together; ``check``, which also needs the number of ranks and the model's
+names, reports all contradictions together. Both name the line.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "zb1p", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePlan:
-    """``[pipeline]``: how stages are cut and in which order they run."""
+    """``[pipeline]``: how the model is split into stages, and in which order they run."""
 
     schedule: ScheduleName = "1f1b"
     """gpipe, 1f1b, interleaved1f1b, loopedbfs, zb1p, zbv or dualpipev."""
     microbatches: Annotated[int, AtLeast(1)] = 1
-    """Equal parts of each rank's batch that follow each other through the stages."""
+    """Equal parts of each rank's batch, which pass through the stages one after another."""
     split: Literal["auto", "parameters"] | tuple[str, ...] = "auto"
-    """Starts of the stages: module names, or balanced by cost or by number of parameters."""
+    """auto balances by cost, parameters by their number; or name the later stages' first modules."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,34 +79,34 @@ class ShardPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlan:
-    """``[tensor]``: which modules are cut within a layer."""
+    """``[tensor]``: which modules are split within a layer."""
 
     rules: str | Mapping[str, str] | None = field(default=None, hash=False)
-    """The name of a rule set, or styles by pattern of module names."""
+    """Name of a rule set, or a table of styles by pattern of module names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainPlan:
-    """``[train]``: what a step does beside the layout."""
+    """``[train]``: what a step does, apart from the layout."""
 
     accumulate: Annotated[int, AtLeast(1)] = 1
     """Batches whose gradients are summed before the optimizer steps."""
     clip_norm: Annotated[float, Above(0)] | None = None
-    """Largest norm of all gradients together; ``None`` leaves them as they are."""
+    """Largest norm of all gradients together; ``None`` does not clip."""
     recompute: tuple[str, ...] = ()
-    """Patterns of modules whose activations are computed again in the backward."""
+    """Patterns of modules whose activations are recomputed in backward."""
     compile: bool = False
-    """True to compile the model, a stage of it, or each unit of axis shard by `torch.compile`."""
+    """Compile the model, its stages, or each unit of axis shard with `torch.compile`."""
     batch_norm: Literal["local", "sync"] | None = None
-    """Statistics of each rank's own share or of all; must be said when data axes meet BatchNorm."""
+    """Statistics of each rank's share (local) or of all; required for BatchNorm on data axes."""
     dropout: Literal["local", "global"] = "local"
-    """Masks that each rank draws for itself, or those of one process on any layout."""
+    """local: each rank draws its own masks; global: every layout draws those of one process."""
     per_rank: tuple[str, ...] = ()
-    """Patterns of modules that draw for themselves although dropout is global."""
+    """Patterns of modules that draw on each rank although dropout is global."""
     seed: Annotated[int, AtLeast(0)] = 0
-    """The seed of weights, dropout masks and the order of samples."""
+    """Seed of weights, dropout masks and the order of samples."""
     flat: bool = False
-    """True to give the optimizer, an element-wise one, `flat_groups` of the parameters."""
+    """Give the optimizer, which must be element-wise, `flat_groups` of the parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ class BucketPlan:
     """``[buckets]``: gradients that are reduced together."""
 
     cap_mb: Annotated[float, Above(0)] = 25.0
-    """Size above which a bucket is closed, in units of 2**20 bytes."""
+    """Size in MiB above which a bucket is closed."""
 
 
 def _axis_problems(sizes: Mapping[str, object]) -> Iterator[Problem]:
@@ -149,7 +149,7 @@ class Plan:
     train: TrainPlan = TrainPlan()
     buckets: BucketPlan = BucketPlan()
     origin: Origin = field(default_factory=Origin, compare=False, repr=False)
-    """The place where the values were given; not part of the value."""
+    """Where the values came from; not part of the value."""
 
     def __post_init__(self) -> None:
         for item, hint in fields_of(type(self)):
@@ -167,11 +167,11 @@ class Plan:
 
     @classmethod
     def from_file(cls, path: str | Path, overrides: Sequence[str] = ()) -> Self:
-        """Read a TOML file; raises ``PlanError`` as ``from_toml``, also if it cannot be read."""
+        """Read a TOML file; raises ``PlanError`` as ``from_toml``, and if it cannot be read."""
         return read_file(path, cls, overrides=overrides)
 
     def to_toml(self, *, every_key: bool = False) -> str:
-        """Write TOML with what differs from one process, or with every key that has a value."""
+        """Write the keys that differ from one process, or every key that has a value, as TOML."""
         return dump(self, every_key=every_key)
 
     @classmethod

@@ -15,7 +15,7 @@ FloatName = Literal["float16", "bfloat16", "float32", "float64"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """Names of dtypes; ``None`` follows from ``parameters`` as ``resolved`` says.
+    """Names of dtypes; ``None`` means the dtype of ``parameters``.
 
     ``Precision(compute="bfloat16")`` is the usual mixed precision: parameters, gradients on the
     wire and optimizer in float32, matrix products in bfloat16.
@@ -24,7 +24,7 @@ class Precision:
     parameters: FloatName = "float32"
     """Parameters and buffers as the user sees them, and as they are saved.
 
-    Any but the default converts all floating-point ones of the model, also those of modules with a
+    Any but the default converts all floating-point tensors of the model, also in modules with a
     dtype of their own; the default leaves a mixed model as it is. Complex ones are never converted.
     """
     compute: FloatName | None = None
@@ -35,7 +35,7 @@ class Precision:
     """Master copy and optimizer state; by default that of ``parameters``."""
 
     def resolved(self) -> Precision:
-        """Name every dtype: those that are None become that of ``parameters``."""
+        """Return a precision in which each ``None`` is replaced by ``parameters``."""
         return Precision(
             parameters=self.parameters,
             compute=self.compute or self.parameters,
@@ -70,7 +70,7 @@ _BYTES: Mapping[str, int] = MappingProxyType(
 def dtype_bytes(name: str) -> int:
     """Look up the bytes of one element of the dtype called ``name``, such as ``"float32"``.
 
-    Raises LayoutError for a name that is no dtype of torch's.
+    Raises LayoutError for a name that is not one of torch's dtypes.
     """
     try:
         return _BYTES[name]

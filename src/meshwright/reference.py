@@ -1,4 +1,4 @@
-"""The same training in one process, and the first place where another run differs from it.
+"""A reference run in one process, and the first place where another run differs from it.
 
 Used by ``--check-parity`` and by `meshwright.testing`. The reference takes whole global batches,
 keeps the graphs of all microbatches and differentiates the one global mean, so it shares neither
@@ -23,7 +23,7 @@ from meshwright.gradients import apply_loss, call_module, clip_grad_norm_, cut_b
 from meshwright.torch_internals.trees import tree_map
 
 FLOOR = 1e-6
-"""Values so much smaller than the largest of their step count as zero: they are rounding."""
+"""Values below this fraction of the largest in their step count as zero: they are rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class ReferenceRun:
     gradients: tuple[Mapping[str, torch.Tensor], ...]
     """Gradients of each step before clipping, by original name, without those that are None."""
     norms: tuple[float | None, ...]
-    """2-norm of all gradients of each step together, tied ones once; None if it was not taken."""
+    """2-norm of all gradients of each step, tied ones once; None if it was not computed."""
     weights: Mapping[str, torch.Tensor]
     """Parameters and buffers after the last step, by original name."""
 
@@ -68,27 +68,27 @@ class Result(Protocol):
 
     @property
     def loss(self) -> torch.Tensor:
-        """Global mean of the step."""
+        """Global mean loss of the step."""
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
-        """2-norm of all gradients before clipping, where it was taken."""
+        """2-norm of all gradients before clipping; None if it was not computed."""
 
 
 class Trainee(Protocol):
-    """A training in two halves, such as `meshwright.composition.Trainable`."""
+    """A training step in two halves, such as `meshwright.composition.Trainable`."""
 
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """List parameters and buffers, whole, by original name."""
+        """Return full parameters and buffers by original name."""
 
     def forward_backward(self, batch: object, target: object = None) -> None:
-        """Leave the reduced gradients of this rank's share of a batch."""
+        """Run forward and backward on this rank's share of a batch, and reduce the gradients."""
 
     def gradients(self) -> Mapping[str, torch.Tensor]:
-        """List them by original name."""
+        """Return the reduced gradients by original name."""
 
     def optimizer_step(self) -> Result:
-        """Clip, update, zero."""
+        """Clip the gradients, update the parameters, zero the gradients."""
 
 
 Batches = Iterable[tuple[object, object]]
@@ -105,10 +105,10 @@ def train_reference(
     clip_norm: float | None = None,
     dtype: torch.dtype | None = torch.float64,
 ) -> ReferenceRun:
-    """Train a copy of ``model`` on global ``batches``, one optimizer step each; ``model`` is kept.
+    """Train a copy of ``model`` on global ``batches``, one optimizer step each.
 
-    ``accumulate`` cuts each batch into that many microbatches. That matters only to modules that
-    look at a whole batch: for BatchNorm with local statistics on n ranks it is n times the plan's.
+    ``accumulate`` splits each batch into that many microbatches. This matters only to modules that
+    see the whole batch: for BatchNorm with local statistics on n ranks, it is n times the plan's.
     Model and floating-point inputs are converted to ``dtype``, unless it is None.
     """
     trained = copy.deepcopy(model)
@@ -166,10 +166,10 @@ def record(trainee: Trainee, batches: Batches, *, dtype: torch.dtype | None = No
 def first_difference(
     parallel: ReferenceRun, reference: ReferenceRun, tolerance: float
 ) -> Difference | None:
-    """Find the first loss, gradient, norm or weight that differs by more, relative.
+    """Find the first loss, gradient, norm or weight whose relative error exceeds ``tolerance``.
 
-    Steps in their order, in each the loss before the gradients and the norm of all of them, and
-    weights at the end. A relative error is the largest difference over the largest value of the
+    Compared in order: for each step the loss, the gradients and the norm of all of them; at the
+    end the weights. A relative error is the largest difference over the largest value of the
     tensor (or over a millionth of the largest among all gradients of the step, if that is more).
     """
     found = _differences(parallel, reference, tolerance)
@@ -222,7 +222,7 @@ def _number_error(found: float, wanted: float) -> float:
 
 
 def _relative(found: torch.Tensor, wanted: torch.Tensor, floor: float) -> float:
-    """Divide largest difference by largest value; NaN where only one has it is infinite."""
+    """Largest difference over largest value; infinite where only one of the two has NaN."""
     wide = torch.complex128 if wanted.is_complex() else torch.float64
     a, b = found.detach().cpu().to(wide), wanted.detach().cpu().to(wide)
     same = (a == b) | (a.isnan() & b.isnan())
@@ -246,6 +246,6 @@ def _cast(pair: tuple[object, object], dtype: torch.dtype | None) -> tuple[objec
 
 
 def _norm(gradients: Iterable[torch.Tensor]) -> float:
-    """Compute the norm of all together; shares nothing with the one over ranks that it judges."""
+    """Compute the norm of all gradients; shares no code with the norm over ranks that it checks."""
     norms = [gradient.norm().double() for gradient in gradients]
     return torch.stack(norms).norm().item() if norms else 0.0

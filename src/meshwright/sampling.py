@@ -6,9 +6,9 @@
     data_size 2        |   rank 0    |   rank 1    |      contiguous shares
     data_size 4        | r 0  | r 1  | r 2  | r 3  |
 
-Each epoch is a new permutation of all samples, computed an index at a time by a keyed Feistel
-network, so that no list of the data set's size exists and a resumed run needs only its position.
-Rows that are packed from documents take these in the same order, a cursor behind the last token.
+Each epoch is a new permutation of all samples, computed index by index with a keyed Feistel
+network: no list of the dataset's size exists, and a resumed run needs only its position. Packed
+rows take their documents in the same order, with a cursor after the last token.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from meshwright.errors import PlanError
 _ROUNDS = 6
 _WORD = (1 << 64) - 1
 _ORDER = ("seed", "size")
-"""The numbers of a state that say in which order its place is."""
+"""The keys of a state that identify the order its position counts in."""
 
 
 @dataclass(frozen=True, slots=True)
 class Permutation:
     """A pseudo-random permutation of ``range(size)`` that needs no memory.
 
-    A Feistel network permutes the next power of two; an index that lands outside of ``size`` walks
-    on until it is inside (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002), less
-    than two steps on average.
+    A Feistel network permutes the next power of two; an index outside of ``size`` is encrypted
+    again until it is inside (cycle walking; Black and Rogaway, Ciphers with Arbitrary Finite
+    Domains, 2002), in fewer than two steps on average.
 
     Alternatives considered: a shuffled list, whose memory grows with the data set on every rank;
     an affine map modulo ``size``, whose neighbors stay evenly spaced.
@@ -51,7 +51,7 @@ class Permutation:
         object.__setattr__(self, "_keys", keys)
 
     def __getitem__(self, index: int) -> int:
-        """Find the sample at place ``index`` of the order."""
+        """Return the sample at position ``index`` of the order."""
         if not 0 <= index < self.size:
             raise IndexError(f"expected a place from 0 to {self.size - 1}, found {index}")
         # Both halves have at least one bit, so that every round changes something.
@@ -80,7 +80,7 @@ class Permutation:
 class Sampler:
     """This rank's share of each global batch, in an order that does not depend on the ranks.
 
-    Iterating gives lists of sample indices for ever; a batch may span the end of an epoch.
+    Iterating yields lists of sample indices forever; a batch may span the end of an epoch.
     """
 
     def __init__(
@@ -108,12 +108,12 @@ class Sampler:
 
     @property
     def position(self) -> int:
-        """Samples that all ranks together have taken since the beginning."""
+        """Number of samples that all ranks together have taken so far."""
         return self._position
 
     @property
     def epoch(self) -> int:
-        """The number of times that all samples have been taken."""
+        """The number of completed epochs."""
         return self._position // self.dataset_size
 
     @property
@@ -122,7 +122,7 @@ class Sampler:
         return self.batch_size // self.data_size
 
     def next_indices(self) -> list[int]:
-        """List this rank's samples of the next global batch, and move on by one batch."""
+        """Return this rank's samples of the next global batch, and advance by one batch."""
         begin = self._position + self.data_rank * self.share
         indices = [self._sample(place) for place in range(begin, begin + self.share)]
         self._position += self.batch_size
@@ -141,23 +141,23 @@ class Sampler:
         return self.next_indices()
 
     def state_dict(self) -> dict[str, int]:
-        """List the position in which order, equal on all ranks and valid for any number of them.
+        """Return the position and its order: equal on all ranks, valid for any number of them.
 
-        ``size`` is that of the data set.
+        ``size`` is that of the dataset.
         """
         return {"position": self._position, "seed": self.seed, "size": self.dataset_size}
 
     def load_state_dict(self, state: Mapping[str, int]) -> Self:
-        """Go on from a position that ``state_dict`` gave.
+        """Resume from a state of ``state_dict``.
 
-        Raises ``ValueError`` for one in another order. States of before, of a position alone, say
-        nothing of it.
+        Raises ``ValueError`` for a state of another order. Older states hold a position alone;
+        their order is not checked.
         """
         _check_order(state, self.state_dict())
         return self.move_to(state["position"])
 
     def move_to(self, position: int) -> Self:
-        """Go on behind ``position`` samples of all ranks together."""
+        """Continue after ``position`` samples of all ranks together."""
         self._position = _checked_position(position)
         return self
 
@@ -166,12 +166,12 @@ class Piece(NamedTuple):
     """The tokens ``begin`` to ``end`` of a document, in a row."""
 
     place: int
-    """The place of the document in the order of all epochs."""
+    """Position of the document in the order of all epochs."""
     document: int
     begin: int
     end: int
     length: int
-    """Of the whole document."""
+    """Tokens of the whole document."""
 
 
 class PackedSampler:
@@ -186,8 +186,8 @@ class PackedSampler:
     Each token comes once an epoch. A row may span documents, and the end of an epoch. Every rank
     asks for the length of each document of the global batch, once, and of no other.
 
-    Alternatives considered: an index of all rows, whose memory and set-up grow with the data; rows
-    that are chosen to fit, which need many documents at hand, so that they would be the state.
+    Alternatives considered: an index of all rows, whose memory and set-up grow with the data; bin
+    packing, which holds many documents at once, so that these would be part of the state.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class PackedSampler:
     ) -> None:
         """Begin with the first document; ``batch_size`` counts the rows of all ranks together.
 
-        ``lengths`` finds the number of tokens of a document, of ``documents``. Raises ``PlanError``
+        ``lengths`` returns the number of tokens of one of the ``documents``. Raises ``PlanError``
         when the batch does not divide among ``data_size`` ranks.
         """
         if documents < 1 or row_length < 1:
@@ -224,13 +224,13 @@ class PackedSampler:
 
     @property
     def epoch(self) -> int:
-        """The number of times that all documents have been taken."""
+        """The number of completed epochs."""
         return self._position // self.documents
 
     def next_rows(self) -> list[list[Piece]]:
-        """List the pieces of this rank's rows of the next global batch, and move on by one batch.
+        """Return the pieces of this rank's rows of the next global batch, and advance by one batch.
 
-        Raises ``ValueError`` when no document has a token, or the cursor is behind the end of one.
+        Raises ``ValueError`` when no document has a token, or the cursor is past the end of one.
         """
         return [self._next_row() for _ in range(self.batch_size)][self._own]
 
@@ -256,7 +256,7 @@ class PackedSampler:
         return pieces
 
     def _document(self) -> tuple[int, int, int]:
-        """Find the place of the cursor, the document there, and its length."""
+        """Return the position of the cursor, the document there, and its length."""
         if self._current[0] != self._position:
             epoch, index = divmod(self._position, self.documents)
             if self._permutation.epoch != epoch:
@@ -266,9 +266,9 @@ class PackedSampler:
         return self._current
 
     def state_dict(self) -> dict[str, int]:
-        """List the cursor, equal on all ranks, and valid for any other number of ranks and rows.
+        """Return the cursor: equal on all ranks, valid for any number of ranks and rows.
 
-        ``position`` counts the documents that are behind it, ``offset`` tokens of the next, and
+        ``position`` counts finished documents, ``offset`` the tokens taken from the next, and
         ``size`` all documents.
         """
         return {
@@ -279,7 +279,7 @@ class PackedSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, int]) -> Self:
-        """Go on from a cursor that ``state_dict`` gave; raises as `Sampler.load_state_dict`."""
+        """Resume from a cursor of ``state_dict``; raises as `Sampler.load_state_dict`."""
         _check_order(state, self.state_dict())
         self._position = _checked_position(state["position"])
         self._offset = _checked_position(state["offset"])
@@ -287,7 +287,7 @@ class PackedSampler:
 
 
 def whole_number(name: str, value: int) -> int:
-    """Make an integer of any type Python's own, as states are saved.
+    """Convert an integer of any type to Python's ``int``, which states can store.
 
     Raises ``TypeError``, with ``name``, for anything else.
     """
@@ -322,7 +322,7 @@ def _check(dataset_size: int, batch_size: int, data_rank: int, data_size: int) -
 
 
 def _check_order(state: Mapping[str, int], own: Mapping[str, int]) -> None:
-    """Refuse a state that is not of the order of which ``own`` is; some say nothing of theirs."""
+    """Reject a state of another order than ``own``; older states do not name theirs."""
     if set(state) not in (set(own), own.keys() - {*_ORDER}):
         raise ValueError(f"expected the keys {sorted(own)}, found {sorted(state)}")
     if other := [name for name in _ORDER if state.get(name, own[name]) != own[name]]:

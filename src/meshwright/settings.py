@@ -1,6 +1,6 @@
-"""Marks on the fields of a configuration, the problems found in it, and where its values stand.
+"""Marks on the fields of a configuration, the problems found in it, and where its values came from.
 
-``toml_source`` reads and writes whole configurations by them.
+``toml_source`` reads and writes whole configurations with them.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Above:
 
 @dataclass(frozen=True, slots=True)
 class Inline:
-    """A mark on a dataclass whose fields stand in the table that holds it, without its own."""
+    """A mark on a dataclass whose fields are keys of the enclosing table, not of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Through:
-    """A mark on a type that is written as another one, and how to go from one to the other."""
+    """A mark on a type that is written as another one, with both conversions."""
 
     written: object
     """The type in the text, such as ``Mapping[str, int]``."""
@@ -52,9 +52,9 @@ class Through:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A mistake: the key at fault, what is wrong, and other keys that the judgment rests on.
+    """A mistake: the key at fault, what is wrong, and the other keys that it depends on.
 
-    A problem whose keys could not be read is not reported, because it may vanish with the cause.
+    It is not reported if one of these keys could not be read: it may vanish with that mistake.
     """
 
     key: Key
@@ -64,7 +64,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The places where values were given: the name of the text, lines, overrides."""
+    """Where the values came from: the name of the text, lines, overrides."""
 
     source: str = ""
     lines: Mapping[Key, int] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Origin:
                 return f"override '{self.overrides[known]}': "
             if known in self.lines:
                 return f"line {self.lines[known]}: "
-            # A table that is in no text exists because of an override of a key in it.
+            # A table that is not in the text exists because an override sets a key in it.
             for inner, override in self.overrides.items():
                 if inner[:length] == known:
                     return f"override '{override}': "
@@ -90,7 +90,7 @@ class Origin:
         found = [(float(fault.line), f"line {fault.line}: {fault.message}") for fault in faults]
         for problem in problems:
             place = self.place(problem.key)
-            line = int(place[5:-2]) if place.startswith("line ") else math.inf
+            line = int(place[5:-2]) if place.startswith("line ") else math.inf  # "line 7: "
             found.append((line, place + problem.message))
         return PlanError([text for _, text in sorted(found, key=lambda pair: pair[0])], self.source)
 

@@ -29,7 +29,7 @@ Kind = Literal[
     "recv",
     "barrier",
 ]
-"""The operations that pass the door."""
+"""The operations of a communicator."""
 
 Lane = Literal["compute", "gather", "reduce", "transfer"]
 """The lanes of one rank, which can run at the same time."""
@@ -57,14 +57,14 @@ KINDS: tuple[str, ...] = tuple(LANE_OF_KIND)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """An operation as it passes the door: what, over which axis, and why."""
+    """One operation of a communicator: what, over which axis, and why."""
 
     kind: str
     """A member of ``KINDS``."""
     axis: str
     """Name of the mesh axis it runs over."""
     shape: tuple[int, ...] = ()
-    """Shape of the tensor that this rank hands in (``recv`` and ``broadcast``: takes)."""
+    """Shape of the tensor that this rank passes in (``recv`` and ``broadcast``: receives)."""
     dtype: str = "uint8"
     reduction: str | None = None
     """Such as ``"sum"``; ``None`` where nothing is reduced."""
@@ -73,20 +73,20 @@ class Collective:
     label: str = ""
     """The reason for it, such as ``"unshard layers.3"``."""
     sequence: int = 0
-    """The number of operations that this group has issued before on this rank."""
+    """The number of operations that this group issued before it on this rank."""
 
     @property
     def bytes(self) -> int:
-        """Bytes of the tensor handed in; 0 for a barrier."""
+        """Bytes of the tensor passed in; 0 for a barrier."""
         return 0 if self.kind == "barrier" else math.prod(self.shape) * dtype_bytes(self.dtype)
 
     @property
     def lane(self) -> Lane:
-        """The lane that draws it."""
+        """The lane on which it is drawn."""
         return LANE_OF_KIND[self.kind]
 
     def __str__(self) -> str:
-        """Write it such as ``all_gather #42 "unshard layers.4" on axis shard``."""
+        """Format it, such as ``all_gather #42 "unshard layers.4" on axis shard``."""
         label = f' "{self.label}"' if self.label else ""
         peer = f" with peer {self.peer}" if self.peer is not None else ""
         return f"{self.kind} #{self.sequence}{label} on axis {self.axis}{peer}"
@@ -184,11 +184,11 @@ class Timeline:
         return max((event.end for event in self.events), default=0.0)
 
     def merge(self, others: Iterable[Timeline]) -> Timeline:
-        """Join the events of this and all others; clocks are taken as they are."""
+        """Combine the events of this timeline and ``others``; clocks are not adjusted."""
         return Timeline([*self.events, *(event for other in others for event in other.events)])
 
     def select(self, *, rank: int | None = None, lane: str | None = None) -> Timeline:
-        """Find the events of one rank, of one lane, or of one lane of one rank."""
+        """Select the events of one rank, of one lane, or of one lane of one rank."""
         return Timeline(
             event
             for event in self.events
@@ -205,7 +205,7 @@ class Timeline:
 
     def exposed(self, rank: int) -> float:
         """Count the seconds in which ``rank`` communicates and computes nothing."""
-        # What either does, without the time of computing.
+        # The time in which any lane is busy, less that of computing.
         return _length(self.intervals(rank, *LANES)) - self.busy(rank, "compute")
 
     def bytes(self, rank: int, lane: str) -> int:
@@ -218,7 +218,7 @@ class Timeline:
 
     @classmethod
     def from_json(cls, text: str) -> Timeline:
-        """Read what ``to_json`` wrote; ``ValueError`` says what else was found."""
+        """Read what ``to_json`` wrote; raises ``ValueError`` for anything else."""
         try:
             document = json.loads(text)
         except json.JSONDecodeError as error:

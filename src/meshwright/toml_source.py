@@ -61,7 +61,7 @@ T = TypeVar("T")
 
 
 class _RejectedError(Exception):
-    """A sign that a value cannot be read; carries why."""
+    """Signals that a value cannot be read; carries the problems."""
 
     def __init__(self, *problems: Problem) -> None:
         self.problems = problems
@@ -117,7 +117,7 @@ def review(record: object, origin: Origin) -> list[Problem]:
 
 
 def plain(record: object) -> object:
-    """Make a configuration as nested dictionaries, lists and scalars, every key included."""
+    """Convert a configuration to nested dictionaries, lists and scalars, every key included."""
     if isinstance(record, Mapping):
         return {str(key): plain(inner) for key, inner in record.items()}
     if isinstance(record, (list, tuple)):
@@ -286,7 +286,7 @@ class _Reader:
         raise rejected[0]
 
     def _attempt(self, value: object, hint: object, key: Key) -> object:
-        """Find the converted value, or why there is none, without a trace of what was tried."""
+        """Return the converted value or the error; a failed attempt leaves no checks behind."""
         before = len(self._checks)
         try:
             return self._convert(value, hint, key)
@@ -414,7 +414,7 @@ def _scalar(value: object, hint: object, key: Key) -> object:
 
 
 def _is_huge(value: object) -> bool:
-    """Check for a whole number that TOML and tensors have not: of over 64 bits."""
+    """Check for an integer of more than 64 bits, which neither TOML nor tensors hold."""
     return isinstance(value, int) and not -(2**63) <= value < 2**63
 
 
@@ -424,7 +424,6 @@ def _is_within(value: float, hint: object) -> bool:
 
 
 def _mismatch(value: object, hint: object, key: Key) -> Problem:
-    """Describe the problem of a value that is not of the type."""
     shown = "null" if value is None else literal(value)
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
     message = f"{_named(key)}: expected {_expected(hint)}, found {_what(value)}{shown}"

@@ -1,4 +1,4 @@
-"""TOML text to a tree with the line of every key and every fault at once, and a tree to text.
+"""Parses TOML text to a tree, with the line of each key and all faults at once; writes trees.
 
 The standard library's parser gives the values, but no positions, and it stops at the first fault.
 Here a small scanner cuts the text into statements (a header, or a key with its value, which may
@@ -93,7 +93,7 @@ def write(tree: Mapping[str, object], key: Key = ()) -> str:
     ]
     blocks = ["".join(values)] if values else []
     for text, name in tables:
-        # A table that only holds tables is declared by theirs.
+        # A table that only holds tables is declared by their headers.
         blocks.append(text if text.startswith("[") else f"[{dotted(name)}]\n{text}")
     return "\n".join(blocks)
 
@@ -175,7 +175,7 @@ def _end(text: str, begin: int, is_header: bool) -> int:
                 return token.start()
             case "\n" if first_newline < 0 and _LOOKS_LIKE_STATEMENT.match(text, token.end()):
                 first_newline = token.start()
-    # A bracket that is never closed swallows the rest: end before the next line like a statement.
+    # An open bracket would swallow the rest: end before the next line that looks like a statement.
     return first_newline if depth > 0 and first_newline >= 0 else len(text)
 
 

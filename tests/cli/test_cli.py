@@ -235,7 +235,7 @@ def test_a_run_that_is_finished_says_so(
     config.write_text(config.read_text().replace("\n[axes]\nreplicate = 2\n", ""))
     done = run("train", str(config))
     assert done.returncode == 0, done.stderr
-    assert "nothing left to do: all 6 steps had been taken; for more give a larger" in done.stdout
+    assert "nothing left to do: all 6 steps are done; to train longer, give a larger" in done.stdout
     assert "tokens/s" not in done.stdout
 
 

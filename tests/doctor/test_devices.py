@@ -120,13 +120,13 @@ def test_a_torch_without_nccl() -> None:
     ("machine", "said"),
     [
         (Invented(build="", loaded=""), ""),
-        (Invented(loaded=""), "torch is built with CUDA 13.0, and no NVIDIA driver is loaded"),
-        (Invented(build="", there=8), "8 GPUs are there, and torch was built without CUDA"),
+        (Invented(loaded=""), "torch is built with CUDA 13.0, but no NVIDIA driver is loaded"),
+        (Invented(build="", there=8), "8 GPUs are installed, but torch was built without CUDA"),
         (
             Invented(there=8, variables={"CUDA_VISIBLE_DEVICES": ""}),
-            "8 GPUs are there, and CUDA_VISIBLE_DEVICES='' hides them",
+            "8 GPUs are installed; CUDA_VISIBLE_DEVICES='' hides them",
         ),
-        (Invented(there=8), "8 GPUs are there, and torch (CUDA 13.0) cannot use any"),
+        (Invented(there=8), "8 GPUs are installed, but torch (CUDA 13.0) cannot use any"),
     ],
     ids=["none", "no driver", "no build", "hidden", "too old"],
 )
@@ -195,7 +195,7 @@ def test_the_ways_out_are_named_and_loopback_is_told() -> None:
         "NCCL to other hosts": "eth0 (10.0.0.7)",
     }
     (gloo,) = way_out(Invented(build="", network=(Interface(name="lo", address="127.0.0.1"),)))
-    assert gloo.value.startswith("none has 10.0.0.7; on several hosts set GLOO_SOCKET_IFNAME")
+    assert gloo.value.startswith("none has 10.0.0.7; on several hosts, set GLOO_SOCKET_IFNAME")
 
 
 def test_facts_of_this_machine_can_be_gathered() -> None:

@@ -29,10 +29,10 @@ GENERATES = {
 }
 """Wrappers under which `generate()` runs, each with its title."""
 NO_RULES = (
-    "No set of `[tensor]` rules is named for it; a table of its modules and their styles can take "
-    "the place of one."
+    "There is no set of `[tensor]` rules for it; write a table of its modules and their styles "
+    "instead."
 )
-NO_WORDS = "It writes no words: its class has no `generate()`."
+NO_WORDS = "Its class has no `generate()`."
 NOTES = (NO_RULES, NO_WORDS)
 
 

@@ -1,8 +1,8 @@
 """The public names of torch's training wrappers, and the same names of ours.
 
 Everything is read from torch and from our modules, so that a new torch, or a new name of ours,
-shows itself. `rows` has one `Row` for each name; `docs/parity.md` is made of them and of the notes
-in `notes.py`.
+shows itself. `rows` has one `Row` for each name; `docs/parity_names.md` is made of them and of the
+notes in `notes.py`.
 """
 
 from __future__ import annotations

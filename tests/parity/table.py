@@ -1,37 +1,42 @@
-"""The table of `docs/parity.md`, by ``PYTHONPATH=tests python -m parity.table > docs/parity.md``.
+"""The pages of parity, by ``PYTHONPATH=tests python -m parity.table``, which writes them.
 
-A name is shown by the file of tests that names it most; a file that the table has already stays
-while it still names it, so that the table changes only where something has.
+`docs/parity_names.md` has a row for each name, `docs/parity.md` the counts of them. A name is shown
+by the file of tests that names it most; a file that the table has already stays while it still
+names it, so that the table changes only where something has.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
 from parity.names import SUBJECTS, Row, Subject, rows
 from parity.notes import ABSENT, BEHAVIOR, DIFFERENT
 
-__all__ = ["BY_HAND", "PAGE", "ROOT", "note_of", "render"]
+__all__ = ["BEHAVIORS", "PAGE", "ROOT", "SUMMARY", "counts", "note_of", "render"]
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "parity.md"
-HEAD = """# Name by name beside torch
+PAGE = ROOT / "docs" / "parity_names.md"
+SUMMARY = ROOT / "docs" / "parity.md"
+BEHAVIORS = ROOT / "docs" / "parity_behaviors.md"
+"""Tables that are kept by hand, which `test_rows.py` holds to the tests."""
+HEAD = """# Parity, name by name
 
-What torch 2.13 shows of its training wrappers, and what the same name is here. The names and
-signatures are read from both by a script (`tests/parity`), and a test holds this page to them.
-**Same**: the same signature, or one that a call of torch's fits. **Different** (in its signature,
-or in what it does) and **absent** say why. The last column is the file of tests, under `tests/`,
-that shows it. Below that, by hand: the texts of errors, behaviors, and defects of torch.
+The public names of torch 2.13's training wrappers, and the same names in Meshwright.
+[Parity with torch](parity.md) is the summary. A script (`tests/parity`) reads names and signatures
+from both and generates this page; a test keeps it current.
+
+**Same**: the signature is the same, or accepts every call that torch's accepts. **Different**: the
+signature or the behavior differs; the third column says how. **Absent**: the third column says why.
+The last column names a test file, under `tests/`, that covers the name.
 """
-BY_HAND = "\n## Texts of errors and warnings"
-"""The beginning of the tables that are kept by hand, which `test_rows.py` holds to the tests."""
 
 
 def render(before: str = "") -> str:
-    """The whole page. ``before``, the page as it was, gives its choice of tests, and its end."""
+    """The page of names. ``before``, the page as it was, gives its choice of tests."""
     shown = dict(re.findall(r"^\| `([^`]+)` \|.*\| `?([^`|]*?)`? \|$", before, re.MULTILINE))
     parts = [HEAD]
     for subject in SUBJECTS:
@@ -40,8 +45,17 @@ def render(before: str = "") -> str:
             f"\n## {subject.title}\n\n| name | here | how and why | shown by |\n|---|---|---|---|\n"
         )
         parts += [_line(row, tests, shown.get(row.name, "")) for row in rows(subject)]
-    by_hand = before.partition(BY_HAND)
-    return "".join(parts + list(by_hand[1:]))
+    return "".join(parts)
+
+
+def counts(page: str) -> str:
+    """The table of `docs/parity.md`: how many names of ``page``, by heading, are the same."""
+    lines = ["| Part | same | different | absent |", "|---|--:|--:|--:|"]
+    for section in page.split("\n## ")[1:]:
+        found = Counter(re.findall(r"^\| `[^`]+` \| (\w+) \|", section, re.MULTILINE))
+        cells = (section.partition("\n")[0], found["same"], found["different"], found["absent"])
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines) + "\n"
 
 
 def note_of(row: Row) -> str:
@@ -83,4 +97,9 @@ def _shown_by(name: str, tests: Mapping[str, str], before: str) -> str:
 
 
 if __name__ == "__main__":
-    print(render(PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""), end="")
+    made = render(PAGE.read_text(encoding="utf-8") if PAGE.exists() else "")
+    PAGE.write_text(made, encoding="utf-8")
+    summary = SUMMARY.read_text(encoding="utf-8")
+    table = re.search(r"^\| Part .*?^(?!\|)", summary, re.MULTILINE | re.DOTALL)
+    if table is not None:
+        SUMMARY.write_text(summary.replace(table[0], counts(made)), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`docs/parity.md` says what is the same as torch's, and nothing is absent without a reason."""
+"""The pages of parity say what is the same as torch's, and nothing is absent without a reason."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parity.names import SUBJECTS, Subject, rows
-from parity.table import PAGE, note_of, render
+from parity.table import PAGE, SUMMARY, counts, note_of, render
 
 released = pytest.mark.skipif(
     not torch.__version__.startswith("2.13"), reason="the page is about torch 2.13"
@@ -16,8 +16,12 @@ released = pytest.mark.skipif(
 @released
 def test_the_page_is_what_the_modules_say_and_names_a_test_for_all_that_is_there() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert render(page) == page, "PYTHONPATH=tests python -m parity.table > docs/parity.md"
+    assert render(page) == page, "PYTHONPATH=tests python -m parity.table"
     assert "| `` |" not in page
+
+
+def test_the_summary_has_the_counts_of_the_page() -> None:
+    assert counts(PAGE.read_text(encoding="utf-8")) in SUMMARY.read_text(encoding="utf-8")
 
 
 @released

@@ -1,4 +1,4 @@
-"""The tables of `docs/parity.md` kept by hand: their tests exist and say those texts."""
+"""The tables of `docs/parity_behaviors.md`: their tests exist and say those texts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from functools import cache
 
 import pytest
 
-from parity.table import BY_HAND, PAGE, ROOT
+from parity.table import BEHAVIORS, ROOT
 
 ROWS = [
     [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-    for line in PAGE.read_text(encoding="utf-8").partition(BY_HAND)[2].splitlines()
+    for line in BEHAVIORS.read_text(encoding="utf-8").splitlines()
     if line.startswith("| ") and not line.endswith("| shown by |")
 ]
 TESTS = re.compile(r"`([\w/]+\.py)::(\w+)`")

@@ -101,7 +101,7 @@ AUTO_MAP = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
         ),
         ({"vocab_size": 32}, [], "expected numbers below the model's vocab_size = 32, found 63"),
         ({}, ["model.weights=/nowhere"], "expected a folder of weights, found none at /nowhere"),
-        ({}, ["model.dim=64"], "key 'dim' in [model] beside 'hugging_face'"),
+        ({}, ["model.dim=64"], "key 'dim' in [model] conflicts with 'hugging_face'"),
         ({}, ["axes.tensor=2"], "axis tensor = 2 has nothing to cut"),
     ],
 )

@@ -122,7 +122,7 @@ def test_labels_that_a_models_own_mean_leaves_out_are_rejected(
 ) -> None:
     options = ["model.factory=support.recipes.own:Labeled", "model.options={}", TWO]
     options += ["data.factory=support.recipes.own:ignored", "loss.factory="]
-    with pytest.raises(RanksFailed, match=r"labels of -100 .* give \[loss\] factory"):
+    with pytest.raises(RanksFailed, match=r"labels other than -100, .* give \[loss\] factory"):
         ranks(2, run_own, tmp_path, *options)
 
 
@@ -182,12 +182,12 @@ OWN = "support.recipes.own"
         (["optimizer.options={lrr=1}"], "unexpected keyword argument 'lrr'"),
         ([f"optimizer.factory={OWN}:data", "optimizer.options={}"], "takes 0 positional"),
         (["optimizer.options={lr=-1}"], "[optimizer] lr in options: expected a number above 0"),
-        (["optimizer.learning_rate=1"], "'learning_rate' in [optimizer] beside 'lr' in its"),
-        (["optimizer.weight_decay=0.1"], "'weight_decay' in [optimizer] beside 'factory'"),
-        (["model.layers=4"], "key 'layers' in [model] beside 'factory'"),
-        (["model.hugging_face=x"], "key 'hugging_face' in [model] beside 'factory'"),
-        (["data.path=x"], "key 'path' in [data] beside 'factory'"),
-        (["data.tokens=x.npy"], "key 'tokens' in [data] beside 'factory'"),
+        (["optimizer.learning_rate=1"], "'learning_rate' in [optimizer] and 'lr' in its options"),
+        (["optimizer.weight_decay=0.1"], "'weight_decay' in [optimizer] conflicts with 'factory'"),
+        (["model.layers=4"], "key 'layers' in [model] conflicts with 'factory'"),
+        (["model.hugging_face=x"], "key 'hugging_face' in [model] conflicts with 'factory'"),
+        (["data.path=x"], "key 'path' in [data] conflicts with 'factory'"),
+        (["data.tokens=x.npy"], "key 'tokens' in [data] conflicts with 'factory'"),
         (
             ["model.weights=x", "model.factory=", "model.options={}"],
             "key 'weights' in [model] is for 'hugging_face'",
@@ -205,7 +205,7 @@ OWN = "support.recipes.own"
             "'1' draws random numbers that depend on the layout",
         ),
         (["data.batch_size=64"], "expected at least 64 items of the training data, found 40"),
-        (["--run.export", "{here}"], "it exists and is never overwritten"),
+        (["--run.export", "{here}"], "it exists, and exports never overwrite"),
         (
             [
                 "model.peft={r=2}",
@@ -215,7 +215,7 @@ OWN = "support.recipes.own"
             ],
             "[model] peft with axis tensor = 2: LoRA's matrices cannot be split over tensor",
         ),
-        (["model.factory=", "model.options={}", "model.peft={r=2}"], "peft is for hugging_face"),
+        (["model.factory=", "model.options={}", "model.peft={r=2}"], "peft needs hugging_face"),
         (
             ["model.factory=", "model.options={}", "model.hugging_face=/nowhere"],
             "expected a config.json or a folder with one, found no /nowhere",

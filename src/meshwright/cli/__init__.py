@@ -1,14 +1,14 @@
 """The command line: ``meshwright train``, ``compare``, ``report``, ``doctor``, ``simulate``,
 ``checkpoint verify``, ``show``, ``diff``, ``export``, ``import``.
 
-Exit status: 0 when done, 1 when a run or a check failed or two runs differ, 2 when a command or a
+Exit status: 0 for success, 1 when a run or a check failed or two runs differ, 2 when a command or a
 configuration is wrong (before any process starts), 128 plus the signal's number when a signal ended
 the run.
 
 Bottom-up:
 
     words       options of a command, and mistakes in them
-    train       `train`, and the same for each of the next
+    train       the command `train`, and so on for each of the next
     compare
     doctor
     report

@@ -1,4 +1,4 @@
-"""The commands ``meshwright checkpoint ...``: options, and lines that say what was done."""
+"""The commands ``meshwright checkpoint ...``: their options and output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshwright.errors import PlanError
 
 
 def _checkpoint(folder: str) -> Path:
-    """Find the checkpoint ``folder``. Raises ``PlanError`` where it is a run, or many of them."""
+    """Return ``folder`` as a path. Raises ``PlanError`` for a run or a folder of checkpoints."""
     path = Path(folder)
     runs = path / "checkpoints"
     for inner, kind in ((runs, "a run"), (path, "a folder of checkpoints")):
@@ -50,13 +50,13 @@ class VerifyCommand:
 class ShowCommand:
     """Show the tensors of a checkpoint as a tree, with sizes and layout, and its values.
 
-    Reads the manifest alone: `meshwright checkpoint verify` looks at every byte.
+    Reads only the manifest; `meshwright checkpoint verify` checks every byte.
     """
 
     folder: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FOLDER")]
     """The checkpoint: a folder such as checkpoints/step_00000300."""
     depth: Annotated[int, tyro.conf.arg(metavar="N")] = 2
-    """Levels of the tree that are shown, with sums of those below; 0 means all."""
+    """Levels of the tree to show, with the sums of deeper ones; 0 means all."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print one JSON object."""
 
@@ -71,9 +71,9 @@ class ShowCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class DiffCommand:
-    """Name the tensors and values in which two checkpoints differ, the largest difference first.
+    """List the tensors and values in which two checkpoints differ, the largest difference first.
 
-    The exit status is 0 when there is none, else 1.
+    The exit status is 0 without a difference, else 1.
     """
 
     first: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FOLDER_A")]
@@ -81,7 +81,7 @@ class DiffCommand:
     second: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FOLDER_B")]
     """Another one."""
     largest: Annotated[int, tyro.conf.arg(metavar="N")] = 20
-    """Number of differences that are printed; 0 means all."""
+    """Number of differences to print; 0 means all."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print one JSON object."""
 
@@ -98,7 +98,7 @@ class DiffCommand:
         for each in shown:
             print(f"{each.name}: {each.text}")
         more = f", {len(shown)} of them shown" if len(shown) < len(found) else ""
-        print(f"{len(found)} differences{more}" if found else "no difference")
+        print(f"differences: {len(found)}{more}" if found else "no difference")
         return int(bool(found))
 
 
@@ -111,7 +111,7 @@ class ExportCommand:
     """Write the weights of a checkpoint in another format.
 
     Formats: hf (a Hugging Face folder: safetensors files, index, configuration), dcp (a folder of
-    torch.distributed.checkpoint), torch (a file for torch.load, weights only). Under torchrun the
+    torch.distributed.checkpoint), torch (a file for torch.load, weights only). Under torchrun, the
     ranks share the work. Nothing is overwritten.
     """
 
@@ -124,12 +124,12 @@ class ExportCommand:
     config: Annotated[str, tyro.conf.arg(metavar="PATH")] = ""
     """For hf: a config.json, or a folder whose configuration and tokenizer are copied."""
     dtype: Annotated[str, tyro.conf.arg(metavar="DTYPE")] = ""
-    """Make floating-point weights float32, bfloat16, ...; by default they stay as they are."""
+    """Convert floating-point weights to float32, bfloat16, ...; by default, nothing changes."""
     shard_mb: Annotated[int, tyro.conf.arg(metavar="N")] = 5000
-    """For hf: the size of a file."""
+    """For hf: the size of a file, in MB."""
 
     def run(self, words: list[str]) -> int:
-        """Write it, and say where it is."""
+        """Write the weights, and print where they are."""
         _known("--to", self.to)
         if self.shard_mb < 1:
             raise PlanError(f"--shard-mb: expected a number of at least 1, found {self.shard_mb}")
@@ -148,15 +148,15 @@ class ExportCommand:
         if ranks.is_first:
             print(f"wrote {self.target}: {checkpoint.FORMATS[self.to]}")
             if self.to == "hf" and not (Path(self.target) / "config.json").exists():
-                print("without config.json, which from_pretrained needs: give --config")
+                print("without config.json, which from_pretrained needs: add one with --config")
         return 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportCommand:
-    """Make a checkpoint from weights in another format, for models under any wrapper to load.
+    """Make a checkpoint from weights in another format. Models under any wrapper can load it.
 
-    Formats as for export. The pickle of a dcp folder is read with a list of what may be in it.
+    Formats as for export. The pickle of a dcp folder may contain only classes of an allowlist.
     """
 
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
@@ -168,14 +168,14 @@ class ImportCommand:
     step: Annotated[int, tyro.conf.arg(metavar="N")] = 0
     """The step of the checkpoint."""
     key: Annotated[str, tyro.conf.arg(metavar="KEY")] = ""
-    """For dcp and torch: the name below which the weights are; by default model, if it is there."""
+    """For dcp and torch: the key that holds the weights; by default model, if it exists."""
     dtype: Annotated[str, tyro.conf.arg(metavar="DTYPE")] = ""
-    """Make floating-point weights float32, bfloat16, ...; by default they stay as they are."""
+    """Convert floating-point weights to float32, bfloat16, ...; by default, nothing changes."""
     trust_pickle: tyro.conf.FlagCreatePairsOff[bool] = False
-    """For dcp: read the pickle that it begins with."""
+    """For dcp: trust the source and read the pickle that it begins with."""
 
     def run(self, words: list[str]) -> int:
-        """Write the checkpoint, and say what is in it."""
+        """Write the checkpoint, and print what is in it."""
         _known("--from", self.source_format)
         with _Ranks() as ranks:
             try:
@@ -197,7 +197,7 @@ class ImportCommand:
 
 
 class _Ranks:
-    """The ranks that torchrun has started, or this process alone."""
+    """The ranks that torchrun started, or this process alone."""
 
     is_first = True
 

@@ -1,4 +1,4 @@
-"""The commands by name, and `main`, which runs one; each is loaded when it is given."""
+"""The commands by name, and `main`, which runs one; a command's module is imported on use."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "train": ("TrainCommand", "Train a model on the ranks of a plan."),
         "compare": ("CompareCommand", "Name the first tensor in which two runs differ."),
-        "doctor": ("DoctorCommand", "Show what this machine offers, and what to mend."),
+        "doctor": ("DoctorCommand", "Show what this machine offers, and what to fix."),
         "report": ("ReportCommand", "Draw a run as a page for a browser."),
         "simulate": ("SimulateCommand", "Draw a pipeline schedule, its idle time and its memory."),
         "checkpoint verify": ("VerifyCommand", "Verify every byte of a checkpoint."),
         "checkpoint show": ("ShowCommand", "Show the tensors and values of a checkpoint."),
-        "checkpoint diff": ("DiffCommand", "Name the tensors in which two checkpoints differ."),
+        "checkpoint diff": ("DiffCommand", "List the tensors in which two checkpoints differ."),
         "checkpoint export": ("ExportCommand", "Write the weights in another format."),
         "checkpoint import": ("ImportCommand", "Make a checkpoint from weights in another format."),
     }
@@ -31,7 +31,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 
 def command(name: str) -> type[Command]:
-    """The command ``name``; loads its module, and what that needs."""
+    """Return the class of the command ``name``; imports its module."""
     return getattr(import_module(f"meshwright.cli.{name.split()[0]}"), COMMANDS[name][0])
 
 
@@ -78,5 +78,5 @@ def _run(words: list[str]) -> int:
 def _overview(names: Sequence[str] = (), usage: str = "COMMAND") -> str:
     lines = [f"  {name:<18} {COMMANDS[name][1]}" for name in names or COMMANDS]
     return "\n".join(
-        [f"usage: meshwright {usage} ...", "", *lines, "", f"meshwright {usage} --help tells more."]
+        [f"usage: meshwright {usage} ...", "", *lines, "", f"meshwright {usage} --help shows more."]
     )

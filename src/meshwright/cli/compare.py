@@ -16,18 +16,18 @@ from meshwright.recipes.tensors.compare import compare_runs
 class CompareCommand:
     """Name the first tensor in which two runs differ, whatever their layouts.
 
-    Both were started with --trace-tensors. The exit status is 0 when they agree, else 1.
+    Both must have run with --trace-tensors. The exit status is 0 when they agree, else 1.
     """
 
     first: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN_A")]
     """The folder of a run."""
     second: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN_B")]
-    """The folder of another."""
+    """The folder of another run."""
     tolerance: Annotated[str, tyro.conf.arg(metavar="X")] = ""
-    """Relative difference that is rounding; by default 1e-9, 1e-3, 3e-2 by the narrowest dtype."""
+    """Relative difference that is rounding; by default, by dtype, 1e-9 (float64), 1e-3 or 3e-2."""
 
     def run(self, words: list[str]) -> int:
-        """Print what was found."""
+        """Print the findings."""
         try:
             tolerance = at_least_0("--tolerance", self.tolerance) if self.tolerance else None
             found = compare_runs(self.first, self.second, tolerance=tolerance)

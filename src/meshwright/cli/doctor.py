@@ -9,10 +9,10 @@ from meshwright.doctor import examine, report_lines
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorCommand:
-    """Show what this machine offers, measure small collectives, and say what to mend."""
+    """Show what this machine offers, measure small collectives, and tell what to fix."""
 
     measure: bool = True
-    """Start two ranks and measure; otherwise look only."""
+    """Also start two ranks and measure collectives."""
 
     def run(self, words: list[str]) -> int:
         """Print the findings."""

@@ -17,9 +17,9 @@ from meshwright.report import read_run, write_runs
 class ReportCommand:
     """Draw a run as a page for a browser.
 
-    The page has what is known of the run, its numbers over the steps, and its last steps in time.
-    Several runs share one page. A run that has not ended has no timeline yet. Of a pipeline the
-    last step is drawn, and under it what its schedule should have done.
+    The page has the facts of the run, curves of its metrics, and a timeline of its last steps.
+    Several runs share one page. A run that has not ended has no timeline yet. For a pipeline, the
+    page draws the last step, and below it the simulation of its schedule.
     """
 
     runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN")]
@@ -27,7 +27,7 @@ class ReportCommand:
     output: Annotated[str, tyro.conf.arg(metavar="FILE.html")] = ""
     """The file to write; by default report.html in the folder of the first run."""
     watch: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 0.0
-    """Draw it again after so many seconds until the runs have ended; 0 draws it once."""
+    """Redraw the page every so many seconds until the runs have ended; 0 draws it once."""
 
     def run(self, words: list[str]) -> int:
         """Write the page."""
@@ -43,7 +43,7 @@ class ReportCommand:
         return 0
 
     def _write(self, output: Path) -> bool:
-        """Write the page; returns False when it is to be written again."""
+        """Write the page; returns False if it must be written again."""
         try:
             runs = [read_run(run) for run in self.runs]
             if len({run.name for run in runs}) < len(runs):

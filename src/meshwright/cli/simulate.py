@@ -19,22 +19,22 @@ from meshwright.schedule.text import draw, dump_csv, load_csv
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateCommand:
-    """Draw a pipeline schedule and say how long it idles and what it holds, without running it."""
+    """Draw a pipeline schedule, with its idle time and activation memory, without running it."""
 
     schedule: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SCHEDULE")]
     """gpipe, 1f1b, interleaved1f1b, loopedbfs, zb1p, zbv, dualpipev, or a CSV file."""
     ranks: Annotated[int, tyro.conf.arg(metavar="N")] = 4
     """Number of ranks of the pipeline."""
     stages: Annotated[int, tyro.conf.arg(metavar="N")] = 0
-    """Number of stages; 0 means as many for each rank as the schedule is made for."""
+    """Number of stages; 0 means the schedule's usual number for each rank."""
     microbatches: Annotated[int, tyro.conf.arg(metavar="N")] = 8
-    """Number of parts of a batch that follow each other through the stages."""
+    """Number of microbatches in a batch."""
     forward: float = 1.0
-    """Time of one microbatch's forward through a rank's whole share."""
+    """Time of one microbatch's forward through all stages of a rank."""
     input: float = 1.0
-    """The same of the input half of the backward."""
+    """The same for the input half of the backward."""
     weight: float = 1.0
-    """The same of the weight half."""
+    """The same for the weight half of the backward."""
     transfer: float = 0.0
     """Time of one message between ranks."""
     write: Annotated[str, tyro.conf.arg(metavar="FILE.csv")] = ""
@@ -43,7 +43,7 @@ class SimulateCommand:
     """Draw it as a page for a browser."""
 
     def run(self, words: list[str]) -> int:
-        """Print what was simulated."""
+        """Print the schedule and the result of the simulation."""
         try:
             for name in ("forward", "input", "weight", "transfer"):
                 at_least_0(f"--{name}", str(getattr(self, name)))

@@ -1,4 +1,4 @@
-"""``meshwright train``: on ranks that it starts, or as one of those that a launcher started."""
+"""``meshwright train``: on ranks that it starts, or as a rank that a launcher started."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from meshwright.recipes.tensors.trace import traced_modules
 from meshwright.report import METRICS
 from meshwright.settings import split_overrides
 
-# Set for the ranks that this command line starts: their launcher reports for them.
+# Set for the ranks that this command starts: their launcher reports their errors.
 _UNDER_LAUNCHER = "MESHWRIGHT_LAUNCHER"
 
 
@@ -55,12 +55,12 @@ _UNDER_LAUNCHER = "MESHWRIGHT_LAUNCHER"
 class TrainCommand:
     """Train a model of yours, one of Hugging Face, or a byte-level one on text.
 
-    Starts one process for each rank of the plan, unless torchrun has started them. Every key of
-    the configuration can be given here too: --train.seed 3, --run.steps=50 or run.steps=50.
+    Starts one process for each rank of the plan, unless torchrun has started them. Options can
+    override every key of the configuration: --train.seed 3, --run.steps=50 or run.steps=50.
     """
 
     config: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CONFIG.toml")]
-    """The configuration, a TOML file; ``example`` is one that comes with the package."""
+    """The configuration, a TOML file; ``example`` is the one that comes with the package."""
     nproc: Annotated[int, tyro.conf.arg(metavar="N")] = 0
     """Number of ranks; 0 means the product of the plan's axes."""
     resume: Annotated[str, tyro.conf.arg(metavar="WHERE")] = ""
@@ -73,7 +73,7 @@ class TrainCommand:
     option_lines = staticmethod(option_lines)
 
     def run(self, words: list[str]) -> int:
-        """Check the configuration, and train here or on ranks that are started here."""
+        """Check the configuration, then train in this process or start the ranks."""
         overrides, _ = split_overrides(words)
         if self.resume:
             overrides.append(f"run.resume={self.resume}")
@@ -106,12 +106,12 @@ class TrainCommand:
             lines = [str(error), resume_hint(folder, f"meshwright train {shlex.join(words)}")]
             if "signal 9" in lines[0]:
                 metrics = folder / METRICS
-                lines.append(f"signal 9 is nearly always memory: {metrics} has that of each rank")
+                lines.append(f"signal 9 is nearly always memory: {metrics} shows each rank's")
             raise LaunchError("\n".join(lines)) from None
 
 
 def _check(config: TrainConfig, ranks: int) -> None:
-    """Find, before any process starts, what can be known to go wrong."""
+    """Find, before any process starts, every problem that can be known by then."""
     problems: list[str] = []
 
     @contextlib.contextmanager
@@ -162,7 +162,7 @@ def _check_model(model: nn.Module, plan: Plan, ranks: int, task: Task | None) ->
             with left_as_it_is(model), torch.no_grad():
                 call_module(model, example)
         except Exception:
-            # Many a model needs numbers, which meta lacks; the ranks have them, and say the rest.
+            # Many models need values, which meta tensors lack; the ranks have them and report.
             example = None
     check_model(model, plan, ranks, example)
     if example is None or stages == 1:
@@ -172,13 +172,13 @@ def _check_model(model: nn.Module, plan: Plan, ranks: int, task: Task | None) ->
             model, plan.pipeline, stages, example, tensor=ModelCut(styles={}, widths={}, ranks=1)
         )
     except PlanError as error:
-        # A trace may fail on meta alone.
+        # A trace may fail on meta tensors only.
         if not isinstance(error.__cause__, RuntimeError):
             raise
 
 
 def _train_here(config: TrainConfig) -> int:
-    """Train as this process's rank; only rank 0 prints, and a launcher of ours tells of errors."""
+    """Train as this process's rank; only rank 0 prints. Our launcher, if any, reports errors."""
     rank = cluster().rank if is_launched() else 0
     logging.basicConfig(format=f"rank {rank}: %(message)s", level=logging.WARNING)
     try:
@@ -213,8 +213,8 @@ def _summary(outcome: Outcome) -> list[str]:
     ]
     if outcome.loss is None and outcome.is_finished:
         lines = [
-            f"nothing left to do: all {outcome.steps} steps had been taken; for more give a larger "
-            "--run.steps and --run.accept_changes true, for a new run another --run.folder"
+            f"nothing left to do: all {outcome.steps} steps are done; to train longer, give a "
+            "larger --run.steps and --run.accept_changes true; for a new run, another --run.folder"
         ]
     if outcome.loss is not None:
         lines.append(f"training loss {outcome.loss:.4f}{of}")
@@ -244,5 +244,5 @@ def _summary(outcome: Outcome) -> list[str]:
             f"tensors    {outcome.tensors} (meshwright compare {outcome.folder} OTHER_RUN)"
         )
     if not outcome.is_finished:
-        lines.append(f"to resume, give the same command --resume {outcome.folder}")
+        lines.append(f"to resume, add --resume {outcome.folder} to the same command")
     return lines

@@ -1,4 +1,4 @@
-"""The words of a command: its options, and how a mistake in them becomes one line."""
+"""The arguments of a command: its options, and mistakes in them reported in one line."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Command(Protocol):
     """The options of a command, and what it does."""
 
     def run(self, words: list[str]) -> int:
-        """Run it, given as ``words``; returns the exit status."""
+        """Run the command with its arguments ``words``; returns the exit status."""
 
 
 def parse(kind: type[Command], name: str, words: list[str]) -> Command:
-    """Find the command's own arguments; a mistake in them is one line and exit status 2."""
+    """Parse a command's own options. Raises ``PlanError`` with one line for a mistake."""
     told, shown = io.StringIO(), io.TextIOWrapper(io.BytesIO(), encoding=sys.stdout.encoding)
     about = inspect.cleandoc(kind.__doc__ or "")
     option_lines = getattr(kind, "option_lines", None)
@@ -37,7 +37,7 @@ def parse(kind: type[Command], name: str, words: list[str]) -> Command:
         if error.code:
             raise PlanError(_unboxed(told.getvalue())) from None
         shown.seek(0)
-        for line in shown.read().splitlines():  # of which those without a box are not wrapped
+        for line in shown.read().splitlines():  # tyro wraps only the lines in boxes
             print(textwrap.fill(line, 80, subsequent_indent=" " * 4) if len(line) > 80 else line)
         if option_lines:
             print("\n".join(option_lines()))
@@ -45,7 +45,7 @@ def parse(kind: type[Command], name: str, words: list[str]) -> Command:
 
 
 def _unboxed(text: str) -> str:
-    """Put the text of tyro on one line, without the box around it and its advice below."""
+    """Put tyro's text on one line, without its box and the advice below."""
     text = re.sub(r"\x1b\[[0-9;]*m|[\u2500-\u257f]", " ", text)
     text = re.split(r"Argument helptext|For full helptext", text)[0]
     text = re.sub(r"^\s*(Required|Unrecognized) options\s|^\s*Value error\s", "", text)
@@ -53,7 +53,7 @@ def _unboxed(text: str) -> str:
 
 
 def at_least_0(option: str, given: str) -> float:
-    """The number ``given`` for ``option``; raises ``ValueError`` for any below 0."""
+    """Return the number ``given`` for ``option``; raises ``ValueError`` if it is below 0."""
     try:
         value = float(given)
     except ValueError:
@@ -64,7 +64,7 @@ def at_least_0(option: str, given: str) -> float:
 
 
 def one_line(error: BaseException) -> str:
-    """The text of ``error`` on one line."""
+    """Return the text of ``error`` on one line."""
     return " ".join(str(error).split()) or type(error).__name__
 
 

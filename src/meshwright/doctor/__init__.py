@@ -1,10 +1,10 @@
-"""The offer of a machine to a run: what is there, what is wrong, and how to mend it.
+"""Diagnosis of a machine: what it offers to a run, what is wrong, and how to fix it.
 
 Bottom-up:
 
     finding      a fact about a machine, what is wrong with it, and both as text
-    machine      facts of GPUs and network, which tests invent
-    devices      findings about GPUs, ranks on them, and the way to other hosts
+    machine      facts about GPUs and network; tests replace it
+    devices      findings about GPUs, ranks on them, and the network to other hosts
     collectives  collectives measured between ranks that are started for it
     survey       all findings, in their order
     __main__     one rank of a measurement

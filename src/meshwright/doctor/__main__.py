@@ -14,14 +14,14 @@ from meshwright.doctor.collectives import medians_on_device, medians_on_host
 
 
 def main(target: Path, where: str) -> None:
-    """Join, measure, and let the first rank write the answer to ``target``."""
+    """Connect, measure, and write the result to ``target`` on rank 0."""
     if where == "cuda":
         communicator = connect("cpu:gloo,cuda:nccl")
         answer = medians_on_device(
             communicator, lambda: torch.cuda.mem_get_info()[0], torch.cuda.synchronize
         )
     else:
-        # By name: on a machine with GPUs they would be ranks on these.
+        # By name: on a machine with GPUs, the default would put these ranks on them.
         communicator = connect(os.environ.get("MESHWRIGHT_CPU_BACKEND", "shm"))
         answer = medians_on_host(communicator)
     if communicator.rank == 0:

@@ -20,7 +20,7 @@ from meshwright.errors import MeshwrightError
 
 MEASURED_RANKS = 2
 _ROUNDS = 50
-# Above these medians something is wrong with the loopback device or the cores, not with the code.
+# Above these medians, something is wrong with the loopback device or the cores, not with the code.
 _SLOW_SECONDS = {"all_reduce 4 KB": 0.02, "all_reduce 1 MB": 0.2, "barrier": 0.02}
 _LARGE = 2**24
 """Elements of float32 that the GPUs reduce: 64 MiB."""
@@ -39,12 +39,12 @@ def measure() -> Iterator[Finding]:
             name=name,
             value=f"{seconds * 1e6:,.0f} us (median, {MEASURED_RANKS} ranks, {answer['backend']})",
             problem=f"expected less than {bound * 1e6:,.0f} us" if is_slow else "",
-            remedy="end other work on these cores and measure again" if is_slow else "",
+            remedy="stop other work on these cores and measure again" if is_slow else "",
         )
 
 
 def measure_gpus(ranks: int) -> Iterator[Finding]:
-    """Start a rank for each GPU, reduce 64 MiB, and count what their communicator takes."""
+    """Start a rank for each GPU, reduce 64 MiB, and measure the memory of their communicator."""
     answer = _answer_of(ranks, "cuda")
     if isinstance(answer, str):
         yield _failed("all_reduce on GPUs", ranks, answer, "NCCL_DEBUG=INFO to see more")
@@ -53,7 +53,7 @@ def measure_gpus(ranks: int) -> Iterator[Finding]:
 
 
 def findings_of_gpus(ranks: int, answer: dict[str, Any]) -> Iterator[Finding]:
-    """Report what the ranks of `measure_gpus` have answered."""
+    """Report the result of the ranks of `measure_gpus`."""
     seconds = answer["medians"]["all_reduce 64 MiB"]
     # Each rank sends and receives 2 (n - 1) / n of the bytes, whatever the algorithm.
     rate = 4 * _LARGE * 2 * (ranks - 1) / ranks / seconds / 1e9
@@ -65,7 +65,7 @@ def findings_of_gpus(ranks: int, answer: dict[str, Any]) -> Iterator[Finding]:
     yield Finding(
         name="communicators",
         value=f"1 of {ranks} ranks takes {answer['bytes'] / 2**20:.0f} MiB of each GPU; "
-        "a run has one for each axis, and pipelines some for neighbors",
+        "a run has one for each axis, and pipelines have more between neighbors",
     )
 
 
@@ -74,13 +74,13 @@ def _failed(name: str, ranks: int, error: str, variable: str) -> Finding:
         name=name,
         value="failed",
         problem=f"expected {ranks} ranks to reduce a tensor, found: {error}",
-        remedy=f"mend what it names; if it names no cause, set {variable}",
+        remedy=f"fix the cause it names; if it names none, set {variable}",
         is_broken=True,
     )
 
 
 def _answer_of(ranks: int, where: str) -> dict[str, Any] | str:
-    """Return what the first of ``ranks`` has measured, or the error of their run."""
+    """Return what rank 0 of ``ranks`` measured, or the error of their run."""
     with tempfile.TemporaryDirectory(prefix="meshwright-doctor-") as folder:
         target = Path(folder, "medians.json")
         command = [sys.executable, "-m", "meshwright.doctor", str(target), where]
@@ -107,9 +107,9 @@ def medians_on_host(communicator: Communicator) -> dict[str, Any]:
 def medians_on_device(
     communicator: Communicator, free: Callable[[], int], finish: Callable[[], None]
 ) -> dict[str, Any]:
-    """Measure an all-reduce on a device, of which ``free`` tells the bytes that nobody has.
+    """Measure an all-reduce on a device; ``free`` returns the free bytes of its memory.
 
-    ``finish`` lets the host wait for the device.
+    ``finish`` makes the host wait for the device.
     """
     large = torch.zeros(_LARGE, device=communicator.device)
     finish()

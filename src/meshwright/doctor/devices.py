@@ -1,4 +1,4 @@
-"""Findings about GPUs, about the backend of ranks here, and about the way to other hosts."""
+"""Findings about GPUs, the backend of ranks on this machine, and the network to other hosts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from meshwright.doctor.finding import Finding
 from meshwright.doctor.machine import Gpu, Interface, Machine
 
 _LAST = ("docker", "lo")
-"""Interfaces that NCCL takes only where there is no other."""
+"""Interfaces that NCCL uses only if there is no other."""
 
 
 def devices(machine: Machine) -> Iterator[Finding]:
-    """Find the devices, driver and libraries, and what keeps torch from them."""
+    """Report the devices, driver and libraries, and why torch cannot use them."""
     gpus, build, driver = machine.gpus(), machine.cuda_build(), machine.driver()
     counts = Counter(gpu.name for gpu in gpus)
     names = ", ".join(f"{count} x {name}" for name, count in counts.items())
@@ -43,28 +43,28 @@ def devices(machine: Machine) -> Iterator[Finding]:
 
 
 def _unused(machine: Machine, gpus: Sequence[Gpu], build: str, driver: str) -> tuple[str, str]:
-    """Say why GPUs of this machine cannot be used, and what to do; empty where they can."""
+    """Return why torch cannot use this machine's GPUs, and what to do; empty if it can."""
     hidden = machine.environment.get("CUDA_VISIBLE_DEVICES")
     if gpus or (not driver and not build):
         return "", ""
     if not driver:
         return (
-            f"torch is built with CUDA {build}, and no NVIDIA driver is loaded",
-            "load the driver, or see that the container was given it; CPU ranks work without",
+            f"torch is built with CUDA {build}, but no NVIDIA driver is loaded",
+            "load the driver, or give the container access to it; CPU ranks do not need it",
         )
     if not build:
         return (
-            f"{machine.installed()} GPUs are there, and torch was built without CUDA",
+            f"{machine.installed()} GPUs are installed, but torch was built without CUDA",
             "install a build of torch with CUDA to use them",
         )
     if hidden is not None:
         return (
-            f"{machine.installed()} GPUs are there, and CUDA_VISIBLE_DEVICES={hidden!r} hides them",
+            f"{machine.installed()} GPUs are installed; CUDA_VISIBLE_DEVICES={hidden!r} hides them",
             "unset CUDA_VISIBLE_DEVICES to use them",
         )
     return (
-        f"{machine.installed()} GPUs are there, and torch (CUDA {build}) cannot use any",
-        f"see that driver {driver} is new enough, and that the container was given the GPUs",
+        f"{machine.installed()} GPUs are installed, but torch (CUDA {build}) cannot use any",
+        f"check that driver {driver} is new enough and that the container has access to the GPUs",
     )
 
 
@@ -75,12 +75,12 @@ def _memory_of(index: int, gpu: Gpu) -> Finding:
         name=f"cuda:{index}",
         value=f"{kind}{gpu.name}, {gpu.free / 2**30:.1f} of {gpu.total / 2**30:.1f} GiB free",
         problem="expected most of its memory to be free" if is_taken else "",
-        remedy="end other programs on it (nvidia-smi lists them)" if is_taken else "",
+        remedy="stop other programs on it (nvidia-smi lists them)" if is_taken else "",
     )
 
 
 def _peers(machine: Machine, gpus: Sequence[Gpu]) -> Iterator[Finding]:
-    """Tell which GPUs reach each other's memory: others send through that of the host."""
+    """Report which GPUs reach each other's memory; the others send through the host's memory."""
     count = len(gpus)
     if count < 2:
         return
@@ -92,20 +92,20 @@ def _peers(machine: Machine, gpus: Sequence[Gpu]) -> Iterator[Finding]:
         value=f"{len(pairs) - len(lacking)} of {len(pairs)} pairs of GPUs",
         problem=f"expected all, found none for {shown}" if lacking else "",
         remedy="NCCL goes through the host's memory there, which is slower; "
-        "virtual machines and IOMMUs forbid peer access"
+        "virtual machines and IOMMUs often disable peer access"
         if lacking
         else "",
     )
 
 
 def ranks_here(machine: Machine, gpus: Sequence[Gpu], nccl: str) -> Iterator[Finding]:
-    """Tell what one rank for each GPU of this machine would be."""
+    """Report what a run with one rank for each GPU of this machine would be."""
     slices = any(gpu.is_slice for gpu in gpus)
     yield Finding(
         name="ranks",
         value=f"{len(gpus)}, one for each GPU" + (", by NCCL" if nccl else ", on CPUs"),
         problem="expected whole GPUs, found slices, which NCCL does not connect" if slices else "",
-        remedy="run one rank for each job, or turn MIG off" if slices else "",
+        remedy="run jobs of one rank, or turn MIG off" if slices else "",
     )
 
 
@@ -113,7 +113,7 @@ def ranks_here(machine: Machine, gpus: Sequence[Gpu], nccl: str) -> Iterator[Fin
 
 
 def way_out(machine: Machine) -> Iterator[Finding]:
-    """Tell through which interface ranks on several hosts would find each other."""
+    """Report the interface through which ranks on several hosts would connect."""
     interfaces, environment = machine.interfaces(), machine.environment
     found = gloo_interface(interfaces, environment, machine.own_address())
     yield _interface("Gloo to other hosts", "GLOO_SOCKET_IFNAME", found)
@@ -125,14 +125,14 @@ def way_out(machine: Machine) -> Iterator[Finding]:
 def _interface(name: str, variable: str, found: Interface | str) -> Finding:
     value = found if isinstance(found, str) else f"{found.name} ({found.address})"
     if isinstance(found, str) or found.address.startswith("127."):
-        value += f"; on several hosts set {variable} to an interface that the others reach"
+        value += f"; on several hosts, set {variable} to an interface that the others can reach"
     return Finding(name=name, value=value)
 
 
 def gloo_interface(
     interfaces: Sequence[Interface], environment: Mapping[str, str], address: str
 ) -> Interface | str:
-    """Find the interface that Gloo takes: the one named, or that of the host's own name."""
+    """Find the interface that Gloo uses: the one named, or that of the host's own name."""
     asked = environment.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if asked:
         named = [interface for interface in interfaces if interface.name == asked]
@@ -146,10 +146,10 @@ def gloo_interface(
 def nccl_interface(
     interfaces: Sequence[Interface], environment: Mapping[str, str]
 ) -> Interface | str:
-    """Find the first interface that NCCL takes.
+    """Find the first interface that NCCL uses.
 
-    ``NCCL_SOCKET_IFNAME`` lists beginnings of names, whole names behind ``=``, or names to leave
-    out behind ``^``. Without it InfiniBand comes first, and docker and loopback come last.
+    ``NCCL_SOCKET_IFNAME`` lists prefixes of names, exact names after ``=``, or names to exclude
+    after ``^``. Without it, InfiniBand comes first, and docker and loopback come last.
     """
     asked = environment.get("NCCL_SOCKET_IFNAME", "")
     if asked:

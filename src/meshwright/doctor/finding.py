@@ -12,15 +12,15 @@ class Finding:
     name: str
     value: str
     problem: str = ""
-    """The value that was expected instead; empty when the fact is as it should be."""
+    """What was expected instead; empty when the fact is as it should be."""
     remedy: str = ""
-    """Advice on what to do about the problem."""
+    """What to do about the problem."""
     is_broken: bool = False
-    """Training cannot work before this is mended; a mere piece of advice leaves it false."""
+    """True if training cannot work before this is fixed; false for advice."""
 
 
 def report_lines(findings: list[Finding]) -> list[str]:
-    """List the findings as text: a line for each, then what is wrong with what to do."""
+    """Format the findings: one line each, then the problems and what to do about them."""
     width = max(len(finding.name) for finding in findings)
     lines = [f"{finding.name:<{width}}  {finding.value}" for finding in findings]
     problems = [finding for finding in findings if finding.problem]

@@ -1,6 +1,6 @@
-"""Facts of this machine: its GPUs, their driver, and its network interfaces.
+"""Facts about this machine: its GPUs, their driver, and its network interfaces.
 
-Tests put an invented machine in the place of `Machine`.
+Tests replace `Machine` by an invented one.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Gpu:
     total: int
     """Bytes of memory."""
     free: int
-    """Bytes that nobody has taken."""
+    """Bytes of free memory."""
 
     @property
     def is_slice(self) -> bool:
-        """True for a part of a GPU (MIG)."""
+        """True for a slice of a GPU (MIG)."""
         return " MIG " in f"{self.name} " or self.uuid.startswith("MIG-")
 
 
@@ -50,28 +50,28 @@ class Machine:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """The variables that ranks started here would have."""
+        """The environment variables that ranks started here would have."""
         return os.environ
 
     def cuda_build(self) -> str:
-        """Return the version of CUDA that torch was built with; empty for none."""
+        """Return the CUDA version that torch was built with; empty for none."""
         return torch.version.cuda or ""
 
     def nccl(self) -> str:
-        """Return the version of NCCL inside of torch; empty where there is none."""
+        """Return the NCCL version of torch; empty if it has none."""
         try:
             return ".".join(map(str, torch.cuda.nccl.version()))
         except AttributeError:  # torch was built without it
             return ""
 
     def driver(self) -> str:
-        """Return the version of the kernel's NVIDIA driver; empty where none is loaded."""
+        """Return the version of the kernel's NVIDIA driver; empty if none is loaded."""
         said = _read(Path("/proc/driver/nvidia/version"))
         found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", said)
         return found.group(1) if found else ""
 
     def installed(self) -> int:
-        """Count the GPUs that the driver knows, whoever may use them."""
+        """Count the GPUs that the driver knows, usable by this process or not."""
         folder = Path("/proc/driver/nvidia/gpus")
         return len(list(folder.iterdir())) if folder.is_dir() else 0
 
@@ -87,7 +87,7 @@ class Machine:
         return found
 
     def reaches(self, first: int, second: int) -> bool:
-        """Check that the GPU ``first`` reads the memory of ``second`` by itself."""
+        """Check whether the GPU ``first`` can read the memory of ``second`` directly."""
         return torch.cuda.can_device_access_peer(first, second)
 
     def interfaces(self) -> list[Interface]:
@@ -99,12 +99,12 @@ class Machine:
                 try:
                     answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)
                 except OSError:
-                    continue  # it has none
+                    continue  # no IPv4 address
                 found.append(Interface(name=name, address=socket.inet_ntoa(answer[20:24])))
         return found
 
     def own_address(self) -> str:
-        """Return the address that this machine's own name resolves to; empty for none."""
+        """Return the address to which this machine's own name resolves; empty for none."""
         try:
             return socket.gethostbyname(socket.gethostname())
         except OSError:

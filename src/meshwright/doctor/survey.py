@@ -1,4 +1,4 @@
-"""A survey of this machine for a run: its resources, its faults, and how to mend them."""
+"""A survey of this machine for a run: its resources, its faults, and how to fix them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LEAST_FILES = 256
 
 
 def examine(*, measure_collectives: bool = True, machine: Machine | None = None) -> list[Finding]:
-    """List all facts of ``machine`` (this one), in the order in which they are printed."""
+    """List all findings about ``machine`` (by default this one), in printing order."""
     machine = Machine() if machine is None else machine
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
         _versions,
@@ -46,7 +46,7 @@ def examine(*, measure_collectives: bool = True, machine: Machine | None = None)
 
 
 def usable_cores() -> float:
-    """Count the cores this process may use: its affinity, or less by a control group's quota."""
+    """Count the cores this process may use: its affinity, or less if a control group limits it."""
     cores = float(len(os.sched_getaffinity(0)))
     for folder in _control_groups():
         words = _read(folder / "cpu.max").split() or [
@@ -59,7 +59,7 @@ def usable_cores() -> float:
 
 
 def memory_limit() -> tuple[int, str]:
-    """Find the bytes that a run may still take, and what limits it: machine or control group."""
+    """Return the bytes that a run may still take, and their limit: machine or control group."""
     for line in _read(Path("/proc/meminfo")).splitlines():
         if line.startswith("MemAvailable:"):
             available, source = int(line.split()[1]) * 1024, "free on the machine"
@@ -109,7 +109,7 @@ def _memory() -> Iterator[Finding]:
         name="memory",
         value=f"{available / 2**30:.1f} GiB {source}",
         problem=f"expected at least {_LEAST_MEMORY / 2**30:g} GiB for two ranks" if is_low else "",
-        remedy="end other programs or raise the limit" if is_low else "",
+        remedy="stop other programs or raise the limit" if is_low else "",
     )
 
 
@@ -119,7 +119,7 @@ def _shared_memory() -> Iterator[Finding]:
         name="shared memory",
         value="not usable" if problem else "usable between the CPU ranks of this machine",
         problem=problem,
-        remedy="ranks use Gloo over loopback, which is slower; allow what it names" * bool(problem),
+        remedy="ranks use Gloo over loopback, which is slower; fix the cause" * bool(problem),
     )
 
 
@@ -157,7 +157,7 @@ def _network() -> Iterator[Finding]:
             port = server.getsockname()[1]
             socket.create_connection(("127.0.0.1", port), timeout=5).close()
     except OSError as error:
-        problem = f"expected to listen on 127.0.0.1 and to connect, found: {error}"
+        problem = f"expected to listen on 127.0.0.1 and connect to it, found: {error}"
     yield Finding(
         name="loopback port",
         value="none" if problem else f"{port} is free and answers",
@@ -168,7 +168,7 @@ def _network() -> Iterator[Finding]:
 
 
 def _control_groups() -> Iterator[Path]:
-    """List this process's control groups of either version and those around them, inside out."""
+    """Yield this process's control groups (version 1 and 2) and their parents, innermost first."""
     root = Path("/sys/fs/cgroup")
     for line in _read(Path("/proc/self/cgroup")).splitlines():
         number, controllers, path = line.split(":", 2)

@@ -1,13 +1,13 @@
-"""Bridges to programs of others. Each file imports its program when it is asked for.
+"""Bridges to other libraries. Each file imports its library only when it is used.
 
 Bottom-up:
 
-    changes       methods of others' classes that ask functions of ours
-    torch_names   ours under the names of torch's modules
+    changes       patches of other libraries' methods, which can be undone
+    torch_names   Meshwright under the names of torch's modules
     trackers      metrics of a run sent to TensorBoard, Weights & Biases, MLflow, Trackio or yours
     ray           loops of Ray Train: metrics and checkpoints
-    accelerate    models of ours in Accelerate
-    transformers  models of ours in the Trainer of transformers
+    accelerate    Meshwright's models in Accelerate
+    transformers  Meshwright's models in the Trainer of transformers
     pretrained    models of transformers from a folder, with adapters of PEFT
     lightning     strategies for Lightning Fabric
 """

@@ -1,4 +1,4 @@
-"""Models of ours in Hugging Face's Accelerate, and so in the Trainer of transformers.
+"""Meshwright's models in Hugging Face's Accelerate, and so in the Trainer of transformers.
 
 ::
 
@@ -7,9 +7,9 @@
     accelerate.install()
     model, optimizer, data = Accelerator().prepare(model, optimizer, data)
 
-`install` puts ours under the names of torch (`torch_names`), so that ``prepare`` wraps in our class
-and ``unwrap_model`` knows it. Names are not enough for six methods of ``Accelerator``, which are
-changed for models that were wrapped in ours before, and are what they were for any other.
+`install` puts our classes under torch's names (`torch_names`), so that ``prepare`` wraps models in
+our class and ``unwrap_model`` recognizes it. It also patches six methods of ``Accelerator``, for
+which names are not enough; for models that are not ours, they behave as before.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from meshwright.integrations.changes import Changes, change, put_back
 from meshwright.torch_internals.modules import COMPILED
 
 FOLDER = "meshwright"
-"""The folder inside of a checkpoint of theirs that has model and optimizer of a sharded model."""
+"""The folder, inside Accelerate's checkpoint, with a sharded model and its optimizer."""
 
 
 def install() -> None:
-    """Make Accelerate prepare, run, save and load models of ours. Nothing the second time.
+    """Make Accelerate prepare, run, save and load our models. A second call does nothing.
 
-    Raises RuntimeError for a version whose methods take other arguments than those known here.
+    Raises RuntimeError for a version whose methods take unknown arguments.
     """
     from accelerate import Accelerator
 
@@ -49,7 +49,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put back what `install` has changed, the names of torch too. Nothing without it."""
+    """Undo `install`, also for torch's names. Does nothing without it."""
     from accelerate import Accelerator
 
     put_back((Accelerator, _CHANGES))
@@ -63,15 +63,15 @@ def _prepare_model(
     device_placement: bool | None = None,
     evaluation_mode: bool = False,
 ) -> Any:  # noqa: ANN401 - a module, or what it has compiled
-    """Prepare ``model``, but leave one of ours where it is and without a second wrapper."""
+    """Prepare ``model``; one of ours is neither moved nor wrapped a second time."""
     if isinstance(inside(model), DistributedDataParallel | OfThisProcess):
-        device_placement, evaluation_mode = False, True  # which is to wrap in nothing
+        device_placement, evaluation_mode = False, True  # evaluation mode adds no wrapper
     return theirs(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
 
 
 @contextlib.contextmanager
 def _trigger_sync_in_backward(theirs: Callable[..., Any], model: nn.Module) -> Iterator[None]:
-    """Reduce in the backward pass of a forward pass that ran under ``no_sync``."""
+    """Reduce gradients in the backward of a forward that ran under ``no_sync``."""
     reducer = _reducer_of(inside(model))
     if reducer is None:
         with theirs(model):
@@ -87,7 +87,7 @@ def _get_state_dict(
     model: nn.Module,
     unwrap: bool = True,
 ) -> Any:  # noqa: ANN401 - a state dict
-    """List the state of ``model``; of a sharded one whole on the first rank, nothing on others."""
+    """Return the state of ``model``: for a sharded one, full on rank 0 and empty on the others."""
     if not is_sharded(accelerator, model):
         return theirs(model, unwrap=unwrap)
     found: dict[str, object] = {}
@@ -105,9 +105,9 @@ def _save_state(
     safe_serialization: bool = True,
     **keywords: object,
 ) -> Any:  # noqa: ANN401 - a path
-    """Save the state, with a checkpoint of ours for a sharded model and its optimizer.
+    """Save the state, with our checkpoint for a sharded model and its optimizer.
 
-    Accelerate saves those as rank 0 has them.
+    Accelerate itself would save only rank 0's part of them.
     """
     with _sharded(accelerator) as loop:
         place = theirs(output_dir, safe_serialization, **keywords)
@@ -117,7 +117,7 @@ def _save_state(
 
 
 def save_loop(place: str | Path, **loop: Any) -> None:
-    """Save a checkpoint of ours inside of one of theirs, also where there is one already."""
+    """Save our checkpoint inside Accelerate's, as the step after any that exists there."""
     folder = Path(place) / FOLDER
     last = checkpoint.latest(folder)
     step = 0 if last is None else int(last.name.partition("_")[2]) + 1
@@ -125,7 +125,7 @@ def save_loop(place: str | Path, **loop: Any) -> None:
 
 
 def load_loop(place: str | Path, **loop: Any) -> None:
-    """Load what `save_loop` has saved."""
+    """Load what `save_loop` saved."""
     checkpoint.load(Path(place) / FOLDER, random=False, **loop)
 
 
@@ -136,8 +136,7 @@ def _load_state(
     load_kwargs: dict[str, Any] | None = None,
     **keywords: object,
 ) -> None:
-    """Load what `_save_state` has saved."""
-    places: list[str] = []  # which Accelerate chooses where it names checkpoints
+    places: list[str] = []  # Accelerate chooses the folder when it names checkpoints itself
 
     def note(_: object, place: str) -> None:
         places.append(place)
@@ -154,7 +153,7 @@ def _load_state(
 
 @contextlib.contextmanager
 def _sharded(accelerator: Any) -> Iterator[dict[str, Any] | None]:  # noqa: ANN401
-    """Hide a sharded model and its optimizers from Accelerate, and give them; None without one."""
+    """Hide a sharded model and its optimizers from Accelerate and yield them; None without one."""
     models, optimizers = accelerator._models, accelerator._optimizers
     sharded = [inside(model) for model in models if is_sharded(accelerator, model)]
     if not sharded:
@@ -177,7 +176,7 @@ def _sharded(accelerator: Any) -> Iterator[dict[str, Any] | None]:  # noqa: ANN4
 
 
 def is_sharded(accelerator: Any, model: nn.Module) -> bool:  # noqa: ANN401 - an Accelerator
-    """Return True for a model that was sharded before; Accelerate has a way for its own."""
+    """True for a model that we sharded, except where Accelerate's own FSDP plugin handles it."""
     kinds = FSDPModule | FullyShardedDataParallel
     return accelerator.distributed_type != "FSDP" and isinstance(inside(model), kinds)
 
@@ -189,7 +188,7 @@ def _clip_grad_norm(
     max_norm: float,
     norm_type: float = 2,
 ) -> Any:  # noqa: ANN401 - a tensor
-    """Clip by the norm over all ranks, also of parts that are plain tensors."""
+    """Clip by the norm over all ranks, also for shards that are plain tensors."""
     if not any(is_sharded(accelerator, model) for model in accelerator._models):
         return theirs(parameters, max_norm, norm_type=norm_type)
     accelerator.unscale_gradients()
@@ -197,7 +196,7 @@ def _clip_grad_norm(
 
 
 def inside(model: nn.Module) -> nn.Module:
-    """Take the graph of `torch.compile` off, if there is one."""
+    """Return the module inside a wrapper of `torch.compile`, or ``model``."""
     return getattr(model, COMPILED, model)
 
 

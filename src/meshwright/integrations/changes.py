@@ -1,7 +1,7 @@
-"""Methods of a class of another program that ask functions of ours, until they are put back.
+"""Patches of methods of other libraries' classes, which can be undone.
 
-A function of ours gets the method as it was, then what the method was called with. Each is given
-with the names of the arguments that the method is known to take: another version may have others.
+Our function gets the original method, then the arguments of the call. Each patch lists the
+argument names that it expects of the method, since another version may have others.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Changes = Mapping[str, tuple[tuple[str, ...], Callable[..., Any]]]
-"""By a method's name, its arguments and what is asked in its place."""
+"""By the name of a method: its expected arguments, and the function called in its place."""
 
 _BEFORE = "_before_meshwright"
-"""The attribute of a changed method that holds the one before."""
+"""The attribute of a patched method that holds the original."""
 
 
 def change(*all_changes: tuple[type, Changes]) -> None:
-    """Change methods of classes; nothing the second time.
+    """Patch methods of classes. A second call does nothing.
 
-    Raises RuntimeError, and changes nothing, where a method takes other arguments.
+    Raises RuntimeError, and changes nothing, if a method takes other arguments.
     """
     for cls, changes in all_changes:
         for name, (known, _) in changes.items():
@@ -39,7 +39,7 @@ def change(*all_changes: tuple[type, Changes]) -> None:
 
 
 def fits(cls: type, changes: Changes) -> bool:
-    """Tell whether the methods of ``cls`` take the arguments that are known."""
+    """Check whether the methods of ``cls`` take the expected arguments."""
     return all(_arguments_of(cls, name) == known for name, (known, _) in changes.items())
 
 
@@ -49,7 +49,7 @@ def _arguments_of(cls: type, name: str) -> tuple[str, ...] | None:
 
 
 def put_back(*all_changes: tuple[type, Changes]) -> None:
-    """Give classes back the methods that `change` has changed. Nothing without it."""
+    """Restore the methods that `change` patched. Does nothing without it."""
     for cls, changes in all_changes:
         for name in changes:
             before = getattr(getattr(cls, name), _BEFORE, None)
@@ -58,7 +58,7 @@ def put_back(*all_changes: tuple[type, Changes]) -> None:
 
 
 def _changed(before: Any, ask: Callable[..., Any]) -> Any:  # noqa: ANN401 - methods
-    """Make the method that calls ``ask`` with the one ``before``."""
+    """Make the method that calls ``ask`` with the original, ``before``."""
     function = before.__func__ if isinstance(before, staticmethod) else before
 
     @functools.wraps(function)

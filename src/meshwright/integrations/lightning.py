@@ -1,12 +1,12 @@
-"""Strategies of Lightning Fabric: equal replicas, and parameters in parts.
+"""Strategies for Lightning Fabric: replicas, and sharded parameters.
 
 ::
 
     fabric = Fabric(strategy=lightning.replicated(), devices=4)
     fabric = Fabric(strategy=lightning.sharded(lambda model: model.layers), devices=4)
 
-Launch, data, precision, clipping, saving and loading are Fabric's. What wraps a module, and what
-leaves gradients unreduced in ``no_backward_sync``, is ours.
+Fabric does launching, data, precision, clipping, saving and loading. Meshwright wraps the modules
+and leaves gradients unreduced under ``no_backward_sync``.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from meshwright.data_parallel.replicas.replicated import ReplicatedModule
 
 
 class SyncControl:
-    """The answer to Fabric where gradients are to stay on their rank."""
+    """Fabric's control over whether gradients are reduced."""
 
     def no_backward_sync(
         self, module: FSDPModule | ReplicatedModule, enabled: bool
     ) -> contextlib.AbstractContextManager[None]:
-        """Leave gradients of passes in the block on this rank, if ``enabled``."""
+        """Leave gradients of passes in the block unreduced, if ``enabled``."""
         if not enabled:
             return contextlib.nullcontext()
         return _unreduced(module) if isinstance(module, FSDPModule) else module.no_sync()
@@ -43,7 +43,7 @@ def _unreduced(module: FSDPModule) -> Iterator[None]:
 
 
 def replicated(**keywords: Any) -> Any:  # noqa: ANN401 - a strategy of Lightning
-    """Make a strategy for ``Fabric`` that gives modules to `replicate`.
+    """Make a strategy for ``Fabric`` that applies `replicate` to modules.
 
     ``keywords`` are those of Fabric's ``DDPStrategy`` and of `replicate`. ``state_dict`` has the
     names of the plain module.
@@ -51,7 +51,7 @@ def replicated(**keywords: Any) -> Any:  # noqa: ANN401 - a strategy of Lightnin
     from lightning.fabric.strategies import DDPStrategy
 
     class ReplicateStrategy(DDPStrategy):
-        """Fabric's strategy of replicas, on ours."""
+        """Fabric's DDP strategy with `replicate`."""
 
         def __init__(self, **keywords: Any) -> None:
             super().__init__(**keywords)
@@ -71,13 +71,13 @@ def sharded(
     save_distributed_checkpoint: bool = True,
     **options: Any,
 ) -> Any:  # noqa: ANN401 - a strategy of Lightning
-    """Make a strategy for ``Fabric`` that gives modules to `fully_shard`, over all ranks.
+    """Make a strategy for ``Fabric`` that applies `fully_shard` to modules, over all ranks.
 
     ``units(model)`` lists the modules that are gathered one at a time, such as the layers; the
-    whole model is the last. ``options`` are those of `fully_shard`. As with any strategy of Fabric
-    that shards, the model is set up first: ``model = fabric.setup_module(model)``, then
+    root module is the last unit. ``options`` are those of `fully_shard`. As with all sharding
+    strategies of Fabric, set up the model first: ``model = fabric.setup_module(model)``, then
     ``optimizer = fabric.setup_optimizers(make(model.parameters()))``. Checkpoints are Fabric's: a
-    folder of parts, or one file of whole tensors without ``save_distributed_checkpoint``.
+    folder of shards, or one file of full tensors without ``save_distributed_checkpoint``.
     """
     from lightning.fabric.strategies import ModelParallelStrategy
 
@@ -87,10 +87,10 @@ def sharded(
         return fully_shard(model, mesh=mesh["data_parallel"], **options)
 
     class ShardStrategy(ModelParallelStrategy):
-        """Fabric's strategy of parallel models, on ours."""
+        """Fabric's model-parallel strategy with `fully_shard`."""
 
         def setup_environment(self) -> None:
-            """Make the mesh: all ranks hold parts of the same."""
+            """Make the mesh: one data-parallel dim over all ranks."""
             self._data_parallel_size = self.num_nodes * self.num_processes
             super().setup_environment()
             self._backward_sync_control = SyncControl()

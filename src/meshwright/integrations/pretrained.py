@@ -1,6 +1,6 @@
 """Models of transformers from a configuration or a folder, with adapters of PEFT.
 
-Code that a folder brings along is never run: only classes of transformers are built.
+Code inside a model's folder is never run: only classes of transformers are built.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from meshwright.errors import PlanError
 
 _BESIDE = ("*.json", "*.jinja", "*.model", "*.txt")
-"""Files of a model's folder that are neither weights nor code: tokenizers, for one."""
+"""Files of a model's folder that are neither weights nor code, such as tokenizers."""
 
 
 def read_description(path: Path, **values: object) -> Any:  # noqa: ANN401 - a PretrainedConfig
-    """Read the configuration of a model, a file or in a folder; ``values`` win over it.
+    """Read the configuration of a model, a file or a folder with one; ``values`` override it.
 
-    Raises ``PlanError``.
+    Raises ``PlanError`` if there is none or it cannot be read.
     """
     transformers = _package("transformers", "[model] hugging_face")
     file = path / "config.json" if path.is_dir() else path
@@ -43,7 +43,7 @@ def build_model(
     description: Any,  # noqa: ANN401 - a PretrainedConfig
     weights: Path | None,
 ) -> nn.Module:
-    """Build the class that ``architectures`` names, with random weights or those of a folder.
+    """Build the class named in ``architectures``, with random weights or those of a folder.
 
     Raises ``PlanError`` for a class that transformers does not have, and for weights that lack a
     parameter.
@@ -87,7 +87,7 @@ def _loaded(kind: Any, description: Any, weights: Path) -> nn.Module:  # noqa: A
 
 
 def add_adapter(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
-    """Give ``model`` adapters of LoRA; ``fields`` are those of PEFT's ``LoraConfig``."""
+    """Add LoRA adapters to ``model``; ``fields`` are those of PEFT's ``LoraConfig``."""
     peft = _package("peft", "[model] peft")
     try:
         config = peft.LoraConfig(**fields)
@@ -108,13 +108,13 @@ def exported_description(
     model: nn.Module,
     dtype: str,
 ) -> dict[str, Any]:
-    """Write the configuration with which the weights of ``model``, of ``dtype``, are loaded."""
+    """Return the configuration for loading the exported weights of ``model``, of ``dtype``."""
     found = {key: value for key, value in description.to_dict().items() if key[:1] != "_"}
     return {**found, "architectures": [type(model).__name__], "dtype": dtype}
 
 
 def copy_beside(source: Path, target: Path) -> None:
-    """Copy the tokenizer and the like of one model's folder to another."""
+    """Copy tokenizer files and the like from one model's folder to another."""
     for pattern in _BESIDE:
         for file in source.glob(pattern):
             is_of_weights = file.name.endswith(".index.json")
@@ -128,7 +128,7 @@ def _package(name: str, key: str) -> ModuleType:
     except ImportError as error:
         raise PlanError(f"{key} needs {name}, which cannot be imported: {error}") from error
     if name == "transformers":
-        package.logging.set_verbosity_error()  # ranks would draw bars over each other
+        package.logging.set_verbosity_error()  # output of several ranks would mix
         package.logging.disable_progress_bar()
     return package
 

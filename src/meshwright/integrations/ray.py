@@ -1,8 +1,8 @@
-"""Loops of Ray Train: metrics and checkpoints, and a trainer that may come back at another size.
+"""Loops of Ray Train: metrics and checkpoints, and a trainer that may restart at another size.
 
-Ray starts the workers and makes the process group of torch; `meshwright.comm.connect` in the loop
-adopts that group. Needs ``ray[train]``. A loop runs in a thread of its own there, so reports of
-hangs show where the worker's main thread is, and not where the loop is.
+Ray starts the workers and makes torch's process group, which `meshwright.comm.connect` in the loop
+adopts. Needs ``ray[train]``. Ray runs the loop in a thread of its own, so reports of hangs show
+the worker's main thread, not the loop.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def trainer(
     failures: int = 0,
     use_gpu: bool = False,
 ) -> Any:  # noqa: ANN401 - a class of Ray's
-    """Make Ray's ``TorchTrainer`` of a ``loop`` whose workers are connected before it starts.
+    """Make Ray's ``TorchTrainer`` for a ``loop`` whose workers are connected before it starts.
 
-    ``workers`` is their number, or the least and the most of it: then Ray begins again with as many
-    as there are when it loses one, and up to ``failures`` times. ``loop`` gets ``config``, finds
-    where to go on by `latest_checkpoint`, and tells by `report`. ``storage`` is a folder or an
-    address that all machines see.
+    ``workers`` is their number, or the smallest and largest number: then Ray restarts, up to
+    ``failures`` times, with the workers that are left when it loses one. ``loop`` gets ``config``,
+    resumes from `latest_checkpoint`, and calls `report`. ``storage`` is a folder or an address
+    that all machines see.
     """
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
@@ -41,7 +41,7 @@ def trainer(
             with phase("train"):
                 loop(given)
         finally:
-            disconnect()  # tells the other workers, too, where the loop has raised
+            disconnect()  # if the loop raised, this also tells the other workers
 
     return TorchTrainer(
         connected,
@@ -56,10 +56,10 @@ def trainer(
 
 
 def report(metrics: Mapping[str, object], folder: str | Path | None = None) -> None:
-    """Tell Ray Train ``metrics``, and of a checkpoint in ``folder``; every worker calls it.
+    """Report ``metrics``, and a checkpoint in ``folder``, to Ray Train; every worker calls it.
 
-    The folder is one that all workers have saved to together, as `meshwright.checkpoint.save` does:
-    rank 0 gives it to Ray, which copies it to its storage.
+    All workers have saved to the folder together, as `meshwright.checkpoint.save` does. Rank 0
+    hands it to Ray, which copies it to its storage.
     """
     from ray import train
 
@@ -70,11 +70,11 @@ def report(metrics: Mapping[str, object], folder: str | Path | None = None) -> N
 
 @contextlib.contextmanager
 def latest_checkpoint() -> Iterator[Path | None]:
-    """Find the folder of the checkpoint that Ray has last been told of; None at the beginning.
+    """The folder of the last checkpoint reported to Ray; None at the beginning.
 
-    It is there within the block. Any number of workers may have saved it. It may be the one before
-    the last `report` of a loop that failed just then: each attempt saves to a folder of its own, as
-    no checkpoint is overwritten.
+    It exists within the block. Any number of workers may have saved it. After a loop that failed
+    during its last `report`, it may be the checkpoint before that. So let each attempt save to a
+    folder of its own: no checkpoint is overwritten.
     """
     from ray import train
 

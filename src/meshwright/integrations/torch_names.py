@@ -1,19 +1,19 @@
-"""Ours under the names of torch's modules, for programs whose imports nobody wants to change.
+"""Meshwright under the names of torch's modules, for programs whose imports cannot change.
 
 ::
 
     from meshwright.integrations import torch_names
 
     torch_names.install()
-    import client  # whose ``fully_shard`` is ours from now on, by whatever name it imports it
+    import client  # its ``fully_shard`` is Meshwright's, whatever name it imports it by
 
-`install` puts a stand-in in the place of each module of `BRIDGED`, in ``sys.modules`` and where the
-module around it shows it. Code that is loaded afterwards imports ours, constructs ours, and asks
-``isinstance`` of ours. A name that only torch has is an `ImportError` or an `AttributeError`, so
-that nobody mixes the two without a word; so is every other module inside of those packages.
+`install` replaces each module of `BRIDGED` by a stand-in, in ``sys.modules`` and as an attribute of
+its parent. Code loaded afterwards imports and constructs our classes and tests ``isinstance``
+against them. A name that only torch has raises `ImportError` or `AttributeError`, so that nobody
+mixes the two silently; so does every other module inside those packages.
 
-Torch's own code goes on with torch's: a stand-in looks whose frame asks. What was imported before
-keeps what it has. `uninstall` puts back what stood there.
+Torch's own code still gets torch's names: a stand-in looks at the calling frame. Code imported
+before keeps what it has. `uninstall` restores the modules.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from typing import Any, NamedTuple
 
 
 class Bridge(NamedTuple):
-    """The module of ours that stands for one of torch's."""
+    """Our module that stands for one of torch's."""
 
     ours: str
     names: tuple[str, ...] | None = None
-    """The names that it answers; all that it shows by default."""
+    """The names that it provides; by default all public ones."""
     keeps_others: bool = False
-    """True where any other name is torch's."""
+    """True where every other name is still torch's."""
 
 
 _DDP = ("DistributedDataParallel",)
@@ -70,18 +70,18 @@ BRIDGED: Mapping[str, Bridge] = MappingProxyType(
         "torch.nn.parallel.distributed": Bridge("meshwright.data_parallel", _DDP),
     }
 )
-"""By the name of torch's module, what stands for it."""
+"""The bridge of each of torch's modules."""
 
 
 class StandIn(ModuleType):
     """A module of torch whose names are ours, for all code but torch's own."""
 
     def __init__(self, real: ModuleType, bridge: Bridge | None) -> None:
-        """Stand for ``real``; without a ``bridge`` it has no name that others may use."""
+        """Stand for ``real``; without a ``bridge``, only torch's own code gets its names."""
         super().__init__(real.__name__)
         self._meshwright_real = real
         self._meshwright_bridge = bridge
-        self.__file__ = __file__  # which errors of imports show
+        self.__file__ = __file__  # shown in import errors
         if hasattr(real, "__path__"):
             keeps_others = bridge is not None and bridge.keeps_others
             self.__path__ = list(real.__path__) if keeps_others else []
@@ -96,7 +96,7 @@ class StandIn(ModuleType):
             names = ours.__all__ if bridge.names is None else bridge.names
             if name == "__all__":
                 return list(getattr(real, name, names) if bridge.keeps_others else names)
-            # What torch keeps private ours has under the same name only where it is the same.
+            # A private name of torch's is provided where our module has the same.
             is_same = name.startswith("_") and bridge.names is None and hasattr(real, name)
             if name in names or (is_same and hasattr(ours, name)):
                 return getattr(ours, name)
@@ -114,9 +114,9 @@ class StandIn(ModuleType):
 
 
 def install() -> None:
-    """Make the names of `BRIDGED` ours for code that is loaded from now on.
+    """Replace the modules of `BRIDGED` for code that is loaded from now on.
 
-    Loads the modules of torch that it stands for. Nothing the second time.
+    Imports torch's modules of these names. A second call does nothing.
     """
     found: dict[str, ModuleType] = {}
     for name in BRIDGED:
@@ -130,7 +130,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put back what stood where `install` has put stand-ins. Nothing without one."""
+    """Restore the modules that `install` replaced. Does nothing without it."""
     for name, module in list(sys.modules.items()):
         if type(module) is StandIn:
             _put(name, module, module._meshwright_real)
@@ -138,7 +138,7 @@ def uninstall() -> None:
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Make the names ours for what is loaded in the block; `uninstall` behind it."""
+    """`install` for code that is loaded in the block; `uninstall` after it."""
     install()
     try:
         yield
@@ -147,9 +147,10 @@ def installed() -> Iterator[None]:
 
 
 def _put(name: str, before: ModuleType, module: ModuleType) -> None:
-    """Put ``module`` where ``before`` is found as ``name``."""
+    """Replace ``before`` by ``module`` under ``name``."""
     sys.modules[name] = module
     around, _, own = name.rpartition(".")
-    # A stand-in finds what is inside of it by itself; what torch's code finds there stays torch's.
+    # Inside a bridged package nothing is set: a stand-in finds stand-ins within it in sys.modules,
+    # and torch's code must still find torch's modules as attributes of the real package.
     if not around.startswith(tuple(BRIDGED)) and vars(sys.modules[around]).get(own) is before:
         setattr(sys.modules[around], own, module)

@@ -1,7 +1,7 @@
 """Metrics of a run sent to TensorBoard, Weights & Biases, MLflow, Trackio or a tracker of yours.
 
 A tracker of your own is a class with the three methods of `Tracker`; name it as
-``"package.module:Class"``. It is made on rank 0 alone.
+``"package.module:Class"``. Only rank 0 creates it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Tracker(Protocol):
     """A receiver of the numbers of one run."""
 
     def start(self, folder: Path, config: Mapping[str, object]) -> None:
-        """Begin, or go on with, the run that writes to ``folder``."""
+        """Begin or resume the run that writes to ``folder``."""
 
     def log(self, step: int, values: Values) -> None:
-        """Take the numbers of one step."""
+        """Receive the numbers of one step."""
 
     def finish(self) -> None:
         """Send what is left, and end."""
@@ -55,13 +55,13 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of Weights & Biases, in the project that ``WANDB_PROJECT`` names or "meshwright"."""
+    """A run of Weights & Biases, in the project ``WANDB_PROJECT``, by default "meshwright"."""
 
     def __init__(self) -> None:
         self._module = _load("wandb", "wandb")
 
     def start(self, folder: Path, config: Mapping[str, object]) -> None:
-        """Begin the run, or go on with the one of this folder."""
+        """Begin the run, or resume the one of this folder."""
         self._run = self._module.init(
             project=os.environ.get("WANDB_PROJECT", "meshwright"),
             name=folder.resolve().name,
@@ -81,13 +81,13 @@ class WandB:
 
 
 class MLflow:
-    """A run of MLflow, at the place that ``MLFLOW_TRACKING_URI`` names."""
+    """A run of MLflow, at ``MLFLOW_TRACKING_URI``."""
 
     def __init__(self) -> None:
         self._module = _load("mlflow", "mlflow")
 
     def start(self, folder: Path, config: Mapping[str, object]) -> None:
-        """Begin a run and note the configuration as its parameters, or go on with this folder's."""
+        """Begin a run with the configuration as its parameters, or resume this folder's."""
         begun = folder / "mlflow.run"
         if begun.exists():
             self._module.start_run(run_id=begun.read_text(encoding="utf-8"))
@@ -112,7 +112,7 @@ class Trackio:
         self._module = _load("trackio", "trackio")
 
     def start(self, folder: Path, config: Mapping[str, object]) -> None:
-        """Begin the run, or go on with the one of this folder."""
+        """Begin the run, or resume the one of this folder."""
         name = _kept(folder / "trackio.run", f"{folder.resolve().name}-{_new()}")
         self._module.init(project="meshwright", name=name, config=dict(config), resume="allow")
 
@@ -136,7 +136,7 @@ TRACKERS: Mapping[str, type[Tracker]] = {
 def tracker_of(name: str) -> Tracker:
     """Make the tracker called ``name``: one of `TRACKERS`, or ``"package.module:Class"``.
 
-    Raises ``PlanError`` when it is unknown, is no tracker, or needs a package that is not there.
+    Raises ``PlanError`` when it is unknown, is not a tracker, or needs a package that is missing.
     """
     kind: Any = TRACKERS.get(name)
     if kind is None:
@@ -170,9 +170,9 @@ def flat(config: Mapping[str, object], before: str = "") -> dict[str, object]:
 
 
 def _kept(place: Path, new: str) -> str:
-    """Find the name of the run that the file ``place`` keeps: ``new`` in a run that begins.
+    """Return the run's name from the file ``place``, which a new run writes as ``new``.
 
-    A folder of the same name elsewhere is another run.
+    So a folder of the same name elsewhere is another run.
     """
     if not place.exists():
         _write(place, new)

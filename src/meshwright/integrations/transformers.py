@@ -1,4 +1,4 @@
-"""Models of ours in the Trainer of transformers.
+"""Meshwright's models in the Trainer of transformers.
 
 ::
 
@@ -7,13 +7,12 @@
     transformers.install()
     Trainer(model=fully_shard(model), ...).train(resume_from_checkpoint=...)
 
-Under data parallelism it needs what Accelerate needs (`meshwright.integrations.accelerate`), which
-`install` does, too. For a model that was sharded before, six methods of ``Trainer`` are changed:
-what they would write is the part of rank 0. Its checkpoints have the model, the optimizer and the
-scheduler as a checkpoint of ours, which any number of ranks goes on from, beside the whole weights
-for ``from_pretrained``. Where it looks at the name of the model's class, for a smoothed loss and
-for what it writes, it finds that of the class before; so does ``save_pretrained`` of a model and of
-an adapter of PEFT.
+`install` also installs `meshwright.integrations.accelerate`, which data parallelism needs. For a
+model that we sharded, it patches six methods of ``Trainer``, which would write only rank 0's part.
+The Trainer's checkpoints then hold the model, the optimizer and the scheduler as our checkpoint,
+from which any number of ranks can resume, and the full weights for ``from_pretrained``. Where the
+Trainer looks at the name of the model's class, for a smoothed loss and for what it writes, it finds
+the name before sharding; so does ``save_pretrained`` of a model and of an adapter of PEFT.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ _log = logging.getLogger(__name__)
 
 
 def install() -> None:
-    """Make the Trainer train, save and resume models of ours. Nothing the second time.
+    """Make the Trainer train, save and resume our models. A second call does nothing.
 
-    Models that transformers shards at load time are sharded by ours from now on.
+    Models that transformers shards at load time are sharded by Meshwright from now on.
 
-    Raises RuntimeError for a version whose methods take other arguments than those known here.
+    Raises RuntimeError for a version whose methods take unknown arguments.
     """
     accelerate.install()  # first: transformers imports names of torch
     _import_names_anew()
@@ -49,20 +48,19 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put back what `install` has changed, the names of torch too. Nothing without it."""
+    """Undo `install`, also for torch's names. Does nothing without it."""
     put_back(*_changes())
     accelerate.uninstall()
     _import_names_anew()
 
 
 def _import_names_anew() -> None:
-    """Have the module that shards at load time, where it is there, take torch's names as now."""
+    """Reload transformers' module that shards at load time, if loaded, with the current names."""
     if (loaded := sys.modules.get("transformers.distributed.fsdp")) is not None:
         importlib.reload(loaded)
 
 
 def _changes() -> list[tuple[type, Changes]]:
-    """List what is changed."""
     from transformers import PreTrainedModel, Trainer
 
     found: list[tuple[type, Changes]] = [(Trainer, _CHANGES), (PreTrainedModel, _MODEL_CHANGES)]
@@ -80,7 +78,7 @@ def _changes() -> list[tuple[type, Changes]]:
 def _save_pretrained(
     theirs: Callable[..., Any], model: nn.Module, *args: Any, **keywords: Any
 ) -> Any:  # noqa: ANN401 - theirs
-    """Save under the name of the class before: ``auto_map`` and the adapter's configuration."""
+    """Save with the class name before sharding, in ``auto_map`` and the adapter's configuration."""
     with _under_its_name(model):
         return theirs(*args, **keywords)
 
@@ -91,7 +89,6 @@ def _save(
     output_dir: str | None = None,
     state_dict: dict[str, Any] | None = None,
 ) -> None:
-    """Save the weights for ``from_pretrained``, whole."""
     if _is_sharded(trainer) and state_dict is None:
         state_dict = trainer.accelerator.get_state_dict(trainer.model)
     with _under_its_name(accelerate.inside(trainer.model)):
@@ -104,7 +101,7 @@ def _compute_loss(
     *args: Any,
     **keywords: Any,
 ) -> Any:  # noqa: ANN401 - a loss, or with what the model has returned
-    """Compute the loss; a smoothed one compares the next token where the class is a known one."""
+    """Compute the loss; label smoothing shifts labels for classes that it knows by name."""
     if trainer.label_smoother is None:
         return theirs(*args, **keywords)
     with _under_its_name(accelerate.inside(trainer.model)):
@@ -113,10 +110,11 @@ def _compute_loss(
 
 @contextlib.contextmanager
 def _under_its_name(model: nn.Module) -> Iterator[None]:
-    """Give the classes of sharded modules the name that they had before, within the block."""
+    """Give the classes of sharded modules their names before sharding, within the block."""
     kinds = {type(module) for module in model.modules() if isinstance(module, FSDPModule)}
     names = {kind: kind.__name__ for kind in kinds}
     for kind in kinds:
+        # `fully_shard` makes a class with the bases FSDPModule and the module's class.
         setattr(kind, _NAME, kind.__bases__[1].__name__)
     try:
         yield
@@ -141,7 +139,7 @@ def _load_optimizer_and_scheduler(
     trainer: Any,  # noqa: ANN401 - a Trainer
     checkpoint: str | None,
 ) -> None:
-    """Load the optimizer and the scheduler, and the weights of a sharded model."""
+    """Load the optimizer and the scheduler; for a sharded model, the weights too."""
     if not _is_sharded(trainer) or checkpoint is None:
         theirs(checkpoint)
         return
@@ -154,7 +152,7 @@ def _load_from_checkpoint(
     resume_from_checkpoint: str,
     model: nn.Module | None = None,
 ) -> None:
-    """Load the weights, or leave it to `_load_optimizer_and_scheduler`."""
+    """Load the weights; those of a sharded model are left to `_load_optimizer_and_scheduler`."""
     if not _is_sharded(trainer):
         theirs(resume_from_checkpoint, model)
 
@@ -180,7 +178,7 @@ def _loop(trainer: Any) -> dict[str, Any]:  # noqa: ANN401 - a Trainer
 
 
 def _is_sharded(trainer: Any) -> bool:  # noqa: ANN401 - a Trainer
-    """Return True for a model that was sharded before; transformers has a way for its own."""
+    """True for a model that we sharded, except one that transformers sharded at load time."""
     is_theirs = trainer.is_distributed_loading_by_transformers
     return not is_theirs and accelerate.is_sharded(trainer.accelerator, trainer.model)
 

@@ -1,6 +1,6 @@
 """The configuration of a run: the plan's tables, [model], [data], [loss], [optimizer], [run].
 
-The help of ``meshwright train`` tells its keys in words, read from the dataclasses below.
+``meshwright train --help`` lists the keys with the texts below the fields of these dataclasses.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from meshwright.toml_text import literal
 EXAMPLE = Path(__file__).with_name("example.toml")
 """The configuration that comes with the package: in the repository a link to that of examples/."""
 SMALLEST_FLOAT16 = 6e-8
-"""Just above the smallest number that float16 tells from zero."""
+"""Just above the smallest number that float16 distinguishes from zero."""
 
 
 Options = Mapping[str, Any]
@@ -51,15 +51,15 @@ class ModelConfig:
     options: Options = field(default_factory=dict, hash=False)
     """Keyword arguments of factory."""
     hugging_face: str = ""
-    """config.json of a model of transformers, or a folder with one; its code is never run."""
+    """config.json of a transformers model, or a folder with one; its code is never run."""
     weights: str = ""
-    """Folder of weights that a model of hugging_face starts from; empty means random ones."""
+    """Folder of weights that the hugging_face model starts from; empty means random weights."""
     peft: Options = field(default_factory=dict, hash=False)
     """Fields of PEFT's LoraConfig, such as { r = 8, target_modules = ["q_proj"] }."""
     layers: Annotated[int, AtLeast(1)] = 4
     """Number of blocks."""
     heads: Annotated[int, AtLeast(1)] = 4
-    """Attention heads in each block; dim is cut into as many equal, even widths."""
+    """Attention heads in each block; dim is split into as many equal, even widths."""
     dim: Annotated[int, AtLeast(2)] = 128
     """Width of the residual stream."""
     context: Annotated[int, AtLeast(1)] = 128
@@ -71,7 +71,7 @@ class ModelConfig:
     tied: bool = False
     """Use the embedding's weight as the output head."""
     dropout: Annotated[float, AtLeast(0)] = 0.0
-    """Share of activations set to zero in training; less than 1."""
+    """Fraction of activations set to zero in training; less than 1."""
     rotary_base: Annotated[float, Above(1)] = 10000.0
     """Base of the rotary frequencies."""
 
@@ -97,9 +97,9 @@ class DataConfig:
     factory: str = ""
     """package.module:function that returns a Dataset, or (training, validation)."""
     collate: str = ""
-    """package.module:function that makes a batch of a list of items; by default torch's."""
+    """package.module:function that makes a batch from a list of items; by default torch's."""
     tokens: str = ""
-    """A file.npy with one row of token numbers."""
+    """A .npy file with one row of token ids."""
     path: str = ""
     """File or folder; empty means the source of Python's standard library."""
     suffixes: tuple[str, ...] = (".py",)
@@ -107,13 +107,13 @@ class DataConfig:
     exclude: tuple[str, ...] = ("site-packages", "dist-packages", "test", "tests", "__pycache__")
     """Names of folders that are skipped."""
     max_bytes: Annotated[int, AtLeast(1)] = 64 * 2**20
-    """At most so many bytes of a folder are read, whole files chosen by a hash of their paths."""
+    """Limit of the bytes read from a folder: whole files, chosen by a hash of their paths."""
     validation_every: Annotated[int, AtLeast(2)] = 20
-    """One file in so many is held out for validation."""
+    """One file in this many is held out for validation."""
     validation_windows: Annotated[int, AtLeast(1)] = 64
     """Held-out windows or items in one validation."""
     batch_size: Annotated[int, AtLeast(1)] = 32
-    """Windows or items in one optimizer step, over all ranks and accumulated batches."""
+    """Windows or items per optimizer step, over all ranks and accumulated batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,21 +129,21 @@ class OptimizerConfig:
     """``[optimizer]``: AdamW or one of yours, with a linear warm-up and a cosine decay."""
 
     factory: str = ""
-    """package.module:class that is called with the parameters; empty means AdamW."""
+    """package.module:class, called with the parameters; empty means AdamW."""
     options: Options = field(default_factory=dict, hash=False)
     """Keyword arguments of factory; lr stands for learning_rate."""
     learning_rate: Annotated[float, Above(0)] = 3e-3
     """Highest learning rate, reached at the end of the warm-up."""
     final_fraction: Annotated[float, AtLeast(0)] = 0.1
-    """Learning rate at the last step, as a share of the highest."""
+    """Learning rate at the last step, as a fraction of the highest."""
     warmup_steps: Annotated[int, AtLeast(0)] = 20
     """Steps of linear warm-up."""
     weight_decay: Annotated[float, AtLeast(0)] = 0.1
-    """Decay of matrices; vectors (norms, biases) are never decayed."""
+    """Weight decay of matrices; vectors (norms, biases) are never decayed."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the running means of the gradient and of its square."""
+    """AdamW's decay rates of the running means of the gradient and of its square."""
     epsilon: Annotated[float, Above(0)] = 1e-8
-    """Added to the denominator."""
+    """The term that AdamW adds to the denominator."""
 
     @property
     def highest_rate(self) -> float:
@@ -178,45 +178,45 @@ class RunConfig:
     steps: Annotated[int, AtLeast(1)] = 300
     """Optimizer steps of the whole run."""
     folder: str = ""
-    """Folder of metrics, checkpoints, timeline and summary; empty means a new one under runs/."""
+    """Folder for metrics, checkpoints, timeline and summary; empty means a new one under runs/."""
     resume: str = "auto"
     """auto (the newest complete checkpoint, if any), never, a run's folder, or a checkpoint."""
     accept_changes: bool = False
-    """Resume even where plan, text, optimizer or steps differ from those of the checkpoint."""
+    """Resume even if plan, text, optimizer or steps differ from those of the checkpoint."""
     save_every: Annotated[int, AtLeast(0)] = 0
-    """Save a checkpoint every so many steps; 0 means only at the end."""
+    """Steps between checkpoints; 0 means only at the end."""
     keep_last: Annotated[int, AtLeast(1)] = 3
-    """Number of checkpoints that are kept."""
+    """Number of checkpoints to keep."""
     validate_every: Annotated[int, AtLeast(0)] = 0
-    """Validate every so many steps; 0 means only at the end."""
+    """Steps between validations; 0 means only at the end."""
     log_every: Annotated[int, AtLeast(1)] = 1
-    """Print a line every so many steps (the metrics file has every step)."""
+    """Steps between printed lines (the metrics file has every step)."""
     check_parity: bool = False
     """Before training, compare this layout with one process in float64."""
     parity_steps: Annotated[int, AtLeast(1)] = 20
     """Steps of that comparison."""
     parity_tolerance: Annotated[float, Above(0)] | None = None
-    """Largest relative difference in it; by default 1e-9, or 1e-6 where the model itself casts to
-    float32."""
+    """Largest relative difference allowed in it; by default 1e-9, or 1e-6 where the model itself
+    casts to float32."""
     export: str = ""
-    """A new folder for the weights at the end, as ``from_pretrained`` or PEFT reads them."""
+    """A new folder for the final weights, in the form that ``from_pretrained`` or PEFT reads."""
     trace_steps: Annotated[int, AtLeast(0)] = 5
-    """Number of last steps that go into timeline.json; 0 writes none."""
+    """Number of last steps recorded in timeline.json; 0 writes none."""
     trace_tensors: bool = False
     """Write hashes and norms of every step's tensors, for ``meshwright compare``."""
     trace_modules: tuple[str, ...] = ()
     """Names of modules whose outputs are traced, with wildcards; by default the innermost."""
     trace_mb: Annotated[float, Above(0)] = 256.0
-    """The tensor trace of a rank ends before it grows beyond so many MiB."""
+    """Size limit of each rank's tensor trace in MiB; the trace ends there."""
     trackers: tuple[str, ...] = ()
-    """Receivers of the numbers of each step, from rank 0: tensorboard, wandb, mlflow, trackio, or
+    """Where rank 0 sends the numbers of each step: tensorboard, wandb, mlflow, trackio, or a
     package.module:Class of your own."""
     peak_tflops: Annotated[float, Above(0)] | None = None
-    """Floating-point operations of a rank's device, in 1e12 a second, for the utilization in the
-    metrics; by default what one large matrix product reaches when the run begins."""
+    """Peak speed of a rank's device in TFLOP/s, for the utilization in the metrics; by default
+    that of a large matrix product, measured when the run begins."""
     timeout: Annotated[float, Above(0)] | None = None
-    """Seconds after which a wait for another rank ends in any case; by default a rank is waited for
-    as long as it works."""
+    """Seconds after which any wait for another rank ends; by default ranks wait as long as the
+    other one is working."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +230,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = OptimizerConfig()
     run: RunConfig = RunConfig()
     origin: Origin = field(default_factory=Origin, compare=False, repr=False)
-    """The place where the values were given; not part of the value."""
+    """Where the values came from; not part of the value."""
 
     def problems(self) -> Iterator[Problem]:
         """Check rules between several tables."""
@@ -258,13 +258,13 @@ class TrainConfig:
 
     @property
     def home(self) -> Path:
-        """The folder of the file that was read; where it was text, the current one."""
+        """The folder of the configuration file; the current one for a configuration of text."""
         return Path(self.origin.source).absolute().parent
 
     def find(self, path: str) -> Path:
-        """Find a file or folder that a key names: from where the command runs, or beside the TOML.
+        """Find a file or folder that a key names: in the current folder, or beside the TOML.
 
-        One that is nowhere is returned as it was named.
+        A path that does not exist is returned as given.
         """
         named = Path(path).expanduser()
         return next((p for p in (named, self.home / named) if p.exists()), named)
@@ -282,19 +282,18 @@ class TrainConfig:
                 if (table, other) in given:
                     yield Problem(
                         (table, other),
-                        f"key '{other}' in [{table}] beside '{key}': either says what the other "
-                        "would, so remove one of them",
+                        f"key '{other}' in [{table}] conflicts with '{key}': remove one of them",
                     )
         for table, key, needed in _NEEDED:
             if getattr(getattr(self, table), key) and not getattr(getattr(self, table), needed):
                 yield Problem(
-                    (table, key), f"key '{key}' in [{table}] is for '{needed}': give that, too"
+                    (table, key), f"key '{key}' in [{table}] is for '{needed}', which is missing"
                 )
         if "lr" in self.optimizer.options and ("optimizer", "learning_rate") in given:
             yield Problem(
                 ("optimizer", "learning_rate"),
-                "key 'learning_rate' in [optimizer] beside 'lr' in its options: both are the "
-                "highest learning rate, so remove one of them",
+                "key 'learning_rate' in [optimizer] and 'lr' in its options both set the highest "
+                "learning rate: remove one of them",
             )
         size = self.plan.axes.size("tensor")
         if self.model.peft and size > 1:
@@ -304,7 +303,7 @@ class TrainConfig:
                 "tensor ranks; set tensor = 1 in [axes] and use shard or replicate",
             )
         if self.model.peft and self.is_byte_model:
-            yield Problem(("model", "peft"), "[model] peft is for hugging_face or factory")
+            yield Problem(("model", "peft"), "[model] peft needs hugging_face or factory")
 
 
 _BYTE_KEYS = (
@@ -319,7 +318,7 @@ _EXCLUSIVE = (
     ("data", "tokens", _TEXT_KEYS),
     ("optimizer", "factory", ("weight_decay", "betas", "epsilon")),
 )
-"""A table, a key in it, and those that mean nothing beside it."""
+"""A table, a key in it, and the keys that have no meaning beside it."""
 _NEEDED = (
     ("model", "options", "factory"),
     ("model", "weights", "hugging_face"),
@@ -358,7 +357,7 @@ def option_lines(kind: type = TrainConfig, width: int = 80) -> list[str]:
 
 
 def _choices(hint: object) -> tuple[object, ...]:
-    """List the values of a ``Literal``, or one that may be None; () where others may be given."""
+    """List the values of a ``Literal``, also an optional one; () for any other type."""
     if get_origin(hint) is Literal:
         return get_args(hint)
     kinds = [kind for kind in get_args(hint) if kind is not NoneType]
@@ -383,7 +382,7 @@ def _default(item: Field[object]) -> str:
 
 
 def _meanings(record: type) -> dict[str, str]:
-    """List the first line of the text below each field, as it stands in the source."""
+    """Read from the source the text below each field, as one line."""
     body = ast.parse(textwrap.dedent(inspect.getsource(record))).body[0]
     statements = body.body if isinstance(body, ast.ClassDef) else []
     found: dict[str, str] = {}

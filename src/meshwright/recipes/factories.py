@@ -1,4 +1,4 @@
-"""Functions that a configuration names: found, called, and told of in one line where they fail."""
+"""Functions named in a configuration: finds them, calls them, reports their errors in one line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Factory:
     function: Callable[..., Any]
 
     def __call__(self, *args: object, **options: object) -> Any:  # noqa: ANN401 - what it returns
-        """Call it. Raises ``PlanError`` with its signature and the place where it fails."""
+        """Call it. Raises ``PlanError`` with its signature and the line where it failed."""
         try:
             return self.function(*args, **options)
         except MeshwrightError:
@@ -34,7 +34,7 @@ class Factory:
             raise PlanError(f"{self.key}: it raised {told(error)}{self._signature()}") from error
 
     def fail(self, expected: str, found: object) -> PlanError:
-        """Make the error of a result of another kind."""
+        """Make the error for a result that is not ``expected``."""
         return PlanError(
             f"{self.key}: expected it to return {expected}, found "
             f"{type(found).__name__}{self._signature()}"

@@ -160,7 +160,7 @@ def _rotate(x_BHTK: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Find the rate of step ``step`` (the first is 1) in a run of ``steps``.
+    """Compute the learning rate of step ``step`` (the first is 1) in a run of ``steps``.
 
     It rises linearly to ``config.highest_rate`` over the warm-up, then falls along half a cosine
     to ``final_fraction`` of it at the last step (Loshchilov and Hutter, 2017).

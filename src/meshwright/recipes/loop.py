@@ -1,6 +1,6 @@
-"""The main job: train a model on its data, through whatever layout the plan says.
+"""The training loop: a model on its data, with the layout of the plan.
 
-SIGINT and SIGTERM (SLURM: SIGUSR1) finish the step, on all ranks the same one::
+SIGINT and SIGTERM (under SLURM also SIGUSR1) stop all ranks after the same step::
 
     signal on rank 1     |
     rank 0   step 7 ----------- agree -- step 8 ---------- agree: stop, save
@@ -65,20 +65,19 @@ Write = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The end of a run; the same on all ranks but for the speed."""
+    """The result of a run; equal on all ranks except for the speed."""
 
     step: int
     steps: int
     ranks: int
     backend: str
-    """The carrier of the collectives: ``meshwright`` (shared memory), ``gloo``, ``nccl``."""
+    """The transport of the collectives: ``meshwright`` (shared memory), ``gloo``, ``nccl``."""
     loss: float | None
-    """Training loss of the last step, of a text in nats a byte; None when no step was taken."""
+    """Training loss of the last step, for text in nats per byte; None when no step was taken."""
     validation_loss: float | None
-    """The same on what is held out; None without that, or when the run was stopped, to leave at
-    once."""
+    """The same on held-out data; None without any, or when the run was stopped, to end quickly."""
     unigram_loss: float | None
-    """Nats a byte of the same windows under the byte frequencies of the training text."""
+    """Nats per byte of the same windows under the byte frequencies of the training text."""
     unit: str
     """The unit of losses and of the speed: ``byte``, ``token`` or ``sample``."""
     tokens_per_second: float
@@ -86,21 +85,21 @@ class Outcome:
     seconds: float
     """Wall time of the steps taken now."""
     peak_memory: int
-    """The most bytes that a rank has held, as `memory_of` has them."""
+    """Largest ``peak`` of `memory_of` over all ranks."""
     peak_rank: int
-    """The rank that held them."""
+    """The rank that had it."""
     parity: str
     """The line of the parity check; empty when it was not asked for."""
     folder: str
     checkpoint: str
     trace: str
     report: str
-    """A page for a browser; empty when the timeline was not asked for, and on rank 0, which draws
-    it, where that failed."""
+    """The HTML page; empty when no timeline was requested, and on rank 0, which draws it, when that
+    failed."""
     tensors: str
-    """Folder of the tensor traces; empty when they were not asked for."""
+    """Folder of the tensor traces; empty when they were not requested."""
     export: str
-    """Folder of the weights that were exported; empty when that was not asked for."""
+    """Folder of the exported weights; empty when that was not requested."""
 
     @property
     def is_finished(self) -> bool:
@@ -137,7 +136,7 @@ def train(config: TrainConfig, communicator: Communicator, write: Write) -> Outc
 
 
 class _Training:
-    """A run: the trainable, its place in the data, and what has been measured so far."""
+    """A run: the trainable, its position in the data, and what has been measured so far."""
 
     def __init__(
         self,
@@ -153,9 +152,9 @@ class _Training:
         self._built = built = task.build()
         self._dtype: torch.dtype = getattr(torch, config.plan.precision.parameters)
         self._tokens = config.data.batch_size * task.data.size
-        """Bytes, tokens or samples of one step."""
+        """Bytes, tokens or samples per step."""
         self._needed = task.flops(built.model) * config.data.batch_size
-        """Operations of one step; 0 where they are not known."""
+        """Floating-point operations per step; 0 where they are not known."""
         self._run = run
         self._folder = folder
         self._world = communicator
@@ -204,13 +203,13 @@ class _Training:
         return "samples" if self._task.data.unit == "sample" else "tokens"
 
     def run(self, stop: StopRequest) -> None:
-        """Take the steps that are left, or those until the ranks agree to stop; save at the end."""
+        """Take the remaining steps, or stop when the ranks agree to; save at the end."""
         options = self._config.run
         traced = self._trace_tensors() if options.trace_tensors else None
         try:
             is_stopped = False
             while self._step < options.steps and not is_stopped:
-                # A launcher that is gone takes the store with it: no collective would notice.
+                # A launcher that died takes the store with it, which no collective would notice.
                 check_peers()
                 stop.begin()
                 self._take_step()
@@ -281,7 +280,7 @@ class _Training:
         return outcome
 
     def _tell(self, outcome: Outcome) -> Outcome:
-        """Write the summary and draw the report; without one the run is as good."""
+        """Write the summary and draw the report; a report that fails does not fail the run."""
         self._write("summary.json", asdict(outcome))
         if outcome.report:
             try:
@@ -326,16 +325,16 @@ class _Training:
         return trackers
 
     def _track(self, call: Callable[[Tracker], None]) -> None:
-        """Call each tracker; one that fails is told of once and left out."""
+        """Call each tracker; one that fails is reported once and dropped."""
         for name, tracker in list(self._trackers.items()):
             try:
                 call(tracker)
-            except Exception as error:  # software of others may raise anything
+            except Exception as error:  # third-party code may raise anything
                 del self._trackers[name]
                 self._note(f"error: tracker {name}: {error}; training goes on without it")
 
     def _measure_flops(self) -> float:
-        """Find what the devices of all ranks can do; 0 on ranks that write no metrics."""
+        """Peak operations a second of all ranks' devices; 0 on ranks that write no metrics."""
         if self._world.rank or not self._needed:
             return 0.0
         given, precision = self._config.run.peak_tflops, self._config.plan.precision.resolved()
@@ -400,7 +399,7 @@ class _Training:
             result = self._train_once(number, rate)
         seconds = time.monotonic() - started
         self._seconds += seconds
-        settle()  # nothing is told of a step that was no good
+        settle()  # raises what was found late, before the numbers of a bad step are logged
         loss = result.loss.item()
         self._losses.append(loss)
         more: dict[str, object] = {}
@@ -422,7 +421,7 @@ class _Training:
 
     @contextlib.contextmanager
     def _telling_breaks(self, number: int) -> Iterator[None]:
-        """Log where compiled graphs end: in two steps, since dropout is watched in the first."""
+        """Log graph breaks of the first two steps: in the first one, dropout is watched."""
         if not self._config.plan.train.compile or number > self._first + 1:
             yield
             return
@@ -442,7 +441,7 @@ class _Training:
         return take(*to_device(batch, self._world.device, self._dtype))
 
     def _save(self, *, is_last: bool) -> None:
-        """Save; before the last step a failure is told and the run goes on from what it has."""
+        """Save; before the last step, a failure is reported and training continues."""
         with phase("save", step=self._step):
             try:
                 self._saved = save_run(
@@ -456,13 +455,13 @@ class _Training:
             except CheckpointWriteError as error:
                 if is_last:
                     raise
-                # It is the same error on all ranks; caught in the phase, it is nobody's failure.
+                # All ranks get the same error; caught inside the phase, it fails no rank.
                 self._note(f"error: {error}; training goes on")
             else:
                 self._note(f"step {self._step}: saved {self._saved}")
 
     def _validate(self) -> float | None:
-        """Compute the loss on what is held out; None where nothing is."""
+        """Compute the loss on held-out data; None without any."""
         if not self._task.data.validation:
             return None
         with phase("validate", step=self._step):
@@ -479,17 +478,17 @@ def validation_loss(
     *,
     dtype: torch.dtype,
 ) -> float:
-    """Compute the mean loss over a fixed sample of what is held out, a rank's share at a time.
+    """Compute the mean loss over a fixed sample of the held-out data, split over the ranks.
 
-    A loss that is a mean counts once for each of its samples. All ranks call it together and get
-    the same value: each runs the model as often as any other, since layouts may need all of them.
+    A loss that is a mean is weighted by its samples. All ranks call it together and get the same
+    value; each runs the model equally often, since a layout may need every rank in a forward.
     """
     held_out, options = cast(Samples, task.data.validation), task.config.data
     batch = max(1, options.batch_size // trainable.data_size)
     sample = task.data.validation_sample(options.validation_windows)
     sums = torch.zeros(2, dtype=torch.float64, device=communicator.device)
     coordinate = trainable.plan.axes.coordinate(communicator.rank)
-    # The first of the ranks that read the same share speaks for all of them.
+    # Of the ranks that read the same share, only the first one's loss counts.
     speaks = not any(coordinate[axis] for axis in coordinate if axis not in DATA_AXES)
     places = range(len(sample))[trainable.data_rank :: trainable.data_size]
     most = -(-len(sample) // trainable.data_size)
@@ -509,12 +508,12 @@ def validation_loss(
 
 
 def carrier(backend: str) -> str:
-    """Name what carries the collectives of ``backend``."""
+    """Name the transport of ``backend`` as messages do."""
     return "shared memory" if backend == "meshwright" else backend
 
 
 def nats(unit: str) -> str:
-    """Say what a loss is of, in front of which it stands."""
+    """Return the unit that follows a loss in messages; empty for samples."""
     return "" if unit == "sample" else f" nats a {unit}"
 
 
@@ -527,13 +526,13 @@ _Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | N
 
 
 class StopRequest:
-    """A catch of signals while it is entered; a second one ends the process at once.
+    """A context that turns signals into a request to stop; a second one ends the process at once.
 
-    They are SIGINT and SIGTERM, and under SLURM SIGUSR1 (`meshwright.environment.cluster`). Rank 0
-    says at once that it has one.
+    The signals are SIGINT and SIGTERM, and under SLURM also SIGUSR1
+    (`meshwright.environment.cluster`). Rank 0 acknowledges the first one at once.
 
-    The ranks agree through one small all-reduce beside each step: ``begin`` issues it before the
-    step's work, ``is_agreed`` waits for it afterwards.
+    The ranks agree through one small all-reduce that overlaps each step: ``begin`` issues it before
+    the step's work, ``is_agreed`` waits for it afterwards.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -549,7 +548,7 @@ class StopRequest:
         self._pending = self._communicator.all_reduce(flag, reduction="max", label="stop request")
 
     def is_agreed(self) -> bool:
-        """Check that any rank had been asked to stop at the last ``begin``; equal on all ranks."""
+        """True if any rank had been asked to stop at the last ``begin``; equal on all ranks."""
         if self._pending is None:
             return False
         flag, self._pending = self._pending.wait(), None
@@ -571,7 +570,7 @@ class StopRequest:
         if self._first is None:
             self._first = now
             if self._communicator.rank == 0:
-                # Not print: the signal may have come in the middle of one. Nobody may read it.
+                # Not print: the signal may have interrupted one. Standard output may be closed.
                 with contextlib.suppress(OSError):
                     os.write(1, _ACKNOWLEDGED)
         elif now - self._first > _SAME_REQUEST_SECONDS:

@@ -1,4 +1,4 @@
-"""Reports of a run: a metrics file with one JSON object a step, a progress line, a timeline."""
+"""Output of a run: a metrics file with one JSON object per step, a progress line, a timeline."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from meshwright.timeline import Timeline
 
 
 class MetricsFile:
-    """A JSONL file with one object a step, each with its ``step``.
+    """A JSONL file with one object per step, each with its ``step``.
 
-    Opened for a run that goes on after ``step``, it first drops the lines of later steps (a run
-    that was stopped between two checkpoints has written them) and a last line that was cut short.
-    It is closed before it grows beyond ``limit`` bytes.
+    Opened for a run that resumes after ``step``, it first drops the lines of later steps (written
+    by a run that stopped between two checkpoints) and an incomplete last line. It is closed before
+    it grows beyond ``limit`` bytes.
     """
 
     def __init__(self, path: Path, *, step: int = 0, limit: float = math.inf) -> None:
@@ -47,8 +47,8 @@ class MetricsFile:
     def write(self, record: Mapping[str, object]) -> str:
         """Append one object; it is in the file when this returns.
 
-        Returns why it cannot be written, once, and keeps silent about further objects: a full disk
-        is no reason to stop a run.
+        Returns the reason when it cannot be written, once; later objects are dropped silently,
+        because a full disk is no reason to stop a run.
         """
         if self._file.closed:
             return ""
@@ -66,7 +66,7 @@ class MetricsFile:
 
     def close(self) -> None:
         """Close the file; further objects are dropped."""
-        # What could not be written is still in the buffer, and closing tries once more.
+        # Closing retries what could not be written: it is still in the buffer.
         with contextlib.suppress(OSError):
             self._file.close()
 
@@ -78,7 +78,7 @@ class MetricsFile:
 
 
 class LineProgress:
-    """Plain lines, one every ``every`` steps: they can be searched in the log of a batch job."""
+    """Plain lines, one every ``every`` steps, for the log of a batch job."""
 
     def __init__(
         self, write: Callable[[str], None], *, steps: int, every: int, unit: str = "tokens"
@@ -89,7 +89,7 @@ class LineProgress:
         self._every = every
 
     def step(self, step: int, *, loss: float, speed: float, left: float) -> None:
-        """Write the line when it is this step's turn, and at the last step."""
+        """Write the line of every ``every``-th step and of the last."""
         if step % self._every and step != self._steps:
             return
         self._write(
@@ -102,11 +102,11 @@ class LineProgress:
         self._write(text)
 
     def close(self) -> None:
-        """Do nothing: every line is out."""
+        """Do nothing: every line has been written."""
 
 
 class LiveProgress:
-    """A line of a terminal, redrawn after every step."""
+    """One line of a terminal, redrawn after every step."""
 
     def __init__(
         self, progress: Progress, *, steps: int, done: int = 0, unit: str = "tokens"
@@ -128,12 +128,12 @@ class LiveProgress:
         self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the line as it is and give the terminal back."""
+        """Stop redrawing and release the terminal."""
         self._progress.stop()
 
 
 ProgressDisplay = LineProgress | LiveProgress
-"""The progress of a run, as readers see it."""
+"""The progress display of a run."""
 
 
 def show_progress(
@@ -154,7 +154,7 @@ def show_progress(
     columns = (
         TextColumn("step"),
         MofNCompleteColumn(table_column=Column(no_wrap=True)),
-        # It alone shrinks where the line is wider than the terminal.
+        # Only the bar shrinks when the line is wider than the terminal.
         BarColumn(bar_width=None, table_column=Column(max_width=24)),
         TextColumn("{task.fields[detail]}"),
     )
@@ -180,9 +180,9 @@ def _clock(seconds: float) -> str:
 
 
 class StepTrace:
-    """A trace of steps that keeps the last ``keep`` of them; with 0 nothing is measured.
+    """A trace that keeps the last ``keep`` steps; with 0 nothing is measured.
 
-    The compute lane holds what the trainable names: forward, backward, optimizer.
+    The compute lane holds the spans that the trainable names: forward, backward, optimizer.
     """
 
     def __init__(self, device: torch.device, *, keep: int) -> None:
@@ -201,7 +201,7 @@ class StepTrace:
         self._timer.clear()
 
     def write(self, path: Path, communicator: Communicator) -> Path | None:
-        """Join the timelines of all ranks and let rank 0 write them; ``None`` if nothing was kept.
+        """Write the timelines of all ranks, on rank 0; ``None`` if nothing was kept.
 
         All ranks call it together.
         """

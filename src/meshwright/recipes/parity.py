@@ -1,4 +1,4 @@
-"""The proof that this layout trains the model one process would: the same steps in float64, twice.
+"""The check that a layout trains the same model as one process: the same steps twice, in float64.
 
 ::
 
@@ -39,13 +39,13 @@ CASTING_TOLERANCE = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:
-    """The finding of the comparison; the same on all ranks."""
+    """The result of the comparison; equal on all ranks."""
 
     layout: str
     error: float
     """Largest relative difference of all losses, gradients, their norms and weights."""
     place: str
-    """The place of that difference."""
+    """Where that difference is."""
     losses: tuple[float, ...]
     """Losses of one process in float64."""
     tolerance: float = TOLERANCE
@@ -54,7 +54,7 @@ class Parity:
 
     @property
     def finding(self) -> str:
-        """One line for readers, without the real run."""
+        """One line about the comparison, without the real run."""
         return (
             f"parity: {self.layout} equals one process over {_steps(len(self.losses))} in float64: "
             f"losses, gradients and weights agree to {self.error:.1e} relative "
@@ -63,7 +63,7 @@ class Parity:
         )
 
     def line(self, losses: Sequence[float]) -> str:
-        """Write one line for readers; ``losses`` are those of the real run from its first step."""
+        """Format one line; ``losses`` are those of the real run from its first step."""
         count = min(len(losses), len(self.losses))
         pairs = list(zip(losses, self.losses, strict=False))
         worst = max((abs(ours - theirs) / abs(theirs) for ours, theirs in pairs), default=0.0)
@@ -78,7 +78,7 @@ class Parity:
 def check_parity(task: Task, communicator: Communicator) -> Parity:
     """Train the configured layout and one process in float64 on the run's first batches.
 
-    Dropout is left out on both sides: its masks depend on how a batch is shared out. All ranks call
+    Both run without dropout, whose masks depend on how a batch is split over ranks. All ranks call
     it together. Raises ``ParityError``, on all ranks, naming the first tensor that differs.
     """
     config = task.config
@@ -102,14 +102,14 @@ def check_parity(task: Task, communicator: Communicator) -> Parity:
     batches = _batches(task, built, sampler, steps, communicator)
     usual = CASTING_TOLERANCE if casts else TOLERANCE
     tolerance = config.run.parity_tolerance or usual
-    # Whole gradients and weights of a sharded layout take all ranks.
+    # Every rank records: gathering a sharded layout's gradients and weights needs all of them.
     parallel = record(trainable, batches)
     if communicator.rank:
         for step in range(steps):
             communicator.barrier(label=f"parity: one process, step {step}").wait()
         found = None
     else:
-        with phase("parity: one process", limit=math.inf):  # the others wait, however long
+        with phase("parity: one process", limit=math.inf):  # the other ranks wait without a limit
             found = _compare(parallel, task, communicator, tolerance)
     verdicts = communicator.gather_values(found, label="parity: verdict")
     problem, error, place, losses = verdicts[0]
@@ -132,7 +132,7 @@ def _compare(
     communicator: Communicator,
     tolerance: float,
 ) -> tuple[str, float, str, tuple[float, ...]]:
-    """Find, on rank 0, the problem (empty for none), the largest error, its place, the losses."""
+    """Return, on rank 0, the problem (or ""), the largest error, where it is, and the losses."""
     config, plan, built = task.config, task.config.plan, task.build(drops=False)
     sampler = Sampler(len(task.data.training), config.data.batch_size, plan.train.seed)
     batches = _batches(task, built, sampler, len(parallel.losses), communicator)
@@ -157,7 +157,7 @@ def _compare(
 
 
 def _largest(parallel: ReferenceRun, reference: ReferenceRun) -> tuple[float, str]:
-    """Find the largest difference and where it is, from each difference to the next larger."""
+    """Find the largest difference and where it is: each search begins above the last one found."""
     error, place = 0.0, ""
     while (found := first_difference(parallel, reference, error)) is not None:
         what = found.kind if not found.name else f"{found.kind} of {found.name}"
@@ -166,7 +166,7 @@ def _largest(parallel: ReferenceRun, reference: ReferenceRun) -> tuple[float, st
 
 
 class _CastWatch(TorchDispatchMode):
-    """A look at operators that make float32 of float64."""
+    """Dispatch mode: notes whether an operator turns float64 into float32."""
 
     found = False
 
@@ -222,7 +222,7 @@ def _batches(
 def _with_barriers(
     batches: Iterator[tuple[object, object]], communicator: Communicator
 ) -> Iterator[tuple[object, object]]:
-    """Give each batch, and after its step a sign of life to the ranks that wait."""
+    """Yield each batch, and after its step meet the waiting ranks in a barrier."""
     for step, batch in enumerate(batches):
         yield batch
         communicator.barrier(label=f"parity: one process, step {step}").wait()

@@ -5,7 +5,7 @@
     runs/train-20260101-120000/
     ├── config.toml              the configuration with its overrides
     ├── run.json                 its hosts, backend and versions
-    ├── metrics.jsonl            one object a step
+    ├── metrics.jsonl            one object per step
     ├── checkpoints/
     │   └── step_00000300/       what `resume` takes
     ├── summary.json
@@ -35,14 +35,14 @@ from meshwright.sampling import Sampler
 from meshwright.toml_source import plain
 
 CHECKPOINTS = "checkpoints"
-# Keys that decide nothing about the numbers, so that they may differ after a resumption.
+# Keys that do not affect the numbers and so may differ when a run resumes.
 _FREE = ("data.path", "data.tokens", "model.hugging_face", "model.weights", "run.")
 _BOUND = {"run.steps": " (the schedule of the learning rate depends on it)"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
-    """The folder of a run and the checkpoint it starts from, if any."""
+    """The folder of a run, and the checkpoint it starts from, if any."""
 
     path: Path
     checkpoint: Path | None
@@ -54,10 +54,10 @@ class RunFolder:
 
 
 def choose_folder(config: TrainConfig, communicator: Communicator) -> RunFolder:
-    """Decide on rank 0 where this run writes and what it resumes from; the same on all ranks.
+    """Decide on rank 0 where this run writes and what it resumes from; equal on all ranks.
 
-    From here on the folder belongs to this run. Raises ``PlanError`` when [run] folder and resume
-    do not fit what is on the disk, ``CheckpointClaimedError`` when another run writes there.
+    Claims the folder for this run. Raises ``PlanError`` when [run] folder and resume do not fit
+    what is on the disk, ``CheckpointClaimedError`` when another run writes there.
     """
     answer = None
     if communicator.rank == 0:
@@ -70,16 +70,16 @@ def choose_folder(config: TrainConfig, communicator: Communicator) -> RunFolder:
 def describe_run(
     config: TrainConfig, fingerprint: Mapping[str, str], model: str = ""
 ) -> dict[str, object]:
-    """Describe what makes a run's numbers, for JSON: configuration, fingerprints of the data.
+    """Describe, for JSON, what determines a run's numbers: configuration, fingerprints of the data.
 
-    ``model`` is that of a configuration file.
+    ``model`` is the `model_text` of a model's configuration file, or empty.
     """
     found: dict[str, object] = {"config": plain(config), "text": dict(fingerprint)}
     return {**found, "hugging_face": model} if model else found
 
 
 def check_same_run(saved: object, run: Mapping[str, object], path: Path) -> None:
-    """Raise ``CheckpointMismatchError`` when ``path`` was saved by a run unlike this one."""
+    """Raise ``CheckpointMismatchError`` when ``path`` was saved by a different run."""
     found = [
         f"{key} = {theirs} there, {ours} here{_BOUND.get(key, '')}"
         for key, theirs, ours in _differences(saved, json.loads(json.dumps(run)))
@@ -94,9 +94,9 @@ def check_same_run(saved: object, run: Mapping[str, object], path: Path) -> None
 
 
 def look_ahead(config: TrainConfig, run: Mapping[str, object]) -> None:
-    """Raise what `restore_run` would, where the run resumes from a checkpoint; nothing is loaded.
+    """Raise the mismatch that `restore_run` would raise if the run resumes; loads no tensors.
 
-    It needs no ranks, and leaves what is damaged or elsewhere to them.
+    It runs before any rank starts. Damaged and missing checkpoints are left to the ranks.
     """
     resume, folder = config.run.resume, config.run.folder
     if config.run.accept_changes or resume == "never" or (resume == "auto" and not folder):
@@ -116,7 +116,7 @@ def _saved_run(path: Path) -> object | None:
 
 
 def resume_hint(folder: Path, command: str) -> str:
-    """Say how to resume the run in ``folder`` after a rank was killed, if anything was saved."""
+    """Tell how to resume the run in ``folder`` after a rank was killed, if anything was saved."""
     below = folder / CHECKPOINTS
     newest = checkpoint.latest(below) if below.is_dir() else None
     if newest is None:
@@ -125,7 +125,7 @@ def resume_hint(folder: Path, command: str) -> str:
 
 
 def require_start(resume: str) -> None:
-    """Raise ``PlanError`` when [run] resume names a folder that is not there."""
+    """Raise ``PlanError`` when [run] resume names a folder that does not exist."""
     if resume not in ("auto", "never") and not Path(resume).is_dir():
         raise PlanError(
             f"[run] resume = {resume}: expected auto, never, the folder of a run or a checkpoint, "
@@ -134,24 +134,24 @@ def require_start(resume: str) -> None:
 
 
 def require_free(target: Path) -> None:
-    """Raise ``PlanError`` where [run] export names what is there already."""
+    """Raise ``PlanError`` when the folder of [run] export exists."""
     if os.path.lexists(target):
         raise PlanError(
-            f"[run] export = {target}: it exists and is never overwritten; move it away, or choose "
-            "another folder"
+            f"[run] export = {target}: it exists, and exports never overwrite; move it away, or "
+            "choose another folder"
         )
     require_folder(target, "export")
 
 
 def require_folder(folder: Path, key: str = "folder") -> None:
-    """Raise ``PlanError`` when ``folder`` is not there and cannot be made, or written to."""
+    """Raise ``PlanError`` when ``folder`` cannot be created or written to."""
     standing = next((p for p in (folder, *folder.absolute().parents) if os.path.lexists(p)), folder)
     try:
-        # Only making something tells: permissions say little to root, or on a special file system.
+        # Create something to find out: permission bits mean little to root or on odd file systems.
         os.rmdir(tempfile.mkdtemp(prefix=".meshwright-", dir=standing))
     except OSError as error:
         raise PlanError(
-            f"[run] {key} = {folder}: expected a folder that is there or can be made, but in "
+            f"[run] {key} = {folder}: expected a folder that exists or can be created, but in "
             f"{standing} nothing can be written: {error.strerror}; choose another [run] {key}"
         ) from error
 
@@ -174,7 +174,7 @@ def _choose(config: TrainConfig) -> RunFolder:
             )
         return RunFolder(path=path, checkpoint=checkpoint.latest(path / CHECKPOINTS))
     start = _named_start(named)
-    # What is passed over is named in the log: the same folder is not looked through twice.
+    # `latest` logs each checkpoint it skips, so the same folder is not searched twice.
     is_looked_through = path.absolute() == named.absolute()
     newest = start if is_looked_through else checkpoint.latest(path / CHECKPOINTS)
     if (
@@ -189,7 +189,7 @@ def _choose(config: TrainConfig) -> RunFolder:
 
 
 def _named_start(named: Path) -> Path:
-    """Find the checkpoint that ``named`` is, or the newest of the run that it is."""
+    """Return ``named`` if it is a checkpoint, or the newest checkpoint of the run ``named``."""
     if not (named / CHECKPOINTS).is_dir():
         return named
     newest = checkpoint.latest(named / CHECKPOINTS)
@@ -202,10 +202,10 @@ def _named_start(named: Path) -> Path:
 
 
 def home_of(named: Path) -> Path:
-    """Find the folder of the run that ``named`` is, or that it is a checkpoint of."""
+    """Return the run folder: ``named`` itself, or the run that the checkpoint ``named`` is in."""
     if (named / CHECKPOINTS).is_dir():
         return named
-    # A checkpoint stands in checkpoints/ of its run; one that was copied elsewhere stands alone.
+    # A checkpoint is in checkpoints/ of its run, unless it was copied elsewhere.
     home = named.absolute().parent
     if home.name != CHECKPOINTS:
         raise CheckpointError(
@@ -216,7 +216,7 @@ def home_of(named: Path) -> Path:
 
 
 def folder_of(config: TrainConfig) -> Path:
-    """Find where a run will write, and make a folder for one that names none."""
+    """Return the folder that a run will write to; creates one if the configuration names none."""
     named = config.run.folder, config.run.resume
     match named:
         case "", "auto" | "never":
@@ -227,7 +227,7 @@ def folder_of(config: TrainConfig) -> Path:
 
 
 def fresh_folder(config: TrainConfig) -> Path:
-    """Make a folder for a run that names none."""
+    """Create a folder for a run that names none."""
     name = Path(config.origin.source).stem or "run"
     path = first = Path("runs", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     require_folder(path)
@@ -249,7 +249,7 @@ def _differences(first: object, second: object) -> Iterator[tuple[str, str, str]
 
 
 def json_leaves(tree: object, key: str = "") -> Iterator[tuple[str, str]]:
-    """Read each value of a JSON tree, as text, with its dotted key."""
+    """Yield each value of a JSON tree, as text, with its dotted key."""
     if isinstance(tree, Mapping):
         for name, inner in tree.items():
             yield from json_leaves(inner, f"{key}.{name}" if key else str(name))
@@ -265,10 +265,9 @@ def save_run(
     communicator: Communicator,
     keep_last: int,
 ) -> Path:
-    """Save everything that going on exactly needs; returns the checkpoint's folder.
+    """Save everything needed to resume exactly; returns the checkpoint's folder.
 
-    No generator is saved: before each step it is seeded from the run's seed, the step and the
-    rank's share, so the step's number says it all.
+    No generator is saved: each step seeds it from the run's seed, the step and the rank's share.
     """
     return checkpoint.save(
         folder.checkpoints,
@@ -290,7 +289,7 @@ def restore_run(
     *,
     accept_changes: bool,
 ) -> None:
-    """Put ``trainable`` and ``sampler`` where the run was when it saved the checkpoint ``path``.
+    """Restore ``trainable`` and ``sampler`` from the checkpoint ``path``.
 
     Raises ``CheckpointMismatchError`` when it was saved by another run, unless ``accept_changes``,
     or does not fit the model; ``CheckpointDamagedError`` when its bytes are not those saved.
@@ -304,7 +303,7 @@ def restore_run(
         check_same_run(saved, run, path)
     try:
         checkpoint.load(path, model=trainable, data=None if accept_changes else sampler)
-        if accept_changes:  # such as other data: then it goes on at the same place in another order
+        if accept_changes:  # such as other data: the same position, in another order
             state = cast("Any", checkpoint.read_manifest(path).metadata["state"])
             sampler.move_to(state["data"]["position"])
     except (KeyError, RuntimeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The task of a run: its model, data, loss and optimizer, whoever wrote them.
+"""The task of a run: its model, data, loss and optimizer, ours or the user's.
 
 ::
 
@@ -41,27 +41,27 @@ from meshwright.torch_internals.trees import tree_map
 
 
 class Built(NamedTuple):
-    """A model, and how it is trained."""
+    """A model, its loss, and how batches are passed to it."""
 
     model: nn.Module
     loss: Loss
     read: Callable[[object], tuple[object, object]]
-    """Splits a batch of `Samples` into what the model is called with and the target."""
+    """Splits a batch of `Samples` into the model's input and the target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """All that the loop needs to know of what it trains."""
+    """Everything that the loop needs to know about what it trains."""
 
     config: TrainConfig
     data: Data
     make: Callable[[], nn.Module]
-    """Builds the model with the values of the run's seed, or of its weights."""
+    """Builds the model, initialized from the run's seed or from its weights."""
     optimizer: Callable[[Iterable[Parameter]], Optimizer]
     loss: Factory | None
 
     def build(self, *, drops: bool = True) -> Built:
-        """Build the model, without dropout where it should drop nothing."""
+        """Build the model; without dropout if not ``drops``."""
         torch.manual_seed(self.config.plan.train.seed)
         model = self.make()
         if not drops:
@@ -77,13 +77,13 @@ class Task:
         return partial(_read, takes_labels=takes_labels, shifts=is_causal)
 
     def example(self, model: nn.Module) -> object:
-        """Make a small batch of inputs, for layouts that look at how a model runs."""
+        """Make a small batch of inputs, for layouts that trace or run the model once."""
         indices = [0, min(1, len(self.data.training) - 1)]
         batch = self._reader(model)(self.data.training.batch(indices))[0]
         return (batch,) if isinstance(batch, Tensor) else batch
 
     def problems(self, model: nn.Module) -> Iterator[str]:
-        """Find what data and ``model``, or the size of a batch, contradict."""
+        """Find contradictions between the data and ``model`` or the batch size."""
         count, wanted = len(self.data.training), self.config.data.batch_size
         if count < wanted:
             of = f"windows of [model] context = {self.data.size}"
@@ -94,14 +94,14 @@ class Task:
             )
         words = getattr(getattr(model, "config", None), "vocab_size", None)
         if isinstance(self.data.training, Windows) and isinstance(words, int):
-            most = int(self.data.training.data.numpy().max())  # torch has none of uint16
+            most = int(self.data.training.data.numpy().max())  # torch has no max of uint16
             if most >= words:
                 yield (
                     f"[data]: expected numbers below the model's vocab_size = {words}, found {most}"
                 )
 
     def baseline(self) -> float | None:
-        """Compute the loss of byte frequencies on the held-out windows; None for other data."""
+        """Compute the loss of byte frequencies on held-out windows; None for other data."""
         data, options = self.data, self.config.data
         if data.unit != "byte" or not isinstance(data.validation, Windows):
             return None
@@ -109,13 +109,13 @@ class Task:
         return unigram_loss(cast(Windows, data.training).data, targets)
 
     def flops(self, model: nn.Module) -> int:
-        """Count the operations that a sample needs; 0 where that is not known."""
+        """Count the floating-point operations per sample; 0 where they are not known."""
         if self.config.is_byte_model:
             return flops_a_token(self.config.model) * self.data.size
         return 0 if self.data.unit == "sample" else flops_of(model) * self.data.size
 
     def export(self, path: Path, world: Communicator) -> None:
-        """Write the weights of the checkpoint ``path`` where [run] export says; all ranks call."""
+        """Write the weights of the checkpoint ``path`` to [run] export; all ranks call it."""
         config, target = self.config, Path(self.config.run.export)
         model = sketch(self.config) if config.model.peft or not config.is_byte_model else None
         if config.model.peft:
@@ -135,7 +135,7 @@ class Task:
 
 
 def sketch(config: TrainConfig) -> nn.Module:
-    """Build the model without memory, or, where its function needs that, with it."""
+    """Build the model on the meta device, or with memory if its factory fails there."""
     make = _open_model(config)
     try:
         with torch.device("meta"):
@@ -145,9 +145,9 @@ def sketch(config: TrainConfig) -> nn.Module:
 
 
 def open_task(config: TrainConfig) -> Task:
-    """Find model, data, loss and optimizer of ``config``.
+    """Open the model, data, loss and optimizer of ``config``.
 
-    Raises one ``PlanError`` with a line for each that cannot be found; no model is built.
+    Raises one ``PlanError`` with a line for each that cannot be opened; no model is built.
     """
     problems: list[str] = []
 
@@ -180,7 +180,7 @@ def _open_data(config: TrainConfig) -> Data:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """A data set whose items are ``(input, target)`` or mappings."""
+    """A dataset whose items are ``(input, target)`` or mappings."""
 
     dataset: Any
     collate: Callable[[list[object]], object]
@@ -232,11 +232,11 @@ def _read(batch: object, *, takes_labels: bool, shifts: bool) -> tuple[object, o
     if not takes_labels:
         inputs.pop("labels", None)
     elif isinstance(target, Tensor) and not target.is_floating_point() and IGNORED in target:
-        # A mean over what each share counts, and shares count differently.
+        # Each share's loss is a mean over its own labels, whose number differs between shares.
         raise PlanError(
-            f"[loss]: labels of {IGNORED} are left out by the loss that the model takes itself, a "
-            "mean that weighs the ranks' shares alike however many labels each has: give [loss] "
-            "factory, a function of output and target that returns (sum, count)"
+            f"[loss]: the model's own loss is a mean over labels other than {IGNORED}, so shares "
+            "with fewer labels would count as much as others: give [loss] factory, a function of "
+            "output and target that returns (sum, count)"
         )
     if shifts and isinstance(target, Tensor):  # each position predicts the next token
         target = functional.pad(target[..., 1:], (0, 1), value=IGNORED)
@@ -268,7 +268,7 @@ def _open_model(config: TrainConfig) -> Callable[[], nn.Module]:
         pretrained.read_description(config.find(model.hugging_face))
 
         def make() -> nn.Module:
-            # A training keeps no keys and values.
+            # Training needs no cache of keys and values.
             about = pretrained.read_description(config.find(model.hugging_face), use_cache=False)
             on_meta = torch.get_default_device().type == "meta"
             return pretrained.build_model(about, None if on_meta else weights)
@@ -296,15 +296,15 @@ def _open_optimizer(config: TrainConfig) -> Callable[[Iterable[Parameter]], Opti
             raise named.fail("a torch.optim.Optimizer", made)
         return made
 
-    build([Parameter(torch.zeros(2, 2, device="cpu"))])  # its options are looked at now
+    build([Parameter(torch.zeros(2, 2, device="cpu"))])  # so that wrong options raise now
     return build
 
 
 def cross_entropy(output: object, target: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-    """Take the loss that a model returns, or sum the cross entropy in nats and count its terms.
+    """Return the model's own loss, or the sum of the cross entropy in nats and its term count.
 
-    Logits are ``output.logits``, or the output. Classes are their last dim where the others are
-    those of ``target``, else the second one. Labels of -100 are left out.
+    Logits are ``output.logits``, or the output. The class dim is the last one where the other dims
+    are those of ``target``, else the second one. Labels of -100 are ignored.
     """
     own, logits = getattr(output, "loss", None), getattr(output, "logits", output)
     if isinstance(own, Tensor):
@@ -325,7 +325,7 @@ def cross_entropy(output: object, target: Tensor | None = None) -> Tensor | tupl
 
 
 def without_dropout(model: nn.Module) -> None:
-    """Set every share that ``model`` drops to zero: in modules, and by names with "drop"."""
+    """Set every dropout probability of ``model`` to zero: in modules, and floats named "*drop*"."""
     for module in model.modules():
         if isinstance(module, (*DROPOUTS, nn.FeatureAlphaDropout)):
             vars(module)["p"] = 0.0
@@ -337,7 +337,7 @@ def without_dropout(model: nn.Module) -> None:
 
 
 def to_device(values: object, device: torch.device, dtype: torch.dtype) -> Any:  # noqa: ANN401
-    """Move all tensors in ``values``; those of floating point become ``dtype``."""
+    """Move all tensors in ``values``; floating-point ones become ``dtype``."""
 
     def moved(leaf: object) -> object:
         if not isinstance(leaf, Tensor):
@@ -348,7 +348,7 @@ def to_device(values: object, device: torch.device, dtype: torch.dtype) -> Any: 
 
 
 def model_text(config: TrainConfig) -> str:
-    """Tell models of other configuration files apart, for a run's description."""
+    """Return a checksum of the model's configuration file, for `describe_run`; "" without one."""
     if not config.model.hugging_face:
         return ""
     about = pretrained.read_description(config.find(config.model.hugging_face))

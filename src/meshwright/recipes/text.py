@@ -66,7 +66,7 @@ class Data(NamedTuple):
     training: Samples
     validation: Samples | None
     description: str
-    """One line: where it comes from, and how much of it there is."""
+    """One line: where the data come from, and how much there is."""
     unit: str
     """``byte``, ``token`` or ``sample``."""
     size: int
@@ -74,7 +74,7 @@ class Data(NamedTuple):
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """A text for each part that other data do not have, for a run's description."""
+        """Size and checksum of each part, to recognize other data in a run's description."""
         parts = {"training": self.training, "held out": self.validation}
         return {name: _fingerprint(part) for name, part in parts.items() if part is not None}
 
@@ -92,7 +92,7 @@ class _File(NamedTuple):
 
     @property
     def order(self) -> int:
-        """A number that depends on the relative path alone: the same files on every machine."""
+        """A hash of the relative path alone, so every machine chooses the same files."""
         name = self.relative.encode(errors="surrogateescape")
         return int.from_bytes(hashlib.sha256(name).digest()[:8], "big")
 
@@ -104,7 +104,7 @@ def open_text(config: DataConfig, context: int) -> Data:
     least one; of a single file, the last ``1/validation_every`` of its bytes. A file is mapped, a
     folder is read into memory, at most ``max_bytes`` of it, chosen by the same hash.
 
-    Raises ``PlanError`` when nothing is there, nothing matches, or the text is too short.
+    Raises ``PlanError`` when the path does not exist, nothing matches, or the text is too short.
     """
     root = Path(config.path or sysconfig.get_paths()["stdlib"]).expanduser()
     if root.is_dir():
@@ -121,9 +121,9 @@ def open_text(config: DataConfig, context: int) -> Data:
 
 
 def open_tokens(path: Path, config: DataConfig, context: int) -> Data:
-    """Map the row of token numbers in ``path``; the last ``1/validation_every`` is held out.
+    """Map the row of token ids in ``path``; the last ``1/validation_every`` is held out.
 
-    Raises ``PlanError`` when there is none, or it is too short.
+    Raises ``PlanError`` when the file has no such row, or it is too short.
     """
     label = f"[data] tokens: expected a .npy file with one row of whole numbers at {path}"
     try:
@@ -133,7 +133,7 @@ def open_tokens(path: Path, config: DataConfig, context: int) -> Data:
     if row.ndim != 1 or row.dtype.kind not in "iu":
         raise PlanError(f"{label}, found {row.dtype} of shape {row.shape}")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # nothing writes to what is mapped
+        warnings.simplefilter("ignore", UserWarning)  # of a read-only array: nothing writes to it
         parts = _split_tail(torch.from_numpy(row), config.validation_every)
     return _windows(parts, context, "tokens", path, str(path), "token")
 
@@ -154,9 +154,9 @@ def _windows(
 
 
 def _fingerprint(samples: Samples) -> str:
-    """Write size and checksum of a text; beyond 64 MiB, the checksum of its beginning.
+    """Format size and checksum of a text; beyond 64 MiB, the checksum of its beginning.
 
-    Of a data set only the size is known.
+    For a dataset, only its size.
     """
     if not isinstance(samples, Windows):
         return f"{len(samples)} items"
@@ -169,8 +169,8 @@ def _fingerprint(samples: Samples) -> str:
 def unigram_loss(training: Tensor, targets: Tensor) -> float:
     """Compute nats per byte of ``targets`` under the byte frequencies of ``training``.
 
-    What a model reaches that knows how often each byte occurs and nothing else. One is added to
-    every count, so that a byte never seen in training has a finite loss.
+    This is the loss of a model that knows only how often each byte occurs. One is added to every
+    count, so that a byte never seen in training has a finite loss.
     """
     counts = torch.ones(256, dtype=torch.float64, device="cpu")
     for piece in training.split(1 << 24):

@@ -22,8 +22,8 @@ _LARGEST = 16384
 def memory_of(trainable: Trainable, device: torch.device) -> dict[str, int]:
     """Count the bytes that this rank holds between steps, by category, and its ``peak``.
 
-    The peak is the largest resident size of the process so far; on a device, the most of its memory
-    that tensors have taken.
+    The peak is the largest resident size of the process so far; on a device, the most memory that
+    tensors there have taken.
     """
     parameters = trainable.named_parameters().values()
     optimizer = trainable.optimizer
@@ -42,9 +42,9 @@ def memory_of(trainable: Trainable, device: torch.device) -> dict[str, int]:
 
 
 def memory_of_ranks(trainable: Trainable, world: Communicator) -> dict[str, dict[str, int]]:
-    """List the `memory_of` all ranks by those that hold the same: ``{"0-2": ..., "3": ...}``.
+    """Return `memory_of` all ranks, equal ones together: ``{"0-2": ..., "3": ...}``.
 
-    The peak is the most of these ranks. All ranks call it together.
+    The peak is the largest of these ranks. All ranks call it together.
     """
     mine = memory_of(trainable, world.device)
     alike: dict[tuple[float, ...], list[int]] = {}
@@ -60,7 +60,7 @@ def memory_of_ranks(trainable: Trainable, world: Communicator) -> dict[str, dict
 
 
 def _text(ranks: Iterable[int]) -> str:
-    """Write rising ``ranks`` in few words: ``0-2,5``."""
+    """Format ascending ``ranks`` as ranges: ``0-2,5``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][-1] == rank - 1:
@@ -76,23 +76,23 @@ def _bytes(values: Iterable[object]) -> int:
 
 
 def flops_a_token(config: ModelConfig) -> int:
-    """Count the floating-point operations that a token needs, forward and backward.
+    """Count the floating-point operations per token, forward and backward.
 
-    Six for each parameter that multiplies, so not for the embedding's, and 12 x layers x dim x
+    Six for each parameter that multiplies (not those of the embedding), and 12 x layers x dim x
     context for attention (Chowdhery et al., PaLM, 2022, appendix B).
     """
     with torch.device("meta"):
         model = LanguageModel(config)
     parameters = sum(each.numel() for each in model.parameters())
-    if not config.tied:  # one that is tied multiplies, as the head
+    if not config.tied:  # a tied embedding multiplies, as the head
         parameters -= model.embedding.weight.numel()
     return 6 * parameters + 12 * config.layers * config.dim * config.context
 
 
 def flops_of(model: nn.Module) -> int:
-    """Count the same of any model of tokens: six for each parameter, those of embeddings left out.
+    """Count the same for any token model: six for each parameter, without those of embeddings.
 
-    What attention adds with the length of the text is not known, and not counted.
+    The cost of attention, which grows with the context, is unknown here and not counted.
     """
     tables = [m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding)]
     return 6 * max(0, sum(each.numel() for each in model.parameters()) - sum(tables))

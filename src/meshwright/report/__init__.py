@@ -1,13 +1,13 @@
-"""Runs shown to readers, as files that viewers open.
+"""Reports of runs: HTML pages and Chrome traces.
 
 Bottom-up:
 
     chrome_trace  a `Timeline` as a Chrome trace, and back
     svg           texts and round numbers of drawings
     lanes         a `Timeline` drawn as SVG
-    curves        the numbers of a run's steps, read and drawn as SVG
+    curves        the metrics of a run, read and drawn as SVG
     run           a run's folder, read
-    page          an HTML file of all that, with what was simulated beside what was measured
+    page          an HTML file of all of these, with the simulation next to the measurement
 """
 
 from __future__ import annotations

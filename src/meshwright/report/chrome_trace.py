@@ -6,8 +6,8 @@
                          thread "reduce"             |#### bucket 0 ####|
                          thread "reduce 2"                |#### bucket 1 ####|    overlaps: own row
 
-A thread of a trace is a stack, so events of one lane that overlap get rows of their own. Only on
-the compute lane does an event within another lie on the same row, nested.
+A thread of a trace is a stack, so overlapping events of one lane get rows of their own. Only on the
+compute lane, an event within another is nested on the same row.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pathlib import Path
 from meshwright.timeline import LANES, Event, Timeline
 
 _ROWS = 1000
-"""Thread ids kept for the rows of one lane."""
+"""Thread ids reserved for the rows of one lane."""
 
 _SIMULATED = 1_000_000
-"""The process number of rank 0 of a simulation."""
+"""Process id of rank 0 of a simulation."""
 
 _NANO = 1_000_000_000
 
@@ -31,12 +31,12 @@ _NANO = 1_000_000_000
 def write_chrome_trace(
     timeline: Timeline, path: str | Path, *, simulated: Timeline | None = None
 ) -> None:
-    """Write a trace that ``read_chrome_trace`` and viewers read; times are kept to a nanosecond.
+    """Write a trace for ``read_chrome_trace`` and viewers, with times to a nanosecond.
 
     ``simulated`` is shown below it, from the same start, as processes "rank 0, simulated"; it is
     not read back.
 
-    The file appears whole or not at all: it is written beside ``path`` and renamed.
+    The write is atomic: to a file next to ``path``, which is then renamed.
     """
     path = Path(path)
     document = {
@@ -58,7 +58,7 @@ def write_chrome_trace(
 
 
 def trace_events(timeline: Timeline, *, is_simulated: bool = False) -> Iterator[dict[str, object]]:
-    """List the records of the trace: names of ranks and rows, then one record for each event."""
+    """Yield the records of the trace: names of ranks and rows, then one record for each event."""
     origin = timeline.start
     for rank in timeline.ranks:
         process = rank + _SIMULATED * is_simulated
@@ -83,12 +83,12 @@ def trace_events(timeline: Timeline, *, is_simulated: bool = False) -> Iterator[
 _Span = tuple[int, int]
 """Start and end in whole nanoseconds from the beginning of the timeline.
 
-Whole numbers keep an event that ends where another begins, or within it, exactly there.
+Integers keep events that touch or nest exactly so; floats might round them apart.
 """
 
 
 def _rows(spans: Sequence[_Span], nests: bool) -> list[int]:
-    """List the first row of each span, ordered by start, on which it hides and crosses no other."""
+    """Assign each span, ordered by start, to the first row without overlap (or nested in it)."""
     stacks: list[list[_Span]] = []
     rows: list[int] = []
     for span in spans:
@@ -101,7 +101,7 @@ def _rows(spans: Sequence[_Span], nests: bool) -> list[int]:
 
 
 def _fits(span: _Span, stack: list[_Span], nests: bool) -> bool:
-    """Check that a row can take the span, after closing those of its open spans that ended."""
+    """Check whether the row's ``stack`` can take the span; pops the spans that have ended."""
     start, end = span
     while stack and stack[-1][1] <= start:
         stack.pop()
@@ -129,7 +129,7 @@ def _record(event: Event, span: _Span, process: int, thread: int) -> dict[str, o
 
 
 def read_chrome_trace(path: str | Path) -> Timeline:
-    """Read a trace that ``write_chrome_trace`` wrote; ``ValueError`` names another file."""
+    """Read a trace that ``write_chrome_trace`` wrote; raises ``ValueError`` for any other file."""
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
         if document["otherData"]["writer"] != "meshwright":

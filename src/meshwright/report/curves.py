@@ -25,26 +25,26 @@ COLORS = ("#3b76c4", "#d98a26", "#3d9a50", "#c2475b", "#8e6bbf", "#7a5c3e", "#9a
 _WIDE, _HIGH = 560, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 26, 44
 _MOST = 500
-"""Places along an axis: of more points the lowest and the highest of each place are drawn."""
+"""Bins along the step axis: of more points, the lowest and highest of each bin are drawn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Values over steps. Those of a stack are parts of one whole, drawn on top of each other."""
+    """Values over steps. Those of ``stack`` are parts of a sum, drawn on top of each other."""
 
     title: str
     lines: Mapping[str, Sequence[Point]]
     stack: Mapping[str, Sequence[Point]] = field(default_factory=dict)
     from_zero: bool = False
-    """True where the axis begins at zero, as of sizes."""
+    """True where the axis begins at zero, as for sizes."""
 
     @property
     def names(self) -> list[tuple[str, str]]:
-        """The color and the name of everything that is drawn; the colors repeat after the last."""
+        """Color and name of every curve; the colors repeat after the last."""
         return list(zip(cycle(COLORS), (*self.stack, *self.lines), strict=False))
 
     def constant(self) -> str:
-        """One line of text in place of a chart, where nothing in it changes; else ""."""
+        """One line of text to show instead of the chart if no value changes; else ""."""
         named = {name or "value": line for name, line in (*self.stack.items(), *self.lines.items())}
         values = {name: {value for _, value in line} for name, line in named.items() if line}
         is_level = all(len(seen) == 1 and math.isfinite(*seen) for seen in values.values())
@@ -55,9 +55,9 @@ class Chart:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, object]]:
-    """Read ``metrics.jsonl``; a last line that a running job has only begun is left out.
+    """Read ``metrics.jsonl``; an incomplete last line, of a running job, is left out.
 
-    Raises ``ValueError`` for any other line that is no JSON object.
+    Raises ``ValueError`` for any other line that is not a JSON object.
     """
     records: list[dict[str, object]] = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(True), 1):
@@ -74,9 +74,9 @@ def read_metrics(path: str | Path) -> list[dict[str, object]]:
 
 
 def charts(runs: Mapping[str, Iterable[Mapping[str, object]]]) -> list[Chart]:
-    """Find what the metrics of ``runs`` can be drawn as; charts without a point are left out.
+    """Make the charts of the metrics of ``runs``; charts without a point are left out.
 
-    Names of runs stand before names of curves where there are several.
+    With several runs, the names of curves begin with the name of the run.
     """
     several = {(f"{name} " if len(runs) > 1 else ""): [*rows] for name, rows in runs.items()}
 
@@ -115,7 +115,7 @@ def _speeds(rows: Iterable[Mapping[str, object]], unit: str) -> list[Point]:
         step, count, took = (row.get(key) for key in ("step", unit, "seconds"))
         if not (isinstance(step, int) and isinstance(count, int) and isinstance(took, float)):
             continue
-        # They are counted from the beginning of the run, seconds for each step.
+        # Units are counted from the beginning of the run, seconds per step.
         if took > 0 and (before or step == 1):
             found.append((step, (count - before) / took))
         before = count
@@ -123,9 +123,9 @@ def _speeds(rows: Iterable[Mapping[str, object]], unit: str) -> list[Point]:
 
 
 def _memory(runs: Mapping[str, Iterable[Mapping[str, object]]]) -> list[Chart]:
-    """Draw memory by category for each set of ranks that hold the same, and their peaks together.
+    """Charts of memory by category for each set of ranks with equal sizes, and one of their peaks.
 
-    Of more sets than there are colors those that hold the most; of several runs the peaks alone.
+    With more sets than colors, those that hold the most; with several runs, only the peaks.
     """
     sizes: dict[str, dict[str, list[Point]]] = {}
     for run, row in ((run, row) for run, rows in runs.items() for row in rows):
@@ -134,7 +134,7 @@ def _memory(runs: Mapping[str, Iterable[Mapping[str, object]]]) -> list[Chart]:
             continue
         for ranks, parts in told.items():
             if not isinstance(parts, Mapping):
-                continue  # of a version that wrote rank 0's alone
+                continue  # written by an older version, for rank 0 only
             of = f"{run}{'ranks' if {*'-,'} & {*ranks} else 'rank'} {ranks}"
             for name, size in parts.items():
                 line = sizes.setdefault(of, {}).setdefault(name, [])
@@ -153,7 +153,7 @@ def _memory(runs: Mapping[str, Iterable[Mapping[str, object]]]) -> list[Chart]:
 
 
 def draw_chart(chart: Chart) -> str:
-    """Write a ``<div>`` with an ``<svg>``, 560 units wide, and the values for the page's script."""
+    """Format a ``<div>`` with an ``<svg>``, 560 units wide, and the data for the page's script."""
     stacked = _stacked(chart.stack)
     drawn = [
         *(point for _, upper in stacked for point in upper),
@@ -164,7 +164,7 @@ def draw_chart(chart: Chart) -> str:
         finite = [(step, 0.0) for step, _ in drawn] or [(0.0, 0.0)]
     steps, values = zip(*finite, strict=True)
     low, high = min(0.0, *values) if chart.from_zero else min(values), max(values)
-    if low == high:  # a level line stands in the middle
+    if low == high:  # draw a level line in the middle
         low, high = low - (abs(low) or 1.0), high + (abs(high) or 1.0)
     frame = _Frame(min(steps), max(steps), low, high)
     curves: list[str] = []
@@ -212,7 +212,7 @@ class _Frame:
     high: float
 
     def place(self, point: Point) -> str:
-        """Compute where ``point`` stands, as ``x,y``."""
+        """Compute the position of ``point``, as ``x,y``."""
         across = (point[0] - self.first) / ((self.last - self.first) or 1.0)
         up = (point[1] - self.low) / ((self.high - self.low) or 1.0)
         x = _LEFT + across * (_WIDE - _LEFT - _RIGHT)
@@ -220,7 +220,7 @@ class _Frame:
         return f"{x:.1f},{y:.1f}"
 
     def values(self) -> Iterable[str]:
-        """Draw lines at round values, and name these."""
+        """Draw lines at round values, with labels."""
         for value in round_numbers(self.low, self.high, 4) or [self.low]:
             y = float(self.place((self.first, value)).split(",")[1])
             right = _WIDE - _RIGHT
@@ -228,7 +228,7 @@ class _Frame:
             yield text(_LEFT - 6, y + 4, short(value), "end", "time")
 
     def steps(self) -> Iterable[str]:
-        """Name round steps, and the axis."""
+        """Label round steps, and the axis."""
         for step in round_numbers(self.first, self.last, 6) or [self.first]:
             x = float(self.place((step, self.low)).split(",")[0])
             yield text(x, _HIGH - _BOTTOM + 16, short(step), "middle", "time")
@@ -236,7 +236,7 @@ class _Frame:
 
 
 def _stacked(stack: Mapping[str, Sequence[Point]]) -> list[tuple[list[Point], list[Point]]]:
-    """Put each part on top of those before it: its lower and its upper edge."""
+    """Stack the parts: the lower and upper edge of each."""
     below: dict[float, float] = {}
     found = []
     for part in stack.values():
@@ -247,7 +247,7 @@ def _stacked(stack: Mapping[str, Sequence[Point]]) -> list[tuple[list[Point], li
 
 
 def _pieces(line: Iterable[Point]) -> list[list[Point]]:
-    """Cut a line where a value is not finite."""
+    """Split a line where a value is not finite."""
     pieces: list[list[Point]] = [[]]
     for point in line:
         if math.isfinite(point[1]):
@@ -258,7 +258,7 @@ def _pieces(line: Iterable[Point]) -> list[list[Point]]:
 
 
 def _thinned(line: Sequence[Point], frame: _Frame) -> Sequence[Point]:
-    """Keep of each place along the axis the lowest and the highest point, so no peak is lost."""
+    """Keep the lowest and the highest point of each bin along the axis, so that no peak is lost."""
     if len(line) <= 2 * _MOST:
         return line
     places: dict[int, list[Point]] = {}

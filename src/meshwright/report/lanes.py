@@ -33,29 +33,29 @@ _COLORS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "": ("#9aa0a6", "checks, norms, losses"),
     }
 )
-"""By kind of event, its color and what it is."""
+"""Color and description by kind of event."""
 
 _SPANS: Mapping[str, str] = MappingProxyType(
     {"forward": "F", "backward": "B", "optimizer": "optimizer"}
 )
-"""The kinds of the spans that a `Trainable` names."""
+"""Kinds of the spans that a `Trainable` names."""
 
 _ACTION = re.compile(r"([0-9]+)(SEND_[FB]|RECV_[FB]|UNSHARD|RESHARD|REDUCE_GRAD|[FBIW])([0-9]*)")
 _LEFT, _WIDTH, _RIGHT = 70, 1060, 20
 _HIGH, _THIN, _GAP, _TOP, _AXIS = 24, 7, 12, 6, 26
 _SHADES = (1.0, 0.82, 0.66, 0.9, 0.74)
-"""Of stages beside each other on one rank."""
+"""Opacities that distinguish the stages of one rank."""
 
 
 def legend(timelines: Iterable[Timeline]) -> str:
-    """Write as HTML what the colors of all events of ``timelines`` stand for."""
+    """Format as HTML the legend of the colors of all events of ``timelines``."""
     events = [e for timeline in timelines for e in timeline.events if e.category != "recv"]
     kinds = {kind_of(event) for event in events}
     return keys(color_and_name for kind, color_and_name in _COLORS.items() if kind in kinds)
 
 
 def keys(colors: Iterable[tuple[str, str]]) -> str:
-    """Write a legend as HTML: each color with its name."""
+    """Format a legend as HTML: each color with its name."""
     spans = (
         f'<span><i style="background:{color}"></i>{html.escape(what)}</span>'
         for color, what in colors
@@ -64,7 +64,7 @@ def keys(colors: Iterable[tuple[str, str]]) -> str:
 
 
 def kind_of(event: Event) -> str:
-    """Find the kind of ``event``: a key of the colors."""
+    """Return the kind of ``event``, a key of `_COLORS`."""
     match = _ACTION.fullmatch(event.name)
     if match is not None and match[2] in _COLORS:
         return match[2]
@@ -77,7 +77,7 @@ def kind_of(event: Event) -> str:
 
 
 def draw_timeline(timeline: Timeline, *, span: float | None = None) -> str:
-    """Write an ``<svg>`` element, 1150 units wide, which stand for ``span`` seconds.
+    """Format an ``<svg>`` element, 1150 units wide, that covers ``span`` seconds.
 
     Posted receives are left out: a message is drawn where it is sent.
     """

@@ -1,4 +1,4 @@
-"""A report as one HTML file that loads nothing: curves, a timeline, and the same simulated."""
+"""A report as one self-contained HTML file: curves, a timeline, and its simulation."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _ZOOM = (
 )
 
 _MFU = (
-    "MFU is the number of floating-point operations that the model needs for the tokens of a "
-    "second, over what the devices of all ranks could do. A token needs 6 operations for each "
+    "MFU (model FLOPs utilization) is the number of floating-point operations a second that the "
+    "model needs, divided by the peak of all ranks' devices. A token needs 6 operations for each "
     "parameter that multiplies (not the embedding's) and 12 x layers x width x context for "
-    "attention, forward and backward (Chowdhery et al., PaLM, 2022, appendix B). A device can do "
-    "[run] peak_tflops, or what one large matrix product reached on rank 0 when the run began."
+    "attention, forward and backward (Chowdhery et al., PaLM, 2022, appendix B). The peak is [run] "
+    "peak_tflops, or the speed of one large matrix product on rank 0 when the run began."
 )
 
 
@@ -39,10 +39,10 @@ def write_page(
     title: str = "Timeline",
     metrics: Iterable[Mapping[str, object]] = (),
 ) -> None:
-    """Write a page on ``timeline`` and ``metrics``, the objects of a run's steps, to ``path``.
+    """Write a page of ``timeline`` and ``metrics``, the objects of a run's steps, to ``path``.
 
-    Where the timeline holds a pipeline's steps the last one is drawn, and under it what its
-    schedule should have done had each action taken its measured median; others are drawn whole.
+    Of a pipeline's timeline, the last step is drawn, and below it the simulation of its schedule
+    with the measured median of each action. Other timelines are drawn completely.
     """
     write_runs([Run(name=title, metrics=[*metrics], timeline=timeline)], path, title=title)
 
@@ -50,9 +50,9 @@ def write_page(
 def write_runs(
     runs: Sequence[Run], path: str | Path, *, title: str, refresh: float | None = None
 ) -> None:
-    """Write a page on ``runs``: what is known of each, their curves together, their timelines.
+    """Write a page of ``runs``: the facts of each, their curves together, their timelines.
 
-    With ``refresh`` a browser loads the page again after so many seconds.
+    With ``refresh``, browsers reload the page after so many seconds.
     """
     parts = [_facts(runs), *_curves({run.name: run.metrics for run in runs})]
     for run in runs:
@@ -72,10 +72,10 @@ def write_simulation(
     idle: float | None = None,
     held: Sequence[float] = (),
 ) -> None:
-    """Write a page on a simulated ``timeline``, which is drawn once, to ``path``.
+    """Write a page of a simulated ``timeline``, which is drawn once, to ``path``.
 
-    Its times are in the unit that its costs had. ``idle`` is the share of all ranks' time in which
-    nothing is computed, ``held`` the most microbatches whose activations each rank holds.
+    Its times are in the unit of the costs. ``idle`` is the fraction of all ranks' time without
+    computation, ``held`` the largest number of microbatches whose activations each rank holds.
     """
     said = "" if idle is None else f"<h2>Simulated: {idle:.1%} of the ranks' time idle</h2>"
     rows = [
@@ -103,7 +103,6 @@ def _write(
 
 
 def _facts(runs: Sequence[Run]) -> str:
-    """Draw a table of what is known of each run, a column for each."""
     names = dict.fromkeys(name for run in runs for name in run.facts)
     rows = [[name, *(run.facts.get(name, "") for run in runs)] for name in names]
     head = ["", *(run.name for run in runs)] if len(runs) > 1 else []
@@ -176,9 +175,9 @@ def _whole(timeline: Timeline, name: str = "") -> list[str]:
         legend([timeline]),
         _timeline(timeline),
         _rows(head, rows),
-        '<p class="note">Time during which each lane was busy; checks are the '
-        "collectives of checks, norms and losses, which no lane counts. Exposed is communication "
-        f"beside which nothing was computed. {_ZOOM}</p>",
+        '<p class="note">Time during which each lane was busy; checks are the collectives of '
+        "checks, norms and losses, which the lanes do not include. Exposed is the time of "
+        f"communication during which nothing was computed. {_ZOOM}</p>",
     ]
 
 
@@ -204,6 +203,6 @@ def _rows(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") ->
 
 
 def _span(timeline: Timeline) -> float:
-    """Count the seconds from the first to the last compute."""
+    """Seconds from the first to the last computation."""
     computing = timeline.select(lane="compute")
     return computing.end - computing.start

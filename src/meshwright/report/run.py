@@ -1,4 +1,4 @@
-"""A run as its folder tells it: metrics, timeline, configuration, and how it ended."""
+"""A run as read from its folder: metrics, timeline, configuration, and how it ended."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class Run:
     """The objects of its steps."""
     timeline: Timeline | None = None
     facts: Mapping[str, str] = field(default_factory=dict)
-    """Layout, losses, speed and so on, in words."""
+    """Layout, losses, speed and the like, as text."""
     configuration: str = ""
     """Its configuration, as TOML."""
     is_finished: bool = True
 
 
 def read_run(path: str | Path) -> Run:
-    """Read the folder of a run, or a timeline's file alone; what is not written yet is left out.
+    """Read the folder of a run, or a single timeline file; files not written yet are left out.
 
-    Raises `ValueError` for metrics or a timeline that cannot be read, and `OSError` where there is
+    Raises `ValueError` for metrics or a timeline that cannot be read, and `OSError` if there is
     neither.
     """
     given = Path(path)
@@ -63,7 +63,7 @@ def _facts(
     config: Mapping[str, object],
     rows: Sequence[Mapping[str, object]],
 ) -> Iterator[tuple[str, str]]:
-    """Say what is known; speed and time, and losses of a run that goes on, are of its metrics."""
+    """List the facts; speed, time, and the losses of an unfinished run come from its metrics."""
     axes = config.get("axes")
     cut = [f"{axis} {size}" for axis, size in axes.items()] if isinstance(axes, Mapping) else []
     steps = [row for row in rows if "loss" in row]

@@ -14,7 +14,7 @@ def text(x: float, y: float, words: str, anchor: str, kind: str) -> str:
 
 
 def round_numbers(low: float, high: float, count: int) -> list[float]:
-    """List some ``count`` round numbers from ``low`` to ``high``: 1, 2 or 5 times a power of 10."""
+    """List about ``count`` round numbers from ``low`` to ``high``: 1, 2, 5 times a power of 10."""
     apart = (high - low) / count
     if not apart > 0:
         return []
@@ -26,7 +26,7 @@ def round_numbers(low: float, high: float, count: int) -> list[float]:
 
 
 def time_marks(whole: float, scale: float) -> Iterator[tuple[float, str]]:
-    """List where round times of ``whole`` seconds stand, ``scale`` units each, with their names."""
+    """Yield position and label of round times in ``whole`` seconds, at ``scale`` units a second."""
     for time in round_numbers(0.0, whole, 8):
         yield time * scale, seconds(time)
 

@@ -5,13 +5,13 @@ Bottom-up:
     pool          the function `ranks`
     simulated     simulated devices, and ranks that have them
     plugin        the pytest plugin
-    meeting       the meeting of fake ranks
+    meeting       where fake ranks meet, and the arithmetic of their collectives
     fake          all ranks in one process
     models        models that have broken a layout
     training      parity with one process, also bit by bit
     faults        faults at a chosen place and step
 
-Names are looked up when they are used, so that loading the plugin does not load torch.
+Names are imported on first use, so that loading the plugin does not load torch.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _HOMES = MappingProxyType({name: home for home, names in _NAMES.items() for name
 
 
 def __getattr__(name: str) -> object:
-    """Load the module that holds ``name`` when the name is first used."""
+    """Import the module of ``name`` on first use."""
     if name not in _HOMES:
         raise AttributeError(f"module 'meshwright.testing' has no attribute {name!r}")
     return getattr(importlib.import_module(f"meshwright.{_HOMES[name]}"), name)

@@ -1,7 +1,7 @@
 """All ranks in one process: a thread for each, real numbers, no process group.
 
-For what needs several ranks but no operating system: the order of collectives, the arithmetic of a
-layout, a schedule. Threads share the process's random numbers, observers and named phases.
+For tests that need several ranks but no processes: the order of collectives, the arithmetic of a
+layout, a schedule. The threads share the process's random numbers, observers and named phases.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class FakeCommunicator(Communicator):
     """A `Communicator` among the threads of one process; `run_fake` makes them.
 
     ``collectives`` lists what this rank has issued. Operations that differ between ranks raise
-    `CollectiveMismatchError` naming both sides, on all of them; ranks that wait for one another in
-    a circle raise `CollectiveTimeoutError` at once.
+    `CollectiveMismatchError` naming both sides, on all of them; ranks in a deadlock raise
+    `CollectiveTimeoutError` at once.
     """
 
     def __init__(self, world: World, ranks: Sequence[int], rank: int, axis: str = "world") -> None:
-        self._group, self._living = lambda: None, (None,)  # there is none
+        self._group, self._living = lambda: None, (None,)  # no process group
         self.axis = axis
         self.device, self.is_followed = torch.device("cpu"), False
         self.is_on_host = self.waits_on_host = True
@@ -51,7 +51,7 @@ class FakeCommunicator(Communicator):
         self._world = world
 
     def split(self, groups: Sequence[Sequence[int]], axis: str) -> FakeCommunicator:
-        """Make this rank's communicator among ``groups``, as `meshwright.comm.subgroup` does."""
+        """Make this rank's communicator for ``groups``, as `meshwright.comm.subgroup` does."""
         mine = [tuple(ranks) for ranks in groups if self.ranks[self.rank] in ranks]
         named = sorted(rank for ranks in groups for rank in ranks)
         if len(mine) != 1 or named != sorted(self.ranks):
@@ -77,7 +77,7 @@ class FakeCommunicator(Communicator):
         return self._meet("all_gather", [(tensor, output)], label)
 
     all_gather_list = all_gather
-    """The same: among threads there is no other call."""
+    """The same as `all_gather` here."""
 
     def all_to_all(
         self,
@@ -89,7 +89,7 @@ class FakeCommunicator(Communicator):
         label: str = "",
         async_op: bool = True,
     ) -> Pending:
-        """Send part ``i`` of ``tensor`` to rank ``i``; ``output`` holds what came, rank-major."""
+        """Send part ``i`` of ``tensor`` to rank ``i``; ``output`` gets the parts, rank-major."""
         self._check(output, tensor)
         splits = (
             None if input_splits is None else tuple(input_splits),
@@ -111,7 +111,7 @@ class FakeCommunicator(Communicator):
     def _issue_together(
         self, kind: str, pairs: Sequence[Pair], label: str, start: Callable[..., Any]
     ) -> Pending:
-        """Bring all that one launch moves to the other threads."""
+        """Exchange the tensors of one coalesced launch with the other threads."""
         reduction = None if kind == "all_gather" else "sum"
         given = [(tensor, output) for output, tensor in pairs]
         return self._meet(kind, given, label, reduction=reduction)
@@ -127,7 +127,7 @@ class FakeCommunicator(Communicator):
         is_ours: bool = True,
         **about: Any,
     ) -> Pending:
-        """Bring what c10d would be given to the other threads; a user's own call is made."""
+        """Exchange with the other threads instead of c10d; a user's own call is left as it is."""
         if not is_ours:
             return super()._issue(kind, tensor, label, launch, value=value, is_ours=False, **about)
         return self._meet(kind, [(tensor, tensor if value is None else value)], label, **about)
@@ -143,9 +143,9 @@ class FakeCommunicator(Communicator):
         tag: int = 0,
         splits: tuple[tuple[int, ...] | None, tuple[int, ...] | None] = (None, None),
     ) -> Pending:
-        """Pass the door with a launch that brings this rank's part to the others.
+        """Issue an operation through the real communicator, with a launch that meets the threads.
 
-        Each pair is what this rank gives, and where what comes of it lies.
+        Each pair is this rank's input, and the tensor for the result.
         """
         given = [tensor for tensor, _ in pairs]
 
@@ -183,7 +183,7 @@ class FakeCommunicator(Communicator):
             ], None
 
         first, *more = [output for _, output in pairs] if kind == "all_gather" else given
-        value = pairs[0][1]  # shown is what the real door shows
+        value = pairs[0][1]  # observers see the tensor that a real communicator shows
         return super()._issue(
             kind, first, label, launch, reduction=reduction, peer=peer, value=value, more=more
         )
@@ -195,7 +195,7 @@ def run_fake(
     *args: P.args,
     **kwargs: P.kwargs,
 ) -> list[T]:
-    """Run ``body(communicator, *args, **kwargs)`` on ``n`` threads; their values in rank order.
+    """Run ``body(communicator, *args, **kwargs)`` on ``n`` threads; return values in rank order.
 
     Raises `RanksFailed`, with the first exception as its cause, when any of them raised.
 

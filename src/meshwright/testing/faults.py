@@ -1,7 +1,7 @@
-"""Faults that strike at a chosen place and step, for tests of what the other ranks see.
+"""Faults injected at a chosen place and step, for tests of what the other ranks see.
 
-A fault is armed by hooks on the user's own module and optimizer, so the library needs no place for
-it: ``arm(Fault.parse("backward:rank=1:step=3:kill"), rank=world.rank, module=model)``.
+Hooks on the user's own module and optimizer inject a fault, so the library needs no code for it:
+``arm(Fault.parse("backward:rank=1:step=3:kill"), rank=world.rank, module=model)``.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class InjectedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A misfortune of one rank, with its place and time."""
+    """A fault of one rank, with its place and time."""
 
     place: FaultPlace
     rank: int
     kind: FaultKind
     step: int = 0
-    """The number of times that the place is passed unharmed."""
+    """The number of times that the place is passed before the fault."""
     seconds: float = 60.0
-    """The time that the kind ``sleep`` sleeps."""
+    """The duration of the kind ``sleep``."""
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """Read ``place:rank=R[:step=K][:seconds=S]:kind``. Raises ValueError on anything else."""
+        """Parse ``place:rank=R[:step=K][:seconds=S]:kind``. Raises ValueError for anything else."""
         place, _, rest = text.partition(":")
         *settings, kind = rest.split(":")
         values = {name: value for name, _, value in (item.partition("=") for item in settings)}
@@ -69,7 +69,7 @@ class Fault:
         return f"{self.place}:rank={self.rank}:step={self.step}:{self.kind}"
 
     def strike(self) -> None:
-        """Strike this process, now."""
+        """Inject the fault into this process, now."""
         match self.kind:
             case "raise":
                 raise InjectedError(f"injected fault {self}")
@@ -84,7 +84,7 @@ class Fault:
 
 
 def _countdown(fault: Fault) -> Callable[..., None]:
-    """Make a function that strikes when it has been called often enough, once."""
+    """Make a function that injects the fault once, in its call number ``fault.step`` from 0."""
     left = itertools.count(fault.step, -1)
 
     def pass_by(*_: object) -> None:
@@ -104,8 +104,8 @@ def arm(
     """Arm this process with ``fault``, if ``rank`` is its rank.
 
     It strikes before the forward pass of ``module``, when the gradient of its first parameter is
-    known, or before a step of ``optimizer``. For the place ``save`` the test calls what is
-    returned from where the saving should be hit; for the other places that does nothing.
+    computed, or before a step of ``optimizer``. For the place ``save``, the test calls the returned
+    function where saving should fail; for the other places, that function does nothing.
 
     Raises ValueError when the module or the optimizer that the place needs is not given.
     """

@@ -1,7 +1,7 @@
-"""The meeting of the fake ranks of one process, and the arithmetic of their collectives.
+"""Where the fake ranks of one process meet, and the arithmetic of their collectives.
 
 Sums run in rank order, so results do not depend on which thread comes first. Sends wait for their
-receives. When every rank that is left waits for something that cannot come, all are told at once.
+receives. When every rank that is left waits for something that cannot arrive, all raise at once.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Call:
     """One rank's part in an operation."""
 
     rank: int
-    """Within the group."""
+    """Rank within the group."""
     ranks: tuple[int, ...]
-    """The group, in numbers of the world."""
+    """The group, as ranks of the world."""
     collective: Collective
     tensor: torch.Tensor
-    """The tensor that it hands in, as it was when it was issued."""
+    """A copy of its input, taken when it was issued."""
     output: torch.Tensor
     tag: int = 0
     input_splits: tuple[int, ...] | None = None
@@ -43,11 +43,11 @@ class Call:
 
     @property
     def world_rank(self) -> int:
-        """This rank's number in the world."""
+        """Rank in the world."""
         return self.ranks[self.rank]
 
     def form(self) -> tuple[object, ...]:
-        """List the part of a call that has to be equal on all ranks."""
+        """Return the part of a call that must be equal on all ranks."""
         c = self.collective
         size = None if c.kind in {"all_to_all", "barrier"} else self.tensor.numel()
         dtype = None if c.kind == "barrier" else c.dtype
@@ -70,15 +70,15 @@ class FakeWork:
         self._world = world
 
     def is_completed(self) -> bool:
-        """Check that the other ranks have come, or cannot come any more."""
+        """True when the other ranks have arrived, or can no longer arrive."""
         return self.is_done
 
     def end(self, error: CommunicationError | None) -> None:
-        """End the operation, by ``error`` where it has failed."""
+        """End the operation, with ``error`` if it failed."""
         self.error, self.is_done = error, True
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Wait for the other ranks; raises what went wrong, or RuntimeError at the bound."""
+        """Wait for the other ranks; raises the operation's error, or RuntimeError on timeout."""
         seconds = None if timeout is None else timeout.total_seconds()
         if not self._world.await_end(self, seconds):
             raise RuntimeError("the operation has not ended yet")
@@ -88,7 +88,7 @@ class FakeWork:
 
 @dataclass(slots=True)
 class _Meeting:
-    """The calls of one collective, as far as they have come."""
+    """The calls of one collective that have arrived so far."""
 
     calls: dict[int, Call] = field(default_factory=dict)
     works: list[FakeWork] = field(default_factory=list)
@@ -108,7 +108,7 @@ class World:
     # ------------------------------------------------------------------------ what ranks do
 
     def join(self, place: object, call: Call) -> FakeWork:
-        """Come to the collective at ``place``; the last rank to come computes it for all."""
+        """Join the collective at ``place``; the last rank to arrive computes it for all."""
         work = FakeWork(self, call)
         with self._changed:
             meeting = self._meetings[place]
@@ -120,7 +120,7 @@ class World:
         return work
 
     def transfer(self, group: object, call: Call) -> FakeWork:
-        """Send or receive one message; both end when they have met."""
+        """Send or receive one message; both calls end when they are matched."""
         work = FakeWork(self, call)
         peer = call.collective.peer or 0
         sends = call.collective.kind == "send"
@@ -147,7 +147,7 @@ class World:
             return done
 
     def end(self, rank: int, error: BaseException | None) -> None:
-        """Count ``rank`` out: it has returned, or raised ``error``."""
+        """Mark ``rank`` as ended: it has returned, or raised ``error``."""
         with self._changed:
             self._ended[rank] = error
             self._look_whether_stuck()
@@ -171,7 +171,7 @@ class World:
         self._changed.notify_all()
 
     def _look_whether_stuck(self) -> None:
-        """Tell all waiting ranks when none of them can be helped any more."""
+        """End the waits of all ranks with an error if none of them can continue."""
         open_works = {rank: work for rank, work in self._waiting.items() if not work.is_done}
         if not open_works or len(open_works) + len(self._ended) < self.size:
             return
@@ -248,7 +248,6 @@ def _cut(
 
 
 def _deliver(calls: Sequence[Call]) -> None:
-    """Copy from the send ``calls[0]`` to the receive ``calls[1]``."""
     send, recv = calls
     if send.tensor.numel() != recv.output.numel() or send.tensor.dtype != recv.output.dtype:
         raise CollectiveMismatchError(

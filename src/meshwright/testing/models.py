@@ -44,8 +44,8 @@ class Sample:
     loss: Callable[..., torch.Tensor] = F.cross_entropy
     """``loss(output, target)``, a mean over the batch."""
     depends_on: Literal["", "batch", "random numbers"] = ""
-    """The other thing that its output depends on. A model that depends on the whole batch
-    (BatchNorm), or on random numbers (dropout), need not train alike on another number of ranks."""
+    """What else its output depends on. A model that depends on the whole batch (BatchNorm) or on
+    random numbers (dropout) may train differently on another number of ranks."""
 
     def example_batch(
         self, batch_size: int, generator: torch.Generator
@@ -69,7 +69,7 @@ class _Tied(nn.Module):
 
 
 class _Unused(nn.Module):
-    """A parameter that no forward pass touches: its gradient stays None."""
+    """Parameters that no forward pass uses: their gradients stay None."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class _Unused(nn.Module):
 
 
 class _Skip(nn.Module):
-    """The input goes round two layers: a stage has to hand on more than one tensor."""
+    """Residual connections that skip layers: a stage must pass on more than one tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class _Reused(nn.Module):
 
 
 class _Keywords(nn.Module):
-    """Keyword arguments, one of them no tensor, and a dictionary as output."""
+    """Keyword arguments, one of them not a tensor, and a dictionary as output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ def _dropout() -> nn.Module:
 
 def _batch_norm() -> nn.Module:
     return nn.Sequential(
-        # Without a bias, whose gradient in front of BatchNorm would be rounding and nothing else.
+        # Without a bias: in front of BatchNorm, its gradient would be only rounding noise.
         nn.Linear(FEATURES, 4, bias=False),
         nn.BatchNorm1d(4),
         nn.Tanh(),

@@ -14,7 +14,7 @@ from meshwright.testing.pool import SIMULATED, Ranks, on_devices
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the backend that the ranks connect with where a test does not say, and their devices."""
+    """Add the options for the default backend of the ranks and for their devices."""
     group = parser.getgroup("meshwright")
     group.addoption(
         "--ranks-backend",
@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the markers known."""
+    """Register the markers."""
     config.addinivalue_line(
         "markers",
         'backends("shm", "gloo", ...): run a test that uses `ranks` once for each of them',
@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give a test one parameter for each backend and each device that its markers name."""
+    """Parametrize a test with each backend and each device that its markers name."""
     if "ranks" not in metafunc.fixturenames:
         return
     backends = metafunc.definition.get_closest_marker("backends")
@@ -60,7 +60,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what has no ranks, or does not run on devices, where all ranks have devices."""
+    """Under ``--ranks-devices simulated``, deselect tests without ranks or only for the host."""
     if config.getoption("--ranks-devices") != SIMULATED:
         return
     kept: list[pytest.Item] = []
@@ -75,13 +75,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End the pool's server, if a test has started it."""
+    """End the pool's server, if a test started it."""
     shared_pool().close()
 
 
 @pytest.fixture(scope="session")
 def ranks(request: pytest.FixtureRequest) -> Ranks:
-    """Make `meshwright.testing.ranks` with the backend of the marker or the command line."""
+    """`meshwright.testing.ranks`, with the backend of the marker or the command line."""
     backend = getattr(request, "param", None) or request.config.getoption("--ranks-backend")
     if backend == SIMULATED:
         return on_devices(pool.ranks)

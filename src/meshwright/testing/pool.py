@@ -14,11 +14,11 @@ SIMULATED = "simulated"
 """The backend of ranks that have simulated devices."""
 _DEVICES = "meshwright.testing.simulated.backend:connected_device"
 SLOWER = 4
-"""The factor by which a body may take longer on one than on the host."""
+"""Factor by which a body may take longer on a simulated device than on the host."""
 
 
 class Ranks(Protocol):
-    """The type of the fixture ``ranks``: that of `ranks`."""
+    """The type of the fixture ``ranks``: the signature of `ranks`."""
 
     def __call__(
         self,
@@ -46,19 +46,19 @@ def ranks(
 ) -> list[T]:
     """Run ``body(*args, **kwargs)`` on ``n`` fresh processes; return their values in rank order.
 
-    ``body`` is an ordinary function; it may be nested in a test and close over its variables, which
-    each rank gets a copy of. The ranks are connected before it starts: the world is
+    ``body`` is an ordinary function; it may be nested in a test and close over its variables, of
+    which each rank gets a copy. The ranks are connected before it starts: the world is
     ``meshwright.comm.communicator()``. Every call starts from the same state on all ranks: seeds 0,
     torch's defaults, the caller's environment, directory and warning filters.
 
-    ``timeout`` is the deadline in seconds; ranks that are still running then have their Python
-    stacks shown and are killed. After the first failure the others have ``grace`` seconds to end.
-    ``backend`` goes to ``comm.connect``; with ``connected=False`` the body connects by itself, from
-    torchrun's variables, and ``MESHWRIGHT_CPU_BACKEND`` where ``backend`` is gloo or shm. Backend
-    ``simulated`` gives each rank a device (`meshwright.testing.simulated`), whose faults fail it.
+    ``timeout`` is the deadline in seconds; ranks that still run then have their Python stacks
+    printed and are killed. After the first failure, the others have ``grace`` seconds to end.
+    ``backend`` is passed to ``comm.connect``. With ``connected=False``, the body connects itself,
+    from torchrun's variables, and ``MESHWRIGHT_CPU_BACKEND`` where ``backend`` is gloo or shm. With
+    ``simulated``, ranks have devices (`meshwright.testing.simulated`), whose faults fail them.
 
-    Raises `RanksFailed` when any rank raised, died, hung or did not end well; skips the test when a
-    body called ``pytest.skip``.
+    Raises `RanksFailed` when any rank raised, died, hung or did not end cleanly; skips the test
+    when a body called ``pytest.skip``.
 
     Example::
 
@@ -82,9 +82,9 @@ def ranks(
 
 
 def on_devices(ranks: Ranks) -> Ranks:
-    """Give the ranks of ``ranks`` that are connected for their body a simulated device each.
+    """Make a ``ranks`` function whose connected ranks have a simulated device each.
 
-    Faults of a device fail its rank. Deadlines are longer.
+    Faults of a device fail its rank. Deadlines are longer by `SLOWER`.
     """
 
     @functools.wraps(ranks)

@@ -34,7 +34,7 @@ Batch = tuple[object, object]
 
 
 class LaidOut(Trainee, Protocol):
-    """A training that reads its share of each global batch; `Trainable` is one."""
+    """A training that reads its share of each global batch, such as `Trainable`."""
 
     @property
     def data_rank(self) -> int:
@@ -42,23 +42,23 @@ class LaidOut(Trainee, Protocol):
 
     @property
     def data_size(self) -> int:
-        """The number of shares that a batch is cut into."""
+        """The number of shares of a batch."""
 
 
 def momentum(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """Make the default optimizer, linear in the gradient, so that rounding stays rounding."""
+    """Make the default optimizer: linear in the gradient, so it does not amplify rounding."""
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """The training of a model, wherever it is."""
+    """How to train a model, independent of its layout."""
 
     loss: Callable[..., torch.Tensor]
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = momentum
     clip_norm: float | None = None
     example: tuple[Any, ...] | Mapping[str, Any] | None = None
-    """Inputs of the model, for layouts that look at how it runs."""
+    """Inputs of the model, for layouts that run or trace it."""
 
 
 Layout = Callable[[nn.Module, Training], LaidOut]
@@ -83,10 +83,10 @@ def assert_same_training(
     """Train ``sample`` on ``world`` ranks as ``layout`` says and in one process, and compare.
 
     ``layout`` is a `Plan` for `parallelize`, or a function that lays a model out; `wrapped` makes
-    one of a data-parallel function such as ``replicate``. Every rank's losses, gradients, their
-    norms and weights must be those of one process to ``tolerance``, relative. ``batch_size`` (of
-    the global batch; 4 for each rank when None) has to divide by the number of shares.
-    ``clip_norm`` is the plan's own when ``layout`` is a plan. The reference cuts each batch into
+    one from a data-parallel function such as ``replicate``. Every rank's losses, gradients, their
+    norms and weights must equal those of one process to a relative ``tolerance``. ``batch_size``
+    (of the global batch; 4 per rank when None) must be divisible by the number of shares.
+    If ``layout`` is a plan, its ``clip_norm`` is used. The reference splits each batch into
     ``reference_parts``, which matters to models that depend on the whole batch.
 
     Raises ParityError naming rank, step and the first tensor that differs; ValueError for a sample
@@ -125,7 +125,7 @@ def assert_same_training(
 
 
 def _built(sample: Sample, seed: int, dtype: torch.dtype) -> nn.Module:
-    """Build the same weights on every rank and in the reference, whatever was drawn before."""
+    """Build the model with the same weights on every rank and in the reference."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return sample.build().to(dtype)
@@ -139,7 +139,6 @@ def _trained(
     seed: int,
     dtype: torch.dtype,
 ) -> ReferenceRun:
-    """Train on one rank."""
     inputs = tree_map(partial(_in_dtype, dtype), batches[0][0])
     example: Any = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
     laid_out = layout(_built(sample, seed, dtype), replace(training, example=example))
@@ -170,16 +169,16 @@ def _in_dtype(dtype: torch.dtype, value: object) -> object:
 
 
 def wrapped(wrap: Callable[[nn.Module], nn.Module]) -> Layout:
-    """Make a layout of a data-parallel function on modules, with a loop as its user would write.
+    """Make a layout from a data-parallel function on modules, with a plain training loop.
 
-    ``wrap`` makes gradients the mean over all ranks; its module may be the same or a new one that
-    holds the model as ``module``.
+    ``wrap`` must make gradients the mean over all ranks; it may return the same module or a new one
+    that holds the model as ``module``.
     """
     return partial(_Wrapped, wrap)
 
 
 class _Wrapped:
-    """A user's own loop around a wrapped module."""
+    """A plain training loop around a wrapped module."""
 
     def __init__(
         self, wrap: Callable[[nn.Module], nn.Module], model: nn.Module, training: Training
@@ -221,20 +220,20 @@ class _Wrapped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """The result of a step of an own loop."""
+    """The result of a step of `_Wrapped`."""
 
     loss: torch.Tensor
     grad_norm: torch.Tensor | None
 
 
 def masked_microbatches(batch: Any, microbatches: int) -> list[Any]:  # noqa: ANN401
-    """Make microbatches of the shapes of the whole ``batch``, a tensor or nested tensors.
+    """Make microbatches with the shapes of the whole ``batch``, a tensor or nested tensors.
 
-    For comparisons bit by bit: kernels may add up in another order for fewer rows, so a model's
-    output for a slice of a batch may differ in the last bits from the slice of its output.
-    Microbatch k has the rows (along dim 0) that `torch.tensor_split` gives it, and zeros elsewhere:
-    what a model computes row by row then has the bits of one process.
-    Give them to a schedule that cuts nothing itself (``step_microbatches``), and its stage's
+    For bitwise comparisons: kernels may sum in another order for fewer rows, so a model's output
+    for a slice of a batch may differ in the last bits from the slice of its output. Microbatch k
+    has the rows (along dim 0) that `torch.tensor_split` gives it, and zeros elsewhere: a model that
+    works row by row then computes the bits of one process.
+    Pass them to a schedule that splits nothing itself (``step_microbatches``), and its stage's
     ``output_chunks`` to `unmasked`.
     """
 
@@ -251,7 +250,7 @@ def masked_microbatches(batch: Any, microbatches: int) -> list[Any]:  # noqa: AN
 
 
 def unmasked(outputs: Sequence[Any]) -> Any:  # noqa: ANN401
-    """Join the outputs for the whole batch, of each microbatch its own rows.
+    """Join the outputs of all microbatches: from each, its own rows.
 
     Raises ``ValueError`` for tensors without rows, or whose shapes differ between microbatches.
     """

@@ -78,7 +78,18 @@ def notebooks(names: dict[str, Any]) -> Iterator[None]:
     assert max(names["losses"]) < 0.01
 
 
-def performance(names: dict[str, Any]) -> Iterator[None]:
+def pipelines(names: dict[str, Any]) -> Iterator[None]:
+    yield
+    world, loss = communicator(), names["found"].loss.item()
+    assert loss < 1.0
+    if world.rank == world.size - 1:
+        # The plan's pipeline and the own loop took the same steps.
+        own = nn.functional.mse_loss(names["output"], names["y"]).item()
+        assert abs(own - loss) < 1e-4
+        assert len(names["losses"]) == 8
+
+
+def reports(names: dict[str, Any]) -> Iterator[None]:
     world = connect()
     stage = PipelineStage(nn.Linear(2, 2), world.rank, world.size, torch.device("cpu"))
     schedule = Schedule1F1B(stage, 2, loss_fn=nn.MSELoss())
@@ -96,17 +107,6 @@ def performance(names: dict[str, Any]) -> Iterator[None]:
     world.barrier()
     if world.rank == 0:
         assert {"step.html", "step.json"} <= {file.name for file in Path().iterdir()}
-
-
-def pipelines(names: dict[str, Any]) -> Iterator[None]:
-    yield
-    world, loss = communicator(), names["found"].loss.item()
-    assert loss < 1.0
-    if world.rank == world.size - 1:
-        # The plan's pipeline and the own loop took the same steps.
-        own = nn.functional.mse_loss(names["output"], names["y"]).item()
-        assert abs(own - loss) < 1e-4
-        assert len(names["losses"]) == 8
 
 
 def tensor_parallel(names: dict[str, Any]) -> Iterator[None]:
@@ -133,7 +133,7 @@ SETUPS: Mapping[str, Setup] = MappingProxyType(
         f"docs/{setup.__name__}.md": setup
         for setup in (
             *(checkpoints, compiled, concepts, data, notebooks),
-            *(performance, pipelines, tensor_parallel),
+            *(pipelines, reports, tensor_parallel),
         )
     }
 )

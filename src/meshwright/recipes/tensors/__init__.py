@@ -1,9 +1,9 @@
-"""Traces of tensors: what each rank of a run held of every tensor, and two runs compared.
+"""Traces of tensors: digests of each rank's part of every tensor, and comparison of two runs.
 
 Bottom-up:
 
     digest   sums that do not depend on who holds which elements
-    rows     what a run wrote of its tensors
+    rows     the rows of a trace, and the files they are in
     trace    a training step that writes them
     compare  the first tensor in which two runs differ
 """

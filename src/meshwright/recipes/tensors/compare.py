@@ -1,9 +1,8 @@
 """The first tensor in which two runs differ, by name, whatever their layouts.
 
-Steps are compared in order, and within one the input, the outputs of modules as the forward pass
-makes them, the loss, gradients as the backward pass makes them, and parameters: what is named first
-is where the difference began, and what follows from it comes later. Rows of several ranks, and of
-microbatches, are added up to the smallest pieces that both runs tell apart.
+Steps are compared in order, and within a step the input, module outputs in forward order, the loss,
+gradients in backward order, and parameters: the first tensor named is where the difference began.
+Rows of several ranks and microbatches are added up to the smallest pieces that both runs have.
 """
 
 from __future__ import annotations
@@ -23,15 +22,14 @@ from meshwright.recipes.tensors.rows import KINDS, RunTrace, Step, TensorRow
 TOLERANCES: Mapping[str, float] = MappingProxyType(
     {"float64": 1e-9, "float32": 1e-3, "float16": 3e-2, "bfloat16": 3e-2}
 )
-"""Relative difference that other orders of sums may make, by the narrowest dtype of a step."""
+"""Relative difference that another order of summation may cause, by a step's narrowest dtype."""
 
 FLOOR = 1e-6
-"""Tensors so much smaller than the largest of their kind and step count as zero: rounding."""
+"""Tensors below this fraction of the largest of their kind and step count as zero: rounding."""
 
 _Rows = list[tuple[int, TensorRow]]
 _Key = tuple[str, str, int, str]
-"""Kind, name, call, and the rank of axis tensor of an output that is not the same on all of them.
-"""
+"""Kind, name, call, and the rank of axis tensor for an output that differs between these ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +39,9 @@ class Finding:
     step: int
     kind: str
     name: str
-    """Of the parameter or module; empty for input and loss."""
+    """Name of the parameter or module; empty for input and loss."""
     samples: tuple[int, int] | None
-    """Of an input or activation: first sample of the global batch, and one past the last."""
+    """For an input or activation: first sample of the global batch, and one past the last."""
     error: float
     """Norm of the difference over the larger norm, estimated; infinite where one has no value."""
     detail: str
@@ -68,25 +66,25 @@ class RunComparison:
     counts: Counter[str] = field(default_factory=Counter)
     """Compared tensors by kind, over all steps."""
     tolerance: float = 0.0
-    """The largest that was allowed."""
+    """The largest tolerance of any step."""
     divergence: Finding | None = None
     """The first difference beyond the tolerance. Nothing after its step is compared."""
     first_bits: Finding | None = None
     """The first difference in any bit."""
     largest: Finding | None = None
-    """The largest difference that was allowed."""
+    """The largest difference within the tolerance."""
     others: int = 0
-    """Tensors after the divergence, in the same step, that differ beyond the tolerance too."""
+    """Later tensors of the divergent step that also differ beyond the tolerance."""
     notes: list[str] = field(default_factory=list)
-    """Remarks for the reader: settings that differ, tensors that were not compared."""
+    """Remarks: settings that differ, tensors that were not compared."""
 
     def begin(self, step: int, tolerance: float) -> None:
-        """Begin with ``step``, in which ``tolerance`` is allowed."""
+        """Begin ``step``, in which ``tolerance`` is allowed."""
         self.steps.append(step)
         self.tolerance = max(self.tolerance, tolerance)
 
     def add(self, finding: Finding, allowed: float) -> None:
-        """Take in a difference, the next in the order of comparison; ``allowed`` is rounding."""
+        """Add the next difference in the order of comparison; up to ``allowed`` it is rounding."""
         if self.first_bits is None:
             self.first_bits = finding
         if finding.error > allowed:
@@ -96,7 +94,7 @@ class RunComparison:
             self.largest = finding
 
     def lines(self) -> list[str]:
-        """Write the findings for readers."""
+        """Format the findings."""
         counted = ", ".join(_counted(n, kind) for kind, n in self.counts.items())
         lines = [*self.notes, f"compared {_spans(self.steps)}: {counted}"]
         if self.first_bits is None:
@@ -170,7 +168,7 @@ class _StepComparison:
         }
 
     def run(self) -> None:
-        """Add what this step shows to what was found."""
+        """Compare the step and add its findings."""
         found = self._found
         found.begin(self._steps[0].number, self._tolerance)
         found.notes.extend(
@@ -220,7 +218,7 @@ class _StepComparison:
         )
 
     def _copies(self, number: int, rows: _Rows) -> Iterator[Finding]:
-        """Find ranks of one run that hold the same elements and not the same values."""
+        """Find ranks of one run that hold the same elements with different values."""
         first: dict[object, tuple[int, TensorRow]] = {}
         for rank, row in rows:
             known, other = first.setdefault((row.samples, row.part), (rank, row))
@@ -234,7 +232,7 @@ class _StepComparison:
     def _sum(
         self, number: int, whole: _Rows, rows: _Rows, samples: tuple[int, int] | None
     ) -> Sums | None:
-        """Add up a piece of a tensor; None where a run that was cut short did not write it all."""
+        """Add up a piece of a tensor; None if an interrupted run did not write all of it."""
         one = whole[0][1]
         total = Sums.of([row for _, row in rows])
         expected = math.prod(one.shape) * (1 if samples is None else samples[1] - samples[0])
@@ -303,7 +301,7 @@ def _by_tensor(step: Step) -> dict[_Key, _Rows]:
 
 
 def _is_spread(rows: _Rows) -> bool:
-    """Check for outputs that differ between ranks of axis tensor: each is compared by itself."""
+    """True for an output that differs between ranks of axis tensor: each is compared on its own."""
     first: dict[object, int] = {}
     return any(
         first.setdefault((row.samples, row.part), row.hash) != row.hash
@@ -313,14 +311,14 @@ def _is_spread(rows: _Rows) -> bool:
 
 
 def _order(row: TensorRow) -> tuple[int, int, int]:
-    """Order tensors as a step makes them: gradients from the last parameter to the first."""
+    """Sort key in the order of a step: gradients from the last parameter to the first."""
     stage, number = row.place
     sign = -1 if row.kind == "gradient" else 1
     return KINDS.index(row.kind), sign * stage, sign * number
 
 
 def _regions(a: _Rows, b: _Rows) -> list[tuple[int, int] | None]:
-    """List the smallest ranges of samples that are pieces in both runs; None for what has none."""
+    """List the smallest ranges of samples that both runs have; None where rows have no samples."""
     edges = [
         {edge for _, row in rows if row.samples is not None for edge in row.samples}
         for rows in (a, b)
@@ -330,7 +328,7 @@ def _regions(a: _Rows, b: _Rows) -> list[tuple[int, int] | None]:
 
 
 def _piece(rows: _Rows, samples: tuple[int, int] | None) -> _Rows:
-    """Find each row within ``samples`` that no earlier rank has written."""
+    """Select the rows within ``samples``, each part from the first rank that wrote it."""
     first: dict[object, tuple[int, TensorRow]] = {}
     for rank, row in rows:
         begin, end = row.samples or (0, 0)
@@ -340,9 +338,9 @@ def _piece(rows: _Rows, samples: tuple[int, int] | None) -> _Rows:
 
 
 def _difference(a: Sums, b: Sums, floor: float) -> float:
-    """Estimate the relative difference from signed sums, whose mean square is its square.
+    """Estimate the relative difference from signed sums: its square is their mean square.
 
-    With eight of them the estimate is right to a quarter, nearly always to a half.
+    With eight sums, the estimate is typically within a quarter, nearly always within a half.
     """
     if a.nonfinite != b.nonfinite:
         return math.inf
@@ -386,7 +384,7 @@ _LAYOUT = (
     *("axes.", "buckets.", "data.path", "pipeline.", "run.", "shard."),
     *("train.accumulate", "train.recompute"),
 )
-"""Settings that two layouts of one run may differ in."""
+"""Settings in which two layouts of one run may differ."""
 
 
 def _counted(count: int, kind: str) -> str:

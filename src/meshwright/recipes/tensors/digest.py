@@ -1,4 +1,4 @@
-"""Sums over the elements a rank holds that add up to those of the whole tensor, however it lies."""
+"""Sums over a rank's elements that add up to those of the full tensor, whatever the layout."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from meshwright.comm.dtensors.gather_dtensor import Holding
 from meshwright.layout import Box
 
 SKETCH = 8
-"""Signed sums of each tensor."""
+"""Number of signed sums of each tensor."""
 
 _BLOCK = 1 << 16
-"""Elements that are looked at together: each takes about 200 bytes meanwhile."""
+"""Elements processed at once; each takes about 200 bytes meanwhile."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -25,20 +25,20 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Sums:
     """Sums over some elements of a tensor; those of several parts add up.
 
-    Signed sums, with signs drawn from the place of each element in the whole tensor, differ between
-    two tensors by as much, in the mean square, as their elements do (Alon, Matias and Szegedy, The
-    space complexity of approximating the frequency moments, 1999).
+    The signs of the signed sums come from each element's index in the full tensor. In the mean
+    square, these sums of two tensors differ by as much as the elements do (Alon, Matias and
+    Szegedy, The space complexity of approximating the frequency moments, 1999).
     """
 
     numel: int
     hash: int
-    """Sum modulo 2**64 of a hash of each element's bits and place: no order, no layout."""
+    """Sum modulo 2**64 of a hash of each element's bits and index: free of order and layout."""
     square: float
     """Sum of the squares of the finite elements."""
     sketch: tuple[float, ...]
     """`SKETCH` signed sums of the finite elements."""
     nonfinite: int
-    """Elements that are infinite or no number."""
+    """Elements that are infinite or NaN."""
 
     @property
     def norm(self) -> float:
@@ -59,7 +59,7 @@ class Sums:
 
 @torch.no_grad()
 def digest(holding: Holding) -> Sums:
-    """Compute the sums of what this rank holds."""
+    """Compute the sums of this rank's elements."""
     flat = holding.local.reshape(-1)
     parts: list[Sums] = []
     position = 0
@@ -98,7 +98,7 @@ def _digest(flat: Tensor, places: Tensor) -> Sums:
 def _places(
     box: Box, shape: tuple[int, ...], start: int, stop: int, device: torch.device
 ) -> Tensor:
-    """Number the elements ``start`` to ``stop`` of ``box`` as the flat whole does."""
+    """Return the flat indices, in the full tensor, of elements ``start`` to ``stop`` of ``box``."""
     left = torch.arange(start, stop, device=device)
     places = torch.zeros_like(left)
     for dim in reversed(range(len(shape))):

@@ -1,4 +1,4 @@
-"""Rows that a run with ``--trace-tensors`` wrote of its tensors, and the files they are in.
+"""The rows that a run with ``--trace-tensors`` writes for its tensors, and their files.
 
 ::
 
@@ -6,8 +6,8 @@
     ├── rank_00000.jsonl     a header, then a row for each tensor that the rank holds a part of
     └── rank_00001.jsonl
 
-Every line is one JSON object. A run that goes on adds another header. The row of the loss is the
-last of a step, which was not finished without it. A last line that was cut short is left out.
+Every line is one JSON object. A resumed run adds another header. The row of the loss is the last of
+a step; without it, the step was not finished. An incomplete last line is ignored.
 """
 
 from __future__ import annotations
@@ -49,26 +49,25 @@ class TensorRow(Sums):
     step: int
     kind: str
     name: str
-    """Of a parameter or module in the original model; empty for input and loss."""
+    """Name of a parameter or module in the original model; empty for input and loss."""
     call: int
     """The number of calls of the module before this one in the same forward pass."""
     place: tuple[int, int]
-    """Number of the pipeline's stage, and within it the place in the order of the forward pass."""
+    """Index of the pipeline stage, and position in its forward order."""
     shape: tuple[int, ...]
-    """Of the whole tensor; of an input or activation, of one sample."""
+    """Shape of the full tensor; for an input or activation, of one sample."""
     dtype: str
     part: str
-    """The ranges that this rank holds of a tensor that lies in parts; empty for the whole."""
+    """The ranges of a sharded tensor that this rank holds; empty for all of it."""
     samples: tuple[int, int] | None
     """First sample of the global batch and one past the last, of an input or activation."""
     microbatch: int | None
     """The number of forward passes that this stage had made before in the step."""
     tensor_rank: str = ""
-    """Rank of axis tensor that wrote an output, as "0 of 2": it may be a part, which nobody says.
-    """
+    """For an output: rank on axis tensor, as "0 of 2", because it may be a part of the output."""
 
     def to_json(self) -> dict[str, object]:
-        """Make a line of the file."""
+        """Return the row as a line of the file."""
         return {**asdict(self), "hash": f"{self.hash:016x}"}
 
     @staticmethod
@@ -89,7 +88,7 @@ class TensorRow(Sums):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """The subject of the rows below it."""
+    """What the rows below it belong to."""
 
     rank: int
     ranks: int
@@ -100,7 +99,7 @@ class Header:
     """The configuration and the text."""
 
     def to_json(self) -> dict[str, object]:
-        """Make the first line of a file."""
+        """Return the header as a line of the file."""
         return {"meshwright_tensors": FORMAT, **asdict(self)}
 
     @staticmethod
@@ -125,26 +124,26 @@ class Step:
 
     number: int
     rows: tuple[tuple[int, TensorRow], ...]
-    """Each with the rank that wrote it."""
+    """The rows, each with the rank that wrote it."""
     is_finished: bool
     """True when every rank wrote all of it."""
 
 
 def trace_file(folder: Path, rank: int) -> Path:
-    """Find the file of ``rank`` in the ``folder`` of a run."""
+    """Return the path of ``rank``'s file in the ``folder`` of a run."""
     return folder / "tensors" / f"rank_{rank:05}.jsonl"
 
 
 class RunTrace:
     """The files of all ranks of one run, read step by step.
 
-    Raises ``ValueError``, naming file and line, for what is no trace of a run.
+    Raises ``ValueError``, naming file and line, for anything that is not a trace of a run.
     """
 
     header: Header
-    """The last of rank 0."""
+    """The last header of rank 0."""
     layouts: tuple[str, ...]
-    """Those that the run has had, one after the other."""
+    """The layouts that the run has had, in order."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -190,7 +189,7 @@ class RunTrace:
                 return
 
     def _steps_of(self, rank: int) -> Iterator[tuple[int, int, list[TensorRow]]]:
-        """Read the number, the ranks and this rank's rows of each step."""
+        """Read the number, the number of ranks and this rank's rows of each step."""
         ranks = 0
         before = 0
         for key, lines in itertools.groupby(

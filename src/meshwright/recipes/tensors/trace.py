@@ -1,4 +1,4 @@
-"""A training step that writes what each rank holds of every tensor: ``--trace-tensors``.
+"""A training step that writes digests of each rank's part of every tensor: ``--trace-tensors``.
 
 ::
 
@@ -32,7 +32,7 @@ Write = Callable[[Mapping[str, object]], None]
 
 
 def traced_modules(patterns: Sequence[str], module: nn.Module) -> dict[str, nn.Module]:
-    """List the modules that ``patterns`` match, or all that hold no others, by name."""
+    """List by name the modules that ``patterns`` match; without patterns, all innermost ones."""
     modules = {name: part for name, part in module.named_modules() if name}
     if not patterns:
         return {name: part for name, part in modules.items() if not [*part.children()]}
@@ -40,10 +40,10 @@ def traced_modules(patterns: Sequence[str], module: nn.Module) -> dict[str, nn.M
 
 
 def open_trace(folder: Path, header: Header, limit: float, world: Communicator) -> MetricsFile:
-    """Open the file of this rank, begun with ``header``; all ranks call it together.
+    """Open the file of this rank and write ``header``; all ranks call it together.
 
-    What any rank wrote of the header's step and later ones is dropped, also that of ranks that are
-    no more. The file is closed before it grows beyond ``limit`` bytes.
+    Rows of the header's step and later ones are dropped, also those of ranks that this run no
+    longer has. The file is closed before it grows beyond ``limit`` bytes.
     """
     if world.rank == 0:
         for path in trace_file(folder, 0).parent.glob("rank_*.jsonl"):
@@ -66,10 +66,10 @@ class _Pass:
 
 
 class TensorTrace:
-    """A training as of ``trainable`` that writes a row for each tensor; see `TensorRow`.
+    """Training steps of ``trainable`` that write a row for each tensor; see `TensorRow`.
 
-    ``share`` samples of each global batch are this rank's. Left out are outputs whose dim 0 is no
-    multiple of the samples of their microbatch, and what is computed again in a backward pass.
+    This rank reads ``share`` samples of each global batch. Outputs whose dim 0 is not a multiple of
+    the samples of their microbatch, and recomputed outputs in a backward pass, are left out.
     """
 
     def __init__(
@@ -137,13 +137,13 @@ class TensorTrace:
             now.calls[full] += 1
 
     def _is_traced(self, stage: int) -> bool:
-        """Check that a step's own forward pass runs: no evaluation, no recomputation."""
+        """True in a step's own forward pass, false in evaluation and recomputation."""
         return stage in self._passes and running_backward() == -1
 
     def _put_samples(
         self, kind: str, name: str, place: tuple[int, int], value: Tensor, now: _Pass
     ) -> None:
-        """Write a row of a tensor whose dim 0 holds the samples of a microbatch."""
+        """Write the row of a tensor whose dim 0 holds the samples of a microbatch."""
         each, rest = divmod(value.shape[0], max(1, now.samples))
         if rest or not each:
             return
@@ -201,7 +201,7 @@ def _tensors(values: object) -> list[Tensor]:
 
 
 def _part(holding: Holding, *, skipped: int) -> str:
-    """Write the ranges of the boxes in all dims after the first ``skipped``; none for the whole."""
+    """Format the ranges of the boxes in all dims after the first ``skipped``; "" for all of it."""
     shape = holding.shape[skipped:]
     if all(box.shape[skipped:] == shape for box in holding.boxes):
         return ""

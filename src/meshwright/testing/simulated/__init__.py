@@ -1,13 +1,13 @@
-"""A simulated device: what a GPU would make of a program, shown by ranks on the CPU.
+"""A simulated device: finds on CPU ranks what a program would do wrong on GPUs.
 
 Bottom-up:
 
-    streams    the order of work: streams, events, threads of the host
+    streams    the order of work: streams, events, host threads
     operators  what an operator reads, writes and makes
     memory     the memory of a device, and who uses it in which order
-    device     one device, its streams, its memory, and the host beside it
-    seen       the places at which it sees a program
-    transport  operations of ranks by order alone, as NCCL's
+    device     one device, its streams, its memory, and its host
+    seen       the hooks into torch through which it observes a program
+    transport  operations matched by their order alone, as in NCCL
     backend    the c10d backend ``simulated``, and ranks on it
 
 ::
@@ -17,8 +17,8 @@ Bottom-up:
        └──> Communicator ──> SimulatedGroup ───┘                └──> Fault: kind, label, line
                              (queue by order)
 
-Operators run at once and give the numbers of the CPU; beside them vector clocks tell which work
-comes after which. A test of ranks gets such devices by ``@pytest.mark.devices("simulated")``.
+Operators run immediately, on the CPU; vector clocks record which work is ordered after which.
+``@pytest.mark.devices("simulated")`` gives the ranks of a test such devices.
 """
 
 from __future__ import annotations

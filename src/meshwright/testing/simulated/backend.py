@@ -1,7 +1,7 @@
-"""The c10d backend ``simulated``: tensors of the host through Gloo, those of the device by order.
+"""The c10d backend ``simulated``: host tensors through Gloo, device tensors in order of calls.
 
-A group has two halves, as one of the backends ``cpu:gloo,cuda:nccl`` has. Which of them moves a
-tensor follows from the memory that it lies in.
+A group has two halves, like a group of the backends ``cpu:gloo,cuda:nccl``. The memory of a tensor
+decides which half moves it.
 """
 
 from __future__ import annotations
@@ -35,45 +35,45 @@ from meshwright.torch_internals.tensors import storage_id
 
 Tensors = Sequence[torch.Tensor]
 Options = Any
-"""c10d's, one class for each kind of call."""
+"""c10d's options, one class for each kind of call."""
 Handle = Any
-"""A handle of c10d's, or one of ours that can be waited for."""
+"""A handle of c10d, or an object of ours with ``wait``."""
 
 
 class _Issuing(threading.local):
-    """The notes of one thread on what it issues on a group."""
+    """The state of one thread that issues operations on a group."""
 
     label = ""
     messages: list[Message] | None = None
-    """Transfers that are to run at once."""
+    """The transfers of an open batch; None outside of one."""
     collectives: list[Work] | None = None
 
     def label_next(self, label: str) -> None:
-        """Give the next operation ``label``; "" takes it back."""
+        """Label the next operation; "" clears the label."""
         self.label = label
 
     def named(self, what: str) -> str:
-        """Put the label behind ``what`` is issued."""
+        """Return ``what``, followed by the label if there is one."""
         return f"{what} ({self.label})" if self.label else what
 
     def begin(self) -> None:
-        """Keep what comes next."""
+        """Begin a batch."""
         messages: list[Message] = []
         works: list[Work] = []
         self.messages, self.collectives = messages, works
 
     def end(self) -> tuple[list[Message], list[Work]]:
-        """Take what was kept."""
+        """End the batch and return it."""
         kept = self.messages or [], self.collectives or []
         self.messages = self.collectives = None
         return kept
 
 
 class _Transport(CpuTransport, BackendBase):
-    """The part of c10d's ``Backend`` that is asked for by name.
+    """The part of c10d's ``Backend`` that c10d looks up by name.
 
-    c10d makes groups of a world that is bound to a device by a split of its communicator, as NCCL's
-    are: those who are in the group and those who are not have to enter it.
+    If the world is bound to a device, c10d makes groups by splitting its communicator, as for NCCL:
+    the ranks in the group and all others must enter the split.
     """
 
     supports_coalescing = True
@@ -88,7 +88,7 @@ class _Transport(CpuTransport, BackendBase):
         enter_split()
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Take part where others make a group that this rank is not in."""
+        """Enter the split for a group that this rank is not in."""
         enter_split()
 
     @property
@@ -114,10 +114,10 @@ class SimulatedGroup(PythonGroup):
         self._store, self._splits = options.store, 0
         self._issuing = _Issuing()
         self.label_next: Callable[[str], None] = self._issuing.label_next
-        """Gives the next operation that this thread issues a label, for faults."""
+        """Labels the next operation of this thread, for reports of faults."""
 
     def forgo_labels(self) -> None:
-        """Compare no labels, which it never does."""
+        """Do nothing: this backend never compares labels."""
 
     def _run(
         self,
@@ -126,13 +126,13 @@ class SimulatedGroup(PythonGroup):
         writes: Tensors,
         call: Callable[[Gloo], Handle],
     ) -> Handle:
-        """Run ``call`` on the half that the tensors lie in."""
+        """Run ``call`` on the half whose memory the tensors are in."""
         tensors, memory = [*reads, *writes], self._device.memory
         if any(map(memory.is_host, tensors)):
-            # What c10d has made for a result lies where the tensors do that were given to it.
+            # Result tensors that c10d made are in the same memory as the tensors it was given.
             self._device.take_host([t for t in tensors if not memory.is_known(t)], is_pinned=False)
         if all(map(self._device.memory.is_host, tensors)):
-            with without_modes():  # what Gloo runs within is no business of the device
+            with without_modes():  # the device must not record the operators that Gloo runs
                 return call(self._host)
         if any(map(self._device.memory.is_host, tensors)):
             raise ValueError(f"{kind} of group {self.group_name!r} has tensors of host and device")
@@ -155,7 +155,7 @@ class SimulatedGroup(PythonGroup):
         return self._run("reduce", [], tensors, lambda gloo: gloo.reduce(list(tensors), opts))
 
     def broadcast(self, tensors: Tensors | torch.Tensor, opts: Options) -> Handle:
-        """Give every rank the root's tensor, in place."""
+        """Copy the root's tensor to every rank, in place."""
         listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         return self._run("broadcast", [], listed, lambda gloo: gloo.broadcast(listed, opts))
 
@@ -204,19 +204,19 @@ class SimulatedGroup(PythonGroup):
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Options = None
     ) -> Handle:
-        """Do `all_gather_single` of each pair."""
+        """Call `all_gather_single` for each pair."""
         return self._in_turn(self.all_gather_single, outputs, inputs, opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Options = None
     ) -> Handle:
-        """Do `reduce_scatter_single` of each pair."""
+        """Call `reduce_scatter_single` for each pair."""
         return self._in_turn(self.reduce_scatter_single, outputs, inputs, opts)
 
     def _in_turn(
         self, call: Callable[..., Handle], outputs: Tensors, inputs: Tensors, opts: Options
     ) -> Handle:
-        """Run ``call`` on each pair. The last to end is that of the last pair."""
+        """Call ``call`` for each pair; returns the last handle, whose operation ends last."""
         pairs = zip(outputs, inputs, strict=True)
         return [call(output, tensor, opts) for output, tensor in pairs][-1]
 
@@ -264,7 +264,7 @@ class SimulatedGroup(PythonGroup):
         return self._run("scatter", flat, outputs, lambda g: g.scatter(list(outputs), rows, opts))
 
     def barrier(self, opts: Options = None) -> Handle:
-        """Wait until every rank has called it."""
+        """Start a barrier on the host's half."""
         return self._host.barrier(opts or dist.BarrierOptions())
 
     # ------------------------------------------------------------------- point to point
@@ -314,11 +314,11 @@ class SimulatedGroup(PythonGroup):
         return "gloo"
 
     def bind(self) -> None:
-        """Be bound to a device: c10d takes none that is no accelerator, and asks for no more."""
+        """Bind the group to a device. c10d requires an accelerator, and checks nothing else."""
         self.bound_device_id = torch.device("cuda", 0)
 
     def split(self) -> None:
-        """Wait until all ranks have come to split this communicator. Raises `SimulationError`."""
+        """Wait until all ranks enter this split. Raises `SimulationError` if one does not."""
         self._splits += 1
         keys = [f"split {self._splits} of rank {rank}" for rank in range(self.size())]
         self._store.set(keys[self.rank()], "")
@@ -342,7 +342,7 @@ class SimulatedGroup(PythonGroup):
     def _get_backend(self, device: torch.device) -> _Transport:
         return _Transport()
 
-    # The names of torch 2.11.
+    # Names of the same methods in torch 2.11.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
@@ -351,7 +351,7 @@ class SimulatedGroup(PythonGroup):
 
 
 class _Parted:
-    """An exchange of lists of tensors: one of the lines that they make."""
+    """An all-to-all of lists of tensors, as one of their concatenations."""
 
     def __init__(
         self,
@@ -366,14 +366,14 @@ class _Parted:
         self._work = gloo.alltoall_base(self._line, sent, *sizes, dist.AllToAllOptions())
 
     def wait(self) -> None:
-        """Wait, and take the line apart."""
+        """Wait, and split the result into the outputs."""
         self._work.wait()
         for output, part in zip(self._outputs, self._line.split(self._sizes), strict=True):
             output.detach().copy_(part.view(output.shape))
 
 
 class _Shared:
-    """A reduction to shares: a sum of all of it on each rank, of which one share is kept."""
+    """A reduce-scatter as an all-reduce of which each rank keeps its share."""
 
     def __init__(
         self, gloo: Gloo, tensor: torch.Tensor, output: torch.Tensor, reduction: object
@@ -401,7 +401,7 @@ def enter_split() -> None:
 
 
 def register(device: SimulatedDevice) -> None:
-    """Make the backend known to `torch.distributed`, for groups on ``device``."""
+    """Register the backend with `torch.distributed`, for groups on ``device``."""
 
     def make(options: GroupOptions, _: object) -> SimulatedGroup:
         return SimulatedGroup(options, device)
@@ -417,18 +417,18 @@ def register(device: SimulatedDevice) -> None:
 
 @contextmanager
 def connected_device() -> Iterator[None]:
-    """Connect this rank, whose tensors lie on a simulated device within the block."""
+    """Connect this rank, with its tensors on a simulated device, within the block."""
     with simulated(is_written_for_a_cpu=True) as device:
         register(device)
         comm.connect(BACKEND)
         default_group().bind()
         yield
-        with suppress(RankFailedError):  # as of ranks on a host: the report is of every rank
+        with suppress(RankFailedError):  # as on a host: every rank's own outcome is reported
             comm.disconnect()
 
 
 def device_of(communicator: comm.Communicator) -> SimulatedDevice:
-    """Find the simulated device of this rank. Raises TypeError where there is none."""
+    """Return the simulated device of this rank. Raises TypeError if it has none."""
     group = communicator.group
     if not isinstance(group, SimulatedGroup):
         raise TypeError(

@@ -1,10 +1,9 @@
-"""A simulated device: tensors of the CPU that must be used as those of a GPU are.
+"""A simulated device: CPU tensors that must be used as if they were on a GPU.
 
-Memory of the device is all that is made without a device, or with one that has an index
-(``torch.device("cpu", 0)``, which is what such tensors say of themselves); ``"cpu"`` alone is the
-host. Operators run at once, in the order of the program, and give the numbers of a CPU. What a GPU
-would make of the program is followed beside them: on which stream each runs, what that comes after,
-and where the host has to wait.
+Tensors made without a device, or on one with an index (``torch.device("cpu", 0)``, which is also
+their ``device``), are on the simulated device; ``"cpu"`` alone is the host. Operators run
+immediately on the CPU, in program order. The simulation records what a GPU would do: on which
+stream each operator runs, what it is ordered after, and where the host must wait.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from meshwright.torch_internals.tensors import OpOverload, schema_of
 T = TypeVar("T")
 HOST = torch.device("cpu")
 DEVICE = torch.device("cpu", 0)
-"""The device as tensors name it."""
+"""The ``device`` of tensors on the simulated device."""
 _COPIES = frozenset(
     {"aten::copy_", "aten::_to_copy", "aten::clone", "aten::_copy_from", "aten::_foreach_copy_"}
 )
 
 
 class SimulationError(AssertionError):
-    """The faults of a program under the simulated device."""
+    """Faults of a program on the simulated device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """A call in which the host has waited for the device."""
+    """A call in which the host waited for the device."""
 
     what: str
     where: str
@@ -49,20 +48,20 @@ class Stop:
 
 
 class _Thread(threading.local):
-    """The state of one thread of the host."""
+    """The state of one host thread."""
 
     def __init__(self) -> None:
         self.host = WorkLine(f"thread {threading.current_thread().name}")
         self.stream: WorkLine | None = None
         self.makes_host: bool | None = None
-        """True where the results of operators lie on the host; None where nothing was said."""
+        """True if results of operators are on the host, false for the device; None by inputs."""
         self.is_second = False
-        """True in a thread of a backward pass."""
+        """True in the thread of a backward pass."""
         self.is_late = False
-        """True where a copy between host and device need not have ended when the call has."""
+        """True where a copy between host and device may still run when its call returns."""
 
     def follow(self, host: WorkLine, stream: WorkLine | None) -> None:
-        """Go on where another thread of the host waits for this one."""
+        """Continue from the state of another host thread, which waits for this one."""
         self.stream, self.is_second = stream, True
         self.host.wait_for(host)
 
@@ -77,7 +76,7 @@ class _Thread(threading.local):
 
     @contextmanager
     def making(self, makes_host: bool, is_late: bool) -> Iterator[None]:
-        """Make results there within the block."""
+        """Make results on the host (or device) within the block."""
         before = self.makes_host, self.is_late
         self.makes_host, self.is_late = makes_host, is_late
         try:
@@ -87,12 +86,12 @@ class _Thread(threading.local):
 
 
 class SimulatedDevice:
-    """One device, its streams, its memory, and the host beside it."""
+    """One device, its streams, its memory, and its host."""
 
     def __init__(self, *, lag: int = 8) -> None:
-        """``lag``: how many things the host does until the device has done what is queued."""
+        """``lag``: after how many further host operations the device has done what is queued."""
         self.faults: list[Fault] = []
-        """Uses of tensors that a GPU would not allow."""
+        """Uses of tensors that would be errors on a GPU."""
         self.stops: list[Stop] = []
         """The calls in which the host waited for the device."""
         self.memory = Memory(self.faults.append, lambda: self.host)
@@ -110,17 +109,17 @@ class SimulatedDevice:
 
     @property
     def host(self) -> WorkLine:
-        """The work of this thread itself."""
+        """The work of this thread on the host."""
         return self._thread.host
 
     def use(self, stream: WorkLine) -> contextlib.AbstractContextManager[None]:
-        """Run work that is issued within the block on ``stream``."""
+        """Run the work issued within the block on ``stream``."""
         return self._thread.on(stream)
 
     def in_second_thread(self, call: Callable[[], T]) -> T:
-        """Run ``call`` in another thread of the host, while this one waits for it.
+        """Run ``call`` in a second host thread on the current stream, and wait for it.
 
-        It runs on the current stream, or in this thread where that is one already.
+        In a second thread, it runs in the same thread.
         """
         first = self._thread
         if first.is_second:
@@ -146,13 +145,13 @@ class SimulatedDevice:
         return found.pop()
 
     def record(self, name: str, stream: WorkLine | None = None) -> Event:
-        """Mark what is queued on ``stream`` by now."""
+        """Record an event after everything queued on ``stream`` so far."""
         stream = stream or self.current
         stream.wait_for(self.host)
         return Event(name, stream.snapshot(), self._time.arrival())
 
     def is_passed(self, event: Event) -> bool:
-        """Ask, without waiting, whether the device has passed ``event``."""
+        """Check, without waiting, whether the device has passed ``event``."""
         self._time.go_on()
         if self._time.now < event.passes_at:
             return False
@@ -160,16 +159,16 @@ class SimulatedDevice:
         return True
 
     def keep(self, event: Event, tensors: Sequence[torch.Tensor]) -> None:
-        """Hold ``tensors`` until the device has passed ``event``, and let go of earlier ones.
+        """Keep ``tensors`` alive until the device has passed ``event``; drops earlier ones.
 
-        c10d does so with those of an operation, also where nobody waits and its group goes.
+        c10d does this for an operation's tensors, even if nobody waits or the group is destroyed.
         """
         while self._kept and self.is_passed(self._kept[0][0]):
             self._kept.pop(0)
         self._kept.append((event, tensors))
 
     def synchronize(self, event: Event | None = None) -> None:
-        """Make the host wait for ``event``, or for all that its stream was given."""
+        """Make the host wait for ``event``, or for everything queued on the current stream."""
         where = caller()
         name = self.current.name if event is None else event.name
         self.stops.append(Stop(f"wait for {name}", where))
@@ -184,7 +183,7 @@ class SimulatedDevice:
         writes: Sequence[torch.Tensor] = (),
         line: WorkLine | None = None,
     ) -> tuple[Stamp, Place]:
-        """Queue work on ``line``, the current stream when None, behind what this thread knows."""
+        """Queue work on ``line`` (default: current stream), after all that this thread knows of."""
         line = line or self.current
         line.wait_for(self.host)
         place = Place(what, line, caller())
@@ -205,9 +204,9 @@ class SimulatedDevice:
         *,
         is_view: bool = False,
     ) -> None:
-        """Raise `SimulationError` for the use of memory that is gone: it would end the process.
+        """Raise `SimulationError` for the use of freed memory, which would crash the process.
 
-        Some views of such memory are right, of others torch raises itself.
+        Some views of freed memory are valid; for the others, torch itself raises.
         """
         if lacks_memory(func, args, kwargs, is_view=is_view):
             place = Place(str(func), self.current, caller())
@@ -222,7 +221,7 @@ class SimulatedDevice:
         kwargs: dict[str, Any],
         result: object,
     ) -> None:
-        """Take in a call of an operator, which has given ``result``."""
+        """Record a call of an operator that returned ``result``."""
         if any(isinstance(value, torch.UntypedStorage) for value in args):
             for tensor in tensors_in(result):
                 if not self.memory.is_known(tensor):
@@ -259,7 +258,7 @@ class SimulatedDevice:
             self.stop(place)
 
     def stop(self, place: Place) -> None:
-        """Make the host wait for what it has just launched."""
+        """Make the host wait for the work at ``place``, which it just launched."""
         self.stops.append(Stop(place.what, place.where))
         self.host.wait_for(place.line)
 
@@ -274,11 +273,11 @@ class SimulatedDevice:
     def making(
         self, *, host: bool, is_late: bool = False
     ) -> contextlib.AbstractContextManager[None]:
-        """Put what operators make within the block on the host, or on the device."""
+        """Place the results of operators within the block on the host, or on the device."""
         return self._thread.making(host, is_late)
 
     def take_host(self, value: object, *, is_pinned: bool) -> None:
-        """Know tensors that were made for the host."""
+        """Register tensors that were made on the host."""
         for tensor in tensors_in(value):
             if not self.memory.is_known(tensor):
                 self.memory.allocate(tensor, self.current, is_host=True)
@@ -286,7 +285,7 @@ class SimulatedDevice:
                 self.memory.pin(tensor)
 
     def moved(self, tensor: torch.Tensor, *, to_host: bool, is_late: bool) -> torch.Tensor:
-        """Copy ``tensor`` to the other memory; its gradient goes the other way."""
+        """Copy ``tensor`` to the other memory; its gradient is copied back."""
         with self.making(host=to_host, is_late=is_late):
             found = tensor.clone()
         if found.requires_grad:
@@ -294,7 +293,7 @@ class SimulatedDevice:
         return found
 
     def forbid_stops(self) -> contextlib.AbstractContextManager[None]:
-        """Raise `SimulationError` at the end of the block where the host has waited in it."""
+        """Raise `SimulationError` at the end of the block if the host waited in it."""
         return self._without_stops()
 
     @contextmanager
@@ -305,7 +304,7 @@ class SimulatedDevice:
             raise SimulationError(f"{len(stops)} host stops: " + "; ".join(map(str, stops)))
 
     def check(self) -> None:
-        """Raise `SimulationError` where there was a fault."""
+        """Raise `SimulationError` if there was a fault."""
         if self.faults:
             shown = "\n".join(map(str, self.faults[:20]))
             raise SimulationError(f"{len(self.faults)} faults under the simulated device:\n{shown}")

@@ -1,8 +1,8 @@
 """The memory of a simulated device: who reads and writes it, in which order.
 
-Two accesses that touch the same bytes, one of them a write, of which neither comes after the other,
-are a fault; so is memory that is given back while work that uses it need not have ended. Allocators
-of GPUs hand memory back to the stream that it came from at once: work of that stream comes next.
+Two unordered accesses to the same bytes, one of them a write, are a fault; so is memory that is
+freed while work that uses it may still run. The allocator of a GPU returns freed memory at once to
+the stream that it was allocated on: later work of that stream may use it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _SKIPPED = (
     *("meshwright/comm/c10d/", "meshwright/comm/collectives.py"),
 )
 MOST_RUNS = 4096
-"""Stretches of a strided tensor that are compared; of more, the bytes from first to last are."""
+"""Most runs of bytes of a strided tensor to compare; with more, the whole range counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """An operation in the words of a report."""
+    """An operation, for reports."""
 
     what: str
     """The operator, or the label of a collective."""
@@ -45,7 +45,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A misuse of the device's memory, or of its order."""
+    """A misuse of the device's memory or order."""
 
     kind: str
     """``unordered``, ``early free``, ``no memory``, ``mixed devices``, ``mixed up``."""
@@ -68,7 +68,7 @@ class Extent:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, before: int = 0) -> Extent:
-        """Find what ``tensor`` covers, in a storage with ``before`` bytes before its own."""
+        """Make the extent of ``tensor``, whose storage begins ``before`` bytes into its block."""
         size = tensor.element_size()
         shape, strides = tuple(tensor.shape), tuple(n * size for n in tensor.stride())
         start = before + int(tensor.storage_offset()) * size
@@ -79,11 +79,11 @@ class Extent:
 
     @classmethod
     def whole(cls, nbytes: int) -> Extent:
-        """Make that of a whole storage."""
+        """Make the extent of a whole storage."""
         return cls(0, nbytes, (nbytes,), (1,), 1)
 
     def overlaps(self, other: Extent) -> bool:
-        """Check that a byte belongs to both."""
+        """Check whether a byte belongs to both."""
         if self.start >= other.end or other.start >= self.end:
             return False
         ours, theirs = list(self._runs()), list(other._runs())
@@ -98,14 +98,14 @@ class Extent:
         return False
 
     def covers(self, other: Extent) -> bool:
-        """Check that every byte of ``other`` is known to belong to this one, too."""
+        """Check whether every byte of ``other`` surely belongs to this one too."""
         if other.start == other.end or self == other:
             return True
         runs = list(self._runs())
         return len(runs) == 1 and runs[0][0] <= other.start and other.end <= runs[0][1]
 
     def _runs(self) -> Iterator[tuple[int, int]]:
-        """List the stretches without a gap, in their order."""
+        """Yield the contiguous runs of bytes, in order."""
         dims = sorted((s, n) for n, s in zip(self.shape, self.strides, strict=True) if n > 1 and s)
         run = self.itemsize
         outer: list[tuple[int, int]] = []
@@ -143,64 +143,64 @@ class _Block:
         storage = tensor.untyped_storage()
         key = storage_id(storage)
         self.home = home
-        """The stream that it was allocated on, and goes back to."""
+        """The stream that it was allocated on, and returns to."""
         self.is_host = is_host
         self.is_pinned = False
         self.nbytes = storage.nbytes()
-        """0 where its memory was given back."""
+        """0 if its memory was freed."""
         self.accesses: list[_Access] = []
         self._address = _address(tensor)
-        """Its first address; 0 if nobody knows."""
+        """Its first address; 0 if unknown."""
         self._end = weakref.ref(storage, lambda _: dropped(key))
 
     def pin(self) -> None:
-        """Say that the device reaches it by itself."""
+        """Mark it as pinned: the device can access it directly."""
         self.is_pinned = True
 
     def place_of(self, address: int) -> int | None:
-        """Find which of its bytes lies at ``address``, if one does."""
+        """Return the offset of ``address`` in it, if it is inside."""
         place = address - self._address
         return place if self._address and 0 <= place < self.nbytes else None
 
     def give_back(self) -> int:
-        """Have no memory any more; return how much there was."""
+        """Mark its memory as freed; returns its size."""
         nbytes, self.nbytes = self.nbytes, 0
         return nbytes
 
     def renew(self, home: WorkLine, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Have memory that nobody has used, from ``home``."""
+        """Give it new, unused memory, from ``home``."""
         self.home, self.nbytes, self._address = home, nbytes, storage.data_ptr()
         self.accesses.clear()
 
     def add(self, access: _Access, is_past: Callable[[_Access], bool]) -> None:
-        """Keep an access, and forget those that later ones need not be compared with."""
+        """Add an access, and drop those that later ones need not be compared with."""
         self.accesses = [earlier for earlier in self.accesses if not is_past(earlier)]
         self.accesses.append(access)
 
 
 class Memory:
-    """All storages that a program has under the simulated device, and of the host beside it."""
+    """All storages of a program on the simulated device and its host."""
 
     def __init__(self, report: Callable[[Fault], None], host: Callable[[], WorkLine]) -> None:
-        """``report`` takes faults; ``host`` finds the line of the calling thread."""
+        """``report`` receives faults; ``host`` returns the work line of the calling thread."""
         self._report = report
         self._host = host
         self._blocks: dict[int, _Block] = {}
         self._parts: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
-        """Of storages that are a part of another one: the bytes before it there."""
+        """For storages inside another one: the offset in bytes there."""
         self.allocated = 0
         self.peak = 0
         """Bytes on the device."""
 
     def block(self, tensor: torch.Tensor, home: WorkLine) -> _Block:
-        """Find the block of ``tensor``; what was there before the simulation is on the device."""
+        """Return the block of ``tensor``; tensors from before the simulation are on the device."""
         key = storage_id(tensor.untyped_storage())
         if key not in self._blocks:
             self.share(tensor)
         return self._blocks.get(key) or self.allocate(tensor, home, is_host=False)
 
     def allocate(self, tensor: torch.Tensor, home: WorkLine, *, is_host: bool) -> _Block:
-        """Take in the storage of ``tensor``, which is new."""
+        """Register the storage of ``tensor``, which is new."""
         found = _Block(tensor, home, is_host, self._drop)
         self._blocks[storage_id(tensor.untyped_storage())] = found
         if not is_host:
@@ -208,7 +208,7 @@ class Memory:
         return found
 
     def share(self, tensor: torch.Tensor) -> None:
-        """Take in the storage of ``tensor`` if it is a part of the memory of another one."""
+        """Register the storage of ``tensor`` if it is inside the memory of another one."""
         address = _address(tensor)
         for block in list(self._blocks.values()) if address else ():
             place = block.place_of(address)
@@ -220,29 +220,29 @@ class Memory:
                 return
 
     def is_known(self, tensor: torch.Tensor) -> bool:
-        """Check that the storage of ``tensor`` was taken in."""
+        """Check whether the storage of ``tensor`` is registered."""
         return storage_id(tensor.untyped_storage()) in self._blocks
 
     def is_host(self, tensor: torch.Tensor) -> bool:
-        """Check that ``tensor`` lies in memory of the host."""
+        """Check whether ``tensor`` is in host memory."""
         part = next(tensors_in(tensor), None)
-        with without_function():  # of a tensor without values, too
+        with without_function():  # so that it works for fake tensors too
             found = None if part is None else self._blocks.get(storage_id(part.untyped_storage()))
         return found is not None and found.is_host
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Check that the device reaches ``tensor`` by itself: its own memory, or pinned."""
+        """Check whether the device can access ``tensor`` directly: its own memory, or pinned."""
         found = self._blocks.get(storage_id(tensor.untyped_storage()))
         return found is None or found.is_pinned or not found.is_host
 
     def pin(self, tensor: torch.Tensor) -> None:
-        """Allow the device to reach ``tensor``, of the host, by itself."""
+        """Mark host tensor ``tensor`` as pinned."""
         self._blocks[storage_id(tensor.untyped_storage())].pin()
 
     def access(
         self, tensor: torch.Tensor, line: WorkLine, stamp: Stamp, place: Place, *, writes: bool
     ) -> None:
-        """Note that the work at ``stamp`` of ``line`` reads ``tensor``, or writes it."""
+        """Record that the work at ``stamp`` of ``line`` reads or writes ``tensor``."""
         block = self.block(tensor, line)
         before, _ = self._parts.get(storage_id(tensor.untyped_storage()), (0, None))
         extent = Extent.of(tensor, before)
@@ -263,7 +263,7 @@ class Memory:
         block.add(_Access(stamp, place, extent, writes), is_past)
 
     def free(self, storage: torch.UntypedStorage, where: str) -> None:
-        """Give the memory of ``storage`` back, while its tensors stay."""
+        """Free the memory of ``storage``, whose tensors stay."""
         block = self._blocks.get(storage_id(storage))
         if block is not None:
             self._release(block, where)
@@ -290,7 +290,7 @@ class Memory:
         if block.is_host or not nbytes:
             return
         self._count(-nbytes)
-        # What is queued next there comes after all that this thread knows of, too.
+        # Work queued there next is ordered after everything this thread knows of, too.
         lines = (block.home, self._host())
         for access in block.accesses:
             if not any(line.comes_after(access.stamp) for line in lines):
@@ -303,15 +303,15 @@ class Memory:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Find where the storage of ``tensor`` begins; 0 for one that has no memory of its own."""
-    if tensor.untyped_storage().device.type == "meta":  # it stands for another tensor
+    """Return the address of the storage of ``tensor``; 0 if it has no memory of its own."""
+    if tensor.untyped_storage().device.type == "meta":  # a wrapper of another tensor
         return 0
     begin = tensor.data_ptr()
     return begin and begin - int(tensor.storage_offset()) * tensor.itemsize
 
 
 def caller() -> str:
-    """Find file and line of the nearest frame outside of torch, the simulation and the door."""
+    """Return file and line of the nearest frame outside torch, simulation and communicator."""
     frame = sys._getframe(1)
     while frame.f_back is not None and any(part in frame.f_code.co_filename for part in _SKIPPED):
         frame = frame.f_back

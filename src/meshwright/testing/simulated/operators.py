@@ -1,4 +1,4 @@
-"""The uses of tensors by an operator, and waits of the host for it, from its schema."""
+"""What an operator reads, writes and makes, and whether the host waits for it, by its schema."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ _STOPS = frozenset(
         *("unique_dim_consecutive", "argwhere", "_assert_async_and_wait"),
     }
 )
-"""Operators whose result, or its size, the host needs."""
+"""Operators whose result, or its size, the host must read."""
 _INDEXING = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"})
 
 
 @dataclass(frozen=True, slots=True)
 class Uses:
-    """The tensors that one call of an operator uses."""
+    """The tensors that one operator call uses."""
 
     reads: list[torch.Tensor] = field(default_factory=list)
     writes: list[torch.Tensor] = field(default_factory=list)
     makes: list[torch.Tensor] = field(default_factory=list)
     stops: bool = False
     like: list[torch.Tensor] = field(default_factory=list)
-    """Tensors that it does not read, where it makes others on their device."""
+    """Tensors that it does not read, but on whose device it makes others."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """The facts that all calls of an overload have in common."""
+    """Facts about an overload, the same for all its calls."""
 
     written: tuple[bool, ...]
     """For each argument of the schema."""
@@ -62,7 +62,7 @@ class _Kind:
 
 
 def calls_a_group(func: OpOverload) -> bool:
-    """Check that ``func`` runs a collective, which says itself what it reads and writes."""
+    """Check whether ``func`` runs a collective, which reports its own reads and writes."""
     return schema_of(func).name.startswith(_OF_GROUPS)
 
 
@@ -87,7 +87,7 @@ def _kind_of(func: OpOverload) -> _Kind:
 def uses_of(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: object
 ) -> Uses:
-    """Find what the call has done that gave ``result``."""
+    """Find what the call that returned ``result`` reads, writes and makes."""
     kind = _kind_of(func)
     if kind.is_view or kind.is_silent:
         return Uses()
@@ -109,7 +109,7 @@ def uses_of(
 
 
 def is_unversioned(func: OpOverload) -> bool:
-    """Check for an operator on lists, by whose writes no version grows under a dispatch mode."""
+    """Check for a foreach operator, whose writes raise no version under a dispatch mode."""
     kind = _kind_of(func)
     return any(kind.written) and schema_of(func).name.startswith(_ON_LISTS)
 
@@ -117,7 +117,7 @@ def is_unversioned(func: OpOverload) -> bool:
 def lacks_memory(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_view: bool
 ) -> bool:
-    """Check that the call is to use a tensor whose memory was given back, if ``is_view`` by one."""
+    """Check whether a call (of a view operator, if ``is_view``) uses a tensor with freed memory."""
     kind = _kind_of(func)
     if kind.is_view is not is_view or kind.is_silent or kind.allocates:
         return False
@@ -130,7 +130,7 @@ def lacks_memory(
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """List the plain tensors of an argument, of lists of them, and of their parts."""
+    """Yield the plain tensors of an argument: in lists too, and the parts of sparse tensors."""
     if is_uninitialized(value):
         return
     if isinstance(value, torch.Tensor):

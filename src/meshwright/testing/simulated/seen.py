@@ -1,4 +1,4 @@
-"""The places at which a simulated device sees a program, and stands for a part of torch."""
+"""The hooks into torch through which a simulated device observes a program."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Call = Callable[..., Any]
 _LIBRARY = f"{Path(meshwright.__file__).parent}/"
 _HARNESS = f"{_LIBRARY}testing/"
 _OF_THE_HOST = ("from_numpy", "frombuffer")
-"""Functions of torch whose tensors lie where their bytes are; modes are not told of them."""
+"""Functions of torch that wrap host memory; modes do not see them."""
 _MAKERS = frozenset(
     {
         *(torch.tensor, torch.as_tensor, torch.zeros, torch.ones, torch.empty, torch.full),
@@ -50,15 +50,15 @@ _MAKERS = frozenset(
         *(torch.randperm, torch.empty_strided, torch.scalar_tensor),
     }
 )
-"""Functions that make tensors of the default device. In the library that is the host."""
+"""Functions that make tensors on the default device. In the library, that is the host."""
 _COPIERS = frozenset({torch.tensor, torch.as_tensor})
-"""Those that copy values of the host."""
+"""The makers that copy values from the host."""
 
 
 def _is_of_library(frame: FrameType | None) -> bool:
-    """Check that ``frame`` is of `torch.distributed`, `torch.optim`, or ours, its harness aside."""
+    """Check whether ``frame`` is in `torch.distributed`, `torch.optim`, or ours but for testing."""
     if frame is not None and "/torch/nn/modules/" in frame.f_code.co_filename:
-        return False  # somebody moves a module
+        return False  # a user moves a module
     while frame is not None:
         name = frame.f_code.co_filename
         if "/torch/distributed/" in name or "/torch/optim/" in name:
@@ -70,7 +70,7 @@ def _is_of_library(frame: FrameType | None) -> bool:
 
 
 def inner_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Find the first of the tensors that ``tensor``, of a class of its own, is made of."""
+    """Return the first inner tensor of ``tensor``, a wrapper subclass."""
     wrapper: Any = tensor
     names, _ = wrapper.__tensor_flatten__()
     found: torch.Tensor = getattr(tensor, names[0])
@@ -78,12 +78,12 @@ def inner_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_plain(kind: type) -> bool:
-    """Check that tensors of ``kind`` have memory of their own."""
+    """Check whether tensors of ``kind`` have memory of their own, unlike wrapper subclasses."""
     return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 class _Operators(TorchDispatchMode):
-    """Sees each operator that runs on plain tensors."""
+    """Dispatch mode: reports each operator on plain tensors to the device."""
 
     def __init__(self, device: SimulatedDevice) -> None:
         super().__init__()
@@ -97,9 +97,9 @@ class _Operators(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> object:
         if FakeTensor in types:
-            return func(*args, **(kwargs or {}))  # there is nothing behind it
+            return func(*args, **(kwargs or {}))  # no memory is used
         if not all(map(_is_plain, types)):
-            return NotImplemented  # its own operators come here one by one
+            return NotImplemented  # its inner operators arrive here one by one
         self._device.begins(func, args, kwargs or {})
         try:
             with without_functions():
@@ -114,7 +114,7 @@ class _Operators(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """Sees what is said of devices, before torch takes all that is here for one CPU."""
+    """Function mode: handles devices, before torch treats all of it as one CPU."""
 
     def __init__(self, device: SimulatedDevice, *, is_written_for_a_cpu: bool) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class _Functions(TorchFunctionMode):
         if handler is not None and (_is_plain(type(args[0])) or handler == self._where):
             return handler(func, args, kwargs)
         if isinstance(func, OpOverload):
-            return func(*args, **kwargs)  # its device is what torch takes for one CPU
+            return func(*args, **kwargs)  # here torch's own device, the one CPU, is right
         asked = kwargs.get("device")
         if asked is None and func in _MAKERS and _is_of_library(sys._getframe(1)):
             asked = HOST
@@ -156,18 +156,17 @@ class _Functions(TorchFunctionMode):
         with self._device.making(host=is_host):
             result = func(*args, **kwargs)
         if is_host:
-            # Some are filled by no operator.
+            # No operator fills some of these, so they are registered here.
             self._device.take_host(result, is_pinned=bool(kwargs.get("pin_memory")))
         elif func in _COPIERS:
             self._stop_in(func, result)
         return result
 
     def _is_host(self, asked: torch.device, frame: FrameType) -> bool:
-        """Check that a program that asks for ``asked`` in ``frame`` means the host."""
+        """Check whether ``asked``, requested in ``frame``, means the host."""
         return asked.index is None and (not self._is_written_for_a_cpu or _is_of_library(frame))
 
     def _where(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-        """Name the device of a tensor."""
         tensor = args[0]
         found: torch.device = func(tensor)
         if found.type != "cpu":
@@ -179,14 +178,13 @@ class _Functions(TorchFunctionMode):
         return found if self._device.memory.is_host(tensor) else DEVICE
 
     def _cpu(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        """Move a tensor to the host."""
         tensor = args[0]
         if self._device.memory.is_host(tensor) or tensor.device.type != "cpu":
             return func(*args, **kwargs)
         return self._device.moved(tensor, to_host=True, is_late=False)
 
     def _to(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        """Move a tensor to the device, or to the host, and give it another dtype."""
+        """Move a tensor to the device or the host, and convert its dtype."""
         tensor, *rest = args
         given, named = list(rest), dict(kwargs)
         if isinstance(named.get("other"), torch.Tensor):
@@ -214,7 +212,6 @@ class _Functions(TorchFunctionMode):
         return found.clone() if copies and found is tensor else found
 
     def _read(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        """Read a tensor on the host."""
         device, tensor = self._device, args[0].detach()
         if device.memory.is_host(tensor):
             device.launch(func.__name__, [tensor], line=device.host)
@@ -224,7 +221,7 @@ class _Functions(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _set_item(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        """Write to a part of a tensor; a number for one element is copied from the host."""
+        """Write to a part of a tensor; a single number is copied from the host."""
         tensor, key, value = args
         place = key if isinstance(key, tuple) else (key,)
         is_one = len(place) == tensor.dim() and all(type(index) is int for index in place)
@@ -238,12 +235,12 @@ class _Functions(TorchFunctionMode):
         return result
 
     def _stop_in(self, func: Call, tensor: torch.Tensor) -> None:
-        """Have the host wait for a copy of its own memory, which is not pinned, to ``tensor``."""
+        """Make the host wait for a copy from unpinned host memory to ``tensor``."""
         _, place = self._device.launch(func.__name__, [tensor.detach()])
         self._device.stop(place)
 
     def _copy(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        """Copy a tensor to where it is; torch fills such a copy by no operator."""
+        """Copy a tensor within its memory; torch's deep copy of a host tensor runs no operator."""
         tensor = args[0]
         if not self._device.memory.is_host(tensor):
             return func(*args, **kwargs)
@@ -251,24 +248,22 @@ class _Functions(TorchFunctionMode):
             return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
     def _pin(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        """Copy a tensor of the host to memory that the device reaches by itself."""
         with self._device.making(host=True):
             found = args[0].clone()
         self._device.memory.pin(found)
         return found
 
     def _is_pinned(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        """Tell whether the device reaches a tensor of the host by itself."""
         return self._device.memory.is_host(args[0]) and self._device.memory.is_pinned(args[0])
 
 
 @contextmanager
 def simulated(*, lag: int = 8, is_written_for_a_cpu: bool = False) -> Iterator[SimulatedDevice]:
-    """Run the block on a simulated device. Raises `SimulationError` at its end, after a fault.
+    """Run the block on a simulated device. Raises `SimulationError` at its end if it had a fault.
 
-    ``lag`` is the number of things that the host does until the device has done what is queued.
-    Where the block ``is_written_for_a_cpu``, what it makes on ``"cpu"``, or moves there by ``to``,
-    is the device's, too.
+    ``lag`` is the number of host operations after which the device has done what is queued.
+    Where the block ``is_written_for_a_cpu``, tensors that it makes on ``"cpu"``, or moves there by
+    ``to``, are on the device too.
     """
     device = SimulatedDevice(lag=lag)
     functions = _Functions(device, is_written_for_a_cpu=is_written_for_a_cpu)
@@ -287,10 +282,10 @@ def simulated(*, lag: int = 8, is_written_for_a_cpu: bool = False) -> Iterator[S
 
 @contextmanager
 def _seen_backward(functions: _Functions, device: SimulatedDevice) -> Iterator[None]:
-    """Run backward passes in a second thread, as autograd does those of a GPU, and see them.
+    """Run backward passes in a second thread, as autograd does for a GPU, and observe them.
 
-    That thread has the modes of the first; of functions ours, too: a mode that has handled a call
-    is not told more.
+    That thread gets the modes of the first, and our function mode again, which torch removes from
+    the stack while it handles a call.
     """
 
     def seen(run: Call, roots: Sequence[Any], *args: object, **kwargs: object) -> object:
@@ -311,7 +306,7 @@ def _seen_backward(functions: _Functions, device: SimulatedDevice) -> Iterator[N
 
 @contextmanager
 def _seen_storages(device: SimulatedDevice) -> Iterator[None]:
-    """See what no mode is told of: memory that comes and goes, and tensors of bytes."""
+    """Observe what no mode sees: memory that is resized, and tensors that wrap host bytes."""
 
     def resized(
         resize: Callable[..., object], storage: torch.UntypedStorage, nbytes: int
@@ -345,9 +340,9 @@ def _seen_storages(device: SimulatedDevice) -> Iterator[None]:
 
 @contextmanager
 def _seen_events(device: SimulatedDevice) -> Iterator[None]:
-    """Give a program that asks for its device, events and streams these of ``device``.
+    """Replace torch's events, streams and current device by those of ``device``.
 
-    Its random numbers are drawn by the generator of the host.
+    Random numbers come from the host's generator.
     """
 
     def event(_: object) -> _MarkedPoint:
@@ -387,7 +382,7 @@ def _seen_events(device: SimulatedDevice) -> Iterator[None]:
         ):
             stack.enter_context(replaced(torch.cpu, name, ours))
         stack.enter_context(replaced(torch.accelerator, "max_memory_allocated", most))
-        # A mesh of c10d would have its groups made, or split, on the GPU that the machine has.
+        # Otherwise c10d would make a mesh's groups on a real GPU of the machine.
         stack.enter_context(replaced(torch.accelerator, "is_available", none))
         stack.enter_context(replaced(torch.cuda, "is_available", none))
         for name, host in (("get_rng_state", get_state), ("set_rng_state", set_state)):
@@ -396,23 +391,23 @@ def _seen_events(device: SimulatedDevice) -> Iterator[None]:
 
 
 class _MarkedPoint:
-    """The event of a program, as `torch.cpu.Event` is one."""
+    """The replacement of `torch.cpu.Event`."""
 
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
         self._event: Event | None = None
 
     def record(self, stream: WorkLine | None = None) -> None:
-        """Mark what ``stream``, the current one when None, was given by now."""
+        """Record the work queued so far on ``stream`` (default: the current one)."""
         self._event = self._device.record("an event", stream)
 
     def wait(self) -> None:
-        """Make the current stream wait until the device has passed it."""
+        """Make the current stream wait for it."""
         if self._event is not None:
             self._device.current.wait_until(self._event.clock)
 
     def query(self) -> bool:
-        """Ask, without waiting, whether the device has passed it."""
+        """Check, without waiting, whether the device has passed it."""
         return self._event is None or self._device.is_passed(self._event)
 
     def synchronize(self) -> None:

@@ -1,8 +1,8 @@
-"""The order of work on a simulated device: streams, events, and the threads of the host.
+"""The order of work on a simulated device: streams, events, and host threads.
 
 Each has a vector clock (Lamport 1978; Fidge 1988): for every line of work, how much of it has ended
-before whatever comes next here. What a thread of the host launches on a stream comes after all that
-the thread knows of; the thread itself knows nothing of the stream until it has waited.
+before the next work here. Work that a host thread launches on a stream is ordered after everything
+the thread knows of; the thread knows nothing of the stream until it waits for it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ _NUMBERS = itertools.count()
 
 
 class Stamp(NamedTuple):
-    """The place of one piece of work."""
+    """The position of one piece of work on its line."""
 
     line: int
     count: int
 
 
 class WorkLine:
-    """Work in one order: a stream of the device, or a thread of the host."""
+    """A sequence of work: a stream of the device, or a host thread."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -33,12 +33,12 @@ class WorkLine:
         return self.name
 
     def advance(self) -> Stamp:
-        """Do one more piece of work."""
+        """Add one piece of work."""
         self._clock[self.number] += 1
         return Stamp(self.number, self._clock[self.number])
 
     def comes_after(self, stamp: Stamp) -> bool:
-        """Check that what comes next here begins when the work at ``stamp`` has ended."""
+        """Check whether the next work here begins after the work at ``stamp`` has ended."""
         return self._clock.get(stamp.line, 0) >= stamp.count
 
     def snapshot(self) -> dict[int, int]:
@@ -46,38 +46,38 @@ class WorkLine:
         return dict(self._clock)
 
     def wait_until(self, clock: dict[int, int]) -> None:
-        """Begin what comes next here after all that ``clock`` knows of."""
+        """Order the next work here after everything that ``clock`` knows of."""
         for line, count in clock.items():
             if count > self._clock.get(line, 0):
                 self._clock[line] = count
 
     def wait_for(self, other: WorkLine) -> None:
-        """Begin what comes next here after all that ``other`` has been given by now."""
+        """Order the next work here after everything queued on ``other`` so far."""
         self.wait_until(other._clock)
 
 
 @dataclass(slots=True)
 class Event:
-    """A point of a stream. The device passes it later than the host has recorded it."""
+    """A point of a stream, which the device passes some time after the host recorded it."""
 
     name: str
     clock: dict[int, int]
     passes_at: int
-    """In the time of the device."""
+    """A time of `DeviceTime`."""
 
 
 class DeviceTime:
-    """The time of a device that is behind the host: it goes on with all that the host does."""
+    """The time of a device that lags behind the host: it advances with every host operation."""
 
     def __init__(self, lag: int) -> None:
-        """``lag`` is the number of things that the host does while the device does one."""
+        """``lag`` is the number of host operations until the device reaches what is queued."""
         self.now = 0
         self._lag = lag
 
     def go_on(self) -> None:
-        """Count one more thing that happens."""
+        """Advance by one host operation."""
         self.now += 1
 
     def arrival(self) -> int:
-        """Find when the device comes to what is queued now."""
+        """Return the time at which the device reaches what is queued now."""
         return self.now + self._lag

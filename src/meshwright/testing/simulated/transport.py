@@ -1,11 +1,10 @@
-"""The transport of a simulated device: as NCCL's, by order alone.
+"""The transport of a simulated device: like NCCL's, it matches operations by order alone.
 
-Each communicator has one queue, which a thread works off in the order of the calls. So a receive
-that nobody has sent to holds up all that is behind it, and a send is over when its receiver has
-come to it. The k-th send to a rank is met by that rank's k-th receive from here, whatever their
-tags say; where tags, or numbers at the end of labels, show that these two are not meant for each
-other, that is a fault. What was issued as one batch is posted at once. Bytes move through Gloo, in
-groups of their own.
+Each communicator has one queue, whose thread runs operations in the order of the calls. So a
+receive without a send blocks everything behind it, and a send ends when its receiver has reached
+it. The k-th send to a rank matches that rank's k-th receive from here, whatever their tags. If
+tags, or the numbers at the end of labels, show that the two do not belong together, that is a
+fault. The transfers of one batch are posted together. Bytes move through Gloo, in separate groups.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from meshwright.testing.simulated.streams import WorkLine
 from meshwright.torch_internals.distributed import Work
 
 Gloo = Any
-"""c10d's class of Gloo, of whose methods the stubs lack some."""
+"""c10d's Gloo class; type stubs lack some of its methods."""
 LATEST = 0.001
-"""Seconds at most for which an operation that could run waits, at random."""
+"""Largest random delay of an operation, in seconds."""
 HEADER = 512
-"""Bytes that go ahead of a transfer."""
+"""Bytes of the header of a transfer."""
 PATIENCE = 20.0
-"""Seconds after which a queue that stands still is told as a deadlock."""
+"""Seconds after which a blocked queue is reported as a deadlock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ class Message:
         return f"{'send to' if self.is_send else 'recv from'} rank {self.peer}{label}"
 
     def written(self) -> torch.Tensor:
-        """Write what goes ahead of a send: how its receiver can tell it from others."""
+        """Return the header of a send, by which the receiver can identify it."""
         number = re.search(r"(\d+)( on axis .*)?$", self.label)
         told = {
             "tag": self.tag,
@@ -70,7 +69,7 @@ class Message:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
     def difference(self, header: torch.Tensor) -> str:
-        """Say how this receive was meant for another send than the one with ``header``."""
+        """Tell how this receive differs from the send with ``header``; "" if they match."""
         ours, theirs = (json.loads(bytes(h.tolist())) for h in (self.written(), header))
         for key in ("tag", "number", "bytes"):
             if ours[key] != theirs[key] and None not in (ours[key], theirs[key]):
@@ -91,7 +90,7 @@ class Job:
     error: BaseException | None = None
 
     def run_on(self, gloo: Gloo) -> None:
-        """Run it. Whoever waits for it gets what it raises."""
+        """Run it; keeps its exception for whoever waits for it."""
         try:
             self.run(gloo)
         except BaseException as error:
@@ -102,7 +101,7 @@ class OrderedQueue:
     """The operations of one communicator on this rank, and the thread that runs them."""
 
     def __init__(self, gloo: Gloo, name: str, report: Callable[[Fault], None]) -> None:
-        """``report`` takes faults."""
+        """``report`` receives faults."""
         self._gloo = gloo
         self._report = report
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -118,23 +117,23 @@ class OrderedQueue:
         self._jobs.put(job)
 
     def close(self) -> None:
-        """End the thread behind what is queued."""
+        """End the thread after everything queued."""
         self._jobs.put(None)
 
     def describe(self) -> str:
-        """List what has not ended, in its order."""
+        """List the operations that have not ended, in order."""
         return ", then ".join(job.text for job in list(self._open))
 
     def transfers(self, messages: Sequence[Message]) -> Callable[[Gloo], None]:
-        """Make what runs ``messages`` at once. Called in the order of the program."""
+        """Make a function that runs ``messages`` together. Must be called in program order."""
         numbered = []
         for message in messages:
             key = (message.is_send, message.peer)
-            numbered.append((message, 3 * self._counts[key]))
+            numbered.append((message, 3 * self._counts[key]))  # tags: header, payload, answer
             self._counts[key] += 1
 
         def run(gloo: Gloo) -> None:
-            # A send ends when its receiver says that it was there.
+            # A send ends when its receiver acknowledges it.
             works: list[Any] = []
             came: list[tuple[Message, int, torch.Tensor, Any]] = []
             for message, tag in numbered:
@@ -158,7 +157,7 @@ class OrderedQueue:
         return run
 
     def _work_off(self) -> None:
-        with torch.inference_mode():  # whose tensors may be written, too
+        with torch.inference_mode():  # in which inference tensors may be written too
             self._run_all()
 
     def _run_all(self) -> None:
@@ -170,7 +169,7 @@ class OrderedQueue:
 
 
 class SimulatedWork(Work):
-    """The handle of an operation on a device: streams wait for it, and the host goes on."""
+    """The handle of an operation on a device: streams wait for it, the host does not."""
 
     def __init__(
         self,
@@ -187,18 +186,18 @@ class SimulatedWork(Work):
         self._device = device
         self._queue = queue
         self._held = held
-        """The tensors, until somebody has waited."""
+        """Keeps the tensors alive until somebody has waited."""
         self._outputs = list(outputs)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Make the current stream wait for the operation.
 
-        The numbers must be there, since operators run at once: the thread waits for them, and knows
-        no more of the device than before.
+        Operators run immediately, so this thread really waits for the values; in the simulation, it
+        knows no more about the device than before.
         """
         job, until = self._job, time.monotonic() + PATIENCE
         while not job.ended.wait(0.1) or job.error is not None:
-            # One of NCCL's stands still when a rank is gone, until ours say which, and abort it.
+            # An NCCL operation hangs when a rank is gone, until our check names it and aborts.
             check_peers()
             if time.monotonic() > until:
                 text = f"deadlock: in the queue stand {self._queue.describe()}"
@@ -214,26 +213,26 @@ class SimulatedWork(Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Ask, without waiting, whether the operation has ended."""
+        """Check, without waiting, whether the operation has ended."""
         if not self._job.ended.is_set():
             return False
         self._device.host.wait_until(self._clock)
         return True
 
     def is_success(self) -> bool:
-        """Check that the operation has ended without an error."""
+        """True if the operation has ended without an error."""
         return self.is_completed() and self._job.error is None
 
     def exception(self) -> BaseException | None:
-        """Find the error of the operation."""
+        """Return the error of the operation, or None."""
         return self._job.error
 
     def result(self) -> list[torch.Tensor]:
-        """List the tensors of the operation."""
+        """Return the output tensors of the operation."""
         return self._outputs
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:  # type: ignore[override]
-        """Make a future that has the tensors when the operation has ended."""
+        """Wait, and return a completed future with the output tensors."""
         self.wait()
         found: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         found.set_result(self._outputs)
@@ -241,7 +240,7 @@ class SimulatedWork(Work):
 
 
 class CommunicationStream:
-    """The stream of one communicator, in which its operations run in the order of their calls."""
+    """The stream of one communicator: its operations run in the order of their calls."""
 
     def __init__(self, device: SimulatedDevice, gloo: Gloo, name: str) -> None:
         self.line = WorkLine(f"the stream of group {name}")
@@ -255,7 +254,7 @@ class CommunicationStream:
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
     ) -> SimulatedWork:
-        """Queue an operation behind what the current stream was given by now."""
+        """Queue an operation after everything on the current stream so far."""
         device, line = self._device, self.line
         line.wait_for(device.current)
         device.launch(text, reads, writes, line)
