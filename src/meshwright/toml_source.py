@@ -170,7 +170,7 @@ def _differing(record: object, every_key: bool) -> dict[str, object]:
 
 
 @cache
-def adapter(kind: type) -> TypeAdapter[tuple[Any]]:
+def adapter(kind: type, *, is_finite: bool = True) -> TypeAdapter[tuple[Any]]:
     """Make what pydantic reads one ``kind``, in a list, from JSON with; strict: true is no 1.
 
     It is JSON because strict mode takes lists for tuples and tables for dataclasses only there.
@@ -179,7 +179,7 @@ def adapter(kind: type) -> TypeAdapter[tuple[Any]]:
 
     # A dataclass takes no configuration of its own here; it takes that of what it stands in.
     config = ConfigDict(
-        strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+        strict=True, extra="forbid", allow_inf_nan=not is_finite, use_attribute_docstrings=True
     )
     return TypeAdapter(tuple[kind], config=config)
 
