@@ -179,7 +179,7 @@ class Plan:
             raise PlanError(f"not valid JSON: {error}", source) from error
         if not isinstance(tree, dict):
             raise PlanError(f"expected a JSON object, found {type(tree).__name__}", source)
-        return read_tree(tree, cls, origin=Origin(source))
+        return read_tree(tree, cls, source=source)
 
     def to_json(self) -> str:
         """Write one line of JSON with every key; ``from_json`` gives an equal plan."""

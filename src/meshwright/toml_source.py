@@ -95,9 +95,9 @@ def read_file(path: str | Path, kind: type[T], *, overrides: Sequence[str] = ())
     return read(text, kind, source=str(path), overrides=overrides)
 
 
-def read_tree(tree: Mapping[str, object], kind: type[T], *, origin: Origin | None = None) -> T:
+def read_tree(tree: Mapping[str, object], kind: type[T], *, source: str = "") -> T:
     """Read what ``plain`` gave, for example after a round through JSON, as a ``kind``."""
-    return _made(dict(tree), kind, origin or Origin())
+    return _made(dict(tree), kind, Origin(source))
 
 
 def _made(tree: dict[str, Any], kind: type[T], origin: Origin, overrides: Sequence[str] = ()) -> T:
@@ -447,15 +447,14 @@ def lines_of(text: str, tree: Mapping[str, object]) -> dict[Key, int]:
             case "=" if not depth and equals < 0:
                 equals = token.start()
             case "\n" if not depth:
-                end = closed if equals < 0 else equals
-                key = parse_key(text[begin : max(begin, end)].strip(" \t[]"))
-                if equals < 0 <= closed:
-                    table = key = key or ()
-                elif key:
-                    key = table + key
+                key: Key = ()
+                if equals >= 0:
+                    key = table + (parse_key(text[begin:equals]) or ())
+                elif closed >= 0:
+                    table = key = parse_key(text[begin:closed].strip(" \t[]")) or ()
                 line = text.count("\n", 0, begin) + 1
-                for length in range(1, len(key or ()) + 1):
-                    lines.setdefault((key or ())[:length], line)
+                for length in range(1, len(key) + 1):
+                    lines.setdefault(key[:length], line)
                 begin, equals, closed = token.end(), -1, -1
     _add_inner(lines, tree, ())
     return lines
