@@ -130,8 +130,8 @@ $(CLIENTS)/ready: pyproject.toml constraints-clients.txt $(READY)
 clients: $(CLIENTS)/ready
 	$(CLIENTS)/bin/python -m pytest tests/clients --durations=10
 
-# Runs under the machine's own python3, whose torch must be a CUDA build; numpy and safetensors are all else
-# that it needs. It refuses a machine without a GPU in one line.
+# Runs under the machine's own python3, whose torch must be a CUDA build; numpy, safetensors and pydantic are
+# all else that it needs. It refuses a machine that lacks one of them, or a GPU, in one line.
 gpu-check:
 	PYTHONPATH=src python3 tests/gpu_check.py
 

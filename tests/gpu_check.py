@@ -1,9 +1,9 @@
 """The check of a machine with a GPU: ``make gpu-check``, or ``python3 tests/gpu_check.py``.
 
-It runs under any Python that has a CUDA build of torch, numpy and safetensors. ``--only TEXT`` runs
-the rows whose name holds TEXT; ``--share 2/6`` the second of six shares of them, which may run side
-by side where the GPU has room. It prints a table, the details of what has failed, and last how many
-rows passed and failed; its status is 0 where none failed.
+It runs under any Python that has a CUDA build of torch, numpy, safetensors and pydantic. ``--only
+TEXT`` runs the rows whose name holds TEXT; ``--share 2/6`` the second of six shares of them, which
+may run side by side where the GPU has room. It prints a table, the details of what has failed, and
+last how many rows passed and failed; its status is 0 where none failed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import importlib.util
 import sys
 
 LEAST = (2, 11)
+NEEDED = ("numpy", "safetensors", "pydantic")
+"""Packages that the rows need beside torch."""
 REFUSED = 2
 """The status where nothing could be checked."""
 
@@ -68,6 +70,9 @@ def _examined() -> str:
     """Give the reason to refuse this machine; empty where there is none."""
     if importlib.util.find_spec("torch") is None:
         return refusal(None, None, 0)
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        return f"expected a python3 that has {', '.join(NEEDED)}, found no {', '.join(missing)}"
     import torch
 
     gpus = torch.cuda.device_count() if torch.version.cuda else 0

@@ -123,30 +123,32 @@ def test_every_type_is_read() -> None:
     ("line", "message"),
     [
         ("flag = 1", "key 'flag': expected true or false, found 1"),
-        ("count = true", "key 'count': expected a whole number of at least 1, found true"),
-        ("count = 0", "key 'count': expected a whole number of at least 1, found 0"),
-        ("count = 1.5", "key 'count': expected a whole number of at least 1, found 1.5"),
-        ('count = "8"', "key 'count': expected a whole number of at least 1, found the text \"8\""),
+        ("count = true", "key 'count': expected a whole number, found true"),
+        ("count = 0", "key 'count': expected a number of at least 1, found 0"),
+        ("count = 1.5", "key 'count': expected a whole number, found 1.5"),
+        ('count = "8"', "key 'count': expected a whole number, found the text \"8\""),
         ("ratio = nan", "key 'ratio': expected a number, found nan"),
         ("ratio = inf", "key 'ratio': expected a number, found inf"),
         ("ratio = false", "key 'ratio': expected a number, found false"),
         ("name = 1", "key 'name': expected text, found 1"),
-        ("path = 1", "key 'path': expected a path, found 1"),
+        ("path = 1", "key 'path': expected text, found 1"),
         ('color = "rde"', 'expected "red" or "blue", found the text "rde"; did you mean "red"?'),
         ('mode = "nver"', '"auto", "never" or 3, found the text "nver"; did you mean "never"?'),
         ("mode = true", '"auto", "never" or 3, found true'),
         ("limit = 0", "key 'limit': expected a number above 0, found 0"),
-        ('names = "a"', "key 'names': expected a list of texts, found the text \"a\""),
+        ('names = "a"', "key 'names': expected a list, found the text \"a\""),
         ('names = ["a", 1, "b", 2]', "key 'names': expected text, found 1"),
-        (
-            "betas = [1]",
-            "key 'betas': expected a list of 2: a number, a number, found the list [1]",
-        ),
+        ("betas = [1]", "key 'betas': expected another item, found the list [1]"),
+        ("betas = [1, 2, 3]", "key 'betas': expected at most 2 items, found the list [1, 2, 3]"),
         ("table = { a = 1, b = 2.5 }", "key 'b' in [table]: expected a whole number, found 2.5"),
-        ("either = 3", 'expected "all", a list of texts or a table of texts, found 3'),
+        ("either = 3", 'expected "all", a list or a table, found 3'),
         ("either = { a = 1 }", "key 'a' in [either]: expected text, found 1"),
         ("inner = 3", "key 'inner': expected a table, found 3"),
-        ("name = 1979-05-27", "key 'name': expected text, found 1979-05-27"),
+        ("name = 1979-05-27", "key 'name': expected text in quotes"),
+        ("table = { a = 1979-05-27 }", "another value, found 1979-05-27"),
+        ("plan = 3", "unknown key 'plan'"),
+        ("origin = {}", "unknown table [origin]"),
+        ("count = 9223372036854775808", "expected a number of at most 64 bits, found"),
         ("[[inner]]", "key 'inner': expected a table, found the list [{}]"),
         ("naem = 1", "unknown key 'naem'; did you mean 'name'?"),
         ("[inner]\ndetph = 1", "unknown key 'detph' in [inner]; did you mean 'depth'?"),
@@ -166,13 +168,12 @@ def test_all_mistakes_come_at_once_in_the_order_of_the_text() -> None:
     text = """[run]
 steps = 0
 setps = 3
-folder = runs
+folder = 1
 [every]
 names = ["a", 1]
 [plans]
 [axes]
-shard = 2
-shard = 3
+shard = 0
 replicate = 0
 context = 2
 """
@@ -182,9 +183,9 @@ context = 2
         "line 4",
         "line 6",
         "line 7",
+        "line 9",
         "line 10",
         "line 11",
-        "line 12",
     ]
 
 
@@ -203,8 +204,8 @@ def test_rules_between_keys_have_a_line_and_wait_for_their_keys() -> None:
 
 def test_keys_without_a_default_are_asked_for() -> None:
     assert problems("", Needed) == [
-        "missing key 'name'; expected text",
-        "missing key 'inner'; expected a table",
+        "missing key 'name'",
+        "missing key 'inner'",
     ]
     assert problems('name = "a"\n[inner]\ndepth = "x"', Needed) == [
         "line 3: key 'depth' in [inner]: expected a whole number, found the text \"x\""
@@ -258,15 +259,15 @@ def test_overrides_win_and_are_typed_like_the_text() -> None:
     ("override", "message"),
     [
         ("run.setps=3", "unknown key 'setps' in [run]; did you mean 'steps'?"),
-        ("run.steps=three", 'expected a whole number of at least 1, found the text "three"'),
-        ("run.steps=none", 'expected a whole number of at least 1, found the text "none"'),
+        ("run.steps=three", 'expected a whole number, found the text "three"'),
+        ("run.steps=none", 'expected a whole number, found the text "none"'),
         ("run.steps", "expected key=value, as in train.seed=3"),
         ("=3", "expected key=value, as in train.seed=3"),
         ("run.folder.deep=3", "run.folder is a value, not a table"),
         ("rnu.steps=3", "unknown table [rnu]; did you mean [run]?"),
         ("run=3", "key 'run': expected a table, found 3"),
         ("axes.shrd=3", "unknown axis 'shrd' in [axes]; did you mean 'shard'?"),
-        ("run.steps=1\nx=2", 'expected a whole number of at least 1, found the text "1\\u000ax=2"'),
+        ("run.steps=1\nx=2", 'expected a whole number, found the text "1\\u000ax=2"'),
     ],
 )
 def test_wrong_overrides_are_quoted(override: str, message: str) -> None:

@@ -1,15 +1,17 @@
-"""Lines of keys, faults of syntax all at once, and text from trees."""
+"""Lines of keys, the first fault of syntax, and text from trees."""
 
 from __future__ import annotations
 
 import tomllib
-from textwrap import dedent
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from support.internals.toml_text import Key, dotted, literal, parse, parse_key, write
+from meshwright.errors import PlanError
+from meshwright.plan import Plan
+from support.internals.settings import Key
+from support.internals.toml_source import dotted, lines_of, literal, parse_key, read, write
 
 quick = settings(max_examples=150, deadline=None)
 
@@ -46,10 +48,8 @@ name = "second"
 
 
 def test_every_form_of_key_has_its_line() -> None:
-    document = parse(LAYOUTS)
-    assert document.tree == tomllib.loads(LAYOUTS)
-    assert document.faults == ()
-    where = {dotted(key): line for key, line in document.lines.items()}
+    lines = lines_of(LAYOUTS, tomllib.loads(LAYOUTS))
+    where = {dotted(key): line for key, line in lines.items()}
     assert where == {
         "top": 2,
         "axes": 4,
@@ -76,66 +76,39 @@ def test_every_form_of_key_has_its_line() -> None:
 
 
 def test_line_ends_and_marks_of_other_systems() -> None:
-    document = parse("\ufeff[a]\r\nx = 1\r\n\r\ny = [\r\n1]\r\n")
-    assert document.tree == {"a": {"x": 1, "y": [1]}}
-    assert document.lines == {("a",): 1, ("a", "x"): 2, ("a", "y"): 4}
+    plan = read("\ufeff[axes]\r\nshard = 2\r\n\r\ntensor = 3\r\n", Plan)
+    assert plan.origin.lines == {("axes",): 1, ("axes", "shard"): 2, ("axes", "tensor"): 4}
 
 
-def faults(text: str) -> list[tuple[int, str]]:
-    return [(fault.line, fault.message) for fault in parse(dedent(text)).faults]
-
-
-def test_all_faults_are_found_and_the_rest_is_read() -> None:
-    text = dedent("""\
-        [train]
-        seed = 1
-        seed = 2
-        clip_norm = = 1
-        schedule = gpipe
-        [axes]
-        shard = 2
-        [train]
-        compile = true
-        axes
-        """)
-    document = parse(text)
-    assert [fault.line for fault in document.faults] == [3, 4, 5, 8, 10]
-    messages = [fault.message for fault in document.faults]
-    assert messages[0] == "key 'train.seed' is given twice, first on line 2"
-    assert messages[2] == (
-        'not valid TOML: invalid value in `schedule = gpipe`; text needs quotes, as in key = "text"'
-    )
-    assert messages[3] == "table [train] is given twice, first on line 1"
-    assert document.tree == {"train": {"seed": 1, "compile": True}, "axes": {"shard": 2}}
-
-
-def test_a_bracket_that_is_not_closed_does_not_hide_what_follows() -> None:
-    document = parse('[a]\nx = [1,\n  2\n[b]\ny = 1\nz = "never closed\n')
-    assert [fault.line for fault in document.faults] == [3, 6]
-    assert "is not closed" in document.faults[0].message
-    assert document.tree == {"a": {}, "b": {"y": 1}}
-
-
-def test_a_fault_inside_a_list_names_its_own_line() -> None:
-    assert faults("x = [\n  1,\n  oops,\n]\ny = 2\n") == [
-        (3, 'not valid TOML: invalid value in `oops,`; text needs quotes, as in key = "text"')
-    ]
-
-
-def test_tables_and_values_of_one_name() -> None:
-    assert faults("a = 1\n[a]\nb = 2\n") == [
-        (2, "table [a] is given twice, first on line 1"),
-        (3, "'a.b' is given both as a table and as a value"),
-    ]
-    assert faults("[a]\nb = 1\n[a.b.c]\n") == [
-        (3, "'a.b.c' is given both as a table and as a value")
-    ]
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (
+            "[train]\nseed = 1\nschedule = gpipe\n",
+            "line 3: not valid TOML: invalid value in `schedule = gpipe`; text needs quotes, as in "
+            'key = "text"',
+        ),
+        ("x = [\n  1,\n  oops,\n]\ny = 2\n", "line 3: not valid TOML: invalid value in `oops,`"),
+        (
+            "[train]\nseed = 1\nseed = 2\n",
+            "line 3: not valid TOML: cannot overwrite a value in `seed = 2`; it is given twice",
+        ),
+        ("[a]\n[b]\n[a]\n", "line 3: not valid TOML: cannot declare ('a',) twice in `[a]`"),
+        ("a = 1\n[a]\nb = 2\n", "line 2: not valid TOML: cannot overwrite a value in `[a]`"),
+        ("[a]\nb = [1,\n", "; a bracket or a quote is not closed, or a value is missing"),
+    ],
+)
+def test_the_first_fault_is_told_with_its_line(text: str, fault: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        read(text, Plan)
+    (problem,) = caught.value.problems
+    assert fault in problem
 
 
 @pytest.mark.parametrize("text", ["a = " + "[" * 5000, "a." * 3000 + "b = 1", "x = " + "9" * 5000])
-def test_extreme_input_is_a_fault_or_a_value(text: str) -> None:
-    document = parse(text)
-    assert document.faults or document.tree
+def test_extreme_input_is_refused(text: str) -> None:
+    with pytest.raises(PlanError):
+        read(text, Plan)
 
 
 fragments = st.lists(
@@ -161,20 +134,20 @@ fragments = st.lists(
 @example('x = """')
 @example("x = '''\n'''''\n")
 @example("[a]\n[a.b]\n[a]")
-def test_any_text_is_read_or_has_faults(text: str) -> None:
-    document = parse(text)
+def test_any_text_has_lines_or_a_fault(text: str) -> None:
     normal = text.removeprefix("\ufeff").replace("\r\n", "\n")
+    last = normal.count("\n") + 1
     try:
         expected = tomllib.loads(normal)
     except (ValueError, RecursionError):
-        assert document.faults
+        with pytest.raises(PlanError) as caught:
+            read(text, Plan)
+        (fault,) = caught.value.problems
+        assert 1 <= int(fault.removeprefix("line ").partition(":")[0]) <= last
     else:
-        assert document.faults == ()
-        assert document.tree == expected
-        assert set(document.lines) == set(paths(expected))
-    last = normal.count("\n") + 1
-    assert all(1 <= line <= last for line in [*document.lines.values()])
-    assert all(1 <= fault.line <= last and fault.message for fault in document.faults)
+        lines = lines_of(normal, expected)
+        assert set(lines) == set(paths(expected))
+        assert all(1 <= line <= last for line in lines.values())
 
 
 def paths(node: object, key: Key = ()) -> list[Key]:
@@ -207,11 +180,8 @@ trees = st.dictionaries(
 @given(trees)
 def test_what_is_written_is_read_back(tree: dict[str, object]) -> None:
     text = write(tree)
-    document = parse(text)
-    assert document.tree == tree
-    assert document.faults == ()
-    assert list(document.lines) == [key for key in document.lines if key]
-    for key, line in document.lines.items():
+    assert tomllib.loads(text) == tree
+    for key, line in lines_of(text, tree).items():
         assert dotted(key[-1:]) in text.split("\n")[line - 1]
 
 

@@ -56,6 +56,13 @@ class Axes:
                 raise LayoutError(f"expected a size of at least 1 for axis {name!r}, found {size}")
 
     @classmethod
+    def __get_pydantic_core_schema__(cls, kind: object, schema: object) -> dict[str, object]:
+        sizes = {"type": "int", "ge": 1}
+        table = {"type": "dict", "keys_schema": {"type": "str"}, "values_schema": sizes}
+        function = {"type": "no-info", "function": cls.of}
+        return {"type": "function-after", "function": function, "schema": table}
+
+    @classmethod
     def of(cls, sizes: Mapping[str, int]) -> Axes:
         """Make axes from a mapping of name to size, in its order."""
         return cls(tuple(sizes), tuple(sizes.values()))

@@ -9,9 +9,9 @@
     [train]
     clip_norm = 1.0
 
-``Plan()`` is one process, and an omitted key means what one process does. Reading reports all
-mistakes of the text together; ``check``, which also needs the number of ranks and the model's
-names, reports all contradictions together. Both name the line.
+``Plan()`` is one process, and every key left out means what one process does. Reading
+reports every unknown key and wrong value at once; ``check``, which also needs the number of ranks
+and the model's names, reports every contradiction at once. Both name the line.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from meshwright.settings import (
     AtLeast,
     Origin,
     Problem,
-    Through,
     fields_of,
     nearest,
     unmarked,
@@ -117,31 +116,11 @@ class BucketPlan:
     """Size in MiB above which a bucket is closed."""
 
 
-def _axis_problems(sizes: Mapping[str, object]) -> Iterator[Problem]:
-    usable = [name for name in KNOWN_AXES if name not in RESERVED_AXES]
-    for name in sizes:
-        if name in RESERVED_AXES:
-            yield Problem(
-                (name,),
-                f"axis '{name}' in [axes] is reserved for later and cannot be used yet; "
-                f"usable axes: {', '.join(usable)}",
-            )
-        elif name not in KNOWN_AXES:
-            close = nearest(name, usable)
-            hint = f"did you mean '{close}'?" if close else f"known axes: {', '.join(usable)}"
-            yield Problem((name,), f"unknown axis '{name}' in [axes]; {hint}")
-
-
-_AXES = Through(
-    Mapping[str, Annotated[int, AtLeast(1)]], Axes.of, Axes.mapping, check=_axis_problems
-)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The layout of a model over ranks, and its training; ``Plan()`` is one process."""
 
-    axes: Annotated[Axes, _AXES] = Axes()  # noqa: RUF009
+    axes: Axes = Axes()  # noqa: RUF009
     pipeline: PipelinePlan = PipelinePlan()
     shard: ShardPlan = ShardPlan()
     tensor: TensorPlan = TensorPlan()
@@ -156,6 +135,21 @@ class Plan:
             kind, found = unmarked(hint), getattr(self, item.name)
             if isinstance(kind, type) and not isinstance(found, kind):
                 raise TypeError(_table_of_another_type(item.name, kind, found))
+
+    def problems(self) -> Iterator[Problem]:
+        """Find axes that are not known."""
+        usable = [name for name in KNOWN_AXES if name not in RESERVED_AXES]
+        for name in self.axes.names:
+            if name in RESERVED_AXES:
+                yield Problem(
+                    ("axes", name),
+                    f"axis '{name}' in [axes] is reserved for later and cannot be used yet; "
+                    f"usable axes: {', '.join(usable)}",
+                )
+            elif name not in KNOWN_AXES:
+                close = nearest(name, usable)
+                hint = f"did you mean '{close}'?" if close else f"known axes: {', '.join(usable)}"
+                yield Problem(("axes", name), f"unknown axis '{name}' in [axes]; {hint}")
 
     @classmethod
     def from_toml(cls, text: str, source: str = "", overrides: Sequence[str] = ()) -> Self:
@@ -185,7 +179,7 @@ class Plan:
             raise PlanError(f"not valid JSON: {error}", source) from error
         if not isinstance(tree, dict):
             raise PlanError(f"expected a JSON object, found {type(tree).__name__}", source)
-        return read_tree(tree, cls, origin=Origin(source))
+        return read_tree(tree, cls, source=source)
 
     def to_json(self) -> str:
         """Write one line of JSON with every key; ``from_json`` gives an equal plan."""

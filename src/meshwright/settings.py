@@ -1,6 +1,7 @@
 """Marks on the fields of a configuration, the problems found in it, and where its values came from.
 
-``toml_source`` reads and writes whole configurations with them.
+``toml_source`` reads and writes whole configurations by them. Methods called
+``__get_pydantic_core_schema__`` are pydantic's, which is not imported for them.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Annotated, TypeVar
 
 from meshwright.errors import PlanError
-from meshwright.toml_text import Fault, Key
 
+Key = tuple[str, ...]
+"""The path of a key from the root, such as ``("train", "seed")``."""
 T = TypeVar("T")
+Schema = Callable[[object], dict[str, object]]
+"""Makes what pydantic knows of a type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,9 @@ class AtLeast:
 
     limit: float
 
+    def __get_pydantic_core_schema__(self, kind: object, schema: Schema) -> dict[str, object]:
+        return {**schema(kind), "ge": self.limit}
+
 
 @dataclass(frozen=True, slots=True)
 class Above:
@@ -32,22 +39,13 @@ class Above:
 
     limit: float
 
+    def __get_pydantic_core_schema__(self, kind: object, schema: Schema) -> dict[str, object]:
+        return {**schema(kind), "gt": self.limit}
+
 
 @dataclass(frozen=True, slots=True)
 class Inline:
     """A mark on a dataclass whose fields are keys of the enclosing table, not of its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class Through:
-    """A mark on a type that is written as another one, with both conversions."""
-
-    written: object
-    """The type in the text, such as ``Mapping[str, int]``."""
-    build: Callable[..., object]
-    plain: Callable[..., object]
-    check: Callable[..., Iterable[Problem]] | None = None
-    """Finds the problems of a table as it is written; keys are those of the table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +83,9 @@ class Origin:
                     return f"override '{override}': "
         return ""
 
-    def error(self, problems: Iterable[Problem], faults: Iterable[Fault] = ()) -> PlanError:
-        """Make one error of all problems and faults of syntax, in the order of the text."""
-        found = [(float(fault.line), f"line {fault.line}: {fault.message}") for fault in faults]
+    def error(self, problems: Iterable[Problem]) -> PlanError:
+        """Make one error of all problems, in the order of the text."""
+        found: list[tuple[float, str]] = []
         for problem in problems:
             place = self.place(problem.key)
             line = int(place[5:-2]) if place.startswith("line ") else math.inf  # "line 7: "

@@ -1,4 +1,4 @@
-"""TOML text to nested frozen dataclasses and back, with every mistake reported at once.
+"""TOML text to nested frozen dataclasses and back, with every mistake of values reported at once.
 
 A configuration is a frozen dataclass: its fields are keys, its nested dataclasses are tables.
 
@@ -19,35 +19,35 @@ A configuration is a frozen dataclass: its fields are keys, its nested dataclass
     config = read(text, TrainConfig, source="train.toml", overrides=["run.steps=20"])
     text = dump(config)                              # read(dump(config), TrainConfig) == config
 
-Types of fields: ``bool int float str Path``, ``Literal``, ``StrEnum``, ``tuple[X, ...]`` and
-``tuple[X, Y]``, ``Mapping[str, X]``, ``Any``, dataclasses, unions of these, and ``X | None``
-(absent in TOML, ``null`` in JSON). Numbers are finite. A field of type ``Origin`` is no key:
-``read`` fills it in, so that checks that run later still name lines. An override is ``key=value``,
-``--key=value``, or ``--key`` and the value as the next word; the value as in TOML or else bare text
-(``none`` empties a field that may be ``None``); it wins over the text.
+``tomllib`` reads the text, a scanner finds the line of each key, and pydantic in strict mode makes
+the dataclasses. A field of type ``Origin`` is no key: ``read`` fills it in, so that checks that run
+later still name lines. An override is ``key=value``, ``--key=value``, or ``--key`` and the value as
+the next word; the value as in TOML or else bare text (``none`` empties a field that may be
+``None``); it wins over the text.
 """
 
 from __future__ import annotations
 
-import math
+import datetime
+import json
+import re
 import tomllib
-import types
-import typing
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, is_dataclass
 from enum import StrEnum
-from functools import partial
+from functools import cache
+from itertools import chain, takewhile
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, cast
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from meshwright.axes import Axes
 from meshwright.errors import PlanError
 from meshwright.settings import (
-    Above,
-    AtLeast,
     Inline,
+    Key,
     Origin,
     Problem,
-    Through,
     fields_of,
     keys_of,
     marked,
@@ -55,34 +55,27 @@ from meshwright.settings import (
     split_overrides,
     unmarked,
 )
-from meshwright.toml_text import Key, dotted, literal, parse, parse_key, write
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+    from pydantic_core import ErrorDetails
 
 T = TypeVar("T")
-
-
-class _RejectedError(Exception):
-    """Signals that a value cannot be read; carries the problems."""
-
-    def __init__(self, *problems: Problem) -> None:
-        self.problems = problems
 
 
 def read(text: str, kind: type[T], *, source: str = "", overrides: Sequence[str] = ()) -> T:
     """Read TOML text as a ``kind``. ``source`` names the text in messages.
 
-    Raises one ``PlanError`` with all mistakes of syntax, unknown keys, wrong types and values.
+    Raises one ``PlanError`` with the first mistake of syntax, or with all unknown keys, wrong types
+    and values.
     """
-    document = parse(text)
-    given: dict[Key, str] = {}
-    problems: list[Problem] = []
-    joined, others = split_overrides(overrides)
-    for override in [*joined, *others]:
-        problems += _apply(document.tree, override, given)
-    origin = Origin(source, document.lines, given)
-    result, found = _Reader(origin, kind).read(document.tree)
-    if document.faults or problems or found:
-        raise origin.error([*problems, *found], document.faults)
-    return cast(T, result)
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n")
+    try:
+        tree = tomllib.loads(text)
+        origin = Origin(source, lines_of(text, tree))
+    except (ValueError, RecursionError) as error:
+        raise PlanError(_fault(error, text), source) from error
+    return _made(tree, kind, origin, overrides)
 
 
 def read_file(path: str | Path, kind: type[T], *, overrides: Sequence[str] = ()) -> T:
@@ -102,22 +95,35 @@ def read_file(path: str | Path, kind: type[T], *, overrides: Sequence[str] = ())
     return read(text, kind, source=str(path), overrides=overrides)
 
 
-def read_tree(tree: Mapping[str, object], kind: type[T], *, origin: Origin | None = None) -> T:
+def read_tree(tree: Mapping[str, object], kind: type[T], *, source: str = "") -> T:
     """Read what ``plain`` gave, for example after a round through JSON, as a ``kind``."""
-    origin = origin or Origin()
-    result, problems = _Reader(origin, kind).read(tree)
-    if problems:
-        raise origin.error(problems)
-    return cast(T, result)
+    return _made(dict(tree), kind, Origin(source))
+
+
+def _made(tree: dict[str, Any], kind: type[T], origin: Origin, overrides: Sequence[str] = ()) -> T:
+    given: dict[Key, str] = {}
+    origin = Origin(origin.source, origin.lines, given)
+    problems: list[Problem] = []
+    try:
+        for override in chain(*split_overrides(overrides)):
+            problems += _apply(tree, override, kind, given)
+        result, found = _read(tree, kind, origin)
+    except RecursionError as error:
+        raise PlanError("expected fewer tables and lists in each other", origin.source) from error
+    if result is None or problems or found:
+        raise origin.error([*problems, *found])
+    return result
 
 
 def review(record: object, origin: Origin) -> list[Problem]:
     """List the problems of a configuration built in code, by the rules of ``read``."""
-    return _Reader(origin, type(record)).read(cast(Mapping[str, object], plain(record)))[1]
+    return _read(cast(Mapping[str, object], plain(record)), type(record), origin)[1]
 
 
 def plain(record: object) -> object:
-    """Convert a configuration to nested dictionaries, lists and scalars, every key included."""
+    """Make a configuration as nested dictionaries, lists and scalars, every key included."""
+    if isinstance(record, Axes):
+        return record.mapping()
     if isinstance(record, Mapping):
         return {str(key): plain(inner) for key, inner in record.items()}
     if isinstance(record, (list, tuple)):
@@ -126,10 +132,7 @@ def plain(record: object) -> object:
         return str(record) if isinstance(record, (StrEnum, Path)) else record
     tree: dict[str, object] = {}
     for item, hint in fields_of(type(record)):
-        value = getattr(record, item.name)
-        if through := marked(hint, Through):
-            value = through.plain(value)
-        inner = plain(value)
+        inner = plain(getattr(record, item.name))
         is_inline = marked(hint, Inline) and isinstance(inner, dict)
         tree |= inner if is_inline else {item.name: inner}
     return tree
@@ -146,9 +149,10 @@ def dump(record: object, *, every_key: bool = False) -> str:
 def _differing(record: object, every_key: bool) -> dict[str, object]:
     tree: dict[str, object] = {}
     for item, hint in fields_of(type(record)):
-        value, default = getattr(record, item.name), _default_of(item)
-        through = marked(hint, Through)
-        if is_dataclass(value) and not through:
+        value, default = getattr(record, item.name), item.default
+        if item.default_factory is not MISSING:
+            default = item.default_factory()
+        if is_dataclass(value) and not isinstance(value, Axes):
             inner = _differing(value, every_key)
             if marked(hint, Inline):
                 tree |= inner
@@ -158,24 +162,241 @@ def _differing(record: object, every_key: bool) -> dict[str, object]:
             if default not in (None, MISSING):
                 raise ValueError(f"{item.name} is None where the default is {default!r}")
         elif every_key or value != default:
-            tree[item.name] = plain(through.plain(value) if through else value)
+            tree[item.name] = plain(value)
     return tree
 
 
-def _apply(tree: dict[str, object], override: str, given: dict[Key, str]) -> list[Problem]:
+# ------------------------------------------------------------------------------ values and types
+
+
+@cache
+def adapter(kind: type, *, is_finite: bool = True) -> TypeAdapter[tuple[Any]]:
+    """Make what pydantic reads one ``kind``, in a list, from JSON with; strict: true is no 1.
+
+    It is JSON because strict mode takes lists for tuples and tables for dataclasses only there.
+    """
+    from pydantic import ConfigDict, TypeAdapter
+
+    # A dataclass takes no configuration of its own here; it takes that of what it stands in.
+    config = ConfigDict(
+        strict=True, extra="forbid", allow_inf_nan=not is_finite, use_attribute_docstrings=True
+    )
+    return TypeAdapter(tuple[kind], config=config)
+
+
+def _read(
+    tree: Mapping[str, object], kind: type[T], origin: Origin
+) -> tuple[T | None, list[Problem]]:
+    """Make the value of the tree (``None`` if it cannot be made) and list the problems.
+
+    Rules between keys are checked in what remains without the keys that have problems.
+    """
+    known = keys_of(kind)
+    problems = [_unknown(kind, value, (name,)) for name, value in tree.items() if name not in known]
+    data = _usable({name: tree[name] for name in tree if name in known}, (), problems)
+    made, found = _validated(data, kind)
+    failed = [problem.key for problem in problems]
+    problems += [problem for problem in found if problem.key not in failed]
+    failed += [problem.key for problem in found]
+    if made is None:
+        for key in failed:
+            _remove(data, key)
+        made = _validated(data, kind)[0]
+    if made is None:
+        return None, problems
+    for key, record in _records(made):
+        if hasattr(record, "origin"):
+            # Frozen, but made above and seen by nobody yet.
+            object.__setattr__(record, "origin", origin)
+        for problem in getattr(record, "problems", tuple)():
+            rests_on = [key + part for part in (problem.key, *problem.involves)]
+            if not any(_touch(a, b) for a in rests_on for b in failed):
+                problems.append(Problem(key + problem.key, problem.message))
+    return made, problems
+
+
+def _records(record: object, key: Key = ()) -> Iterator[tuple[Key, object]]:
+    """List a configuration and the tables in it, each with its key, the inner ones first."""
+    for item, hint in fields_of(type(record)):
+        inner = getattr(record, item.name)
+        if is_dataclass(inner):
+            yield from _records(inner, key if marked(hint, Inline) else (*key, item.name))
+    yield key, record
+
+
+def _touch(a: Key, b: Key) -> bool:
+    """Check that one key is the other or lies in it. The root lies in nothing but itself."""
+    return bool(a and b) and a[: len(b)] == b[: len(a)]
+
+
+def _usable(value: object, key: Key, problems: list[Problem]) -> Any:  # noqa: ANN401
+    """Copy a tree with ``None`` for what no key takes: dates and numbers of over 64 bits."""
+    match value:
+        case Mapping():
+            return {n: _usable(inner, (*key, n), problems) for n, inner in value.items()}
+        case list():
+            return [_usable(inner, key, problems) for inner in value]
+        case int() if not -(2**63) <= value < 2**63:
+            expected = "a number of at most 64 bits"
+        case datetime.date() | datetime.time():
+            expected = "text in quotes, or another value"
+        case _:
+            return value
+    problems.append(Problem(key, f"{_named(key)}: expected {expected}, found {_shown(value)}"))
+    return None
+
+
+def _remove(data: dict[str, Any], key: Key) -> None:
+    for part in key[:-1]:
+        data = data.get(part, {})
+    data.pop(key[-1] if key else "", None)
+
+
+def _validated(data: dict[str, Any], kind: type[T]) -> tuple[T | None, list[Problem]]:
+    """Make a ``kind`` of a tree, or list what hinders that."""
+    from pydantic import ValidationError
+
+    tree, inline = dict(data), [""]
+    for item, hint in fields_of(kind):
+        if marked(hint, Inline):
+            keys = keys_of(cast(type, unmarked(hint)))
+            tree[item.name] = {name: tree.pop(name) for name in keys if name in tree}
+            inline.append(item.name)
+    try:
+        return adapter(kind).validate_json(json.dumps([tree], default=str))[0], []
+    except ValidationError as error:
+        errors = error.errors(include_url=False, include_input=False)
+    found: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
+    values: dict[tuple[int | str, ...], object] = {}
+    for each in errors:
+        path: tuple[int | str, ...] = ()
+        value: Any = data
+        for part in each["loc"][1:]:
+            try:
+                value = value[part]
+            except (LookupError, TypeError):
+                continue  # the name of a type in a union, or of an inline table
+            path = (*path, part)
+        if each["type"] == "missing":
+            path = (*path, each["loc"][-1])
+        found.setdefault(path, []).append(each)
+        values[path] = value
+    # Of a union that holds tables or lists, the type that was meant tells what is wrong in it.
+    outer = {path[:length] for path in found for length in range(len(path))}
+    return None, [
+        _problem(kind, path, each, values[path])
+        for path, each in found.items()
+        if path not in outer
+    ]
+
+
+_EXPECTED = MappingProxyType(
+    {
+        "bool_type": "true or false",
+        "int_type": "a whole number",
+        "float_type": "a number",
+        "finite_number": "a number",
+        "string_type": "text",
+        "tuple_type": "a list",
+        "too_long": "at most {max_length} items",
+        "dict_type": "a table",
+        "dataclass_type": "a table",
+        "literal_error": "{expected}",
+        "enum": "{expected}",
+        "greater_than_equal": "a number of at least {ge:g}",
+        "greater_than": "a number above {gt:g}",
+    }
+)
+"""What pydantic misses, by the kind of its error."""
+
+
+def _problem(
+    kind: type, path: Sequence[int | str], errors: Sequence[ErrorDetails], value: object
+) -> Problem:
+    """Describe what pydantic found at one place, in each type of a union."""
+    key = tuple(str(part) for part in takewhile(lambda part: isinstance(part, str), path))
+    first = errors[0]
+    if first["type"] == "unexpected_keyword_argument":
+        return _unknown(kind, value, key)
+    if first["type"] == "value_error":
+        return Problem(key, str(first["ctx"]["error"]))
+    if first["type"] == "missing" and len(key) == len(path):
+        return Problem(key, f"missing {_named(key)}")
+    words: list[str] = []
+    for each in errors:
+        expected = _EXPECTED.get(each["type"], each["msg"]).format_map(each.get("ctx", {}))
+        words += re.split(", | or ", expected.replace("'", '"')) if "'" in expected else [expected]
+    if first["type"] == "missing":
+        words = ["another item"]
+    *others, last = dict.fromkeys(words)
+    expected = ", ".join(others) + " or " * bool(others) + last
+    close = nearest(value, [w.strip('"') for w in words]) if isinstance(value, str) else None
+    hint = f"; did you mean {literal(close)}?" if close else ""
+    return Problem(key, f"{_named(key)}: expected {expected}, found {_shown(value)}{hint}")
+
+
+def _unknown(kind: type, value: object, key: Key) -> Problem:
+    *table, name = key
+    known = cast(dict[str, dict[str, object]], whole := keys_of(kind))
+    for part in table:
+        known = cast(dict[str, dict[str, object]], known[part])
+    homes = [f"[{home}]" for home, inner in whole.items() if name in inner]
+    if homes:
+        hint = f"it belongs to {' or '.join(homes)}"
+    elif (close := nearest(name, list(known))) is not None:
+        shown = f"[{close}]" if not table and known[close] else repr(close)
+        hint = f"did you mean {shown}?"
+    else:
+        hint = f"known {'keys' if table else 'tables'}: {', '.join(known)}"
+    what = f"table [{name}]" if isinstance(value, Mapping) and not table else _named(key)
+    return Problem(key, f"unknown {what}; {hint}")
+
+
+def _shown(value: object) -> str:
+    """Write a value, and name its kind where that is not clear to a reader."""
+    shown = "null" if value is None else literal(value)
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    match value:
+        case int() if not -(2**63) <= value < 2**63:
+            return f"a number of more than 64 bits, {shown}"
+        case Mapping():
+            return f"the table {shown}"
+        case list() | tuple():
+            return f"the list {shown}"
+        case str():
+            return f"the text {shown}"
+    return shown
+
+
+def _named(key: Key) -> str:
+    """Write a key as messages call it, such as ``key 'seed' in [train]``."""
+    if not key:
+        return "the text"
+    table = f" in [{dotted(key[:-1])}]" if len(key) > 1 else ""
+    return f"key '{key[-1]}'{table}"
+
+
+# ------------------------------------------------------------------------------------- overrides
+
+
+def _apply(tree: dict[str, Any], override: str, kind: type, given: dict[Key, str]) -> list[Problem]:
     """Put one ``key=value`` into the tree and note it; returns the problem, if any."""
-    key, value, _ = _split(override)
+    key, value, raw = _split(override)
     if not key:
         return [Problem((), f"override '{override}': expected key=value, as in train.seed=3")]
     node = tree
     for length, part in enumerate(key[:-1], 1):
-        inner = node.setdefault(part, {})
-        if not isinstance(inner, dict):
+        node = node.setdefault(part, {})
+        if not isinstance(node, dict):
             name = dotted(key[:length])
             return [Problem((), f"override '{override}': {name} is a value, not a table")]
-        node = inner
-    node[key[-1]] = value
     given[key] = override
+    # What parses as TOML may have been meant as text: run.name=123.
+    for node[key[-1]] in (value, None, raw) if raw.lower() == "none" else (value, raw):
+        found = _read(tree, kind, Origin())[1]
+        if not any(_touch(problem.key, key) for problem in found):
+            return []
+    node[key[-1]] = value
     return []
 
 
@@ -192,311 +413,138 @@ def _split(override: str) -> tuple[Key, object, str]:
     return (), None, ""
 
 
-class _Reader:
-    """A reader of one tree as a ``kind``: what cannot be read is reported, the rest is made."""
+# ------------------------------------------------------------------------------ the text of TOML
 
-    def __init__(self, origin: Origin, kind: type) -> None:
-        self._origin = origin
-        self._kind = kind
-        self._checks: list[tuple[Key, Callable[[], Sequence[Problem]]]] = []
-
-    def read(self, tree: Mapping[str, object]) -> tuple[object, list[Problem]]:
-        """Read the value of the tree (``None`` if it cannot be made) and the problems."""
-        result: object = None
-        found: list[Problem] = []
-        try:
-            result = self._record(self._kind, tree, ())
-        except _RejectedError as rejected:
-            found += rejected.problems
-        failed = [problem.key for problem in found]
-        for key, check in self._checks:
-            for problem in check():
-                rests_on = [key + part for part in (problem.key, *problem.involves)]
-                if not any(_touch(a, b) for a in rests_on for b in failed):
-                    found.append(Problem(key + problem.key, problem.message))
-        return result, found
-
-    def _record(self, kind: type, table: Mapping[str, object], key: Key) -> object:
-        rest = dict(table)
-        made, problems = self._take(kind, rest, key)
-        for name, value in rest.items():
-            problems.append(self._unknown(kind, value, (*key, name)))
-        if problems:
-            raise _RejectedError(*problems)
-        return made
-
-    def _take(self, kind: type, rest: dict[str, object], key: Key) -> tuple[object, list[Problem]]:
-        """Make a ``kind`` from its keys, and remove them from ``rest``."""
-        given: dict[str, object] = dict.fromkeys(_origin_fields(kind), self._origin)
-        problems: list[Problem] = []
-        lacking = False
-        for item, hint in fields_of(kind):
-            if marked(hint, Inline):
-                given[item.name], found = self._take(cast(type, unmarked(hint)), rest, key)
-                problems += found
-                lacking |= given[item.name] is None
-            elif item.name in rest:
-                try:
-                    given[item.name] = self.value(rest.pop(item.name), hint, (*key, item.name))
-                except _RejectedError as rejected:
-                    problems += rejected.problems
-                    lacking |= _default_of(item) is MISSING
-            elif _default_of(item) is MISSING:
-                lacking = True
-                message = f"missing {_named((*key, item.name))}; expected {_expected(hint)}"
-                problems.append(Problem(key, message))
-        if lacking:
-            return None, problems
-        try:
-            made = kind(**given)
-        except ValueError as error:
-            return None, [*problems, Problem(key, str(error))]
-        if callable(check := getattr(made, "problems", None)):
-            self._checks.append((key, cast(Callable[[], Sequence[Problem]], check)))
-        return made, problems
-
-    def _unknown(self, kind: type, value: object, key: Key) -> Problem:
-        *table, name = key
-        known = keys_of(kind)
-        homes = [f"[{home}]" for home, inner in keys_of(self._kind).items() if name in inner]
-        if homes:
-            hint = f"it belongs to {' or '.join(homes)}"
-        elif (close := nearest(name, list(known))) is not None:
-            shown = f"[{close}]" if not table and known[close] else repr(close)
-            hint = f"did you mean {shown}?"
-        else:
-            hint = f"known {'keys' if table else 'tables'}: {', '.join(known)}"
-        what = f"table [{name}]" if isinstance(value, Mapping) and not table else _named(key)
-        return Problem(key, f"unknown {what}; {hint}")
-
-    def value(self, value: object, hint: object, key: Key) -> object:
-        """Convert one value, or raise ``_RejectedError`` with all that is wrong in it."""
-        override = self._origin.overrides.get(key)
-        if override is None:
-            return self._convert(value, hint, key)
-        # What parses as TOML may have been meant as text: run.name=123.
-        raw = _split(override)[2]
-        is_none = raw.lower() == "none" and types.NoneType in _members(hint)
-        rejected: list[_RejectedError] = []
-        for each in (value, None if is_none else raw):
-            result = self._attempt(each, hint, key)
-            if not isinstance(result, _RejectedError):
-                return result
-            rejected.append(result)
-        raise rejected[0]
-
-    def _attempt(self, value: object, hint: object, key: Key) -> object:
-        """Return the converted value or the error; a failed attempt leaves no checks behind."""
-        before = len(self._checks)
-        try:
-            return self._convert(value, hint, key)
-        except _RejectedError as rejected:
-            del self._checks[before:]
-            return rejected
-
-    def _convert(self, value: object, hint: object, key: Key) -> object:
-        kind = unmarked(hint)
-        origin = typing.get_origin(kind)
-        if kind is Any:
-            return value
-        if through := marked(hint, Through):
-            return self._through(through, value, key)
-        if origin in (Union, types.UnionType):
-            return self._alternative(value, hint, key)
-        if isinstance(value, Mapping) and isinstance(kind, type) and is_dataclass(kind):
-            return self._record(kind, value, key)
-        if isinstance(value, Mapping) and origin in (Mapping, dict):
-            item = typing.get_args(kind)[1]
-            reads = [partial(self.value, v, item, (*key, name)) for name, v in value.items()]
-            return dict(zip(value, _all(reads), strict=True))
-        hints = _item_hints(kind, len(value)) if isinstance(value, (list, tuple)) else None
-        if hints is None:
-            return _scalar(value, hint, key)
-        items = zip(cast(Sequence[object], value), hints, strict=True)
-        return tuple(_all([partial(self._convert, v, h, key) for v, h in items]))
-
-    def _through(self, through: Through, value: object, key: Key) -> object:
-        checked = through.check(value) if through.check and isinstance(value, Mapping) else ()
-        found = [Problem(key + problem.key, problem.message) for problem in checked]
-        try:
-            written = self.value(value, through.written, key)
-        except _RejectedError as rejected:
-            raise _RejectedError(*found, *rejected.problems) from None
-        if found:
-            raise _RejectedError(*found)
-        try:
-            return through.build(written)
-        except ValueError as error:
-            raise _RejectedError(Problem(key, str(error))) from error
-
-    def _alternative(self, value: object, hint: object, key: Key) -> object:
-        """Find the first type of a union that takes the value."""
-        for member in _members(hint):
-            result = self._attempt(value, member, key)
-            if not isinstance(result, _RejectedError):
-                return result
-            inside = [problem for problem in result.problems if problem.key != key]
-            if inside and isinstance(value, Mapping):
-                raise result
-        raise _RejectedError(_mismatch(value, hint, key))
-
-
-def _all(reads: Sequence[Callable[[], object]]) -> list[object]:
-    """Run every read; all that is wrong is raised together."""
-    made: list[object] = []
-    problems: list[Problem] = []
-    for read_one in reads:
-        try:
-            made.append(read_one())
-        except _RejectedError as rejected:
-            problems += rejected.problems
-    if problems:
-        raise _RejectedError(*problems)
-    return made
-
-
-def _touch(a: Key, b: Key) -> bool:
-    """Check that one key is the other or lies in it. The root lies in nothing but itself."""
-    return bool(a and b) and a[: len(b)] == b[: len(a)]
-
-
-# ---------------------------------------------------------------------- one value, and its words
-
-
-def _default_of(item: Field[object]) -> object:
-    """Find the default of a field; ``MISSING`` if it has none."""
-    return item.default_factory() if item.default_factory is not MISSING else item.default
-
-
-def _origin_fields(kind: type) -> list[str]:
-    """List the fields that are filled with where the values came from."""
-    hints = typing.get_type_hints(kind)
-    return [item.name for item in fields(kind) if hints[item.name] is Origin]
-
-
-def _members(hint: object) -> tuple[object, ...]:
-    """List the alternatives of a union, with their marks; the type itself if it is not a union."""
-    kind = unmarked(hint)
-    if typing.get_origin(kind) in (Union, types.UnionType):
-        return tuple(m for member in typing.get_args(kind) for m in _members(member))
-    return (hint,)
-
-
-def _item_hints(kind: object, count: int) -> list[object] | None:
-    """List the types of a tuple's items; ``None`` for another type or another number of items."""
-    hints = typing.get_args(kind) if typing.get_origin(kind) is tuple else ()
-    if len(hints) == 2 and hints[1] is ...:
-        return [hints[0]] * count
-    return list(hints) if hints and len(hints) == count else None
-
-
-def _scalar(value: object, hint: object, key: Key) -> object:
-    """Check type (a whole number may stand for a float) and bounds of a value, or reject it."""
-    kind = unmarked(hint)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if _is_huge(value) or (is_number and not _is_within(value, hint)):
-        raise _RejectedError(_mismatch(value, hint, key))
-    if typing.get_origin(kind) is Literal:
-        for choice in typing.get_args(kind):
-            if type(choice) is type(value) and choice == value:
-                return choice
-    elif kind is types.NoneType and value is None:
-        return None
-    elif kind is float and is_number:
-        if math.isfinite(value):
-            return float(value)
-    elif isinstance(kind, type) and issubclass(kind, (StrEnum, Path)) and isinstance(value, str):
-        if issubclass(kind, Path) or value in list(kind):
-            return kind(value)
-    elif type(value) is kind:
-        return value
-    raise _RejectedError(_mismatch(value, hint, key))
-
-
-def _is_huge(value: object) -> bool:
-    """Check for an integer of more than 64 bits, which neither TOML nor tensors hold."""
-    return isinstance(value, int) and not -(2**63) <= value < 2**63
-
-
-def _is_within(value: float, hint: object) -> bool:
-    at_least, above = marked(hint, AtLeast), marked(hint, Above)
-    return not ((at_least and value < at_least.limit) or (above and value <= above.limit))
-
-
-def _mismatch(value: object, hint: object, key: Key) -> Problem:
-    shown = "null" if value is None else literal(value)
-    shown = shown if len(shown) <= 60 else shown[:57] + "..."
-    message = f"{_named(key)}: expected {_expected(hint)}, found {_what(value)}{shown}"
-    choices = [c for member in _members(hint) for c in _choices(unmarked(member))]
-    close = nearest(value, choices) if isinstance(value, str) else None
-    return Problem(key, message + (f"; did you mean {literal(close)}?" if close else ""))
-
-
-def _what(value: object) -> str:
-    """Name the kind of a value, where its literal alone is not clear to a reader."""
-    match value:
-        case int() if _is_huge(value):
-            return "a number of more than 64 bits, "
-        case Mapping():
-            return "the table "
-        case list() | tuple():
-            return "the list "
-        case str():
-            return "the text "
-    return ""
-
-
-def _choices(kind: object) -> list[str]:
-    if typing.get_origin(kind) is Literal:
-        return [choice for choice in typing.get_args(kind) if isinstance(choice, str)]
-    return [str(c) for c in kind] if isinstance(kind, type) and issubclass(kind, StrEnum) else []
-
-
-_NOUNS: Mapping[object, tuple[str, str]] = types.MappingProxyType(
-    {
-        Any: ("a value", "values"),
-        bool: ("true or false", "booleans"),
-        int: ("a whole number", "whole numbers"),
-        float: ("a number", "numbers"),
-        str: ("text", "texts"),
-        Path: ("a path", "paths"),
-    }
+# Strings and comments are whole tokens, so that what they contain is not taken for structure.
+_TOKEN = re.compile(
+    r'"""(?:\\.|[^\\])*?"{3,5}'
+    r"|'''.*?'{3,5}"
+    r'|"(?:\\.|[^"\\\n])*"'
+    r"|'[^'\n]*'"
+    r"|\#[^\n]*"
+    r"|[\[\]{}=\n]",
+    re.DOTALL,
 )
+_POSITION = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
+_ESCAPED = re.compile(r'["\\\x00-\x1f\x7f]')
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def _expected(hint: object) -> str:
-    """Write a type in words, such as ``"auto" or a list of texts``."""
-    words: list[str] = []
-    for member in _members(hint):
-        kind = unmarked(member)
-        arguments, origin = typing.get_args(kind), typing.get_origin(kind)
-        if origin is Literal:
-            words += [literal(choice) for choice in arguments]
-        elif choices := _choices(kind):
-            words += [literal(choice) for choice in choices]
-        elif origin is tuple and arguments[-1] is ...:
-            words.append(f"a list of {_plural(arguments[0])}")
-        elif origin is tuple:
-            words.append(f"a list of {len(arguments)}: {', '.join(map(_expected, arguments))}")
-        elif origin in (Mapping, dict):
-            words.append(f"a table of {_plural(arguments[1])}")
-        elif kind is not types.NoneType:
-            noun = _NOUNS[kind][0] if kind in _NOUNS else "a table"
-            at_least, above = marked(member, AtLeast), marked(member, Above)
-            noun += f" of at least {at_least.limit}" if at_least else ""
-            words.append(noun + (f" above {above.limit}" if above else ""))
-    words = words or ["null"]
-    return ", ".join(words[:-1]) + " or " * (len(words) > 1) + words[-1]
+def lines_of(text: str, tree: Mapping[str, object]) -> dict[Key, int]:
+    """Find the line, counted from 1, where each table and key is first given; ``text`` is valid."""
+    lines: dict[Key, int] = {}
+    table: Key = ()
+    begin = depth = 0
+    equals = closed = -1  # the ends of a key and of a header in this statement
+    for token in _TOKEN.finditer(text + "\n"):
+        match token.group():
+            case "[" | "{":
+                depth += 1
+            case "]" | "}":
+                depth -= 1
+                if not depth and closed < 0:
+                    closed = token.end()
+            case "=" if not depth and equals < 0:
+                equals = token.start()
+            case "\n" if not depth:
+                key: Key = ()
+                if equals >= 0:
+                    key = table + (parse_key(text[begin:equals]) or ())
+                elif closed >= 0:
+                    table = key = parse_key(text[begin:closed].strip(" \t[]")) or ()
+                line = text.count("\n", 0, begin) + 1
+                for length in range(1, len(key) + 1):
+                    lines.setdefault(key[:length], line)
+                begin, equals, closed = token.end(), -1, -1
+    _add_inner(lines, tree, ())
+    return lines
 
 
-def _plural(hint: object) -> str:
-    kind = unmarked(hint)
-    return _NOUNS[kind][1] if kind in _NOUNS else f"values, each {_expected(hint)}"
+def _add_inner(lines: dict[Key, int], tree: Mapping[str, object], key: Key) -> None:
+    """Give the keys of inline tables the lines of the tables."""
+    for part, inner in tree.items():
+        lines.setdefault((*key, part), lines.get(key, 1))
+        if isinstance(inner, Mapping):
+            _add_inner(lines, inner, (*key, part))
 
 
-def _named(key: Key) -> str:
-    """Write a key as messages call it, such as ``key 'seed' in [train]``."""
-    if not key:
-        return "the text"
-    table = f" in [{dotted(key[:-1])}]" if len(key) > 1 else ""
-    return f"key '{key[-1]}'{table}"
+def _fault(error: Exception, text: str) -> str:
+    """Describe where the text is no TOML, and how."""
+    if isinstance(error, RecursionError):
+        return "not valid TOML: nested too deeply"
+    found = _POSITION.search(str(error))
+    rows = text.split("\n")
+    row = int(found[1] or len(rows)) if found else 1
+    shown = rows[row - 1].strip()
+    reason = _POSITION.sub("", str(error))
+    hint = ""
+    if found and not found[1]:
+        hint = "; a bracket or a quote is not closed, or a value is missing"
+    elif reason == "Invalid value":
+        hint = '; text needs quotes, as in key = "text"'
+    elif reason.startswith(("Cannot overwrite", "Cannot declare")):
+        hint = "; it is given twice"
+    if len(shown) > 60:
+        shown = shown[:57] + "..."
+    return f"line {row}: not valid TOML: {reason[:1].lower() + reason[1:]} in `{shown}`{hint}"
+
+
+def dotted(key: Key) -> str:
+    """Write a key as it is written in TOML, such as ``tensor.rules."layers.*"``."""
+    return ".".join(part if _BARE_KEY.fullmatch(part) else literal(part) for part in key)
+
+
+def literal(value: object) -> str:
+    """Write a value as TOML writes it: scalars, sequences, and mappings as inline tables."""
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case int():
+            return str(int(value))
+        case float():
+            return repr(float(value))
+        case str():
+            return '"' + _ESCAPED.sub(_escape, value) + '"'
+        case Mapping():
+            inner = (f"{dotted((str(key),))} = {literal(item)}" for key, item in value.items())
+            return "{ " + ", ".join(inner) + " }" if value else "{}"
+        case Sequence():
+            return "[" + ", ".join(literal(item) for item in value) + "]"
+    return str(value)
+
+
+def _escape(match: re.Match[str]) -> str:
+    character = match.group()
+    return "\\" + character if character in '"\\' else f"\\u{ord(character):04x}"
+
+
+def write(tree: Mapping[str, object], key: Key = ()) -> str:
+    """Write a tree as TOML text: values first, then each mapping as a table with its header."""
+    values = [
+        f"{dotted((name,))} = {literal(value)}\n"
+        for name, value in tree.items()
+        if not isinstance(value, Mapping)
+    ]
+    tables = [
+        (write(value, (*key, name)), (*key, name))
+        for name, value in tree.items()
+        if isinstance(value, Mapping)
+    ]
+    blocks = ["".join(values)] if values else []
+    for text, name in tables:
+        # A table that only holds tables is declared by theirs.
+        blocks.append(text if text.startswith("[") else f"[{dotted(name)}]\n{text}")
+    return "\n".join(blocks)
+
+
+def parse_key(text: str) -> Key | None:
+    """Find the path of a key as written before an equals sign; ``None`` if it is not a key."""
+    try:
+        tree = tomllib.loads(text + " = 0")
+    except ValueError:
+        return None
+    key: list[str] = []
+    while isinstance(tree, dict) and tree:
+        (part, tree), *_ = tree.items()
+        key.append(part)
+    return tuple(key) if tree == 0 else None

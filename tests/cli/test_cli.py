@@ -140,7 +140,7 @@ def test_a_wrong_command_is_one_line(
     ("words", "expected"),
     [
         (["--run.stepz", "3"], "override 'run.stepz=3': unknown key 'stepz' in [run]"),
-        (["--run.steps=many"], "expected a whole number of at least 1"),
+        (["--run.steps=many"], "expected a whole number, found"),
         (["--pipeline.schedule", "1f2b"], 'did you mean "1f1b"?'),
         (["--nproc", "3"], "axes multiply to 2"),
         (["--nproc", "3"], "or set replicate = 3 in [axes]"),

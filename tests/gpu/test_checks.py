@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from gpu.table import (
 )
 from gpu.traces import REGION, Span, counted
 from gpu.values import collectives, trains
-from gpu_check import refusal
+from gpu_check import main, refusal
 from meshwright.comm import Communicator, Pending
 from meshwright.errors import RankFailedError
 from meshwright.testing import Ending, Outcome, Ranks, RanksFailed
@@ -144,6 +145,19 @@ def test_the_program_refuses_a_machine_without_a_gpu_in_one_line() -> None:
     assert done.stderr.count("\n") == 1
 
 
+def test_a_missing_package_is_named_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "pydantic" else found(name)
+    )
+    assert main([]) == 2
+    assert capsys.readouterr().err == (
+        "gpu-check: expected a python3 that has numpy, safetensors, pydantic, found no pydantic\n"
+    )
+
+
 _BARE = """
 import sys
 class Without:
@@ -161,7 +175,7 @@ print(len(all_rows()))
 
 
 @pytest.mark.slow
-def test_nothing_but_torch_numpy_and_safetensors_is_needed() -> None:
+def test_nothing_but_torch_numpy_safetensors_and_pydantic_is_needed() -> None:
     names = {
         "pytest",
         "_pytest",

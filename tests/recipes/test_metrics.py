@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+from contextlib import closing
 from pathlib import Path
 
 from rich.console import Console
@@ -16,28 +17,27 @@ def steps_in(path: Path) -> list[int]:
 
 def test_every_line_is_there_at_once(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
-    with MetricsFile(path) as metrics:
+    with closing(MetricsFile(path)) as metrics:
         metrics.write({"step": 1, "loss": 5.5})
         assert json.loads(path.read_text()) == {"step": 1, "loss": 5.5}
 
 
 def test_a_resumed_run_drops_later_lines_and_a_torn_one(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsFile(path) as metrics:
+    with closing(MetricsFile(path)) as metrics:
         for step in range(1, 6):
             metrics.write({"step": step})
     with path.open("a") as file:
         file.write('{"step": 2, "lo')
-    with MetricsFile(path, step=3) as metrics:
+    with closing(MetricsFile(path, step=3)) as metrics:
         metrics.write({"step": 4})
     assert steps_in(path) == [1, 2, 3, 4]
 
 
 def test_a_full_file_says_so_once_and_keeps_its_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsFile(path, limit=40) as metrics:
+    with closing(MetricsFile(path, limit=40)) as metrics:
         problems = [metrics.write({"step": step}) for step in range(1, 6)]
-        assert metrics.is_closed
     assert steps_in(path) == [1, 2, 3]
     assert problems[3] == f"{path} has reached its limit of 40 bytes and ends"
     assert problems[:3] + problems[4:] == [""] * 4
@@ -45,7 +45,7 @@ def test_a_full_file_says_so_once_and_keeps_its_lines(tmp_path: Path) -> None:
 
 def test_a_fresh_run_starts_an_empty_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsFile(path) as metrics:
+    with closing(MetricsFile(path)) as metrics:
         metrics.write({"step": 1})
     MetricsFile(path).close()
     assert path.read_text() == ""

@@ -6,8 +6,7 @@ Bottom-up:
     modules       test modules in ranks
     outcome       how ranks end
     rank_process  the life of one rank
-    supervisor    watches the ranks of one call
-    server        the clean process that ranks are forked from
+    server        the clean process that ranks are forked from, and the supervisor of a call
     pool          the caller's side
 
 ::

@@ -5,16 +5,12 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, is_dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, Literal, cast, get_args, get_origin
+from typing import Annotated, Any, Literal
 
 from meshwright.axes import KNOWN_AXES, RESERVED_AXES
 from meshwright.plan import Plan
@@ -24,13 +20,9 @@ from meshwright.settings import (
     Inline,
     Origin,
     Problem,
-    Through,
-    fields_of,
-    marked,
-    unmarked,
+    keys_of,
 )
-from meshwright.toml_source import read_file
-from meshwright.toml_text import literal
+from meshwright.toml_source import adapter, literal, read_file
 
 EXAMPLE = Path(__file__).with_name("example.toml")
 """The configuration that comes with the package: in the repository a link to that of examples/."""
@@ -336,61 +328,25 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     return read_file(EXAMPLE if path == "example" else path, TrainConfig, overrides=overrides)
 
 
-def option_lines(kind: type = TrainConfig, width: int = 80) -> list[str]:
-    """List the keys of the configuration in lines of ``width``: option, choices, default, text."""
+def option_lines() -> list[str]:
+    """List the keys of the configuration in lines of 80: option, choices, default, text."""
     usable = [name for name in KNOWN_AXES if name not in RESERVED_AXES]
     lines = ["Keys of the configuration, with their defaults:"]
 
     def tell(option: str, default: str, meaning: str) -> None:
         rest = " " * 6
         for words, first in ((f"{option} ({default})", "  "), (meaning, rest)):
-            lines.extend(textwrap.wrap(words, width, initial_indent=first, subsequent_indent=rest))
+            lines.extend(textwrap.wrap(words, 80, initial_indent=first, subsequent_indent=rest))
 
     tell("--axes.NAME", "1", f"Ranks along an axis: {', '.join(usable)}.")
-    for table, record in _tables(kind):
-        meanings = _meanings(record)
-        for item, hint in fields_of(record):
-            choices = ", ".join(map(str, _choices(hint)))
-            option = f"--{table}.{item.name}" + (f" {{{choices}}}" if choices else "")
-            tell(option, _default(item), meanings[item.name].replace("``", ""))
+    kinds = adapter(TrainConfig).json_schema()["$defs"]
+    tables = kinds["Plan"]["properties"] | kinds["TrainConfig"]["properties"]
+    for table in keys_of(TrainConfig):
+        record = kinds.get(tables[table].get("$ref", "").removeprefix("#/$defs/"), {})
+        for key, about in record.get("properties", {}).items():
+            kind = about.get("anyOf", [about])  # X | None is X, then null
+            choices = kind[0].get("enum", ()) if kind[1:] in ([], [{"type": "null"}]) else ()
+            option = f"--{table}.{key}" + (f" {{{', '.join(choices)}}}" if choices else "")
+            default = "none" if about.get("default") is None else literal(about["default"])
+            tell(option, default, " ".join(about["description"].split()).replace("``", ""))
     return lines
-
-
-def _choices(hint: object) -> tuple[object, ...]:
-    """List the values of a ``Literal``, also an optional one; () for any other type."""
-    if get_origin(hint) is Literal:
-        return get_args(hint)
-    kinds = [kind for kind in get_args(hint) if kind is not NoneType]
-    return _choices(kinds[0]) if len(kinds) == 1 else ()
-
-
-def _tables(kind: type) -> Iterator[tuple[str, type]]:
-    for item, hint in fields_of(kind):
-        inner = unmarked(hint)
-        if not isinstance(inner, type) or not is_dataclass(inner) or marked(hint, Through):
-            continue
-        if marked(hint, Inline):
-            yield from _tables(inner)
-        else:
-            yield item.name, inner
-
-
-def _default(item: Field[object]) -> str:
-    if item.default is MISSING or item.default is None:
-        return "none"
-    return str(literal(cast(object, item.default)))
-
-
-def _meanings(record: type) -> dict[str, str]:
-    """Read from the source the text below each field, as one line."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(record))).body[0]
-    statements = body.body if isinstance(body, ast.ClassDef) else []
-    found: dict[str, str] = {}
-    for pair in pairwise(statements):
-        match pair:
-            case (
-                ast.AnnAssign(target=ast.Name(id=name)),
-                ast.Expr(value=ast.Constant(value=str(meaning))),
-            ):
-                found[name] = " ".join(meaning.split())
-    return found

@@ -216,13 +216,13 @@ class _Training:
                 is_stopped = stop.is_agreed()
                 is_last = is_stopped or self._step == options.steps
                 if is_stopped:
-                    self._note(f"step {self._step}: stopping on request; saving")
+                    self._progress.note(f"step {self._step}: stopping on request; saving")
                 if is_last or (options.save_every and self._step % options.save_every == 0):
                     self._save(is_last=is_last)
                 is_due = options.validate_every and self._step % options.validate_every == 0
                 if is_due and (value := self._validate()) is not None:
                     of = nats(self._task.data.unit)
-                    self._note(f"step {self._step}: validation loss {value:.4f}{of}")
+                    self._progress.note(f"step {self._step}: validation loss {value:.4f}{of}")
                     self._record(step=self._step, validation_loss=value)
         finally:
             self._progress.close()
@@ -287,7 +287,7 @@ class _Training:
                 run = read_run(self._folder.path)
                 write_runs([run], outcome.report, title=f"Run {run.name}")
             except (OSError, ValueError, ScheduleError) as error:
-                self._note(f"error: {outcome.report} cannot be written: {error}")
+                self._progress.note(f"error: {outcome.report} cannot be written: {error}")
                 outcome = replace(outcome, report="")
                 self._write("summary.json", asdict(outcome))
         return outcome
@@ -331,7 +331,7 @@ class _Training:
                 call(tracker)
             except Exception as error:  # third-party code may raise anything
                 del self._trackers[name]
-                self._note(f"error: tracker {name}: {error}; training goes on without it")
+                self._progress.note(f"error: tracker {name}: {error}; training goes on without it")
 
     def _measure_flops(self) -> float:
         """Peak operations a second of all ranks' devices; 0 on ranks that write no metrics."""
@@ -345,14 +345,11 @@ class _Training:
         )
         return one * self._world.size
 
-    def _note(self, text: str) -> None:
-        self._progress.note(text)
-
     def _record(self, step: int, **values: object) -> None:
         if self._metrics is None:
             return
         if problem := self._metrics.write({"step": step, **values}):
-            self._note(f"error: {problem}; training goes on")
+            self._progress.note(f"error: {problem}; training goes on")
         numbers: dict[str, float] = {}
         for name, value in flat(values).items():
             if isinstance(value, int | float):
@@ -382,7 +379,7 @@ class _Training:
 
         def write(row: Mapping[str, object]) -> None:
             if problem := file.write(row):
-                self._note(f"error: {problem}; training goes on")
+                self._progress.note(f"error: {problem}; training goes on")
                 self._tensors = None
 
         share = self._config.data.batch_size // self._trainable.data_size
@@ -455,10 +452,10 @@ class _Training:
             except CheckpointWriteError as error:
                 if is_last:
                     raise
-                # All ranks get the same error; caught inside the phase, it fails no rank.
-                self._note(f"error: {error}; training goes on")
+                # It is the same error on all ranks; caught in the phase, it is nobody's failure.
+                self._progress.note(f"error: {error}; training goes on")
             else:
-                self._note(f"step {self._step}: saved {self._saved}")
+                self._progress.note(f"step {self._step}: saved {self._saved}")
 
     def _validate(self) -> float | None:
         """Compute the loss on held-out data; None without any."""

@@ -10,7 +10,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Self
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
@@ -39,11 +38,6 @@ class MetricsFile:
         os.replace(temporary, path)
         self._file = path.open("a", encoding="utf-8")
 
-    @property
-    def is_closed(self) -> bool:
-        """True when further objects are dropped."""
-        return self._file.closed
-
     def write(self, record: Mapping[str, object]) -> str:
         """Append one object; it is in the file when this returns.
 
@@ -69,12 +63,6 @@ class MetricsFile:
         # Closing retries what could not be written: it is still in the buffer.
         with contextlib.suppress(OSError):
             self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class LineProgress:

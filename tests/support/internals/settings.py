@@ -7,7 +7,7 @@ from support.internals import names_inside
 __getattr__ = names_inside(
     {
         "meshwright.settings": (
-            "Above, AtLeast, Inline, Origin, Problem, keys_of, nearest, split_overrides"
+            "Above, AtLeast, Inline, Key, Origin, Problem, keys_of, nearest, split_overrides"
         ),
     }
 )

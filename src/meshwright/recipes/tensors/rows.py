@@ -13,41 +13,35 @@ a step; without it, the step was not finished. An incomplete last line is ignore
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from types import MappingProxyType, UnionType
-from typing import Any
+from typing import Annotated, Literal, get_args
 
 from meshwright.recipes.tensors.digest import SKETCH, Sums
+from meshwright.toml_source import adapter
 
-FORMAT = 1
-KINDS = ("input", "activation", "loss", "gradient", "parameter")
+Kind = Literal["input", "activation", "loss", "gradient", "parameter"]
+KINDS: tuple[str, ...] = get_args(Kind)
 """The kinds of traced tensors, in the order in which a step makes them."""
 
-_Types = Mapping[str, type | UnionType]
 
-_PLAIN: _Types = MappingProxyType(
-    {
-        **dict.fromkeys(("step", "call", "numel", "nonfinite"), int),
-        **dict.fromkeys(("kind", "name", "dtype", "part", "hash", "tensor_rank"), str),
-        "microbatch": int | None,
-        "square": int | float,
-    }
-)
-_LISTS: _Types = MappingProxyType({"place": int, "shape": int, "sketch": int | float})
-_HEADER: _Types = MappingProxyType(
-    {"rank": int, "ranks": int, "layout": str, "step": int, "run": dict}
-)
+class _Hexadecimal:
+    """A mark on a number that is text in JSON."""
+
+    def __get_pydantic_core_schema__(self, kind: object, schema: object) -> dict[str, object]:
+        read = partial(int, base=16)
+        return {"type": "function-plain", "function": {"type": "no-info", "function": read}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRow(Sums):
     """The part of one tensor that one rank holds in one step, and its sums."""
 
+    hash: Annotated[int, _Hexadecimal()]
     step: int
-    kind: str
+    kind: Kind
     name: str
     """Name of a parameter or module in the original model; empty for input and loss."""
     call: int
@@ -70,26 +64,13 @@ class TensorRow(Sums):
         """Return the row as a line of the file."""
         return {**asdict(self), "hash": f"{self.hash:016x}"}
 
-    @staticmethod
-    def from_json(line: Mapping[str, object]) -> TensorRow:
-        """Read what `to_json` made. Raises KeyError, TypeError or ValueError for anything else."""
-        row: dict[str, Any] = {"tensor_rank": "", **line}
-        _require(((name, row[name], kind) for name, kind in _PLAIN.items()))
-        if row["kind"] not in KINDS:
-            raise ValueError(f"kind {row['kind']!r}")
-        lists = _LISTS if row["samples"] is None else {**_LISTS, "samples": int}
-        _require((name, item, kind) for name, kind in lists.items() for item in row[name])
-        row |= {name: tuple(row[name]) for name in lists}
-        if len(row["sketch"]) != SKETCH:
-            raise ValueError(f"{len(row['sketch'])} signed sums")
-        row["hash"] = int(row["hash"], 16)
-        return TensorRow(**row)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What the rows below it belong to."""
+    """The subject of the rows below it, and the first line of a file."""
 
+    meshwright_tensors: Literal[1] = 1
+    """The format of the file."""
     rank: int
     ranks: int
     layout: str
@@ -97,25 +78,6 @@ class Header:
     """The first step below."""
     run: Mapping[str, object]
     """The configuration and the text."""
-
-    def to_json(self) -> dict[str, object]:
-        """Return the header as a line of the file."""
-        return {"meshwright_tensors": FORMAT, **asdict(self)}
-
-    @staticmethod
-    def from_json(line: Mapping[str, object]) -> Header:
-        """Read what `to_json` made. Raises KeyError, TypeError or ValueError for anything else."""
-        fields: dict[str, Any] = dict(line)
-        if (found := fields.pop("meshwright_tensors")) != FORMAT:
-            raise ValueError(f"format {found!r}")
-        _require((name, fields[name], kind) for name, kind in _HEADER.items())
-        return Header(**fields)
-
-
-def _require(values: Iterable[tuple[str, object, type | UnionType]]) -> None:
-    for name, value, kind in values:
-        if not isinstance(value, kind):
-            raise TypeError(f"{name} {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,17 +170,24 @@ class RunTrace:
             yield key, ranks, rows
 
     def _lines(self, rank: int) -> Iterator[Header | TensorRow]:
+        from pydantic import ValidationError
+
         path = trace_file(self.folder, rank)
         with path.open(encoding="utf-8", errors="replace") as file:
             for number, text in enumerate(file, 1):
                 if not text.endswith("\n"):
                     return  # the run was killed while it wrote
+                is_header = number == 1 or text.startswith('{"meshwright_tensors"')
+                kind = adapter(Header if is_header else TensorRow, is_finite=False)
+                damaged = f"{path}, line {number}, is damaged or no tensor trace"
                 try:
-                    line = json.loads(text)
-                    is_header = number == 1 or "run" in line
-                    yield (Header if is_header else TensorRow).from_json(line)
-                except (KeyError, TypeError, ValueError) as error:
-                    raise ValueError(
-                        f"{path}, line {number}, is damaged or no tensor trace: "
-                        f"{type(error).__name__}: {error}"
-                    ) from error
+                    (line,) = kind.validate_json(f"[{text}]")
+                except ValidationError as error:
+                    first = error.errors(include_url=False)[0]
+                    what = ".".join(map(str, first["loc"][1:]))
+                    raise ValueError(f"{damaged}: {what}: {first['msg']}") from error
+                except TypeError as error:  # a hash that is no text
+                    raise ValueError(f"{damaged}: {error}") from error
+                if isinstance(line, TensorRow) and len(line.sketch) != SKETCH:
+                    raise ValueError(f"{damaged}: {len(line.sketch)} signed sums")
+                yield line

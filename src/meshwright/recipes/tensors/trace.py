@@ -24,7 +24,7 @@ from meshwright.layout import Box
 from meshwright.plan import match_names
 from meshwright.recipes.metrics import MetricsFile
 from meshwright.recipes.tensors.digest import digest
-from meshwright.recipes.tensors.rows import Header, TensorRow, trace_file
+from meshwright.recipes.tensors.rows import Header, Kind, TensorRow, trace_file
 from meshwright.torch_internals.autograd import running_backward
 from meshwright.torch_internals.trees import tree_leaves
 
@@ -50,7 +50,7 @@ def open_trace(folder: Path, header: Header, limit: float, world: Communicator) 
             MetricsFile(path, step=header.step - 1).close()
     world.barrier(label="tensor traces").wait()
     file = MetricsFile(trace_file(folder, world.rank), step=header.step - 1, limit=limit)
-    file.write(header.to_json())
+    file.write(asdict(header))
     return file
 
 
@@ -141,7 +141,7 @@ class TensorTrace:
         return stage in self._passes and running_backward() == -1
 
     def _put_samples(
-        self, kind: str, name: str, place: tuple[int, int], value: Tensor, now: _Pass
+        self, kind: Kind, name: str, place: tuple[int, int], value: Tensor, now: _Pass
     ) -> None:
         """Write the row of a tensor whose dim 0 holds the samples of a microbatch."""
         each, rest = divmod(value.shape[0], max(1, now.samples))
@@ -154,7 +154,7 @@ class TensorTrace:
 
     # -------------------------------------------------------------------------------- all tensors
 
-    def _write_all(self, kind: str) -> None:
+    def _write_all(self, kind: Kind) -> None:
         settle()
         owned = self._trainable.named_parameters()
         for stage, entry in self._trainable.entries:
@@ -165,7 +165,7 @@ class TensorTrace:
 
     def _put(
         self,
-        kind: str,
+        kind: Kind,
         name: str,
         place: tuple[int, int],
         holding: Holding,
