@@ -410,11 +410,13 @@ def _merge(parts: list[Any], spec: object) -> Any:  # noqa: ANN401
             )
         return torch.cat(parts, dim=spec.split_dim if isinstance(spec, TensorChunkSpec) else 0)
     first = parts[0]
+    if is_joined and isinstance(first, torch.Tensor):
+        return torch.stack(parts)
     for number, part in enumerate(parts):
         same = torch.equal(part, first) if isinstance(first, torch.Tensor) else part == first
-        if not same and not (is_joined and isinstance(first, torch.Tensor)):
+        if not same:
             raise ValueError(
                 f"Chunk {number} did not match chunk spec {spec}: expected {first!r} as in chunk "
                 f"0, found {part!r}"
             )
-    return torch.stack(parts) if is_joined and isinstance(first, torch.Tensor) else first
+    return first
