@@ -18,6 +18,11 @@ class Source:
     None: all outputs of the stage, in order, as so many arguments.
     """
 
+    @property
+    def keyword(self) -> str | None:
+        """The keyword of the batch that it stands for; None for anything else."""
+        return self.output if self.stage is None and isinstance(self.output, str) else None
+
 
 @dataclass(frozen=True, slots=True)
 class StageEdges:
@@ -32,6 +37,16 @@ class StageEdges:
         for source in (*self.args, *(source for _, source in self.kwargs)):
             if source.stage is not None:
                 yield source.stage
+
+    def keywords(self) -> set[str]:
+        """Return the keyword arguments of the batch that this stage reads."""
+        every = (*self.args, *(source for _, source in self.kwargs))
+        return {source.keyword for source in every if source.keyword is not None}
+
+    def positions(self) -> set[int]:
+        """Return the positional arguments of the batch that this stage reads."""
+        every = (*self.args, *(source for _, source in self.kwargs))
+        return {int(s.output or 0) for s in every if s.stage is None and s.keyword is None}
 
 
 def adjacent(stage: int) -> StageEdges:

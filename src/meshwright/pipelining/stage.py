@@ -124,9 +124,9 @@ class PipelineStage:
         self.edges = self.all_edges[stage_index]
         self.ties = tuple(ties)
         """Parameters that several stages of the model have."""
-        self.takes_batch = self.is_first or any(s.stage is None for s in self.edges.args)
+        self.takes_batch = self.is_first or bool(self.edges.positions())
         """True when it reads positional arguments of the batch."""
-        self.takes_any_keyword = edges is None
+        self.takes_any_keyword = not edges
         self._writes = writes_in_place(submodule)
         self._only_source = only_source(self.edges)
         self._reads_from = frozenset(self.edges.sources())
@@ -182,9 +182,29 @@ class PipelineStage:
     def check_microbatches(
         self, args: Sequence[tuple[Any, ...]], kwargs: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Raise ``ValueError`` for arguments with which this stage cannot be called."""
+        """Raise ``ValueError`` for arguments with which this stage cannot be called.
+
+        With ``edges`` also for arguments that no stage takes: they would be dropped silently.
+        """
         if self.takes_any_keyword:
             self._calls.look(self.submod, self.name, args, kwargs, takes_args=self.is_first)
+            return
+        keywords = {name for edges in self.all_edges for name in edges.keywords()}
+        unknown = sorted({name for named in kwargs for name in named} - keywords)
+        if unknown:
+            raise ValueError(
+                f"step() got the keyword arguments {unknown}, which the edges of no stage name: "
+                f"expected some of {sorted(keywords)}; add each to the edges of its stages, as "
+                "Source(None, keyword)"
+            )
+        most = max((at + 1 for edges in self.all_edges for at in edges.positions()), default=0)
+        count = max(map(len, args), default=0)
+        if self.takes_batch and count > most:
+            raise ValueError(
+                f"step() got {count} positional arguments, and the edges of all stages name only "
+                f"the first {most}: add the others to the edges of their stages, as "
+                f"Source(None, position)"
+            )
 
     # -------------------------------------------------------------------------- inbox
 
@@ -317,7 +337,7 @@ class PipelineStage:
             given += found if source.stage is not None and source.output is None else (found,)
         named = dict(kwargs) if self.takes_any_keyword else {}
         for name, source in self.edges.kwargs:
-            if source.stage is not None or name in kwargs:
+            if source.keyword is None or source.keyword in kwargs:
                 named[name] = self._find(source, nested, args, kwargs)
         return given, named
 
@@ -329,8 +349,13 @@ class PipelineStage:
         kwargs: Mapping[str, Any],
     ) -> Any:  # noqa: ANN401
         if source.stage is None:
-            if isinstance(source.output, str):
-                return kwargs[source.output]
+            if source.keyword is not None:
+                if source.keyword not in kwargs:
+                    raise ValueError(
+                        f"{self.name} takes the keyword argument {source.keyword!r} of the batch: "
+                        f"give it to step() on rank {self.group_rank} of the pipeline as well"
+                    )
+                return kwargs[source.keyword]
             position = source.output or 0
             if position >= len(args):
                 raise ValueError(
