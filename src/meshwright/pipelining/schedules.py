@@ -88,7 +88,7 @@ __all__ = [
 ]
 
 
-def check_arguments(stages: object, microbatches: object, loss_fn: object) -> None:
+def _check_arguments(stages: object, microbatches: object, loss_fn: object) -> None:
     """Raise ``TypeError`` or ``ValueError`` for arguments that fit no schedule."""
     listed = list(stages) if isinstance(stages, Sequence) else [stages]
     wrong = [stage for stage in listed if not isinstance(stage, PipelineStage)]
@@ -111,7 +111,7 @@ def check_arguments(stages: object, microbatches: object, loss_fn: object) -> No
         )
 
 
-def is_compiled(module: nn.Module) -> bool:
+def _is_compiled(module: nn.Module) -> bool:
     """Whether ``module`` or a part of it is compiled, without importing torch's class."""
     return any(
         type(part).__name__ == "OptimizedModule"
@@ -147,7 +147,7 @@ class PipelineSchedule:
         target_chunk_spec: object = None,
         unsharded: int = 3,
     ) -> None:
-        check_arguments(stages, n_microbatches, loss_fn)
+        _check_arguments(stages, n_microbatches, loss_fn)
         self._stages = {stage.stage_index: stage for stage in stages}
         self._n_microbatches = n_microbatches
         self._loss_fn = loss_fn
@@ -193,7 +193,7 @@ class PipelineSchedule:
             )
         has_backward = any(a.operation is not F for a in compute.actions(communicator.rank))
         check(compute, ranks=communicator.size, forward_only=not has_backward)
-        if compute.split_backward and any(is_compiled(s.submod) for s in self._stages.values()):
+        if compute.split_backward and any(_is_compiled(s.submod) for s in self._stages.values()):
             raise RuntimeError(
                 f"The {type(self).__name__} schedule is not supported with stage modules that have "
                 "used torch.compile. Take one with whole backwards, such as 1F1B"
@@ -359,17 +359,17 @@ class PipelineSchedule:
         first = self._stages.get(0)
         if first is not None and first.declared_inputs is not None:
             check_declared(first, args, args_spec, count)
+        specs = self._kwargs_chunk_spec
+        if specs and isinstance(specs, Mapping):  # other ranks may get more keyword arguments
+            specs = {name: spec for name, spec in specs.items() if name in kwargs}
         arg_mbs: Sequence[tuple[Any, ...]] | None = None
-        kwarg_mbs: Sequence[Mapping[str, Any]] | None = None
+        kwarg_mbs: Sequence[Mapping[str, Any]] = []
         key = None
-        if not kwargs and args_spec is None:
+        if not kwargs and not specs and args_spec is None:
             arg_mbs = cut_plain(args, count)
         if arg_mbs is not None:
             key = tuple([(each.shape, each.stride(), each.dtype) for each in args])
         elif args or kwargs:
-            specs = self._kwargs_chunk_spec
-            if isinstance(specs, Mapping):  # other ranks may get more keyword arguments
-                specs = {name: spec for name, spec in specs.items() if name in kwargs}
             arg_mbs, kwarg_mbs = split_args_kwargs_into_chunks(
                 args, kwargs, count, args_spec, specs
             )
@@ -378,10 +378,10 @@ class PipelineSchedule:
             target_spec = self._target_chunk_spec
             if target_spec is None:
                 check_target(target, (self._args_chunk_spec, self._kwargs_chunk_spec))
-            specs = None if target_spec is None else (target_spec,)
-            chunks, _ = split_args_kwargs_into_chunks((target,), {}, count, specs)
+            only = None if target_spec is None else (target_spec,)
+            chunks, _ = split_args_kwargs_into_chunks((target,), {}, count, only)
             targets = [chunk[0] for chunk in chunks]
-        return self._batch(arg_mbs, kwarg_mbs, targets, loss_kwargs or {}, key)
+        return self._batch(arg_mbs, kwarg_mbs if kwargs else [], targets, loss_kwargs or {}, key)
 
     def _take_cut(
         self,

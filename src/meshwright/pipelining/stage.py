@@ -49,7 +49,15 @@ from meshwright.torch_internals.modules import compiled_call_of, forward_pre_hoo
 from meshwright.torch_internals.tensors import any_schema_of, is_view
 from meshwright.torch_internals.trees import tree_map_only
 
-__all__ = ["PipelineStage", "StageBuilder", "StepOfStage", "build_stage"]
+__all__ = [
+    "Chunk",
+    "PipelineStage",
+    "StageBuilder",
+    "Start",
+    "StepOfStage",
+    "build_stage",
+    "check_declared",
+]
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -204,7 +212,7 @@ class PipelineStage:
         self.takes_batch = self.is_first or bool(self.edges.positions())
         """True when it reads positional arguments of the batch."""
         self.takes_any_keyword = not edges
-        self._writes = writes_in_place(submodule)
+        self._writes = _writes_in_place(submodule)
         self.has_backward = False
         """True when a forward keeps what its backward needs. The schedule sets it."""
         self.declared_inputs = declared(input_args, stage_index, "input_args")
@@ -268,7 +276,7 @@ class PipelineStage:
         """
         called = ({*map(len, args)}, {*map(tuple, kwargs)})
         if called != self._checked:
-            (check_call if self.takes_any_keyword else check_edges)(self, args, kwargs)
+            (_check_call if self.takes_any_keyword else _check_edges)(self, args, kwargs)
             self._checked = called
 
     # ------------------------------------------------------------------- microbatches
@@ -352,7 +360,7 @@ class PipelineStage:
         given, named = _arguments(self, fwd_chunk_id, args, kwargs or _NOTHING)
         inputs = tensors_in(given, named) if self.has_backward else []
         if self._writes and self.has_backward:
-            given, named = copies((given, named))
+            given, named = _copies((given, named))
         try:
             result = self.submod(*given, **named) if named else self.submod(*given)
         except PipeliningShapeError:
@@ -363,7 +371,7 @@ class PipelineStage:
                 raise PipeliningShapeError(f"{wrong}: {error}") from error
             raise RuntimeError(
                 f"{self.name} failed to run forward: args: {shapes(given)} kwargs: "
-                f"{shapes(named)}: {error}{advice(error)}"
+                f"{shapes(named)}: {error}{_advice(error)}"
             ) from error
         outputs = as_outputs(result)
         values = Values.of(outputs)
@@ -578,7 +586,7 @@ def _fresh(leaf: object, has_backward: bool) -> object:
     return fresh
 
 
-def check_call(
+def _check_call(
     stage: PipelineStage, args: Sequence[tuple[Any, ...]], kwargs: Sequence[Mapping[str, Any]]
 ) -> None:
     """Raise ``ValueError`` for arguments of a batch that the module cannot be called with.
@@ -611,7 +619,7 @@ def check_call(
             ) from error
 
 
-def check_edges(
+def _check_edges(
     stage: PipelineStage, args: Sequence[tuple[Any, ...]], kwargs: Sequence[Mapping[str, Any]]
 ) -> None:
     """Raise ``ValueError`` for arguments of a batch that the edges of no stage name.
@@ -731,7 +739,7 @@ def _other_dtypes(stage: PipelineStage, given: Sequence[Any]) -> str:
     )
 
 
-def writes_in_place(module: nn.Module) -> bool:
+def _writes_in_place(module: nn.Module) -> bool:
     """Whether a part of ``module`` has ``inplace`` set, or a graph that writes in place."""
     return any(
         getattr(part, "inplace", False)
@@ -749,7 +757,7 @@ def _is_mutable(node: fx.Node) -> bool:
     return isinstance(written, fx.Node) and written.op != "get_attr"
 
 
-def copies(values: Any) -> Any:  # noqa: ANN401 - any nested values
+def _copies(values: Any) -> Any:  # noqa: ANN401 - any nested values
     """Return ``values`` with copies of views, and of tensors that require gradients."""
     return tree_map_only(torch.Tensor, _copy, values)
 
@@ -758,7 +766,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if tensor.requires_grad or is_view(tensor) else tensor
 
 
-def advice(error: Exception) -> str:
+def _advice(error: Exception) -> str:
     """Advice for an ``error`` about an in-place write to a received value; empty for others."""
     text = str(error)
     if "leaf Variable that requires grad" not in text or "in-place operation" not in text:

@@ -68,7 +68,7 @@ ROOM_LINES: dict[str, int] = {
     "launching": 1395,
     "layout": 543,
     "mesh": 7,
-    "pipelining": 7990,
+    "pipelining": 8002,
     "plan": 353,
     "precision": 79,
     "randomness": 1112,

@@ -11,7 +11,7 @@ __getattr__ = names_inside(
         "meshwright.pipelining.p2p": "ROOM, ControlMessages, P2PChannels, P2PTransfers",
         "meshwright.pipelining.residency": "find_residencies",
         "meshwright.pipelining.runtime": "Listener",
-        "meshwright.pipelining.schedules": "is_compiled",
+        "meshwright.pipelining.schedules": "_is_compiled",
         "meshwright.pipelining.signature": "Signature, Values, signature_of",
         "meshwright.pipelining.splitting.balance": "SLACK, best_cuts",
         "meshwright.pipelining.splitting.measuring": "Costs, cuttable, flops, parameters",
