@@ -63,7 +63,7 @@ class PipelinePlan:
     microbatches: Annotated[int, AtLeast(1)] = 1
     """Equal parts of each rank's batch, which pass through the stages one after another."""
     split: Literal["auto", "parameters"] | tuple[str, ...] = "auto"
-    """auto balances by cost, parameters by their number; or name the later stages' first modules."""
+    """auto balances by cost, parameters by number; or name the first modules of later stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

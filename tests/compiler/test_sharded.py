@@ -21,7 +21,7 @@ from meshwright.data_parallel import MixedPrecisionPolicy, fully_shard
 from meshwright.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks
-from support.internals.pipelining import is_compiled
+from support.internals.pipelining import _is_compiled
 
 # Dynamo looks at `.grad` of each input of a graph, and hides what torch says of those of blocks.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -166,7 +166,7 @@ def words_of(step: int) -> torch.Tensor:
 def train(case: Case, backend: Any = "aot_eager") -> Run:
     torch._dynamo.reset()
     net = case.build(backend)
-    assert is_compiled(net) is (case.compiles != "nothing")
+    assert _is_compiled(net) is (case.compiles != "nothing")
     own: Any = getattr(net, "_orig_mod", net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     run = Run([], [], {})

@@ -22,7 +22,7 @@ from meshwright.pipelining import (
     get_schedule_class,
 )
 from meshwright.testing import Ranks, RanksFailed
-from support.internals.pipelining import Transfers
+from support.internals.pipelining import P2PTransfers
 from support.internals.schedule import stage_ranks
 
 CPU = torch.device("cpu")
@@ -193,9 +193,9 @@ def body_buffers() -> None:
     args, kwargs = ((x,), {}) if 0 in mine else ((), {"target": x})
     held: list[weakref.ref[torch.Tensor]] = []
     most = [0]
-    take_outputs = Transfers.take_outputs
+    take_outputs = P2PTransfers.take_outputs
 
-    def counted(self: Transfers, leg: Any) -> Any:
+    def counted(self: P2PTransfers, leg: Any) -> Any:
         values = take_outputs(self, leg)
         held.extend(weakref.ref(leaf) for leaf in values.leaves)
         most[0] = max(most[0], sum(ref() is not None for ref in held))
@@ -203,10 +203,10 @@ def body_buffers() -> None:
 
     gc.disable()
     try:
-        Transfers.take_outputs = counted  # pyrefly: ignore[bad-assignment]
+        P2PTransfers.take_outputs = counted  # pyrefly: ignore[bad-assignment]
         schedule.step(*args, **kwargs)
     finally:
-        Transfers.take_outputs = take_outputs
+        P2PTransfers.take_outputs = take_outputs
         gc.enable()
     if 1 in mine:
         assert len(held) == 16

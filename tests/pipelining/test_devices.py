@@ -17,7 +17,7 @@ from meshwright.pipelining import PipelineScheduleMulti, PipelineStage, get_sche
 from meshwright.pipelining.schedules import SCHEDULE_NAMES
 from meshwright.schedule import Operation
 from meshwright.testing import Ranks, RanksFailed, on_devices
-from support.internals.pipelining import Transfers
+from support.internals.pipelining import P2PTransfers
 from support.internals.schedule import RECV_F, SEND_F, stage_ranks
 from support.internals.testing import transport
 
@@ -103,7 +103,7 @@ def test_every_schedule_trains_as_one_process(ranks: Ranks, size: int, name: str
 
 def swapped(schedule: Any, operation: Operation) -> None:
     """Let the row of this rank do the first ``operation`` behind the second."""
-    entries = schedule._runtime._programs[True]
+    entries = schedule._runtime.programs[True]
     one, two, *_ = [n for n, entry in enumerate(entries) if entry.operation is operation]
     entries.insert(two, entries.pop(one))
 
@@ -123,32 +123,32 @@ def rely_on_tags(schedule: Any) -> None:
 
     def transfer(ways: str, name: str) -> Callable[..., Any]:
         def run(tensors: list[torch.Tensor], peer: int, label: str) -> list[Any]:
-            lane, number = getattr(lanes, ways)[peer]
+            lane, number = getattr(channels, ways)[peer]
             tag = 10_000 + int(re.sub(r".*_[FB]", "", label))
             call = getattr(lane, name)
             return [call(tensor, number, tag=tag, label=label) for tensor in tensors]
 
         return run
 
-    lanes = schedule._runtime._carrier.lanes
-    lanes.send, lanes.recv = transfer("_sends", "send"), transfer("_receives", "recv")
+    channels = schedule._runtime.transport.channels
+    channels.send, channels.recv = transfer("_sends", "send"), transfer("_receives", "recv")
     swap_receives(schedule)
 
 
-POST = Transfers.post
+POST = P2PTransfers.post
 
 
-def post_and_wait(transfers: Transfers, legs: Any) -> None:
+def post_and_wait(transfers: P2PTransfers, legs: Any) -> None:
     POST(transfers, legs)
     for leg in legs:
-        if leg in transfers._posted:  # its letter has been read
+        if leg in transfers._posted:  # its control message has been read
             for pending in transfers._posted[leg].pendings:
                 pending.wait()
 
 
 def block(_: Any) -> None:
     transport.PATIENCE = 3.0
-    Transfers.post = post_and_wait  # type: ignore[method-assign]
+    P2PTransfers.post = post_and_wait  # type: ignore[method-assign]
 
 
 @pytest.mark.few(1)

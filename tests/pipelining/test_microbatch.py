@@ -137,6 +137,13 @@ def test_merging_by_other_means() -> None:
         merge_chunks([torch.ones(1)], (None, None))
 
 
+def test_merging_scalars_reads_none_of_their_values() -> None:
+    """On a device each comparison would be a host sync; a meta tensor has nothing to compare."""
+    merged = merge_chunks([(torch.empty((), device="meta"), "name")] * 2)
+    assert merged[0].shape == (2,)
+    assert merged[1] == "name"
+
+
 def test_block_masks_are_cut_along_their_batch() -> None:
     def causal(b: Any, h: Any, q: Any, kv: Any) -> Any:
         return (q >= kv) & (kv >= b)

@@ -118,7 +118,8 @@ def one_case(case: Drawn) -> bool:
     scale = torch.rand(case.rows, 1, dtype=torch.float64)
     for _ in range(2):
         last = {"target": target} if count - 1 in mine else {}
-        schedule.step(x, scale=scale, **last)
+        named = {"scale": scale} if any(edges.kwargs for edges in case.edges) else {}
+        schedule.step(x, **named, **last)
         values: list[tuple[torch.Tensor, ...]] = []
         for one, edges in zip(ones, case.edges, strict=True):
             args = [x if s.stage is None else values[s.stage][int(s.output)] for s in edges.args]

@@ -22,7 +22,9 @@ from meshwright.pipelining import (
     PipelineStage,
     PipeliningShapeError,
     ScheduleGPipe,
+    Source,
     SplitPoint,
+    StageEdges,
     balanced,
     build_stage,
     get_schedule_class,
@@ -310,6 +312,56 @@ def body_manual() -> None:
 @pytest.mark.few(1)
 def test_stages(ranks: Ranks, body: Callable[[], None], size: int) -> None:
     ranks(size, body)
+
+
+class Scaled(nn.Module):
+    """Reads what its edges give it by keyword."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layer = nn.Linear(8, 8)
+
+    def forward(
+        self, x: torch.Tensor, scale: torch.Tensor | None = None, shift: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        y = self.layer(x)
+        y = y if scale is None else y * scale
+        return y if shift is None else y + shift
+
+
+def body_edges() -> None:
+    """What no edge names is refused on all ranks; what an edge names comes, by whatever name."""
+    world = communicator()
+    layers = [Scaled(seed) for seed in range(world.size)]
+    ones = copy.deepcopy(layers)
+    edges = [
+        StageEdges((Source(None, 0),)),
+        StageEdges(
+            (Source(0, 0),), (("scale", Source(None, "factor")), ("shift", Source(None, 1)))
+        ),
+    ]
+    stage = PipelineStage(layers[world.rank], world.rank, world.size, CPU, edges=edges)
+    schedule = ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
+    x, shift, target = torch.randn(3, 4, 8)
+    factor = torch.rand(4, 1)
+    last = {"target": target} if world.rank == 1 else {}
+    for wrong in ({"scale": factor}, {"factor": factor, "mask": factor}):
+        name = [key for key in wrong if key != "factor"]
+        with pytest.raises(ValueError, match=rf"{name[0]}.*no stage name.*\['factor'\]"):
+            schedule.step(x, shift, **wrong, **last)
+    with pytest.raises(ValueError, match="got 3 positional arguments.*only the first 2"):
+        schedule.step(x, shift, x, **last)
+    schedule.step(x, shift, factor=factor, **last)
+    y = ones[1](ones[0](x), scale=factor, shift=shift)
+    nn.functional.mse_loss(y, target).backward()
+    for a, b in zip(layers[world.rank].parameters(), ones[world.rank].parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.few(1)
+def test_edges_name_all_that_a_batch_has(ranks: Ranks) -> None:
+    ranks(2, body_edges)
 
 
 class Plain(nn.Sequential):

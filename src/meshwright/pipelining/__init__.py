@@ -2,20 +2,30 @@
 
 Bottom-up:
 
-    edges       the source of each argument of a stage
+    edges       the source of each argument of a stage, and tied parameters
     microbatch  splitting a batch, and merging outputs
-    messages    values that cross stages, and their metadata
-    failures    a step that fails on one rank, and ranks in different steps
+    signature   the metadata of values that cross stages
+    backward    the backward of a stage and microbatch, full or in halves
     stage       one stage, and its state for each microbatch
-    stepping    one step: the interpreter of schedules, backward, losses, ties
+    p2p         the messages between stages of different ranks
+    residency   parameters and gradients of a stage that are replicated or sharded
+    ties        parameters that several stages have
+    failures    a step that fails on one rank, and ranks in different steps
+    program     a rank's row of a schedule, with all lookups done
+    runtime     one step: the interpreter of all schedules
     schedules   the classes that users call
     clipping    the norm over all stages
     splitting   from a model to its stages
 """
 
 from meshwright.errors import PipelinePeerError, PipeliningShapeError
+from meshwright.pipelining.backward import (
+    stage_backward,
+    stage_backward_input,
+    stage_backward_weight,
+)
 from meshwright.pipelining.clipping import clip_grad_norm_
-from meshwright.pipelining.edges import Source, StageEdges
+from meshwright.pipelining.edges import Source, StageEdges, Tie
 from meshwright.pipelining.microbatch import (
     Replicated,
     TensorChunkSpec,
@@ -26,8 +36,9 @@ from meshwright.pipelining.microbatch import (
 from meshwright.pipelining.microbatch import _CustomReducer as _CustomReducer
 from meshwright.pipelining.microbatch import _LossReducer as _LossReducer
 from meshwright.pipelining.microbatch import _Replicate as _Replicate
+from meshwright.pipelining.residency import Residency
+from meshwright.pipelining.runtime import PipelineContext
 from meshwright.pipelining.schedules import (
-    PipelineContext,
     PipelineSchedule,
     PipelineScheduleMulti,
     PipelineScheduleRuntime,
@@ -63,13 +74,6 @@ from meshwright.pipelining.splitting.split_points import (
     stages_by_name,
 )
 from meshwright.pipelining.stage import PipelineStage, build_stage
-from meshwright.pipelining.stepping.backward import (
-    stage_backward,
-    stage_backward_input,
-    stage_backward_weight,
-)
-from meshwright.pipelining.stepping.residency import Residency
-from meshwright.pipelining.stepping.ties import Tie
 
 PipeliningMetadataError = PipeliningShapeError
 

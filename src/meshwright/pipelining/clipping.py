@@ -14,7 +14,7 @@ from meshwright.gradients import (
     scale_to_norm,
 )
 from meshwright.pipelining.stage import PipelineStage
-from meshwright.pipelining.stepping.ties import counted
+from meshwright.pipelining.ties import counted
 
 
 def clip_grad_norm_(

@@ -7,7 +7,8 @@ as they are. Sizes are those of `torch.tensor_split`: they differ by one at most
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,13 +19,15 @@ from meshwright.torch_internals.trees import tree_flatten, tree_map, tree_unflat
 __all__ = [
     "CustomReducer",
     "LossReducer",
+    "Microbatches",
     "Replicated",
     "TensorChunkSpec",
+    "check_cut",
     "check_loss",
     "check_target",
     "chunk_weights",
     "cut_dims",
-    "is_plain",
+    "cut_plain",
     "merge_chunks",
     "split_args_kwargs_into_chunks",
     "sum_reducer",
@@ -90,6 +93,61 @@ class _Leaf:
         return self.dim is not None and not _is_block_mask(self.value)
 
 
+@dataclass(slots=True)
+class Microbatches:
+    """The arguments of a step on this rank, split into microbatches."""
+
+    args: Sequence[tuple[Any, ...]]
+    kwargs: Sequence[Mapping[str, Any]]
+    targets: Sequence[Any] | None = None
+    weights: Sequence[float] = ()
+    """By microbatch, the weight of its loss in the gradient."""
+    loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    losses: list[Any] = field(default_factory=list)
+    """By microbatch, filled by the last stage, unscaled."""
+    schedule_ref: object = None
+    """The schedule, for functions of the user."""
+    is_scaled: bool = False
+    """True when each loss is weighted by its microbatch's share before the backward."""
+    key: object = None
+    """Stands for the shapes, strides and dtypes of all arguments; None where none was computed."""
+
+    def all_losses(self) -> list[Any]:
+        """Return the losses of a step that has ended.
+
+        Raises ``RuntimeError`` where a function of the user has added or removed some.
+        """
+        count = len(self.args)
+        own = "the schedule fills ctx.losses itself, and functions of the user only read it"
+        if self.losses and len(self.losses) != count:
+            raise RuntimeError(f"Expecting {count} losses but got {len(self.losses)}: {own}")
+        for microbatch, loss in enumerate(self.losses):
+            if loss is None:
+                raise RuntimeError(f"Loss for microbatch {microbatch} is not available: {own}")
+        return self.losses
+
+
+_KINDS: Mapping[str, type] = MappingProxyType({"arg_mbs": tuple, "kwarg_mbs": Mapping})
+
+
+def check_cut(given: Mapping[str, object], microbatches: int) -> None:
+    """Raise ``TypeError`` or ``ValueError`` unless each value is a list of ``microbatches``."""
+    for name, values in given.items():
+        if values is None:
+            continue
+        if not isinstance(values, list):
+            raise TypeError(f"{name} must be a list but got a {type(values)}")
+        if len(values) != microbatches:
+            raise ValueError(f"Expecting {microbatches} {name} but got {len(values)}")
+        kind = _KINDS.get(name, object)
+        for microbatch, value in enumerate(values):
+            if not isinstance(value, kind):
+                raise TypeError(
+                    f"{name} must have a {kind.__name__.lower()} of arguments for each microbatch, "
+                    f"but has a {type(value).__name__} for microbatch {microbatch}"
+                )
+
+
 def split_args_kwargs_into_chunks(
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
@@ -105,14 +163,10 @@ def split_args_kwargs_into_chunks(
     rows than microbatches, `PipeliningShapeError` for tensors of different sizes without a spec
     that do not divide or have one row a chunk.
     """
-    if (
-        not kwargs
-        and args_chunk_spec is None
-        and kwargs_chunk_spec is None
-        and is_plain(args, chunks)
-    ):
-        columns = [torch.tensor_split(value, chunks) for value in args]
-        return list(zip(*columns, strict=True)), [{} for _ in range(chunks)]
+    if not kwargs and args_chunk_spec is None and kwargs_chunk_spec is None:
+        plain = cut_plain(args, chunks)
+        if plain is not None:
+            return plain, [{} for _ in range(chunks)]
     named = kwargs or {}
     specs = _listed(args_chunk_spec, len(args))
     leaves: list[_Leaf] = []
@@ -128,14 +182,16 @@ def split_args_kwargs_into_chunks(
     return [positional for positional, _ in both], [keywords for _, keywords in both]
 
 
-def is_plain(args: tuple[Any, ...], chunks: int) -> bool:
-    """Whether ``args`` are plain tensors without gradients, all of one size along dim 0."""
-    sizes = set()
+def cut_plain(args: tuple[Any, ...], chunks: int) -> list[tuple[Any, ...]] | None:
+    """Split plain tensors without gradients, all of one size along dim 0; None for others."""
     for value in args:
         if type(value) is not torch.Tensor or value.requires_grad or not value.dim():
-            return False
-        sizes.add(value.shape[0])
-    return len(sizes) == 1 and min(sizes) >= chunks
+            return None
+        if not chunks <= value.shape[0] == args[0].shape[0]:
+            return None
+    if not args:
+        return None
+    return list(zip(*[torch.tensor_split(value, chunks) for value in args], strict=True))
 
 
 def _listed(specs: object, count: int) -> Sequence[object]:
@@ -410,11 +466,13 @@ def _merge(parts: list[Any], spec: object) -> Any:  # noqa: ANN401
             )
         return torch.cat(parts, dim=spec.split_dim if isinstance(spec, TensorChunkSpec) else 0)
     first = parts[0]
+    if is_joined and isinstance(first, torch.Tensor):
+        return torch.stack(parts)
     for number, part in enumerate(parts):
         same = torch.equal(part, first) if isinstance(first, torch.Tensor) else part == first
-        if not same and not (is_joined and isinstance(first, torch.Tensor)):
+        if not same:
             raise ValueError(
                 f"Chunk {number} did not match chunk spec {spec}: expected {first!r} as in chunk "
                 f"0, found {part!r}"
             )
-    return torch.stack(parts) if is_joined and isinstance(first, torch.Tensor) else first
+    return first

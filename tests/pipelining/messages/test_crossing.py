@@ -21,7 +21,7 @@ from meshwright.pipelining import (
     pipeline,
 )
 from meshwright.testing import Ranks
-from support.internals.pipelining import known_signatures
+from support.internals.pipelining import signature
 from support.internals.schedule import stage_ranks
 
 CPU = torch.device("cpu")
@@ -206,7 +206,7 @@ def test_other_constants_are_refused_by_name(ranks: Ranks) -> None:
 def body_bounded() -> None:
     """More kinds of batches than are kept in mind, some of which come again."""
     world = communicator()
-    known_signatures.KEPT = 3
+    signature.KEPT = 3
     layers: list[nn.Module] = [Telling(seed) for seed in range(2 * world.size)]
     ones = copy.deepcopy(layers)
     schedule, mine = made("ZBVZeroBubble", layers, 4, loss_fn=squares, scale_grads=False)
@@ -222,12 +222,9 @@ def body_bounded() -> None:
         for s in mine:
             for a, b in zip(layers[s].parameters(), ones[s].parameters(), strict=True):
                 torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12)
-    known = schedule._runtime._carrier.known._stages
-    assert sorted(known) == ([0, 1, 2] if 0 not in mine else [0, 2, 3])
-    for stage in known.values():
-        assert len(stage._order) == 3
-        for kept in (stage.outputs, stage.told, stage.complete):
-            assert len(kept) <= 3
+    known = schedule._runtime.transport.signatures.stages
+    assert sorted(known) == ([0, 1, 2] if 0 not in mine else [0, 2])
+    assert [len(ids) for ids in known.values()] == [3] * len(known)
 
 
 @pytest.mark.few(1)

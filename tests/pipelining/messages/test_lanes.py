@@ -1,4 +1,4 @@
-"""Lanes between ranks with simulated devices: a communicator each, made by two ranks alone."""
+"""Channels between ranks with simulated devices: a communicator each, made by two ranks alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from meshwright.comm import communicator
 from meshwright.testing import Ranks, on_devices
-from support.internals.pipelining import Lanes
+from support.internals.pipelining import P2PChannels
 
 PAIRS = [(0, 1), (1, 0), (1, 2), (2, 1), (2, 0)]
 
@@ -20,15 +20,15 @@ def body() -> None:
     """Ranks have other numbers of groups, and each sends before any receives."""
     world = communicator()
     for number in range(2):
-        lanes = Lanes(world, PAIRS, number)
-        lanes.open(nothing)
-        lanes.open(nothing)
+        channels = P2PChannels(world, PAIRS, number)
+        channels.open(nothing)
+        channels.open(nothing)
         sent = [torch.full((n + 1,), float(world.rank + n)) for n in range(3)]
         pendings = []
         for source, target in PAIRS:
             if world.rank == source:
-                pendings += lanes.send(sent[:1], target, "one")
-                several = lanes.send(sent, target, "several")
+                pendings += channels.send(sent[:1], target, "one")
+                several = channels.send(sent, target, "several")
                 pendings += several
                 assert [pending.issued.label for pending in several] == ["several"] * 3
                 works = [pending.works for pending in several]
@@ -38,9 +38,9 @@ def body() -> None:
         for source, target in PAIRS:
             if world.rank == target:
                 one, *several = (torch.zeros(n) for n in (1, 1, 2, 3))
-                for pending in lanes.recv([one], source, "one"):
+                for pending in channels.recv([one], source, "one"):
                     pending.wait()
-                for pending in lanes.recv(several, source, "several"):
+                for pending in channels.recv(several, source, "several"):
                     pending.wait()
                 for n, tensor in enumerate([one, *several]):
                     wanted = torch.full_like(tensor, float(source + max(n - 1, 0)))
@@ -53,9 +53,9 @@ def body() -> None:
         assert len(names) == 2 * mine
 
 
-def test_lanes_of_devices(ranks: Ranks) -> None:
+def test_channels_of_devices(ranks: Ranks) -> None:
     on_devices(ranks)(3, body)
 
 
-def test_lanes_of_the_host_are_the_group(ranks: Ranks) -> None:
+def test_channels_of_the_host_are_the_group(ranks: Ranks) -> None:
     ranks(3, body)

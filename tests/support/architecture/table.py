@@ -68,7 +68,7 @@ ROOM_LINES: dict[str, int] = {
     "launching": 1384,
     "layout": 543,
     "mesh": 7,
-    "pipelining": 8499,
+    "pipelining": 8002,
     "plan": 347,
     "precision": 79,
     "randomness": 1112,

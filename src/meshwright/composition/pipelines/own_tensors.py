@@ -20,7 +20,7 @@ from torch import nn
 
 from meshwright.comm.dtensors.unreadable import SETTINGS, make_unreadable
 from meshwright.errors import LayoutError
-from meshwright.pipelining.stepping.ties import copy_parameter
+from meshwright.pipelining.ties import copy_parameter
 
 _ELSEWHERE = "_meshwright_elsewhere"
 

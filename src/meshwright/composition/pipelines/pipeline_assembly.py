@@ -37,7 +37,7 @@ from meshwright.composition.trainable import Loss, Trainable, autocast_of
 from meshwright.data_parallel import synchronize_batch_norm
 from meshwright.errors import PlanError
 from meshwright.pipelining import PipelineStage, build_stage
-from meshwright.pipelining.stepping.ties import counted
+from meshwright.pipelining.ties import counted
 from meshwright.plan import Plan
 from meshwright.randomness import Draws
 from meshwright.schedule.builders import stage_ranks

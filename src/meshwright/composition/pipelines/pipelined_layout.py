@@ -17,7 +17,7 @@ from meshwright.composition.data_layout import DataLayout, Peers
 from meshwright.composition.description import Description
 from meshwright.errors import InternalError, PipelinePeerError, PipeliningShapeError
 from meshwright.gradients import Factor, SpreadGradients, group_by_spread, multiply_
-from meshwright.pipelining.messages.metadata import Signature, TensorMeta, Values, signature_of
+from meshwright.pipelining.signature import Signature, TensorMeta, Values, signature_of
 from meshwright.plan import Plan
 from meshwright.torch_internals.tensors import version_of
 

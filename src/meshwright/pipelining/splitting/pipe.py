@@ -17,13 +17,13 @@ from torch.export import ExportedProgram
 
 from meshwright.errors import PipeliningShapeError
 from meshwright.pipelining.edges import Source, StageEdges
-from meshwright.pipelining.messages.metadata import as_outputs, digest
+from meshwright.pipelining.signature import as_outputs, digest
 from meshwright.pipelining.splitting.split_points import SplitPoint, marked
 from meshwright.pipelining.splitting.splitting import Argument, Cut, Expected, Traced, cut
 from meshwright.pipelining.splitting.traced_stage import TracedStage, mismatches
 from meshwright.pipelining.splitting.tracing import SplitPolicy, export, traced
 from meshwright.pipelining.stage import PipelineStage, build_stage
-from meshwright.pipelining.stepping.ties import Tie
+from meshwright.pipelining.ties import Tie
 
 _PREFIX = "submod_"
 

@@ -14,7 +14,7 @@ from meshwright.pipelining.edges import Source, StageEdges
 from meshwright.pipelining.splitting.placement import Placement, assigns, attribute
 from meshwright.pipelining.splitting.split_points import is_marker
 from meshwright.pipelining.splitting.stage_module import Nesting, StageModule, follow_mode, nested
-from meshwright.pipelining.stepping.ties import Tie, copy_parameter
+from meshwright.pipelining.ties import Tie, copy_parameter
 from meshwright.torch_internals.autograd import after_hooks_of, backward_hooks_of
 from meshwright.torch_internals.tensors import any_schema_of
 from meshwright.torch_internals.trees import TreeSpec, tree_leaves

@@ -8,7 +8,6 @@ Until REDUCE_GRAD each rank accumulates unsharded gradients of its microbatches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -63,64 +62,20 @@ class Residency(Protocol):
         """Abandon a step that has failed on this rank, without waiting for other ranks."""
 
 
-class Several:
-    """Several residencies driven as one; none for a plain stage. Methods as in `Residency`."""
-
-    def __init__(self, parts: Sequence[Residency]) -> None:
-        self._parts = tuple(parts)
-
-    def __bool__(self) -> bool:
-        return bool(self._parts)
-
-    def begin(self, what: str, *, training: bool) -> None:
-        for part in self._parts:
-            part.begin(what, training=training)
-
-    def unshard(self) -> None:
-        for part in self._parts:
-            part.unshard()
-
-    def wait_unshard(self) -> None:
-        """Wait for the parameters."""
-        for part in self._parts:
-            part.wait_unshard()
-
-    def accumulate(self) -> None:
-        """Take in the gradients that a microbatch has left."""
-        for part in self._parts:
-            part.accumulate()
-
-    def reshard(self) -> None:
-        """Give the gathered parameters back."""
-        for part in self._parts:
-            part.reshard()
-
-    def computing(self, module: nn.Module, name: str) -> torch.Tensor | None:
-        """Return the tensor that stands for parameter ``name`` in forwards; None without one."""
-        for part in self._parts:
-            found = part.computing(module, name)
-            if found is not None:
-                return found
-        return module._parameters.get(name)
-
-    def written(self, module: nn.Module, name: str) -> None:
-        for part in self._parts:
-            part.written(module, name)
-
-    def reduce(self) -> None:
-        for part in self._parts:
-            part.reduce()
-
-    def finish(self) -> None:
-        for part in self._parts:
-            part.finish()
-
-    def drop(self) -> None:
-        for part in self._parts:
-            part.drop()
+Residencies = tuple[Residency, ...]
+"""Those of a stage, driven together; none for a plain stage."""
 
 
-def find_residency(module: nn.Module) -> Several:
+def computing(residencies: Residencies, module: nn.Module, name: str) -> torch.Tensor | None:
+    """Return the tensor that forwards use as parameter ``name``; None without such a parameter."""
+    for residency in residencies:
+        found = residency.computing(module, name)
+        if found is not None:
+            return found
+    return module._parameters.get(name)
+
+
+def find_residencies(module: nn.Module) -> Residencies:
     """Collect the residencies of ``module`` and its submodules.
 
     Raises ``TypeError`` for torch's data-parallel modules, whose own hooks cannot be driven.
@@ -140,4 +95,4 @@ def find_residency(module: nn.Module) -> Several:
         if offer is not None:
             residency = offer()
             found.setdefault(id(residency), residency)
-    return Several(list(found.values()))
+    return tuple(found.values())

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,18 +24,22 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.comm.dtensors.local_leaves import is_summed_at_end
-from meshwright.pipelining.stepping.weight_rules import (
-    Hook,
-    reads_hooked,
-    set_needs,
-    weight_gradients,
+from meshwright.torch_internals.autograd import (
+    ACTIVATIONS,
+    held_nodes_live,
+    input_metadata_of,
+    may_be_packed,
+    run_engine,
+    saved,
 )
-from meshwright.torch_internals.autograd import held_nodes_live, run_engine
 
 _SOON = 1 << 18
 """Bytes of collected gradients at which they are passed to autograd."""
 Node = Any  # torch has no public type with the attributes of a node
-Gradients = tuple[torch.Tensor | None, ...]
+Gradients = Sequence[torch.Tensor | None]
+Found = Sequence[torch.Tensor | None] | None
+Hook = Callable[[tuple[Any, ...], tuple[Any, ...]], Any]
+"""A hook of a node's ``register_hook``: takes grad_inputs and grad_outputs."""
 DwRunner = Callable[[], object]
 """The user's function that computes the gradients of weights."""
 DwBuilder = Callable[[], DwRunner]
@@ -462,69 +467,193 @@ def _inside_backward(collect: Callable[[], None]) -> None:
     end.backward()
 
 
-@dataclass(slots=True)
-class _Halfway:
-    """A microbatch between the two halves of its backward."""
+# ------------------------------------------------------- the weight half of one autograd node
 
-    junctions: list[Junction] | None = None
-    runner: DwRunner | None = None
-    whole: tuple[list[object], list[torch.Tensor | None] | None] | None = None
-    """Outputs and gradients of a stage without inputs, whose first half is empty."""
+# When autograd runs a node that mixes activations with parameters, it cannot be told to skip the
+# gradients of activations. So common nodes have a rule here, which uses what the forward has saved.
+# Any other node is run in full: correct, but as costly as both halves. Functions written in Python
+# are run with ``needs_input_grad`` set to the half.
 
 
-class Halves:
-    """Runs backwards, and keeps the microbatches whose second half has not run."""
+def weight_gradients(
+    node: Node, gradients: Gradients, edges: Sequence[int], hooks: Iterable[Hook] = ()
+) -> list[Any]:
+    """Compute the gradients of ``node`` along ``edges`` (indices of ``next_functions``), in order.
 
-    def __init__(self) -> None:
-        self._kept: dict[int, _Halfway] = {}
+    ``gradients`` are those of the node's outputs, None for outputs that have none. ``hooks`` are
+    what users have registered on the node.
+    """
+    found = _computed(node, gradients, edges)
+    for hook in hooks:
+        whole: list[Any] = [None] * len(node.next_functions)
+        for edge, value in zip(edges, found, strict=True):
+            whole[edge] = value
+        changed = hook(tuple(whole), tuple(gradients))
+        if changed is not None:
+            found = [changed[edge] for edge in edges]
+    return [
+        _fitted(value, node.next_functions[edge]) for value, edge in zip(found, edges, strict=True)
+    ]
 
-    def __contains__(self, microbatch: int) -> bool:
-        """Whether the second half has not run yet."""
-        return microbatch in self._kept
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self._kept.clear()
+def _computed(node: Node, gradients: Gradients, edges: Sequence[int]) -> list[Any]:
+    rule = RULES.get(type(node).__name__)
+    gradient = gradients[0]
+    if rule is not None and len(gradients) == 1 and gradient is not None:
+        found = rule(node, gradient, edges)
+        if found is not None:
+            return list(found)
+    if not isinstance(node, torch.autograd.function.BackwardCFunction):
+        whole = node(*gradients)
+        return [
+            (whole,)[edge] if isinstance(whole, torch.Tensor) else whole[edge] for edge in edges
+        ]
+    places = _arguments(node, edges)
+    needs = node.needs_input_grad
+    set_needs(node, edges)
+    try:
+        whole = node.apply(*_materialized(node, gradients))
+    finally:
+        node.needs_input_grad = needs
+    return [(whole,)[at] if isinstance(whole, torch.Tensor) else whole[at] for at in places]
 
-    def whole(
-        self,
-        outputs: list[object],
-        gradients: list[torch.Tensor | None] | None,
-        builder: DwBuilder | None,
-    ) -> None:
-        """Run the full backward, then the function that ``builder`` returns."""
-        run_backward(outputs, gradients)
-        if builder is not None:
-            builder()()
 
-    def first(
-        self,
-        microbatch: int,
-        outputs: list[object],
-        gradients: list[torch.Tensor | None] | None,
-        inputs: Sequence[object] | None,
-        builder: DwBuilder | None,
-    ) -> None:
-        """Run the input half; nothing for ``inputs`` None, when the second half does all.
+def _arguments(node: Node, edges: Iterable[int]) -> list[int]:
+    """The indices of the arguments of a Python function that its ``edges`` belong to.
 
-        With a ``builder`` this is the full backward, and its function is the second half.
-        """
-        if builder is not None:
-            run_backward(outputs, gradients)
-            self._kept[microbatch] = _Halfway(runner=builder())
-        elif inputs is None:
-            self._kept[microbatch] = _Halfway(whole=(outputs, gradients))
+    A function has an edge for each tensor among its arguments, and a flag for every argument.
+    """
+    live = [
+        edge for edge, (following, _) in enumerate(node.next_functions) if following is not None
+    ]
+    needed = [at for at, is_needed in enumerate(node.needs_input_grad) if is_needed]
+    places = dict(zip(live, needed, strict=True))
+    return [places[edge] for edge in edges]
+
+
+def _materialized(node: Node, gradients: Gradients) -> list[torch.Tensor | None]:
+    """Replace missing gradients by zeros, as autograd does before a Python function."""
+    if all(gradient is not None for gradient in gradients):
+        return list(gradients)
+    return [
+        torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
+        if gradient is None
+        else gradient
+        for gradient, meta in zip(gradients, input_metadata_of(node), strict=True)
+    ]
+
+
+def reads_hooked(node: Node) -> bool:
+    """Whether saved tensors that `weight_gradients` reads of ``node`` may be packed by hooks.
+
+    A checkpoint packs them so, and recomputes all of them in each pass of autograd.
+    """
+    names = ACTIVATIONS.get(type(node).__name__)
+    return names is None or any(may_be_packed(node, name) for name in names)
+
+
+def set_needs(node: Node, edges: Iterable[int]) -> None:
+    """Make a Python function compute the gradients that it sends along ``edges`` only."""
+    wanted = frozenset(_arguments(node, edges))
+    node.needs_input_grad = tuple(at in wanted for at in range(len(node.needs_input_grad)))
+
+
+def _fitted(value: torch.Tensor | None, edge: tuple[Node, int]) -> torch.Tensor | None:
+    """Convert ``value`` to the shape and dtype that the receiving node expects, like autograd."""
+    if value is None or edge[0] is None:
+        return None
+    expected = input_metadata_of(edge[0])[edge[1]]
+    if value.shape != expected.shape:
+        value = value.sum_to_size(expected.shape)
+    return value.to(expected.dtype)
+
+
+def _addmm(node: Node, gradient: torch.Tensor, edges: Sequence[int]) -> Found:
+    if 1 in edges or gradient.is_complex():
+        return None
+    found = []
+    for edge in edges:
+        if edge == 0:
+            found.append(_times(gradient, saved(node, "beta")))
         else:
-            _, junctions = stage_backward_input(outputs, gradients, inputs, None)
-            self._kept[microbatch] = _Halfway(junctions=junctions)
+            right = _right(gradient, saved(node, "mat1"), saved(node, "mat2_sym_strides"))
+            found.append(_times(right, saved(node, "alpha")))
+    return found
 
-    def second(self, microbatch: int) -> None:
-        """Run the weight half."""
-        half = self._kept.pop(microbatch)
-        if half.runner is not None:
-            half.runner()
-        elif half.whole is not None:
-            outputs, gradients = half.whole
-            run_backward(outputs, gradients)
-        elif half.junctions is not None:
-            stage_backward_weight((), half.junctions)
+
+def _mm(node: Node, gradient: torch.Tensor, edges: Sequence[int]) -> Found:
+    if tuple(edges) != (1,) or gradient.is_complex():
+        return None
+    return [_right(gradient, saved(node, "self"), saved(node, "mat2_sym_strides"))]
+
+
+def _right(gradient: torch.Tensor, left: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """Compute the gradient of the right factor of a product, laid out as the factor is."""
+    if strides[0] == 1:
+        return (gradient.t() @ left).t()
+    return left.t() @ gradient
+
+
+def _times(value: torch.Tensor, factor: float) -> torch.Tensor:
+    return value if factor == 1 else value * factor
+
+
+def _layer_norm(node: Node, gradient: torch.Tensor, edges: Sequence[int]) -> Found:
+    if 0 in edges:
+        return None
+    found = torch.ops.aten.native_layer_norm_backward(
+        gradient,
+        saved(node, "input"),
+        saved(node, "normalized_shape"),
+        saved(node, "result1"),
+        saved(node, "result2"),
+        saved(node, "weight"),
+        saved(node, "bias"),
+        [False, 1 in edges, 2 in edges],
+    )
+    return [found[edge] for edge in edges]
+
+
+def _multiply(node: Node, gradient: torch.Tensor, edges: Sequence[int]) -> Found:
+    if gradient.is_complex():
+        return None
+    return [gradient * (saved(node, "self") if edge else saved(node, "other")) for edge in edges]
+
+
+def _add(node: Node, gradient: torch.Tensor, edges: Sequence[int]) -> Found:
+    if gradient.is_complex():
+        return None
+    return [_times(gradient, saved(node, "alpha") if edge else 1) for edge in edges]
+
+
+def _convolution(node: Node, gradient: torch.Tensor, edges: Sequence[int]) -> Found:
+    if 0 in edges:
+        return None
+    found = torch.ops.aten.convolution_backward(
+        gradient,
+        saved(node, "input"),
+        saved(node, "weight"),
+        saved(node, "bias_sym_sizes_opt"),
+        saved(node, "stride"),
+        saved(node, "padding"),
+        saved(node, "dilation"),
+        saved(node, "transposed"),
+        saved(node, "output_padding"),
+        saved(node, "groups"),
+        [False, 1 in edges, 2 in edges],
+    )
+    return [found[edge] for edge in edges]
+
+
+RULES: Mapping[str, Callable[[Node, torch.Tensor, Sequence[int]], Found]] = MappingProxyType(
+    {
+        "AddmmBackward0": _addmm,
+        "MmBackward0": _mm,
+        "NativeLayerNormBackward0": _layer_norm,
+        "MulBackward0": _multiply,
+        "AddBackward0": _add,
+        "ConvolutionBackward0": _convolution,
+    }
+)
+"""By the name of the node. A rule reads each saved tensor once, as checkpoints demand, and returns
+None for what it does not cover."""

@@ -1,7 +1,8 @@
-"""The metadata of a value that crosses stages: shapes, strides, dtypes, and where constants are.
+"""What crosses stages: shapes, strides, dtypes and nesting, and what both sides know of them.
 
 A signature describes all outputs of a stage for one microbatch. A rank sends each signature to a
-reader at most once, as JSON; from then on its id stands for it.
+reader at most once, as JSON; from then on its id stands for it. An id follows from the stage's
+inputs, so it is known before anything is computed.
 
 Constants (leaves that are not tensors) may differ between microbatches, so each message has them.
 """
@@ -10,21 +11,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
 
 from meshwright.errors import PipeliningShapeError
-from meshwright.pipelining.messages.nesting import read_spec, write_spec
 from meshwright.torch_internals.trees import (
     TreeSpec,
+    is_namedtuple_instance,
     tree_flatten,
     tree_leaves,
     tree_map_only,
     tree_unflatten,
+    treespec_dumps,
+    treespec_loads,
 )
 
 
@@ -59,14 +64,6 @@ class Values:
         """Nest ``leaves`` as these values were."""
         return tuple(leaves) if self.spec is None else tree_unflatten(leaves, self.spec)
 
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Iterate over the leaves that are tensors."""
-        return (leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor))
-
-    def constants(self) -> list[object]:
-        """List the leaves that are not tensors."""
-        return [leaf for leaf in self.leaves if not isinstance(leaf, torch.Tensor)]
-
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
@@ -81,19 +78,6 @@ class TensorMeta:
     def of(cls, tensor: torch.Tensor) -> TensorMeta:
         """Describe ``tensor``."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
-
-    def describes(self, tensor: object) -> bool:
-        """Check that ``tensor`` has this shape, stride and dtype."""
-        return (
-            isinstance(tensor, torch.Tensor)
-            and tensor.dtype is self.dtype
-            and tensor.shape == self.shape
-            and tensor.stride() == self.stride
-        )
-
-    def empty(self, device: torch.device) -> torch.Tensor:
-        """Make a tensor to receive into: contiguous, as values are sent."""
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
 
     @property
     def is_plain(self) -> bool:
@@ -115,34 +99,38 @@ class TensorMeta:
         return made.copy_(received)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Signature:
     """The description of all leaves of a value, and of their nesting."""
 
     leaves: tuple[TensorMeta | None, ...]
     """None for a constant."""
     spec: TreeSpec | None = None
-    tensors: tuple[TensorMeta, ...] = field(init=False, compare=False, repr=False)
-    """The leaves that are tensors."""
-    wanted: tuple[int, ...] = field(init=False, compare=False, repr=False)
-    """Indices of the leaves that are tensors that require a gradient."""
-    strided: tuple[int, ...] = field(init=False, compare=False, repr=False)
-    """Indices of those ``tensors`` that are copied to their strides on arrival."""
-    has_constants: bool = field(init=False, compare=False, repr=False)
-    """True when some leaves are not tensors."""
 
-    def __post_init__(self) -> None:
-        tensors = tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorMeta))
-        object.__setattr__(self, "tensors", tensors)
-        numbers = (
-            n
-            for n, leaf in enumerate(self.leaves)
-            if isinstance(leaf, TensorMeta) and leaf.requires_grad
-        )
-        object.__setattr__(self, "wanted", tuple(numbers))
-        strided = (n for n, meta in enumerate(tensors) if not meta.is_plain)
-        object.__setattr__(self, "strided", tuple(strided))
-        object.__setattr__(self, "has_constants", len(tensors) < len(self.leaves))
+    @cached_property
+    def tensors(self) -> tuple[TensorMeta, ...]:
+        """The leaves that are tensors."""
+        return tuple(leaf for leaf in self.leaves if leaf is not None)
+
+    @cached_property
+    def wanted(self) -> tuple[int, ...]:
+        """Indices of the leaves that are tensors that require a gradient."""
+        return tuple(n for n, leaf in enumerate(self.leaves) if leaf and leaf.requires_grad)
+
+    @cached_property
+    def wanted_tensors(self) -> tuple[TensorMeta, ...]:
+        """The leaves that are tensors that require a gradient."""
+        return tuple(meta for meta in self.tensors if meta.requires_grad)
+
+    @cached_property
+    def strided(self) -> tuple[int, ...]:
+        """Indices of those ``tensors`` that are copied to their strides on arrival."""
+        return tuple(n for n, meta in enumerate(self.tensors) if not meta.is_plain)
+
+    @cached_property
+    def has_constants(self) -> bool:
+        """True when some leaves are not tensors."""
+        return len(self.tensors) < len(self.leaves)
 
     def to_json(self) -> list[Any]:
         """Convert to JSON. Raises as `write_spec` does."""
@@ -161,19 +149,31 @@ class Signature:
         if len(values.leaves) != len(self.leaves) or values.spec != self.spec:
             return False
         for meta, leaf in zip(self.leaves, values.leaves, strict=True):
-            if isinstance(meta, TensorMeta):
-                if not meta.describes(leaf):
+            if meta is None:
+                if type(leaf) not in CONSTANTS:
                     return False
-            elif type(leaf) not in CONSTANTS:
+            elif not (
+                isinstance(leaf, torch.Tensor)
+                and leaf.dtype is meta.dtype
+                and leaf.shape == meta.shape
+                and leaf.stride() == meta.stride
+            ):
                 return False
         return True
 
-    def check_gradients(self, values: Values, where: str) -> None:
-        """Raise `PipeliningShapeError` where ``values`` need a gradient that nobody will send."""
+    def check_outputs(
+        self, values: Values, stage: int, microbatch: int, *, gradients: bool
+    ) -> None:
+        """Raise `PipeliningShapeError` for outputs of ``stage`` that do not match.
+
+        With ``gradients`` also for an output that requires one where this signature, by which its
+        readers send gradients, has none.
+        """
+        where = f"[Stage {stage}] output of microbatch {microbatch}"
+        if not self.describes(values):
+            raise PipeliningShapeError(differences(self, values, where))
         for number, (meta, leaf) in enumerate(zip(self.leaves, values.leaves, strict=True)):
-            if not isinstance(meta, TensorMeta) or meta.requires_grad:
-                continue
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            if gradients and meta and leaf.requires_grad and not meta.requires_grad:
                 raise PipeliningShapeError(
                     f"{where}, value {number}, requires a gradient, and did not for another "
                     "microbatch of the same shapes, so none will come: make the stage's outputs "
@@ -273,7 +273,7 @@ def _brief(value: object) -> str:
 def _to_json(leaf: TensorMeta | None) -> object:
     if leaf is None:
         return None
-    return [list(leaf.shape), list(leaf.stride), named(leaf.dtype), leaf.requires_grad]
+    return [list(leaf.shape), list(leaf.stride), _dtype_name(leaf.dtype), leaf.requires_grad]
 
 
 def _from_json(leaf: Sequence[Any] | None) -> TensorMeta | None:
@@ -313,11 +313,6 @@ def detached(value: object) -> object:
     return tree_map_only(torch.Tensor, torch.Tensor.detach, value)
 
 
-def trained(module: nn.Module) -> tuple[bool, ...]:
-    """``requires_grad`` of each parameter: which outputs require gradients depends on it."""
-    return tuple([parameter.requires_grad for parameter in module.parameters()])
-
-
 CONSTANTS = frozenset({bool, int, float, str, torch.dtype, type(None)})
 """The exact types that can be sent: a subclass would arrive as something else."""
 
@@ -332,16 +327,135 @@ def refusal(leaf: object, where: str) -> str:
     )
 
 
-def named(dtype: torch.dtype) -> str:
-    """The name of ``dtype`` in torch."""
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def written(constants: Sequence[object]) -> list[object]:
+def write_constants(constants: Sequence[object]) -> list[object]:
     """Convert ``constants`` to JSON."""
-    return [{"dtype": named(c)} if isinstance(c, torch.dtype) else c for c in constants]
+    return [{"dtype": _dtype_name(c)} if isinstance(c, torch.dtype) else c for c in constants]
 
 
-def read(constants: Sequence[object]) -> list[object]:
-    """Rebuild the constants that `written` wrote."""
+def read_constants(constants: Sequence[object]) -> list[object]:
+    """Rebuild the constants that `write_constants` wrote."""
     return [getattr(torch, c["dtype"]) if isinstance(c, dict) else c for c in constants]
+
+
+# --------------------------------------------------------------------------------- cache
+
+KEPT = 256
+"""The number of ids that are kept for each stage."""
+
+
+@dataclass(slots=True)
+class KnownSignature:
+    """The signature that an id stands for, and what the other ranks know of it."""
+
+    signature: Signature
+    told: set[int] = field(default_factory=set)
+    """The ranks that it was sent to."""
+    complete: dict[int, bool] = field(default_factory=dict)
+    """By reading stage, whether all outputs had gradients in the first microbatch."""
+
+
+class SignatureCache:
+    """The signatures known of this rank's stages, and of those whose outputs it reads.
+
+    Each stage keeps the ids used last; older ones are dropped at the end of a step. The sender and
+    the readers of its outputs see the same ids in the same steps, so they drop the same ones.
+    """
+
+    def __init__(self) -> None:
+        self.stages: defaultdict[int, dict[int, KnownSignature]] = defaultdict(dict)
+        """By stage and id, the one used last at the end."""
+        self._learned: list[tuple[int, int]] = []
+        """Stage and id of what this rank's stages have made in this step."""
+        self._used: Mapping[int, tuple[int, ...]] = {}
+
+    def learn(self, stage: int, identity: int, signature: Signature) -> None:
+        """Note what a stage of this rank has made; `drop` takes it back if the step is refused."""
+        self.stages[stage][identity] = KnownSignature(signature)
+        self._learned.append((stage, identity))
+
+    def keep(self, used: Mapping[int, tuple[int, ...]]) -> None:
+        """Keep what a successful step has learned; ``used`` are its ids by stage."""
+        self._learned.clear()
+        if used == self._used:
+            return
+        self._used = used
+        for stage, ids in used.items():
+            known = self.stages[stage]
+            for identity in dict.fromkeys(ids):
+                if identity in known:
+                    known[identity] = known.pop(identity)
+            while len(known) > KEPT:
+                del known[next(iter(known))]
+
+    def drop(self) -> None:
+        """Drop what a step has learned that failed before any message was sent or received."""
+        for stage, identity in self._learned:
+            self.stages[stage].pop(identity, None)
+        self._learned.clear()
+
+
+# -------------------------------------------------------------------------- nesting
+
+
+def write_spec(spec: TreeSpec) -> Any:  # noqa: ANN401 - JSON
+    """Convert ``spec`` to JSON.
+
+    Raises `PipeliningShapeError` for classes that another process cannot look up.
+    """
+    cause = None
+    try:
+        written = _written(tree_unflatten([0] * spec.num_leaves, spec))
+        if read_spec(written) == spec:
+            return written
+    except (NotImplementedError, TypeError) as error:
+        cause = error
+    raise PipeliningShapeError(
+        f"values nested as {spec} cannot go to another rank: expected tuples, lists, NamedTuples "
+        "that are defined at the top of a module, dicts with keys that JSON has, or classes "
+        "registered with torch.utils._pytree under a serialized name"
+    ) from cause
+
+
+def read_spec(written: Any) -> TreeSpec:  # noqa: ANN401 - JSON
+    """Rebuild a spec that `write_spec` wrote. Raises `PipeliningShapeError` for unknown classes."""
+    if isinstance(written, str):
+        return treespec_loads(written)
+    return tree_flatten(_example(written))[1]
+
+
+def _written(value: object) -> Any:  # noqa: ANN401 - JSON
+    leaves, outer = tree_flatten(value, is_leaf=is_namedtuple_instance)
+    text = treespec_dumps(outer)
+    inner = [_named(leaf) if is_namedtuple_instance(leaf) else None for leaf in leaves]
+    return [text, inner] if any(inner) else text
+
+
+def _named(leaf: Sequence[object]) -> list[Any]:
+    kind = type(leaf)
+    return [kind.__module__, kind.__qualname__, _written(tuple(leaf))]
+
+
+def _example(written: Any) -> Any:  # noqa: ANN401 - JSON
+    if isinstance(written, str):
+        spec = treespec_loads(written)
+        return tree_unflatten([0] * spec.num_leaves, spec)
+    text, inner = written
+    leaves = [0 if each is None else _found(*each[:2])(*_example(each[2])) for each in inner]
+    return tree_unflatten(leaves, treespec_loads(text))
+
+
+def _found(module: str, name: str) -> Any:  # noqa: ANN401 - a class
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    # The names come from another rank's message: call nothing but NamedTuple classes.
+    if isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields"):
+        return found
+    raise PipeliningShapeError(
+        f"no NamedTuple {name} is found in {module} on this rank, of which a stage gives a "
+        "value: define it at the top of a module that all ranks import"
+    )

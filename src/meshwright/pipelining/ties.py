@@ -13,15 +13,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from meshwright.comm.dtensors.dtensor import dtensor_like, is_dtensor, local_of
 from meshwright.errors import LayoutError, PipeliningShapeError
-from meshwright.pipelining.messages.metadata import digest
-from meshwright.pipelining.stepping.residency import Several
+from meshwright.pipelining.edges import Tie
+from meshwright.pipelining.p2p import P2PTransfers
+from meshwright.pipelining.residency import Residencies, computing
+from meshwright.pipelining.signature import digest
 from meshwright.torch_internals.modules import CHECKPOINTED, COMPILED, WRAPPED
 from meshwright.torch_internals.tensors import is_traceable_wrapper_subclass
 
@@ -29,16 +31,6 @@ _WRAPPERS = ("module", WRAPPED, COMPILED, CHECKPOINTED)
 """Name components that wrappers add to the name of a parameter."""
 _FROZEN = -1
 """Sent in place of the gradient of a frozen parameter."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tie:
-    """One parameter of the model that several stages have."""
-
-    owner: int
-    """The stage whose copy sets the initial value, and counts in norms."""
-    names: tuple[tuple[int, str], ...]
-    """(stage, name in that stage) of every holder."""
 
 
 def copy_parameter(parameter: nn.Parameter) -> nn.Parameter:
@@ -75,25 +67,6 @@ def own_copies(tensors: Iterable[torch.Tensor]) -> dict[int, Any]:
     return memo
 
 
-class Wire(Protocol):
-    """Carries tensors between stages of different ranks, in order. `Transfers` is one."""
-
-    def tell(self, facts: Sequence[int], stage: int, target: int) -> None:
-        """Tell stage ``target`` a list of numbers."""
-
-    def hear(self, count: int, stage: int) -> list[int]:
-        """Wait for the ``count`` numbers that ``stage`` tells a stage of this rank."""
-
-    def send_tied(self, tensor: torch.Tensor, stage: int, target: int) -> None:
-        """Send a tensor of ``stage`` to stage ``target``."""
-
-    def recv_tied(self, tensor: torch.Tensor, stage: int) -> None:
-        """Wait for a tensor of ``stage`` to a stage of this rank."""
-
-    def finish(self) -> None:
-        """Wait for all sends."""
-
-
 def tied_pairs(ties: Iterable[Tie]) -> set[tuple[int, int]]:
     """The pairs of stages that share a parameter, in both orders."""
     return {
@@ -106,7 +79,7 @@ def tied_pairs(ties: Iterable[Tie]) -> set[tuple[int, int]]:
 
 
 @dataclass(slots=True, eq=False)
-class _Held:
+class _TiedParameter:
     """A tie with the parameters of this rank."""
 
     tie: Tie
@@ -116,12 +89,6 @@ class _Held:
     """By stage of this rank, the tensor that forwards use, whose gradient is local."""
     before: dict[int, torch.Tensor | None]
     """By stage of this rank, the gradient of earlier steps."""
-
-    def put_gradients_aside(self) -> None:
-        """Clear gradients for a step, and keep those of earlier ones in ``before``."""
-        self.before = {stage: _gradient(p) for stage, p in self.parameters.items()}
-        for parameter in self.parameters.values():
-            parameter.grad = None
 
 
 class TiedParameters:
@@ -135,44 +102,36 @@ class TiedParameters:
         modules: Mapping[int, nn.Module],
         ties: Sequence[Tie],
         stage_ranks: Sequence[int],
-        residencies: Mapping[int, Several],
+        residencies: Mapping[int, Residencies],
     ) -> None:
         """``modules`` are this rank's, by stage; ``stage_ranks`` gives the rank of each stage."""
         self._residencies = residencies
-        self._ranks = tuple(stage_ranks)
-        self._held: list[_Held] = []
+        self._held: list[_TiedParameter] = []
         self._is_open = False
         self._has_values = False
         for tie in ties:
-            _check(tie, len(self._ranks))
+            _check(tie, len(stage_ranks))
             places = {
                 stage: _place(modules[stage], stage, name, residencies[stage])
                 for stage, name in tie.names
                 if stage in modules
             }
             if places:
-                self._held.append(_Held(tie, places, {}, {}))
+                self._held.append(_TiedParameter(tie, places, {}, {}))
         self._look_up()
-        self._mine = frozenset(modules)
-        self._peers = self._find_peers()
+        pairs = tied_pairs(held.tie for held in self._held)
+        mine = [pair for pair in pairs if pair[0] in modules and pair[1] not in modules]
+        # One order for all ranks, so that exchanges never wait in a circle.
+        self._peers = sorted(mine, key=lambda pair: (min(pair), max(pair)))
+        """(stage of this rank, stage of another) for each pair that shares a parameter."""
         self.stages = frozenset(stage for held in self._held for stage in held.parameters)
         """Stages of this rank that hold tied parameters."""
-
-    def _find_peers(self) -> list[tuple[int, int]]:
-        """(stage of this rank, stage of another) for each pair that shares a parameter."""
-        found = {
-            (mine, other)
-            for mine, other in tied_pairs(held.tie for held in self._held)
-            if mine in self._mine and other not in self._mine
-        }
-        # One order for all ranks, so that exchanges never wait in a circle.
-        return sorted(found, key=lambda pair: (min(pair), max(pair)))
 
     def _look_up(self) -> None:
         """Look up the tensors that forwards use, which may differ from step to step."""
         for held in self._held:
             for stage, (module, name) in held.places.items():
-                found = self._residencies[stage].computing(module, name)
+                found = computing(self._residencies[stage], module, name)
                 if found is None:
                     raise ValueError(f"stage {stage} has lost its parameter {name!r}")
                 held.parameters[stage] = found
@@ -183,7 +142,9 @@ class TiedParameters:
         """Begin a training step: put the gradients of earlier ones aside."""
         self._look_up()
         for held in self._held:
-            held.put_gradients_aside()
+            held.before = {stage: _gradient(p) for stage, p in held.parameters.items()}
+            for parameter in held.parameters.values():
+                parameter.grad = None
         self._is_open = bool(self._held)
 
     def restore(self) -> None:
@@ -201,11 +162,11 @@ class TiedParameters:
                 if before is not None:
                     _set_gradient(parameter, before)
 
-    def send_values(self, wire: Wire) -> None:
+    def send_values(self, wire: P2PTransfers) -> None:
         """Send the owner's values to the other holders, unless a step has done so."""
         if self._has_values or not self._held:
             return
-        gathered = [self._residencies[stage] for stage in sorted(self.stages)]
+        gathered = [each for stage in sorted(self.stages) for each in self._residencies[stage]]
         for residency in gathered:
             residency.unshard()
             residency.wait_unshard()
@@ -215,11 +176,12 @@ class TiedParameters:
         for held in self._held:
             for stage, place in held.places.items():
                 if stage != held.tie.owner:
-                    self._residencies[stage].written(*place)
+                    for residency in self._residencies[stage]:
+                        residency.written(*place)
         for residency in gathered:
             residency.reshard()
 
-    def _exchange_values(self, wire: Wire) -> None:
+    def _exchange_values(self, wire: P2PTransfers) -> None:
         for mine, other in self._peers:
             shared = self._shared(mine, other)
             given = [held for held in shared if held.tie.owner == mine]
@@ -238,7 +200,7 @@ class TiedParameters:
                 if own is not None and parameter is not own:
                     local_of(parameter).detach().copy_(local_of(own).detach())
 
-    def add_up(self, wire: Wire) -> None:
+    def add_up(self, wire: P2PTransfers) -> None:
         """Sum the gradients of this step over all holders, and add them to those of earlier ones.
 
         If the owner's copy is frozen, all holders drop their gradients.
@@ -281,7 +243,7 @@ class TiedParameters:
         self._close()
         self._has_values = True
 
-    def _set_sum(self, held: _Held, parts: Mapping[int, torch.Tensor]) -> None:
+    def _set_sum(self, held: _TiedParameter, parts: Mapping[int, torch.Tensor]) -> None:
         if not parts:
             return
         first, *rest = (parts[stage] for stage in sorted(parts))
@@ -293,7 +255,7 @@ class TiedParameters:
 
     # ----------------------------------------------------------------------- messages
 
-    def _shared(self, stage: int, other: int) -> list[_Held]:
+    def _shared(self, stage: int, other: int) -> list[_TiedParameter]:
         """List the ties that two stages share, in the order of the ties, which both ranks know."""
         return [
             held
@@ -312,7 +274,7 @@ def _frozen_in_part(tie: Tie, frozen: Iterable[int]) -> LayoutError:
 
 
 def _send(
-    wire: Wire, stage: int, target: int, tensors: Sequence[torch.Tensor | int | None]
+    wire: P2PTransfers, stage: int, target: int, tensors: Sequence[torch.Tensor | int | None]
 ) -> None:
     """Send the tensors, after a message that says which there are."""
     facts = [_facts(each) if isinstance(each, torch.Tensor) else each or 0 for each in tensors]
@@ -323,7 +285,7 @@ def _send(
 
 
 def _receive(
-    wire: Wire, stage: int, target: int, shared: Sequence[_Held]
+    wire: P2PTransfers, stage: int, target: int, shared: Sequence[_TiedParameter]
 ) -> list[torch.Tensor | int | None]:
     if not shared:
         return []
@@ -389,11 +351,13 @@ def _parameter(module: nn.Module, stage: int, name: str) -> nn.Parameter:
     raise _missing(stage, name)
 
 
-def _place(module: nn.Module, stage: int, name: str, residency: Several) -> tuple[nn.Module, str]:
+def _place(
+    module: nn.Module, stage: int, name: str, residencies: Residencies
+) -> tuple[nn.Module, str]:
     """Return the module that has the parameter called ``name``, and its name there."""
     path, _, leaf = name.rpartition(".")
     for found, part in module.named_modules(remove_duplicate=False):
-        if _unwrapped(found) == path and residency.computing(part, leaf) is not None:
+        if _unwrapped(found) == path and computing(residencies, part, leaf) is not None:
             return part, leaf
     raise _missing(stage, name)
 
