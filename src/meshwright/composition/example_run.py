@@ -2,9 +2,9 @@
 
 The run shows whether a model is a chain: each module must be called once, with the unmodified
 tensors that the previous one has returned, and the model's own forward must do nothing else: no
-operator, no hook, no block of autocast or ``no_grad``, no attribute. Writes of modules to their
-attributes are observed too, because a forward that runs in stages, or as a graph, leaves other
-values there, or none.
+operator, no hook, no block of autocast or ``no_grad``, no attribute. Tensors that modules leave in
+attributes are observed too, because a forward that runs in stages, or as a graph, leaves others
+there, or none.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import contextlib
 import copy
 import random
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ from meshwright.pipelining.splitting.dropped import (
     saved_tensor_hooks,
 )
 from meshwright.pipelining.stepping.ties import own_copies
+from meshwright.torch_internals.modules import forward_pre_hooks_of
 from meshwright.torch_internals.tensors import dispatch_depth, function_depth, writes_to
 from meshwright.torch_internals.trees import tree_leaves
 
@@ -52,10 +53,10 @@ class Observation:
 
     links: list[str] | None
     """If the model is a chain, its modules in call order; else None."""
-    written: Mapping[str, frozenset[str]]
-    """By module, the attributes that its forward has assigned or modified."""
+    left: tuple[tuple[str, str], ...]
+    """(module, attribute) of tensors that each run leaves there."""
     moving: tuple[str, ...]
-    """If it is no chain, the attributes that change in each run, such as counters."""
+    """Attributes that change in each run and are no tensors, such as counters."""
 
 
 @dataclass(slots=True)
@@ -156,25 +157,37 @@ def _observe(model: nn.Module, observed: nn.Module, example: Inputs) -> Observat
     result = run(example)
     first = _attributes(observed)
     written = _changed(before, first, "mark")
-    if run.is_chain(example, result) and not _has_own(model, run.names, written):
-        return Observation(links=run.names, written=written, moving=())
-    call_module(observed, example)
-    again = _attributes(observed)
-    moving = tuple(
-        f"{name}.{key}".lstrip(".")
-        for name, keys in _changed(first, again, "plain").items()
-        for key in sorted(keys)
+    is_chain = run.is_chain(example, result) and not _has_own(
+        model, run.names, {name for name, _ in written}
     )
-    return Observation(links=None, written=written, moving=moving)
+    left: list[tuple[str, str]] = []
+    moving: list[str] = []
+    if written:  # once, such as a mask that is kept, or in each run
+        call_module(observed, example)
+        again = _attributes(observed)
+        left = [
+            (name, key)
+            for name, key in _changed(first, again, "mark")
+            if again[name][key].has_tensors and key not in _computed(model.get_submodule(name))
+        ]
+        moving = [f"{name}.{key}".lstrip(".") for name, key in _changed(first, again, "plain")]
+    return Observation(
+        links=run.names if is_chain else None, left=tuple(left), moving=tuple(moving)
+    )
 
 
-def _has_own(model: nn.Module, links: Sequence[str], written: Mapping[str, frozenset[str]]) -> bool:
-    """Whether modules outside the ``links`` have state, hooks or ``written`` attributes."""
+def _has_own(model: nn.Module, links: Sequence[str], writing: Collection[str]) -> bool:
+    """Whether modules outside the ``links`` have state or hooks, or are ``writing`` attributes."""
     if model._parameters or model._buffers:
         return True
     inside = {part for link in links for part in model.get_submodule(link).modules()}
     apart = [(name, part) for name, part in model.named_modules() if part not in inside]
-    return any(name in written or hooks_of(part) for name, part in apart)
+    return any(name in writing or hooks_of(part) for name, part in apart)
+
+
+def _computed(module: nn.Module) -> set[str]:
+    """The attributes that pre-hooks of torch compute from parameters, such as `weight_norm`'s."""
+    return {getattr(hook, "name", "") for hook in forward_pre_hooks_of(module).values()}
 
 
 # ------------------------------------------------------------------------------------ chains
@@ -291,8 +304,13 @@ class _Attribute:
     """Equal as long as it is the same object and nothing in it has changed."""
     plain: object
     """The same, but only for plain values: numbers, strings and lengths."""
-    held: object
+    held: Sequence[object]
     """The value and its leaves, kept alive so that no ``id`` is reused."""
+
+    @property
+    def has_tensors(self) -> bool:
+        """Whether a leaf is a tensor."""
+        return any(isinstance(leaf, torch.Tensor) for leaf in self.held)
 
 
 def _attributes(model: nn.Module) -> dict[str, dict[str, _Attribute]]:
@@ -302,7 +320,7 @@ def _attributes(model: nn.Module) -> dict[str, dict[str, _Attribute]]:
             key: _Attribute(
                 mark=_mark(value, plain=False),
                 plain=_mark(value, plain=True),
-                held=(value, tree_leaves(value)),
+                held=(value, *tree_leaves(value)),
             )
             for key, value in vars(part).items()
             if key not in _OF_ALL
@@ -328,12 +346,12 @@ def _changed(
     before: Mapping[str, Mapping[str, _Attribute]],
     after: Mapping[str, Mapping[str, _Attribute]],
     of: str,
-) -> dict[str, frozenset[str]]:
-    """By module, the attributes whose ``of`` differs."""
-    found: dict[str, frozenset[str]] = {}
-    for name, now in after.items():
-        was = before.get(name, {})
-        keys = [k for k in now if k not in was or getattr(now[k], of) != getattr(was[k], of)]
-        if keys:
-            found[name] = frozenset(keys)
-    return found
+) -> list[tuple[str, str]]:
+    """List (module, attribute) whose ``of`` differs."""
+    return [
+        (name, key)
+        for name, now in after.items()
+        for key in now
+        if key not in before.get(name, {})
+        or getattr(now[key], of) != getattr(before[name][key], of)
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,8 +32,6 @@ class CutModel:
     ties: tuple[Tie, ...] = ()
     info: PipeInfo | None = None
     """What stages of a traced model are built with; None for a chain."""
-    written: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """By module of the model, the attributes that its forward writes."""
 
 
 def chunks_of(plan: PipelinePlan, ranks: int) -> int:
@@ -75,8 +73,9 @@ def cut_model(
         starts = _starts(model, plan, seen.links, count)
         bounds = [0, *(seen.links.index(name) for name in starts), len(seen.links)]
         modules = stages_by_name(model, [seen.links[a:b] for a, b in itertools.pairwise(bounds)])
-        found = CutModel(modules, ties=_ties(modules), written=seen.written)
+        found = CutModel(modules, ties=_ties(modules))
     _check_kept(model, found)
+    _check_left(model, found, seen)
     return found
 
 
@@ -132,7 +131,7 @@ def _traced(
         restored |= restore(module, model, tensor.styles, restored)
     _keep_unused(model, modules)
     info = replace(info, ties=tuple(_renamed(tie, modules) for tie in info.ties))
-    return CutModel(modules, info.ties, info, seen.written)
+    return CutModel(modules, info.ties, info)
 
 
 def _renamed(tie: Tie, modules: Sequence[nn.Module]) -> Tie:
@@ -164,6 +163,22 @@ def _check_kept(model: nn.Module, found: CutModel) -> None:
             f"{lost[0]!r} of the model's state belongs to a module that a pipeline takes apart, "
             "and no stage has it: let it be a parameter or a buffer"
         )
+
+
+def _check_left(model: nn.Module, found: CutModel, seen: Observation) -> None:
+    """Raise PlanError for a tensor that forward leaves where a loss would read another one."""
+    why = "the model is no chain of modules, so stages are traced graphs, which leave none"
+    right = set[nn.Module]()
+    if found.info is None:
+        why = "a pipeline runs it for another microbatch, or on another rank, than the loss"
+        right = {*found.modules[-1].modules()}
+    for name, key in seen.left:
+        if model.get_submodule(name) not in right:
+            what = f"module {name!r}" if name else f"the model ({type(model).__name__})"
+            raise PlanError(
+                f"each forward of {what} leaves a tensor in the attribute {key!r}, but {why}. "
+                "Return it with the model's output, or make it a buffer if only the module reads it"
+            )
 
 
 def _of_two_rows(example: Inputs) -> Inputs:

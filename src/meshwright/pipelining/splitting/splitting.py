@@ -361,7 +361,7 @@ def _refuse_hooks(tie: Tie, parameter: nn.Parameter) -> None:
         raise ValueError(
             f"parameter {tie.names[0][1]!r} has hooks for its gradient, and stages "
             f"{[stage for stage, _ in tie.names]} use it: each has a part of the gradient, which "
-            "the hooks would take for the whole. parallelize runs them on the sum; or untie it"
+            "the hooks would take for the whole: remove the hooks, or untie it"
         )
 
 
