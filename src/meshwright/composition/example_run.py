@@ -15,7 +15,7 @@ import random
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -54,7 +54,7 @@ class Observation:
     links: list[str] | None
     """If the model is a chain, its modules in call order; else None."""
     left: tuple[tuple[str, str], ...]
-    """(module, attribute) of tensors that each run leaves there."""
+    """(module, attribute) of tensors, or in a chain floats, that each run leaves there."""
     moving: tuple[str, ...]
     """Attributes that change in each run and are no tensors, such as counters."""
 
@@ -165,10 +165,15 @@ def _observe(model: nn.Module, observed: nn.Module, example: Inputs) -> Observat
     if written:  # once, such as a mask that is kept, or in each run
         call_module(observed, example)
         again = _attributes(observed)
+        anew = {*_changed(first, again, "mark")}
         left = [
             (name, key)
-            for name, key in _changed(first, again, "mark")
-            if again[name][key].has_tensors and key not in _computed(model.get_submodule(name))
+            for name, key in written
+            if key not in _computed(model.get_submodule(name))
+            and (
+                ((name, key) in anew and first[name, key].has(torch.Tensor))
+                or (is_chain and first[name, key].has(float))  # no graph has such a number
+            )
         ]
         moving = [f"{name}.{key}".lstrip(".") for name, key in _changed(first, again, "plain")]
     return Observation(
@@ -296,8 +301,7 @@ def _around() -> object:
 # -------------------------------------------------------------------------------- attributes
 
 
-@dataclass(frozen=True, slots=True)
-class _Attribute:
+class _Attribute(NamedTuple):
     """The value of an attribute at one time."""
 
     mark: object
@@ -307,25 +311,24 @@ class _Attribute:
     held: Sequence[object]
     """The value and its leaves, kept alive so that no ``id`` is reused."""
 
-    @property
-    def has_tensors(self) -> bool:
-        """Whether a leaf is a tensor."""
-        return any(isinstance(leaf, torch.Tensor) for leaf in self.held)
+    def has(self, kind: type) -> bool:
+        """Whether it is or contains a ``kind``."""
+        return any(isinstance(leaf, kind) for leaf in self.held)
 
 
-def _attributes(model: nn.Module) -> dict[str, dict[str, _Attribute]]:
-    """The attributes of the modules of ``model``, by name, except those of every module."""
+_Attributes = Mapping[tuple[str, str], _Attribute]
+"""By module and attribute."""
+
+
+def _attributes(model: nn.Module) -> _Attributes:
+    """The attributes of the modules of ``model``, except those of every module."""
     return {
-        name: {
-            key: _Attribute(
-                mark=_mark(value, plain=False),
-                plain=_mark(value, plain=True),
-                held=(value, *tree_leaves(value)),
-            )
-            for key, value in vars(part).items()
-            if key not in _OF_ALL
-        }
+        (name, key): _Attribute(
+            _mark(value, plain=False), _mark(value, plain=True), (value, *tree_leaves(value))
+        )
         for name, part in model.named_modules()
+        for key, value in vars(part).items()
+        if key not in _OF_ALL
     }
 
 
@@ -342,16 +345,10 @@ def _mark(value: object, *, plain: bool) -> object:
     return id(value), writes_to(value)
 
 
-def _changed(
-    before: Mapping[str, Mapping[str, _Attribute]],
-    after: Mapping[str, Mapping[str, _Attribute]],
-    of: str,
-) -> list[tuple[str, str]]:
+def _changed(before: _Attributes, after: _Attributes, of: str) -> list[tuple[str, str]]:
     """List (module, attribute) whose ``of`` differs."""
     return [
-        (name, key)
-        for name, now in after.items()
-        for key in now
-        if key not in before.get(name, {})
-        or getattr(now[key], of) != getattr(before[name][key], of)
+        at
+        for at, now in after.items()
+        if at not in before or getattr(now, of) != getattr(before[at], of)
     ]

@@ -750,6 +750,21 @@ class Counting(nn.Module):
         return self.linear(x).tanh() * self.kept
 
 
+class Measuring(nn.Linear):
+    """A layer that measures what it makes."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        y = super().forward(input)
+        self.found = y.square().mean().item()
+        return y
+
+
+class LeavingNumbers(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Measuring(4, 4) for _ in range(4))
+
+
 class LeavingHead(Chain):
     def __init__(self) -> None:
         super().__init__()
@@ -798,6 +813,10 @@ def body_left() -> None:
     # Looking at how the model runs leaves no trace: each forward is one of a microbatch.
     own = [p.calls for p in trainable.module.modules() if isinstance(p, Leaving | Counting)]
     assert {*own} == {6}
+    with pytest.raises(
+        PlanError, match="module 'layers.0' leaves a value in the attribute 'found'"
+    ):
+        laid_out(built(LeavingNumbers), plan_of("zbv", pipeline=2), F.mse_loss)
     with pytest.raises(PlanError, match="changes its attribute 'calls'"):
         laid_out(built(CountingGraph), plan_of("1f1b", pipeline=2), F.mse_loss)
 
@@ -805,8 +824,12 @@ def body_left() -> None:
 def test_what_forward_leaves_on_modules_is_right_or_refused(ranks: Ranks) -> None:
     ranks(2, body_left)
     for kind, loss_of, text in (
-        (LeavingChain, left_by_first, "forward of module 'layers.0' leaves a tensor in the attrib"),
-        (LeavingGraph, left_by_model, "forward of the model .LeavingGraph. leaves a tensor in the"),
+        (LeavingChain, left_by_first, "forward of module 'layers.0' leaves a value in the attribu"),
+        (
+            LeavingGraph,
+            left_by_model,
+            "forward of the model .LeavingGraph. leaves a value in the a",
+        ),
     ):
         for schedule in ("1f1b", "zbv"):
             with pytest.raises(RanksFailed, match=text):

@@ -13,8 +13,9 @@ __getattr__ = names_inside(
         "meshwright.pipelining.messages.letters": "Letters, ROOM",
         "meshwright.pipelining.messages.metadata": "Signature, Values, signature_of",
         "meshwright.pipelining.messages.transfers": "Transfers",
-        "meshwright.pipelining.splitting.balance": "SLACK, best_cuts",
-        "meshwright.pipelining.splitting.measuring": "Costs, cuttable, flops, parameters",
+        "meshwright.pipelining.splitting.balance": (
+            "Costs, SLACK, best_cuts, cuttable, flops, parameters"
+        ),
         "meshwright.pipelining.splitting.placement": "Placement",
         "meshwright.pipelining.stepping": "backward",
         "meshwright.pipelining.stepping.listener": "Listener",

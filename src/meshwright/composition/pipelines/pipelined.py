@@ -26,6 +26,7 @@ from meshwright.composition.pipelines.pipelined_layout import (
     StageModules,
     of_one,
     output_of,
+    said_by,
     union,
 )
 from meshwright.composition.pipelines.tied_values import TiedValues
@@ -36,7 +37,7 @@ from meshwright.composition.trainable import (
     autocast_of,
     tensors_in,
 )
-from meshwright.errors import PipelinePeerError, PlanError, warn
+from meshwright.errors import PlanError, warn
 from meshwright.gradients import SpreadGradients, apply_loss
 from meshwright.pipelining import (
     PipelineContext,
@@ -276,20 +277,12 @@ class PipelinedTrainable(Trainable):
 
     def _loss_of_last(self, output: object, target: object) -> torch.Tensor:
         """Compute the loss on the rank with the last stage, and send it to all of the pipeline."""
-        said: object = None
-        failure: Exception | None = None
-        if self._pipeline.rank == self._last:
-            try:
-                local = apply_loss(self._loss, output, target)
-                said = (local.total.float() / local.count).item()
-            except Exception as error:  # raised below, when the other ranks know
-                failure, said = error, f"{type(error).__name__}: {error}"
-        found = self._pipeline.gather_values(said, label="loss of a pipeline")[self._last]
-        if failure is not None:
-            raise failure
-        if isinstance(found, str):
-            rank = self._pipeline.ranks[self._last]
-            raise PipelinePeerError(f"the loss failed on rank {rank}, in an evaluation: {found}")
+
+        def mean() -> float:
+            local = apply_loss(self._loss, output, target)
+            return (local.total.float() / local.count).item()
+
+        found = said_by(self._last, mean, self._pipeline, "loss")
         return torch.tensor(found, dtype=torch.float32, device=self._pipeline.device)
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
@@ -308,7 +301,7 @@ def _watch(stage: PipelineStage, guard: CutGuard) -> None:
         guard.check()
         check_arguments(args, kwargs)
 
-    stage.check_microbatches = check
+    vars(stage)["check_microbatches"] = check
 
 
 def _call(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:

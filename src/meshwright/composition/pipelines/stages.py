@@ -18,6 +18,7 @@ from meshwright.errors import PlanError
 from meshwright.pipelining import PipeInfo, SplitPoint, Tie, pipeline, stages_by_name
 from meshwright.pipelining.splitting.balance import balanced
 from meshwright.pipelining.splitting.dropped import refuse_hooks
+from meshwright.pipelining.splitting.splitting import ties_of
 from meshwright.plan import PipelinePlan
 from meshwright.randomness import Dropout
 from meshwright.schedule.builders import TWO_A_RANK
@@ -73,7 +74,7 @@ def cut_model(
         starts = _starts(model, plan, seen.links, count)
         bounds = [0, *(seen.links.index(name) for name in starts), len(seen.links)]
         modules = stages_by_name(model, [seen.links[a:b] for a, b in itertools.pairwise(bounds)])
-        found = CutModel(modules, ties=_ties(modules))
+        found = CutModel(modules, ties=ties_of(modules))
     _check_kept(model, found)
     _check_left(model, found, seen)
     return found
@@ -166,7 +167,7 @@ def _check_kept(model: nn.Module, found: CutModel) -> None:
 
 
 def _check_left(model: nn.Module, found: CutModel, seen: Observation) -> None:
-    """Raise PlanError for a tensor that forward leaves where a loss would read another one."""
+    """Raise PlanError for what forward leaves where a loss would read another one."""
     why = "the model is no chain of modules, so stages are traced graphs, which leave none"
     right = set[nn.Module]()
     if found.info is None:
@@ -176,7 +177,7 @@ def _check_left(model: nn.Module, found: CutModel, seen: Observation) -> None:
         if model.get_submodule(name) not in right:
             what = f"module {name!r}" if name else f"the model ({type(model).__name__})"
             raise PlanError(
-                f"each forward of {what} leaves a tensor in the attribute {key!r}, but {why}. "
+                f"each forward of {what} leaves a value in the attribute {key!r}, but {why}. "
                 "Return it with the model's output, or make it a buffer if only the module reads it"
             )
 
@@ -263,15 +264,6 @@ def _made(module: nn.Module, path: str) -> nn.Module:
             module.add_module(name, nn.Module())
         module = module.get_submodule(name)
     return module
-
-
-def _ties(modules: Sequence[nn.Module]) -> tuple[Tie, ...]:
-    """The parameters that several stages share, by their first name in each."""
-    holders: dict[nn.Parameter, list[tuple[int, str]]] = {}
-    for stage, module in enumerate(modules):
-        for name, parameter in module.named_parameters():
-            holders.setdefault(parameter, []).append((stage, name))
-    return tuple(Tie(names[0][0], tuple(names)) for names in holders.values() if len(names) > 1)
 
 
 # ------------------------------------------------------------------------------------ balance
