@@ -10,6 +10,7 @@ from torch import nn
 from meshwright.axes import DATA_AXES
 from meshwright.comm.dtensors.dtensor import is_dtensor
 from meshwright.composition.example_run import Inputs, evaluating, left_as_it_is, same_numbers
+from meshwright.composition.pipelines.cut_guard import hooked, hooked_parameters
 from meshwright.composition.pipelines.pipelined import schedule_of
 from meshwright.composition.pipelines.stages import chunks_of
 from meshwright.composition.tensor_axis.tensor_rules import rule_problems
@@ -46,7 +47,7 @@ def check_model(model: nn.Module, plan: Plan, ranks: int, example: Inputs | None
         problems.extend(error.problems)
     ours = [
         *_axis_problems(plan),
-        *_pipeline_problems(plan),
+        *_pipeline_problems(model, plan),
         *rule_problems(model, plan),
         *_train_problems(model, plan),
         *_precision_problems(plan),
@@ -73,10 +74,12 @@ def _axis_problems(plan: Plan) -> Iterator[Problem]:
             )
 
 
-def _pipeline_problems(plan: Plan) -> Iterator[Problem]:
+def _pipeline_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     ranks, pipeline = plan.axes.size("pipeline"), plan.pipeline
     if ranks == 1:
         return
+    for name in hooked_parameters(model.named_parameters())[:1]:
+        yield Problem(("axes", "pipeline"), hooked(name))
     try:
         chunks = chunks_of(pipeline, ranks)
         if issubclass(schedule_of(pipeline), PipelineScheduleSingle) and chunks > 1:

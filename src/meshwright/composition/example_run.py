@@ -2,9 +2,9 @@
 
 The run shows whether a model is a chain: each module must be called once, with the unmodified
 tensors that the previous one has returned, and the model's own forward must do nothing else: no
-operator, no hook, no block of autocast or ``no_grad``, no attribute. Writes of modules to their
-attributes are observed too, because a forward that runs in stages, or as a graph, leaves other
-values there, or none.
+operator, no hook, no block of autocast or ``no_grad``, no attribute. Tensors that modules leave in
+attributes are observed too, because a forward that runs in stages, or as a graph, leaves others
+there, or none.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import contextlib
 import copy
 import random
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,7 +29,8 @@ from meshwright.pipelining.splitting.dropped import (
     hooks_of,
     saved_tensor_hooks,
 )
-from meshwright.pipelining.ties import own_copies
+from meshwright.pipelining.stepping.ties import own_copies
+from meshwright.torch_internals.modules import forward_pre_hooks_of
 from meshwright.torch_internals.tensors import dispatch_depth, function_depth, writes_to
 from meshwright.torch_internals.trees import tree_leaves
 
@@ -52,10 +53,10 @@ class Observation:
 
     links: list[str] | None
     """If the model is a chain, its modules in call order; else None."""
-    written: Mapping[str, frozenset[str]]
-    """By module, the attributes that its forward has assigned or modified."""
+    left: tuple[tuple[str, str], ...]
+    """(module, attribute) of tensors, or in a chain floats, that each run leaves there."""
     moving: tuple[str, ...]
-    """If it is no chain, the attributes that change in each run, such as counters."""
+    """Attributes that change in each run and are no tensors, such as counters."""
 
 
 @dataclass(slots=True)
@@ -156,25 +157,42 @@ def _observe(model: nn.Module, observed: nn.Module, example: Inputs) -> Observat
     result = run(example)
     first = _attributes(observed)
     written = _changed(before, first, "mark")
-    if run.is_chain(example, result) and not _has_own(model, run.names, written):
-        return Observation(links=run.names, written=written, moving=())
-    call_module(observed, example)
-    again = _attributes(observed)
-    moving = tuple(
-        f"{name}.{key}".lstrip(".")
-        for name, keys in _changed(first, again, "plain").items()
-        for key in sorted(keys)
+    is_chain = run.is_chain(example, result) and not _has_own(
+        model, run.names, {name for name, _ in written}
     )
-    return Observation(links=None, written=written, moving=moving)
+    left: list[tuple[str, str]] = []
+    moving: list[str] = []
+    if written:  # once, such as a mask that is kept, or in each run
+        call_module(observed, example)
+        again = _attributes(observed)
+        anew = {*_changed(first, again, "mark")}
+        left = [
+            (name, key)
+            for name, key in written
+            if key not in _computed(model.get_submodule(name))
+            and (
+                ((name, key) in anew and first[name, key].has(torch.Tensor))
+                or (is_chain and first[name, key].has(float))  # no graph has such a number
+            )
+        ]
+        moving = [f"{name}.{key}".lstrip(".") for name, key in _changed(first, again, "plain")]
+    return Observation(
+        links=run.names if is_chain else None, left=tuple(left), moving=tuple(moving)
+    )
 
 
-def _has_own(model: nn.Module, links: Sequence[str], written: Mapping[str, frozenset[str]]) -> bool:
-    """Whether modules outside the ``links`` have state, hooks or ``written`` attributes."""
+def _has_own(model: nn.Module, links: Sequence[str], writing: Collection[str]) -> bool:
+    """Whether modules outside the ``links`` have state or hooks, or are ``writing`` attributes."""
     if model._parameters or model._buffers:
         return True
     inside = {part for link in links for part in model.get_submodule(link).modules()}
     apart = [(name, part) for name, part in model.named_modules() if part not in inside]
-    return any(name in written or hooks_of(part) for name, part in apart)
+    return any(name in writing or hooks_of(part) for name, part in apart)
+
+
+def _computed(module: nn.Module) -> set[str]:
+    """The attributes that pre-hooks of torch compute from parameters, such as `weight_norm`'s."""
+    return {getattr(hook, "name", "") for hook in forward_pre_hooks_of(module).values()}
 
 
 # ------------------------------------------------------------------------------------ chains
@@ -283,31 +301,34 @@ def _around() -> object:
 # -------------------------------------------------------------------------------- attributes
 
 
-@dataclass(frozen=True, slots=True)
-class _Attribute:
+class _Attribute(NamedTuple):
     """The value of an attribute at one time."""
 
     mark: object
     """Equal as long as it is the same object and nothing in it has changed."""
     plain: object
     """The same, but only for plain values: numbers, strings and lengths."""
-    held: object
+    held: Sequence[object]
     """The value and its leaves, kept alive so that no ``id`` is reused."""
 
+    def has(self, kind: type) -> bool:
+        """Whether it is or contains a ``kind``."""
+        return any(isinstance(leaf, kind) for leaf in self.held)
 
-def _attributes(model: nn.Module) -> dict[str, dict[str, _Attribute]]:
-    """The attributes of the modules of ``model``, by name, except those of every module."""
+
+_Attributes = Mapping[tuple[str, str], _Attribute]
+"""By module and attribute."""
+
+
+def _attributes(model: nn.Module) -> _Attributes:
+    """The attributes of the modules of ``model``, except those of every module."""
     return {
-        name: {
-            key: _Attribute(
-                mark=_mark(value, plain=False),
-                plain=_mark(value, plain=True),
-                held=(value, tree_leaves(value)),
-            )
-            for key, value in vars(part).items()
-            if key not in _OF_ALL
-        }
+        (name, key): _Attribute(
+            _mark(value, plain=False), _mark(value, plain=True), (value, *tree_leaves(value))
+        )
         for name, part in model.named_modules()
+        for key, value in vars(part).items()
+        if key not in _OF_ALL
     }
 
 
@@ -324,16 +345,10 @@ def _mark(value: object, *, plain: bool) -> object:
     return id(value), writes_to(value)
 
 
-def _changed(
-    before: Mapping[str, Mapping[str, _Attribute]],
-    after: Mapping[str, Mapping[str, _Attribute]],
-    of: str,
-) -> dict[str, frozenset[str]]:
-    """By module, the attributes whose ``of`` differs."""
-    found: dict[str, frozenset[str]] = {}
-    for name, now in after.items():
-        was = before.get(name, {})
-        keys = [k for k in now if k not in was or getattr(now[k], of) != getattr(was[k], of)]
-        if keys:
-            found[name] = frozenset(keys)
-    return found
+def _changed(before: _Attributes, after: _Attributes, of: str) -> list[tuple[str, str]]:
+    """List (module, attribute) whose ``of`` differs."""
+    return [
+        at
+        for at, now in after.items()
+        if at not in before or getattr(now, of) != getattr(before[at], of)
+    ]

@@ -377,13 +377,6 @@ def flat_groups(model: nn.Module) -> list[nn.Parameter]:
     return found
 
 
-def follow_gradients(model: nn.Module) -> None:
-    """Make flat gradients of units what ``.grad`` of the parameters of ``model`` is now."""
-    for unit in _units(model):
-        for group in unit.groups:
-            unit.exposure.follow_gradients(group)
-
-
 def parts_of_flat(
     model: nn.Module, flat: nn.Parameter, line: torch.Tensor
 ) -> list[tuple[nn.Parameter, torch.Tensor]] | None:

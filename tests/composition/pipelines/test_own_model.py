@@ -232,16 +232,13 @@ def body_as_alone(plan: Plan, cases: list[Case], *, is_made_before: bool = False
             )
 
 
-FEW: list[Case] = [
-    (Chain, hooks_on_gradients, head_in_loss),
-    (Graph, hooks_behind_gradients, penalty_on_head),
-]
+FEW: list[Case] = [(Chain, hooks_on_modules, head_in_loss), (Graph, nothing, penalty_on_head)]
 CASES: list[Case] = [
     *FEW,
     (Chain, hooks_on_modules, penalty_on_head),
-    (Graph, step_in_backward, head_in_loss),
-    (Tied, hooks_on_gradients, penalty_on_head),
-    (TiedGraph, hooks_behind_gradients, penalty_on_head),
+    (Graph, nothing, head_in_loss),
+    (Tied, nothing, penalty_on_head),
+    (TiedGraph, nothing, penalty_on_head),
 ]
 
 
@@ -263,7 +260,37 @@ def test_hooks_and_weights_in_losses_beside_other_axes(ranks: Ranks, other: str)
 def test_flat_gradients_of_shards_are_what_hooks_have_made_of_them(ranks: Ranks) -> None:
     cases: list[Case] = [(Graph, step_in_backward, mse), (Graph, gradients_anew, mse)]
     ranks(2, body_as_alone, no_pipeline(TrainPlan(flat=True), shard=2), cases)
-    ranks(4, body_as_alone, plan_of("1f1b", TrainPlan(flat=True), pipeline=2, shard=2), cases)
+
+
+def body_hooks_on_gradients() -> None:
+    plan = plan_of("zbv", pipeline=2)
+    for kind in (Chain, Graph, Tied):
+        for change in (hooks_on_gradients, step_in_backward):
+            with pytest.raises(
+                PlanError, match=r"parameter '\w.*weight' has a hook on its gradient"
+            ):
+                laid_out(built(kind, change), plan, F.mse_loss)
+    # Later, on one rank: both say so, before anything is sent, and the next step is a step again.
+    for kind in (Chain, Graph):
+        model = built(kind)
+        trainable = laid_out(model, plan, F.mse_loss)
+        losses, _ = alone(kind, nothing, mse)
+        assert step(trainable) == pytest.approx(losses[0], rel=1e-10)
+        is_here = not isinstance(model.head.weight, Unreadable)
+        for put in ("register_hook", "register_post_accumulate_grad_hook"):
+            handle = getattr(model.head.weight, put)(clamp) if is_here else None
+            with pytest.raises(
+                LayoutError if is_here else PipelinePeerError,
+                match="parameter 'head.weight' has a hook on its gradient",
+            ):
+                step(trainable)
+            if handle is not None:
+                handle.remove()
+        assert step(trainable) == pytest.approx(losses[1], rel=1e-10)
+
+
+def test_hooks_on_gradients_are_refused(ranks: Ranks) -> None:
+    ranks(2, body_hooks_on_gradients)
 
 
 @pytest.mark.few(0, slow=3)
@@ -447,7 +474,7 @@ def frozen_in_part(model: nn.Module) -> None:
         parameter.requires_grad_("1" not in name)
 
 
-CHANGES = (scales_in_place, scales_anew, frozen_in_part, hooks_on_gradients)
+CHANGES = (scales_in_place, scales_anew, frozen_in_part)
 
 
 def body_changed_later(plan: Plan) -> None:
@@ -457,6 +484,12 @@ def body_changed_later(plan: Plan) -> None:
             model = built(kind)
             trainable = laid_out(model, plan, F.mse_loss)
             change(model)
+            if kind is ScaledGraph and change is scales_anew:
+                with pytest.raises(
+                    (LayoutError, PipelinePeerError), match=r"'layers.\d.scale' was given anew"
+                ):
+                    step(trainable)
+                continue
             losses, weights = alone(kind, change, mse)
             assert [step(trainable) for _ in range(STEPS)] == pytest.approx(losses, rel=1e-10)
             for name, value in trainable.weights().items():
@@ -703,6 +736,41 @@ class LeavingChain(Chain):
         self.layers, self.head = nn.ModuleList(Leaving() for _ in range(4)), Leaving()
 
 
+class Counting(nn.Module):
+    """A layer that counts its forwards, and keeps what it has made in the first of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls, self.kept = nn.Linear(4, 4), 0, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.kept is None:
+            self.kept = torch.full((4,), 2.0, dtype=x.dtype)
+        return self.linear(x).tanh() * self.kept
+
+
+class Measuring(nn.Linear):
+    """A layer that measures what it makes."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        y = super().forward(input)
+        self.found = y.square().mean().item()
+        return y
+
+
+class LeavingNumbers(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Measuring(4, 4) for _ in range(4))
+
+
+class LeavingHead(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(Counting() for _ in range(4)), Leaving()
+
+
 class LeavingGraph(Chain):
     """What its own forward leaves is of no stage."""
 
@@ -737,14 +805,18 @@ def left_by_model(model: Any) -> Loss:
 
 def body_left() -> None:
     for schedule in ("1f1b", "zb1p", "zbv"):
-        body_as_alone(plan_of(schedule, pipeline=2), [(LeavingChain, nothing, left_by_head)])
-    model = built(LeavingChain)
+        body_as_alone(plan_of(schedule, pipeline=2), [(LeavingHead, nothing, left_by_head)])
+    model = built(LeavingHead)
     trainable = laid_out(model, plan_of("1f1b", pipeline=2), F.mse_loss)
     for _ in range(3):
         step(trainable)
     # Looking at how the model runs leaves no trace: each forward is one of a microbatch.
-    own = [part.calls for part in trainable.module.modules() if isinstance(part, Leaving)]
+    own = [p.calls for p in trainable.module.modules() if isinstance(p, Leaving | Counting)]
     assert {*own} == {6}
+    with pytest.raises(
+        PlanError, match="module 'layers.0' leaves a value in the attribute 'found'"
+    ):
+        laid_out(built(LeavingNumbers), plan_of("zbv", pipeline=2), F.mse_loss)
     with pytest.raises(PlanError, match="changes its attribute 'calls'"):
         laid_out(built(CountingGraph), plan_of("1f1b", pipeline=2), F.mse_loss)
 
@@ -752,8 +824,12 @@ def body_left() -> None:
 def test_what_forward_leaves_on_modules_is_right_or_refused(ranks: Ranks) -> None:
     ranks(2, body_left)
     for kind, loss_of, text in (
-        (LeavingChain, left_by_first, "attribute 'found' of module 'layers.0', whose forward runs"),
-        (LeavingGraph, left_by_model, "attribute 'found' of module 'LeavingGraph', whose own forw"),
+        (LeavingChain, left_by_first, "forward of module 'layers.0' leaves a value in the attribu"),
+        (
+            LeavingGraph,
+            left_by_model,
+            "forward of the model .LeavingGraph. leaves a value in the a",
+        ),
     ):
         for schedule in ("1f1b", "zbv"):
             with pytest.raises(RanksFailed, match=text):
@@ -806,19 +882,26 @@ def body_modules() -> None:
     model.register_load_state_dict_post_hook(hook)
     with pytest.raises(PlanError, match="load_state_dict post-hook of the model itself .Chain."):
         laid_out(model, plan, F.mse_loss)
-    # Later, too.
+    # Later, too: in the next step or evaluation.
     chain, graph = built(Chain), built(Graph)
-    for model in (chain, graph):
-        laid_out(model, plan, F.mse_loss)
+    found = [laid_out(model, plan, F.mse_loss) for model in (chain, graph)]
+    for model, trainable in zip((chain, graph), found, strict=True):
         for register in (model.register_forward_hook, model.layers.register_forward_pre_hook):
-            with pytest.raises(RuntimeError, match="would never run: put it on a module in one of"):
-                register(hook)
-    with pytest.raises(RuntimeError, match="would never run"):
-        graph.head.register_full_backward_hook(hook)
+            handle = register(hook)
+            for act in (step, lambda trainable: trainable.eval(*data())):
+                with pytest.raises(LayoutError, match="would never run: put it on a module in one"):
+                    act(trainable)
+            handle.remove()
+    handle = graph.head.register_full_backward_hook(hook)
+    with pytest.raises(LayoutError, match="backward hook on module 'head'.*would never run"):
+        step(found[1])
+    handle.remove()
     chain.head.register_full_backward_hook(hook)
     graph.train()
-    with pytest.raises(RuntimeError, match="'Graph', whose own forward no stage runs, was traced"):
-        graph.eval()
+    assert [step(trainable) for trainable in found]
+    graph.eval()
+    with pytest.raises(LayoutError, match="the mode of module 'Graph' was changed, .* traced"):
+        step(found[1])
     chain.eval()
     assert not chain.head.training
 
@@ -839,7 +922,7 @@ def penalized_loss(output: tuple[torch.Tensor, torch.Tensor], y: torch.Tensor) -
     return (output[0] - y).square().mean() + output[1]
 
 
-def late_hooks_on_what_two_stages_of_a_rank_hold(schedule: str) -> None:
+def what_two_stages_of_a_rank_hold(schedule: str) -> None:
     torch.manual_seed(0)
     model = Penalized().double()
     one = copy.deepcopy(model)
@@ -853,13 +936,19 @@ def late_hooks_on_what_two_stages_of_a_rank_hold(schedule: str) -> None:
         example=x,
     )
     optimizer = torch.optim.SGD(one.parameters(), lr=0.5)
-    for each in (model, one):
-        for _, parameter in each.head.named_parameters():
-            if not isinstance(parameter, Unreadable):
-                parameter.register_hook(lambda gradient: 0.5 * gradient)
-    for _ in range(2):
+    for number in range(3):
         optimizer.zero_grad()
         penalized_loss(one(x), y).backward()
+        handles = [
+            parameter.register_hook(lambda gradient: 0.5 * gradient)
+            for parameter in model.head.parameters()
+            if number == 1 and not isinstance(parameter, Unreadable)
+        ]
+        if number == 1:
+            with pytest.raises((LayoutError, PipelinePeerError), match="'head.*' has a hook on it"):
+                trainable.forward_backward(x, y)
+            for handle in handles:
+                handle.remove()
         trainable.forward_backward(x, y)
         found = trainable.gradients()
         for name, parameter in one.named_parameters():
@@ -873,8 +962,8 @@ def late_hooks_on_what_two_stages_of_a_rank_hold(schedule: str) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("schedule", ["zbv", "interleaved1f1b"])
-def test_late_hooks_on_what_two_stages_of_a_rank_hold_run_once(ranks: Ranks, schedule: str) -> None:
-    ranks(2, late_hooks_on_what_two_stages_of_a_rank_hold, schedule)
+def test_what_two_stages_of_a_rank_hold_is_one_parameter(ranks: Ranks, schedule: str) -> None:
+    ranks(2, what_two_stages_of_a_rank_hold, schedule)
 
 
 def test_hooks_of_modules_that_are_taken_apart_are_refused(ranks: Ranks) -> None:

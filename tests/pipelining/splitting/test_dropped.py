@@ -296,9 +296,9 @@ def test_a_chain_does_nothing_but_call_its_modules(way: str) -> None:
 
 def test_what_a_forward_writes_is_seen() -> None:
     model = Chain("with_penalty")
-    assert observe(model, (X,)).written == {"": {"penalty"}}
+    assert observe(model, (X,)).left == (("", "penalty"),)
     seen = observe(Chain("with_list"), (X,))
-    assert seen.written == {"": {"log"}}
+    assert seen.left == (("", "log"),)
     assert seen.moving == ("log",)
 
 
@@ -316,4 +316,5 @@ def test_hooks_of_users_do_not_run_while_a_model_is_looked_at() -> None:
     assert observe(model, (X,)).links is None
     old = nn.Sequential(weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4))
     old(X)  # its weight is what autograd has made, which no deepcopy takes
-    assert observe(old, (X,)).links == ["0", "1"]
+    seen = observe(old, (X,))
+    assert (seen.links, seen.left) == (["0", "1"], ())  # of a hook that computes a weight

@@ -5,9 +5,8 @@ Bottom-up:
     stages             a model split into stages
     own_tensors        stages that share the model's parameters and buffers
     tied_values        tied parameters between steps
-    step_hooks         hooks of parameters, once a step
     loss_sources       parameters that a loss may read
-    taken_apart        guards of modules that a pipeline has split
+    cut_guard          changes of a model that its stages do not follow
     pipelined_layout   the stages of one rank as one layout
     pipelined          the training step of a pipeline
     pipeline_assembly  assembly of a plan with axis pipeline

@@ -85,29 +85,26 @@ def let_go(
 
     ``ranks`` are the stages' ranks. A tensor of no stage, such as an unused buffer, is kept.
     """
-    held = {id(tensor) for stage in mine for _, _, tensor in _named_tensors(stages[stage])}
+    held = {id(tensor) for stage in mine for _, tensor in _named_tensors(stages[stage])}
     asked = f"on rank {ranks[mine[0]]}, which has stage {', '.join(map(str, mine))}"
     where = {
         name: f"is held by stage {number}, on rank {ranks[number]}; its value was asked for {asked}"
         for number, stage in enumerate(stages)
         if number not in mine
-        for _, name, _ in _named_tensors(stage, by_all_names=True)
+        for name, _ in _named_tensors(stage)
     }
-    for kind, name, tensor in _named_tensors(model):
-        if id(tensor) not in held and name in where:
+    for name, tensor in _named_tensors(model):
+        if id(tensor) not in held and name in where and not is_elsewhere(tensor):
+            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             text = f"{kind} {name!r} {where[name]}"
             make_unreadable(tensor, text, _REMEDY, error=LayoutError, settings=SETTINGS)
             vars(tensor)[_ELSEWHERE] = True
 
 
-def _named_tensors(
-    module: nn.Module, *, by_all_names: bool = False
-) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """List parameters and buffers with their kinds and names."""
-    for name, parameter in module.named_parameters(remove_duplicate=not by_all_names):
-        yield "parameter", name, parameter
-    for name, buffer in module.named_buffers(remove_duplicate=not by_all_names):
-        yield "buffer", name, buffer
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """List parameters and buffers by all their names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
 
 
 def is_elsewhere(tensor: object) -> bool:

@@ -24,12 +24,11 @@ from meshwright.composition.laying_out import (
     replicate_module,
     shard_module,
 )
+from meshwright.composition.pipelines.cut_guard import CutGuard
 from meshwright.composition.pipelines.own_tensors import let_go, share, show
 from meshwright.composition.pipelines.pipelined import PipelinedTrainable
 from meshwright.composition.pipelines.pipelined_layout import PipelinedLayout, StageModules
 from meshwright.composition.pipelines.stages import CutModel, cut_model
-from meshwright.composition.pipelines.step_hooks import StepHooks, resting
-from meshwright.composition.pipelines.taken_apart import LossScope, guard
 from meshwright.composition.pipelines.tied_values import TiedValues
 from meshwright.composition.tensor_axis.tensor_check import TensorTraffic, WholeRun
 from meshwright.composition.tensor_axis.tensor_rules import ModelCut
@@ -69,21 +68,18 @@ def pipelined(
     own = [found.modules[stage] for stage in mine]
     share(model, own)
     model.zero_grad()  # earlier gradients belong to no step
-    with resting(model.parameters()):  # what replaces a parameter gets its hooks below
-        layouts, stages = _lay_out(found, mine, plan, cut, peers)
+    layouts, stages = _lay_out(found, mine, plan, cut, peers)
     ranks = [pipeline.ranks[rank] for rank in holders]
     modules, numbered = StageModules(own), dict(zip(mine, own, strict=True))
     counts = {id(parameter) for parameter in counted(numbered, found.ties)}
     copies = {id(parameter) for parameter in modules.parameters()} - counts
-    # Sharded units replace the parameters of modules during a step.
-    fixed = () if plan.axes.size("shard") > 1 else (modules,)
-    hooks = StepHooks(modules.named_parameters(), fixed)
     tied = TiedValues(numbered, found.ties, ranks, peers.data.size)
     for module in own:
         given.carry(module)
     show(model, own)
     let_go(model, found.modules, mine, ranks)
-    guard(model, found, mine, ranks, scope := LossScope())
+    with tied.inside():  # as the modules are in a step
+        guard = CutGuard(model, found, own, is_sharded=plan.axes.size("shard") > 1)
     dtypes = (parameter.dtype for parameter in model.parameters())
     widest = functools.reduce(torch.promote_types, dtypes, torch.float32)
     layout = PipelinedLayout(layouts, modules, peers, copies, dtype=widest)
@@ -95,9 +91,8 @@ def pipelined(
         stages=stages,
         names=names,
         copies={n: t.names[0][1] for t in found.ties for _, n in t.names if n != t.names[0][1]},
-        hooks=hooks,
         tied=tied,
-        scope=scope,
+        guard=guard,
         optimizer=given.optimizer(optimizer, modules, plan),
         loss=loss,
         draws=draws,
@@ -156,7 +151,7 @@ def _stages_of(
     rehearsal = contextlib.nullcontext() if draws is None else draws.rehearsal()
     # A trace fixes the dtypes of what stages send, so run it under autocast.
     computing = autocast_of(plan, peers.everyone.device, keeps_casts=False)
-    with rehearsal, computing, resting(model.parameters()):
+    with rehearsal, computing:
         found = cut_model(model, plan.pipeline, peers.pipeline.size, example, tensor=cut)
     _check(plan, found)
     return found

@@ -19,16 +19,16 @@ from torch import nn
 from meshwright.comm import phase, settle
 from meshwright.composition.description import Description
 from meshwright.composition.example_run import evaluating
+from meshwright.composition.pipelines.cut_guard import CutGuard
 from meshwright.composition.pipelines.loss_sources import LossSources
 from meshwright.composition.pipelines.pipelined_layout import (
     PipelinedLayout,
     StageModules,
     of_one,
     output_of,
+    said_by,
     union,
 )
-from meshwright.composition.pipelines.step_hooks import StepHooks
-from meshwright.composition.pipelines.taken_apart import LossScope
 from meshwright.composition.pipelines.tied_values import TiedValues
 from meshwright.composition.trainable import (
     EvalResult,
@@ -37,8 +37,7 @@ from meshwright.composition.trainable import (
     autocast_of,
     tensors_in,
 )
-from meshwright.data_parallel.flat_parameters import follow_gradients
-from meshwright.errors import PipelinePeerError, PlanError, warn
+from meshwright.errors import PlanError, warn
 from meshwright.gradients import SpreadGradients, apply_loss
 from meshwright.pipelining import (
     PipelineContext,
@@ -94,9 +93,8 @@ class PipelinedTrainable(Trainable):
         stages: Sequence[PipelineStage],
         names: Sequence[str],
         copies: Mapping[str, str],
-        hooks: StepHooks,
         tied: TiedValues,
-        scope: LossScope,
+        guard: CutGuard,
         **others: Any,
     ) -> None:
         """``names`` are the names in the full model's state, in its order.
@@ -109,9 +107,8 @@ class PipelinedTrainable(Trainable):
         self._pipelined = layout
         self._names = tuple(names)
         self._copies = dict(copies)
-        self._hooks = hooks
         self._tied = tied
-        self._scope = scope
+        _watch(stages[0], guard)
         numbered = {stage.stage_index: stage.submod for stage in stages}
         last = numbered.pop(stages[0].num_stages - 1, module)
         self._sources = LossSources(last, numbered)
@@ -239,7 +236,7 @@ class PipelinedTrainable(Trainable):
         args, kwargs = _call(batch)
         goal = torch.empty(size, device="cpu") if target is None else target
         running = phase("pipeline", step=self.steps + 1, computes=True)
-        with running, self._autocast(), self._hooks.resting():
+        with running, self._autocast():
             self.schedule.step(*args, target=goal, return_outputs=False, **kwargs)
         self._samples = []
         if is_last:
@@ -248,8 +245,6 @@ class PipelinedTrainable(Trainable):
             self._layout.scale_by(lambda: window.factor() / scale)
             if numbers:
                 self._tied.check(window.beside())
-            if self._hooks.run():
-                follow_gradients(self.module)
 
     def _whole_optimizer(self, parts: Mapping[str, Any]) -> dict[str, object]:
         every = of_one(super()._whole_optimizer(parts), self._pipeline)
@@ -275,29 +270,19 @@ class PipelinedTrainable(Trainable):
         """Compute the loss of one microbatch, on the last stage."""
         sizes = (tensor.shape[0] for tensor in tensors_in(target) if tensor.dim())
         goal = target if self._has_target else None
-        with self._scope():
-            local = apply_loss(self._loss, output, goal, self._sources.look)
+        local = apply_loss(self._loss, output, goal, self._sources.look)
         if torch.is_grad_enabled():
             self._window.add(local, min(sizes, default=1))
         return local.total if self._loss_scale == 1.0 else local.total * self._loss_scale
 
     def _loss_of_last(self, output: object, target: object) -> torch.Tensor:
         """Compute the loss on the rank with the last stage, and send it to all of the pipeline."""
-        said: object = None
-        failure: Exception | None = None
-        if self._pipeline.rank == self._last:
-            try:
-                with self._scope():
-                    local = apply_loss(self._loss, output, target)
-                said = (local.total.float() / local.count).item()
-            except Exception as error:  # raised below, when the other ranks know
-                failure, said = error, f"{type(error).__name__}: {error}"
-        found = self._pipeline.gather_values(said, label="loss of a pipeline")[self._last]
-        if failure is not None:
-            raise failure
-        if isinstance(found, str):
-            rank = self._pipeline.ranks[self._last]
-            raise PipelinePeerError(f"the loss failed on rank {rank}, in an evaluation: {found}")
+
+        def mean() -> float:
+            local = apply_loss(self._loss, output, target)
+            return (local.total.float() / local.count).item()
+
+        found = said_by(self._last, mean, self._pipeline, "loss")
         return torch.tensor(found, dtype=torch.float32, device=self._pipeline.device)
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
@@ -306,6 +291,17 @@ class PipelinedTrainable(Trainable):
 
     def _ordered(self, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: found[name] for name in self._names if name in found}
+
+
+def _watch(stage: PipelineStage, guard: CutGuard) -> None:
+    """Run ``guard`` with the checks of arguments, whose errors the schedule tells all ranks."""
+    check_arguments = stage.check_microbatches
+
+    def check(args: Sequence[tuple[Any, ...]], kwargs: Sequence[Mapping[str, Any]]) -> None:
+        guard.check()
+        check_arguments(args, kwargs)
+
+    vars(stage)["check_microbatches"] = check
 
 
 def _call(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -15,7 +15,7 @@ from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.composition.data_layout import DataLayout, Peers
 from meshwright.composition.description import Description
-from meshwright.errors import InternalError, PipelinePeerError, PipeliningShapeError
+from meshwright.errors import InternalError, PipelinePeerError
 from meshwright.gradients import Factor, SpreadGradients, group_by_spread, multiply_
 from meshwright.pipelining.signature import Signature, TensorMeta, Values, signature_of
 from meshwright.plan import Plan
@@ -194,27 +194,38 @@ def of_one(own: Mapping[str, Any], axis: Communicator) -> list[Mapping[str, Any]
     return [cast("Mapping[str, Any]", unflatten(row, everything)) for row in rows]
 
 
+def said_by(source: int, say: Callable[[], object], axis: Communicator, what: str) -> Any:  # noqa: ANN401
+    """Give what ``say`` returns on rank ``source`` of ``axis`` to every rank; it is no string.
+
+    What it raises is raised there, and elsewhere `PipelinePeerError` with its text.
+    """
+    said: object = None
+    failure: Exception | None = None
+    if axis.rank == source:
+        try:
+            said = say()
+        except Exception as error:  # raised below, when the other ranks know
+            failure, said = error, f"{type(error).__name__}: {error}"
+    found = axis.gather_values(said, label=f"{what} of a pipeline")[source]
+    if failure is not None:
+        raise failure
+    if isinstance(found, str):
+        rank = axis.ranks[source]
+        raise PipelinePeerError(f"the {what} failed on rank {rank}, in an evaluation: {found}")
+    return found
+
+
 def output_of(source: int, output: object, axis: Communicator) -> Any:  # noqa: ANN401
     """Send the ``output`` of rank ``source`` of ``axis``, with its nesting, to every rank.
 
     Raises `PipeliningShapeError` there, and elsewhere `PipelinePeerError`, for what cannot be sent.
     """
-    is_here = axis.rank == source
-    values = Values.of((output,)) if is_here else None
-    said: object = None
-    failure: PipeliningShapeError | None = None
-    if values is not None:
-        try:
-            said = signature_of(values, "the model's output").to_json()
-        except PipeliningShapeError as error:  # raised below, when the other ranks know
-            failure, said = error, str(error)
-    found = axis.gather_values(said, label="output of a pipeline")[source]
-    if failure is not None:
-        raise failure
-    if isinstance(found, str):
-        rank = axis.ranks[source]
-        raise PipelinePeerError(f"evaluation failed on rank {rank}: {found}")
-    signature = Signature.from_json(found)
+    values = Values.of((output,)) if axis.rank == source else None
+
+    def facts() -> object:
+        return None if values is None else signature_of(values, "the model's output").to_json()
+
+    signature = Signature.from_json(said_by(source, facts, axis, "output"))
     leaves: list[object] = []
     for number, meta in enumerate(signature.leaves):
         if not isinstance(meta, TensorMeta):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from meshwright.errors import PlanError
 from meshwright.pipelining import PipeInfo, SplitPoint, Tie, pipeline, stages_by_name
 from meshwright.pipelining.splitting.balance import balanced
 from meshwright.pipelining.splitting.dropped import refuse_hooks
+from meshwright.pipelining.splitting.splitting import ties_of
 from meshwright.plan import PipelinePlan
 from meshwright.randomness import Dropout
 from meshwright.schedule.builders import TWO_A_RANK
@@ -32,8 +33,6 @@ class CutModel:
     ties: tuple[Tie, ...] = ()
     info: PipeInfo | None = None
     """What stages of a traced model are built with; None for a chain."""
-    written: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """By module of the model, the attributes that its forward writes."""
 
 
 def chunks_of(plan: PipelinePlan, ranks: int) -> int:
@@ -75,8 +74,9 @@ def cut_model(
         starts = _starts(model, plan, seen.links, count)
         bounds = [0, *(seen.links.index(name) for name in starts), len(seen.links)]
         modules = stages_by_name(model, [seen.links[a:b] for a, b in itertools.pairwise(bounds)])
-        found = CutModel(modules, ties=_ties(modules), written=seen.written)
+        found = CutModel(modules, ties=ties_of(modules))
     _check_kept(model, found)
+    _check_left(model, found, seen)
     return found
 
 
@@ -132,7 +132,7 @@ def _traced(
         restored |= restore(module, model, tensor.styles, restored)
     _keep_unused(model, modules)
     info = replace(info, ties=tuple(_renamed(tie, modules) for tie in info.ties))
-    return CutModel(modules, info.ties, info, seen.written)
+    return CutModel(modules, info.ties, info)
 
 
 def _renamed(tie: Tie, modules: Sequence[nn.Module]) -> Tie:
@@ -164,6 +164,22 @@ def _check_kept(model: nn.Module, found: CutModel) -> None:
             f"{lost[0]!r} of the model's state belongs to a module that a pipeline takes apart, "
             "and no stage has it: let it be a parameter or a buffer"
         )
+
+
+def _check_left(model: nn.Module, found: CutModel, seen: Observation) -> None:
+    """Raise PlanError for what forward leaves where a loss would read another one."""
+    why = "the model is no chain of modules, so stages are traced graphs, which leave none"
+    right = set[nn.Module]()
+    if found.info is None:
+        why = "a pipeline runs it for another microbatch, or on another rank, than the loss"
+        right = {*found.modules[-1].modules()}
+    for name, key in seen.left:
+        if model.get_submodule(name) not in right:
+            what = f"module {name!r}" if name else f"the model ({type(model).__name__})"
+            raise PlanError(
+                f"each forward of {what} leaves a value in the attribute {key!r}, but {why}. "
+                "Return it with the model's output, or make it a buffer if only the module reads it"
+            )
 
 
 def _of_two_rows(example: Inputs) -> Inputs:
@@ -248,15 +264,6 @@ def _made(module: nn.Module, path: str) -> nn.Module:
             module.add_module(name, nn.Module())
         module = module.get_submodule(name)
     return module
-
-
-def _ties(modules: Sequence[nn.Module]) -> tuple[Tie, ...]:
-    """The parameters that several stages share, by their first name in each."""
-    holders: dict[nn.Parameter, list[tuple[int, str]]] = {}
-    for stage, module in enumerate(modules):
-        for name, parameter in module.named_parameters():
-            holders.setdefault(parameter, []).append((stage, name))
-    return tuple(Tie(names[0][0], tuple(names)) for names in holders.values() if len(names) > 1)
 
 
 # ------------------------------------------------------------------------------------ balance

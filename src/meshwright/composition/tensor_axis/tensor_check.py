@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -27,7 +28,6 @@ from meshwright.comm.dtensors.dtensor import is_dtensor, local_of
 from meshwright.comm.dtensors.gather_dtensor import part_like
 from meshwright.composition.description import Description
 from meshwright.composition.example_run import Inputs, evaluating, left_as_it_is, same_numbers
-from meshwright.composition.pipelines.step_hooks import resting
 from meshwright.data_parallel.distributed_parameters import local_parameters
 from meshwright.errors import PlanError
 from meshwright.gradients import (
@@ -39,6 +39,12 @@ from meshwright.gradients import (
 )
 from meshwright.randomness import Draws, Dropout, RandomOperators
 from meshwright.timeline import Collective
+from meshwright.torch_internals.autograd import (
+    after_hooks_of,
+    backward_hooks_of,
+    set_after_hooks,
+    set_backward_hooks,
+)
 from meshwright.torch_internals.trees import tree_leaves
 
 _PARTIAL = "partial gradients"
@@ -251,6 +257,23 @@ def _seed(output: torch.Tensor) -> torch.Tensor:
     return values.to(device=output.device, dtype=output.dtype)
 
 
+@contextlib.contextmanager
+def _without_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Disable the hooks on gradients of ``parameters`` in the block."""
+    hooked = [p for p in parameters if backward_hooks_of(p) or after_hooks_of(p)]
+    held = [(p, backward_hooks_of(p), after_hooks_of(p)) for p in hooked]
+    for parameter, _, after in held:
+        set_backward_hooks(parameter, None)
+        if after is not None:
+            set_after_hooks(parameter, OrderedDict())  # None would leave what autograd has cached
+    try:
+        yield
+    finally:
+        for parameter, before, after in held:
+            set_backward_hooks(parameter, before)
+            set_after_hooks(parameter, after)
+
+
 def _gradients(
     outputs: list[torch.Tensor],
     seeds: list[torch.Tensor],
@@ -264,7 +287,7 @@ def _gradients(
     for parameter in parameters.values():
         parameter.grad = None
     if pairs:
-        with resting(parameters.values()):  # an optimizer may step in a hook
+        with _without_hooks(parameters.values()):  # an optimizer may step in a hook
             torch.autograd.backward(
                 [out for out, _ in pairs], [seed for _, seed in pairs], retain_graph=is_kept
             )

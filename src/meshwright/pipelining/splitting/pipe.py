@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import operator
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from traceback import walk_tb
 from types import FunctionType
 from typing import Any, Self
 
@@ -17,15 +20,32 @@ from torch.export import ExportedProgram
 
 from meshwright.errors import PipeliningShapeError
 from meshwright.pipelining.edges import Source, StageEdges
-from meshwright.pipelining.signature import as_outputs, digest
-from meshwright.pipelining.splitting.split_points import SplitPoint, marked
-from meshwright.pipelining.splitting.splitting import Argument, Cut, Expected, Traced, cut
+from meshwright.pipelining.messages.metadata import as_outputs, digest
+from meshwright.pipelining.splitting.dropped import (
+    assignments,
+    key_in_trace,
+    refuse_hooks,
+    refuse_remembered,
+    refuse_subclasses,
+    watched_forward,
+)
+from meshwright.pipelining.splitting.split_points import SplitPoint, SplitPolicy, marked
+from meshwright.pipelining.splitting.splitting import (
+    Argument,
+    Cut,
+    Expected,
+    Traced,
+    cut,
+    expected,
+)
 from meshwright.pipelining.splitting.traced_stage import TracedStage, mismatches
-from meshwright.pipelining.splitting.tracing import SplitPolicy, export, traced
 from meshwright.pipelining.stage import PipelineStage, build_stage
-from meshwright.pipelining.ties import Tie
+from meshwright.pipelining.stepping.ties import Tie
+from meshwright.torch_internals.modules import HOOKS
+from meshwright.torch_internals.trees import TreeSpec, tree_leaves, tree_unflatten
 
 _PREFIX = "submod_"
+_NAMES_SHOWN = 40
 
 
 class MultiUseParameterConfig(Enum):
@@ -52,6 +72,8 @@ class PipeInfo:
     """The outputs of each stage, leaf by leaf; None for what is not a tensor."""
     split: int = 0
     """A digest of the operators of each stage, which must be equal on all ranks."""
+    positions: tuple[str, ...] = ()
+    """The names of the model's positional arguments."""
 
     def built(
         self, stage_module: nn.Module, stage_index: int, device: torch.device, group: object
@@ -123,10 +145,12 @@ class Pipe(nn.Module):
         self.num_stages = num_stages
         self.has_loss_and_backward = has_loss_and_backward
         self.loss_spec = loss_spec
-        facts = split_gm.meta.get("facts")
-        self._facts: _Facts = facts if isinstance(facts, _Facts) else _Facts()
+        graph = fx.Graph()  # that of split_gm would keep this object alive in an info
+        graph.output(graph.graph_copy(split_gm.graph, {}))
+        facts = split_gm.meta.get("facts", {})
+        self._info = PipeInfo(graph, num_stages, has_loss_and_backward, **facts)
         self.replicated_params: list[dict[str, str]] = [
-            {f"{_PREFIX}{stage}": name for stage, name in tie.names} for tie in self._facts.ties
+            {f"{_PREFIX}{stage}": name for stage, name in tie.names} for tie in self._info.ties
         ]
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -135,16 +159,20 @@ class Pipe(nn.Module):
         Arguments may come by position or keyword, as the model takes them, however they were
         traced. Raises `PipeliningShapeError` for constants that differ from those of the trace.
         """
+        names, arguments = self._info.positions, self._info.arguments
+
+        def named(key: int | str) -> int | str:
+            return names[key] if isinstance(key, int) and key < len(names) else key
+
         given: list[Any] = []
-        named = self._facts.named
-        known = {named(argument.key): argument for argument in self._facts.arguments}
+        known = {named(argument.key): argument for argument in arguments}
         passed = {**{named(position): value for position, value in enumerate(args)}, **kwargs}
         wrong = [key for key in passed if key not in known]
         wrong += [key for key in map(named, range(len(args))) if key in kwargs]
         wrong += [key for key, a in known.items() if key not in passed and not a.has_default]
         if wrong:
             raise TypeError(f"expected the arguments {list(known)} of the trace; see {wrong}")
-        for argument in _ordered(self._facts.arguments):
+        for argument in _ordered(arguments):
             key = named(argument.key)
             given.append(passed[key] if key in passed else argument.leaves[0])
             if argument.has_default:
@@ -161,20 +189,7 @@ class Pipe(nn.Module):
 
     def info(self) -> PipeInfo:
         """Return what `build_stage` needs, without a reference to this object."""
-        graph = fx.Graph()
-        result = graph.graph_copy(self.split_gm.graph, {})
-        graph.output(result)
-        facts = self._facts
-        return PipeInfo(
-            graph,
-            self.num_stages,
-            self.has_loss_and_backward,
-            facts.edges,
-            facts.ties,
-            facts.arguments,
-            facts.outputs,
-            facts.split,
-        )
+        return self._info
 
     def build_stage(
         self,
@@ -205,14 +220,14 @@ class Pipe(nn.Module):
         modules = {f"{_PREFIX}{index}": module for index, module in enumerate(stages.stages)}
         split_gm = _SplitGraph(modules, _calls(found, stages), "GraphModule")
         targets = [[_named(n.target) for n in stage.graph.nodes] for stage in stages.stages]
-        split_gm.meta["facts"] = _Facts(
-            stages.edges,
-            stages.ties,
-            found.arguments,
-            stages.outputs,
-            digest(targets),
-            _positions(found.model),
-        )
+        split_gm.meta["facts"] = {
+            "edges": stages.edges,
+            "ties": stages.ties,
+            "arguments": found.arguments,
+            "outputs": stages.outputs,
+            "split": digest(targets),
+            "positions": _positions(found.model),
+        }
         has_loss = output_loss_value_spec is not None
         return cls(split_gm, len(stages.stages), has_loss, output_loss_value_spec)
 
@@ -234,24 +249,6 @@ def _named(target: object) -> str:
     if isinstance(target, FunctionType):
         return f"{target.__module__}.{target.__qualname__}"
     return str(target)
-
-
-@dataclass(frozen=True, slots=True)
-class _Facts:
-    """What a split graph knows of its stages."""
-
-    edges: tuple[StageEdges, ...] = ()
-    ties: tuple[Tie, ...] = ()
-    arguments: tuple[Argument, ...] = ()
-    outputs: tuple[tuple[Expected | None, ...], ...] = ()
-    split: int = 0
-    positions: tuple[str, ...] = ()
-    """The names of the model's positional arguments."""
-
-    def named(self, key: int | str) -> int | str:
-        """Return the name of a positional argument if the model gives it one, else ``key``."""
-        is_position = isinstance(key, int) and key < len(self.positions)
-        return self.positions[key] if is_position else key
 
 
 def _positions(model: nn.Module) -> tuple[str, ...]:
@@ -322,9 +319,158 @@ def pipeline(
         raise ValueError(
             "Cannot specify both `split_spec` and `split_policy`. Please use only one of them."
         )
-    with marked(module, split_spec) if split_spec else nullcontext():
+    with marked(module, split_spec) if split_spec else contextlib.nullcontext():
         program = export(module, mb_args, mb_kwargs, dynamic_shapes)
     return Pipe._from_traced(module, program, split_policy=split_policy)
+
+
+# ----------------------------------------------------------------------------------- tracing
+
+
+def export(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    dynamic_shapes: Any = None,  # noqa: ANN401
+) -> ExportedProgram:
+    """Export ``module`` for one microbatch.
+
+    Raises ``TypeError`` for DTensors, ``RuntimeError`` when the module cannot be captured, and
+    ``ValueError`` for what a graph would drop, by name.
+    """
+    refuse_hooks(
+        module.named_modules(),
+        "A traced stage calls no module: put what they do into forward, or cut the model between "
+        "its modules, as parallelize cuts a chain and stages_by_name the modules that it is given",
+        *HOOKS,
+    )
+    refuse_subclasses(module)
+    for leaf in tree_leaves((args, dict(kwargs or {}))):
+        if isinstance(leaf, torch.Tensor) and hasattr(leaf, "placements"):
+            raise TypeError(
+                "pipeline() cannot trace DTensor inputs; give local tensors, or build the stages "
+                "by PipelineStage"
+            )
+    with _left_as_it_is(module), watched_forward(module), assignments(module) as replaced:
+        program = _exported(module, args, kwargs, dynamic_shapes)
+    refuse_remembered(replaced, program.constants)
+    return program
+
+
+@contextlib.contextmanager
+def _left_as_it_is(module: nn.Module) -> Iterator[None]:
+    """Restore attributes that the traced forward has set: they are tensors of the trace."""
+    before = [(vars(part), dict(vars(part))) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for held, kept in before:
+            for key in held.keys() - kept.keys():
+                del held[key]
+            held.update(kept)
+
+
+def _exported(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    dynamic_shapes: Any,  # noqa: ANN401
+) -> ExportedProgram:
+    try:
+        with warnings.catch_warnings():
+            # Harmful assignments are rejected separately; recurrent layers also trigger this.
+            warnings.filterwarnings("ignore", "The tensor attributes? self")
+            return torch.export.export(
+                module, args, dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
+            )
+    except Exception as error:
+        _refuse_outputs(module, error)
+        names = [name for name, _ in module.named_modules() if name]
+        shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
+        raise RuntimeError(
+            "It seems that we cannot capture your model as a full graph: "
+            f"{_place(module, error)}{type(error).__name__}: {_first_line(error)}. Typical reasons "
+            "are control flow that depends on the values of tensors and calls out of torch. "
+            "Without a trace, give the parts of the model by name to stages_by_name, or modules "
+            f"of your own to PipelineStage. Modules of the model: {shown}"
+        ) from error
+
+
+def _refuse_outputs(module: nn.Module, error: Exception) -> None:
+    """Raise RuntimeError if ``error`` is about an output of the model that no stage can send."""
+    found = re.search(r"Found <class '(\S+)'> in output, which is not a known type", str(error))
+    if found is not None:
+        raise RuntimeError(
+            f"expected {type(module).__name__} to return tensors, alone or in tuples, lists and "
+            f"dicts, found a {found[1]}, which stages cannot send. If that is the cache of keys "
+            "and values of a model of transformers, make or load it with use_cache=False"
+        ) from error
+
+
+def _place(module: nn.Module, error: BaseException) -> str:
+    """The innermost module of the model in the traceback of ``error``, and its line."""
+    names = {
+        key_in_trace(child): name or type(child).__name__ for name, child in module.named_modules()
+    }
+    found = ""
+    for frame, line in walk_tb(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        file = frame.f_code.co_filename
+        name = names.get(key_in_trace(owner)) if isinstance(owner, nn.Module) else None
+        if name is not None and "torch/nn/modules/module.py" not in file:
+            found = f"in module {name!r} ({file}:{line}), "
+    return found
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else "no message"
+
+
+def traced(model: nn.Module, program: ExportedProgram, policy: SplitPolicy | None) -> Traced:
+    """Return the graph of an exported model, with the markers of ``policy`` added."""
+    mutated = program.graph_signature.user_inputs_to_mutate
+    if mutated:
+        raise ValueError(
+            f"the model changes its inputs {sorted(set(mutated.values()))} in place, which a "
+            "pipeline cannot do for the caller; let it work on copies"
+        )
+    in_spec, out_spec = program.call_spec.in_spec, program.call_spec.out_spec
+    if in_spec is None or out_spec is None:
+        raise ValueError("the exported program does not say how its arguments are nested")
+    module = program.module(check_guards=False)
+    if not isinstance(module, fx.GraphModule):
+        raise TypeError(f"expected an exported graph, found {type(module).__name__}")
+    if policy is not None:
+        module = policy(module)
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    return Traced(module, model, _arguments(placeholders, in_spec), out_spec)
+
+
+def _arguments(placeholders: Sequence[fx.Node], in_spec: TreeSpec) -> tuple[Argument, ...]:
+    args, kwargs = tree_unflatten(placeholders, in_spec)
+    args_spec, kwargs_spec = in_spec.children()
+    found: list[Argument] = []
+    keyed = [*enumerate(args), *kwargs.items()]
+    for (key, value), spec in zip(
+        keyed, [*args_spec.children(), *kwargs_spec.children()], strict=True
+    ):
+        nodes = tree_leaves(value)
+        name = key if isinstance(key, str) else f"arg_{key}"
+        if isinstance(key, int) and spec.is_leaf():
+            name = str(nodes[0].target)
+        found.append(Argument(key, tuple(map(_leaf, nodes)), spec, name))
+    return tuple(found)
+
+
+def _leaf(node: fx.Node) -> Any:  # noqa: ANN401
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return expected(value, has_stride=True)
+    return None if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else value
+
+
+# ------------------------------------------------------------------------------------ devices
 
 
 def _moved(module: nn.Module, device: torch.device) -> nn.Module:

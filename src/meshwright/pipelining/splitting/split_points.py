@@ -19,6 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from meshwright.pipelining.splitting.dropped import refuse_hooks
 from meshwright.torch_internals.modules import HOOKS
 
+SplitPolicy = Callable[[fx.GraphModule], fx.GraphModule]
+"""A function that puts split markers into a traced graph."""
 _TORCHS_MARKER = "pippy._pipe_split.default"
 
 
@@ -94,29 +96,27 @@ def marked(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> Iterator[None]:
 def _attach(
     mod: nn.Module, spec: Mapping[str, SplitPoint], calls: dict[str, int]
 ) -> list[RemovableHandle]:
-    found = [(name, _named(mod, name), point) for name, point in spec.items()]
-    for name, _, point in found:
+    parts = {name: _named(mod, name) for name in spec}
+    for name, point in spec.items():
         if not isinstance(point, SplitPoint):
             raise ValueError(
                 f"Unknown split point type. Expected SplitPoint.BEGINNING or SplitPoint.END for "
                 f"{name!r}, found {point!r}"
             )
-    handles: list[RemovableHandle] = []
-    for name, module, point in found:
-        handles.append(_hooked(module, name, point, calls))
-    return handles
 
+    def marking(name: str) -> Callable[..., None]:
+        def mark(*_: object) -> None:
+            calls[name] = calls.get(name, 0) + 1
+            pipe_split()
 
-def _hooked(
-    module: nn.Module, name: str, point: SplitPoint, calls: dict[str, int]
-) -> RemovableHandle:
-    def mark(*_: object) -> None:
-        calls[name] = calls.get(name, 0) + 1
-        pipe_split()
+        return mark
 
-    if point is SplitPoint.BEGINNING:
-        return module.register_forward_pre_hook(mark, prepend=True)
-    return module.register_forward_hook(mark)
+    return [
+        parts[name].register_forward_pre_hook(marking(name), prepend=True)
+        if point is SplitPoint.BEGINNING
+        else parts[name].register_forward_hook(marking(name))
+        for name, point in spec.items()
+    ]
 
 
 def _named(mod: nn.Module, name: str) -> nn.Module:
