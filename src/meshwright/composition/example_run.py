@@ -29,7 +29,7 @@ from meshwright.pipelining.splitting.dropped import (
     hooks_of,
     saved_tensor_hooks,
 )
-from meshwright.pipelining.stepping.ties import own_copies
+from meshwright.pipelining.ties import own_copies
 from meshwright.torch_internals.modules import forward_pre_hooks_of
 from meshwright.torch_internals.tensors import dispatch_depth, function_depth, writes_to
 from meshwright.torch_internals.trees import tree_leaves

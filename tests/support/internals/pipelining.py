@@ -8,11 +8,11 @@ __getattr__ = names_inside(
     {
         "meshwright.pipelining": "_ScheduleForwardOnly, backward, signature",
         "meshwright.pipelining.failures": "Failures, Turns",
-        "meshwright.pipelining.messages": "known_signatures",
-        "meshwright.pipelining.messages.lanes": "Lanes",
-        "meshwright.pipelining.messages.letters": "Letters, ROOM",
-        "meshwright.pipelining.messages.metadata": "Signature, Values, signature_of",
-        "meshwright.pipelining.messages.transfers": "Transfers",
+        "meshwright.pipelining.p2p": "ROOM, ControlMessages, P2PChannels, P2PTransfers",
+        "meshwright.pipelining.residency": "find_residencies",
+        "meshwright.pipelining.runtime": "Listener",
+        "meshwright.pipelining.schedules": "_is_compiled",
+        "meshwright.pipelining.signature": "Signature, Values, signature_of",
         "meshwright.pipelining.splitting.balance": (
             "Costs, SLACK, best_cuts, cuttable, flops, parameters"
         ),

@@ -20,7 +20,7 @@ from torch.export import ExportedProgram
 
 from meshwright.errors import PipeliningShapeError
 from meshwright.pipelining.edges import Source, StageEdges
-from meshwright.pipelining.messages.metadata import as_outputs, digest
+from meshwright.pipelining.signature import as_outputs, digest
 from meshwright.pipelining.splitting.dropped import (
     assignments,
     key_in_trace,
@@ -40,7 +40,7 @@ from meshwright.pipelining.splitting.splitting import (
 )
 from meshwright.pipelining.splitting.traced_stage import TracedStage, mismatches
 from meshwright.pipelining.stage import PipelineStage, build_stage
-from meshwright.pipelining.stepping.ties import Tie
+from meshwright.pipelining.ties import Tie
 from meshwright.torch_internals.modules import HOOKS
 from meshwright.torch_internals.trees import TreeSpec, tree_leaves, tree_unflatten
 

@@ -18,7 +18,7 @@ from torch import fx, nn
 from meshwright.pipelining.edges import Source, StageEdges
 from meshwright.pipelining.splitting.placement import Placement, assigns, attribute
 from meshwright.pipelining.splitting.split_points import is_marker
-from meshwright.pipelining.stepping.ties import Tie, copy_parameter
+from meshwright.pipelining.ties import Tie, copy_parameter
 from meshwright.torch_internals.autograd import after_hooks_of, backward_hooks_of
 from meshwright.torch_internals.modules import non_persistent_buffers_of
 from meshwright.torch_internals.tensors import OpOverload, any_schema_of, schema_of
