@@ -24,6 +24,7 @@ from meshwright.fsdp.exposures.exposure import (
 )
 from meshwright.fsdp.exposures.tensor_axes import as_parameter
 from meshwright.fsdp.options import TrainingState
+from meshwright.fsdp.states.named import cut_line, gather_line
 from meshwright.torch_internals.modules import FLAT
 
 if TYPE_CHECKING:
@@ -38,28 +39,6 @@ class SummonOptions:
     rank0_only: bool = False
     offloads: bool = False
     with_gradients: bool = False
-
-
-@torch.no_grad()
-def gather_line(group: ParameterGroup, line: torch.Tensor, label: str) -> torch.Tensor:
-    """Gather all shards of a line with the layout of ``group``; ``line`` is this rank's."""
-    shard = group.axes.shard
-    if shard is None or shard.is_alone:
-        return line.clone()
-    line = line.to(shard.device).contiguous()
-    whole = line.new_empty(shard.size * line.numel())
-    shard.all_gather(whole, line, label=label).wait()
-    return whole
-
-
-def cut_line(group: ParameterGroup, whole: torch.Tensor) -> list[torch.Tensor]:
-    """List the tensors in a whole line, as views."""
-    layout = flat_layout(group)
-    ranges = (layout.range(index) for index in range(len(layout.names)))
-    return [
-        whole[start:stop].view(shape)
-        for (start, stop), shape in zip(ranges, layout.shapes, strict=True)
-    ]
 
 
 @contextlib.contextmanager

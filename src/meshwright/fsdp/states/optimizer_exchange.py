@@ -6,7 +6,6 @@ import base64
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,12 +13,10 @@ from torch import nn
 
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.shard_view import ShardView
-from meshwright.data_parallel.shards.parameter_group import ParameterGroup
-from meshwright.data_parallel.shards.unit import Unit
-from meshwright.fsdp.exposures.exposure import exposed_of
 from meshwright.fsdp.options import OptimStateKeyType
+from meshwright.fsdp.states.named import Part, parts_of
 from meshwright.fsdp.traversal import clean_name
-from meshwright.fsdp.unit_wrapper import UnitWrapper, wrappers_in
+from meshwright.fsdp.unit_wrapper import wrappers_in
 from meshwright.torch_internals.modules import forget_step_hooks
 
 Held = tuple[int, dict[str, str], dict[str, Any]]
@@ -182,55 +179,23 @@ def _outline(value: Any) -> tuple[Any, Any, Any]:  # noqa: ANN401 - any state
     return None, None, packed(value)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Managed:
-    """One parameter of the model as a part of a unit."""
-
-    group: ParameterGroup
-    index: int
-    names: tuple[str, ...]
-    exposed: nn.Parameter
-    """The object that the optimizer holds: its own, or the flat parameter of its unit."""
-    is_flat: bool
-    wrapper: UnitWrapper
-
-
-def managed_parameters(model: nn.Module) -> list[Managed]:
-    """List all parameters that units manage, in order."""
-    found: list[Managed] = []
+def managed_parameters(model: nn.Module) -> list[Part]:
+    """List all parameters that units manage, in order, under the names of ``model``."""
+    found: list[Part] = []
     prefixes = {module: clean_name(name) for name, module in model.named_modules()}
     for wrapper in wrappers_in(model):
-        unit = wrapper._unit
-        if unit is None:
-            continue
-        prefix = prefixes[wrapper]
-        found += _of_unit(wrapper, unit, f"{prefix}." if prefix else "")
+        if wrapper._unit is not None:
+            prefix = f"{prefixes[wrapper]}." if prefixes[wrapper] else ""
+            names = [tuple(prefix + name for name in own) for own in wrapper._driver.own_names]
+            found += parts_of(wrapper._unit, names, wrapper._groups)
     return found
-
-
-def _of_unit(wrapper: UnitWrapper, unit: Unit, prefix: str) -> list[Managed]:
-    is_flat = unit.exposure.one_flat is not None
-    exposed = exposed_of(unit).parameters(unit)
-    names = iter(wrapper._driver.own_names)
-    positions = [(group, index) for group in unit.groups for index in range(len(group.slots))]
-    return [
-        Managed(
-            group=group,
-            index=index,
-            names=tuple(prefix + name for name in next(names)),
-            exposed=exposed[0] if is_flat else exposed[number],
-            is_flat=is_flat,
-            wrapper=wrapper,
-        )
-        for number, (group, index) in enumerate(positions)
-    ]
 
 
 def names_by_parameter(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
     """List the names that stand for each exposed parameter: several for a flat one."""
     found: dict[nn.Parameter, tuple[str, ...]] = {}
-    for entry in managed_parameters(model):
-        found[entry.exposed] = (*found.get(entry.exposed, ()), entry.names[0])
+    for part in managed_parameters(model):
+        found[part.exposed] = (*found.get(part.exposed, ()), part.names[0])
     for name, parameter in model.named_parameters():
         found.setdefault(parameter, (clean_name(name),))
     return found
