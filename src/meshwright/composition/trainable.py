@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.checkpoint.training.flat_optimizers import load_named_state, named_state
+from meshwright.checkpoint.training.named_optimizer import NamedOptimizer
 from meshwright.checkpoint.training.wrapped import ModelState
 from meshwright.comm import Communicator, LateNumbers, phase, settle
 from meshwright.comm.dtensors.gather_dtensor import part_like, whole
@@ -315,8 +315,7 @@ class Trainable:
         copies = self._copies
         state: dict[str, Any] = {"model": ModelState([self.module], copies), "steps": self.steps}
         if self.optimizer is not None:
-            named = dict(self.module.named_parameters())
-            found = named_state(self.optimizer, self.module, named)
+            found = NamedOptimizer(self.optimizer, [self.module]).state()
             for group in found["param_groups"]:
                 group["params"] = list(dict.fromkeys(copies.get(n, n) for n in group["params"]))
             own = {copies.get(n, n): values for n, values in reversed(found["state"].items())}
@@ -348,7 +347,7 @@ class Trainable:
             if not copies:
                 saved["state"].clear()  # so that tensors are freed once copied into flat storage
             saved = {"state": values, "param_groups": saved["param_groups"]}
-            load_named_state(self.optimizer, self.module, named, saved, copies=copies)
+            NamedOptimizer(self.optimizer, [self.module]).load(saved, copies=copies)
         if self.loss_scale is not None and "loss_scale" in state:
             self.loss_scale.load_state_dict(state["loss_scale"])
         self.steps = int(state["steps"])

@@ -35,6 +35,7 @@ from meshwright.checkpoint.pieces import ShardedPiece
 from meshwright.checkpoint.reading import Reader
 from meshwright.checkpoint.steps import latest, step_directory
 from meshwright.checkpoint.training.generators import generator_state, restore_generators
+from meshwright.checkpoint.training.named_optimizer import NamedOptimizer
 from meshwright.checkpoint.training.restoring import (
     FORMAT,
     NOT_STRICT,
@@ -45,7 +46,7 @@ from meshwright.checkpoint.training.restoring import (
     piece_of,
 )
 from meshwright.checkpoint.training.together import Group, everyone, together
-from meshwright.checkpoint.training.wrapped import ModelState, NamedOptimizer
+from meshwright.checkpoint.training.wrapped import ModelState
 from meshwright.checkpoint.writing import save_tensors
 from meshwright.comm import Communicator
 from meshwright.errors import CheckpointError, CheckpointMismatchError

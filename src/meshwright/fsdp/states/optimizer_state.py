@@ -12,7 +12,6 @@ State of parameters that no unit manages passes as it is.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
@@ -73,12 +72,12 @@ def optimizer_state(
     parts = managed_parameters(model)
     is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
     kind = OWN
-    if given is None and not any(state.values()) and not (is_full or settings.shares):
+    if given is None and not any(state.values()) and not is_full:
         # Checkpoints load into what they are given: without a state that of the file is dropped.
         kind, state = MADE, dict(state_of_zero_steps(optimizer))
     is_agreed = is_full or any(part.groups.mesh is not None for part in parts)
     offloads = settings.optim_state_dict_config.offload_to_cpu
-    form = Form(is_full=is_full, offloads=offloads, shares=settings.shares)
+    form = Form(is_full=is_full, offloads=offloads)
     apart = _take_apart(parts, state, form, is_agreed=is_agreed, kind=kind)
     found = {part.names[0]: own for part, own in apart if own}
     managed = {part.exposed for part in parts}
@@ -247,8 +246,9 @@ def _held(part: Part, own: State, kind: int) -> Held:
     spread = {
         k: str(v.dtype).removeprefix("torch.") for k, v in own.items() if _is_shard_like(v, shape)
     }
-    counts, gives = _counts(part), _gives(part)
-    rest = {k: v for k, v in own.items() if k not in spread and counts and (gives or is_scalar(v))}
+    rest = {k: v for k, v in own.items() if k not in spread} if part.counts else {}
+    if not _gives(part):
+        rest = {k: v for k, v in rest.items() if is_scalar(v)}
     return (kind if own else 0), spread, rest
 
 
@@ -262,11 +262,6 @@ def _gives(part: Part) -> bool:
     return axes.part == first and last - first + 1 < axes.parts
 
 
-def _counts(part: Part) -> bool:
-    # A rank without elements that others have gets no gradients: what it counts stands still.
-    return part.is_flat or part.piece is not None
-
-
 def _agreed(
     part: Part, own: State, answers: Sequence[Held], form: Form
 ) -> tuple[State, dict[str, torch.dtype]]:
@@ -277,7 +272,7 @@ def _agreed(
     dtypes = {k: v.dtype for k, v in own.items() if _is_shard_like(v, part.exposed.shape)}
     # Copies: several parameters share the counter of their flat one, and optimizers change it.
     rest = {k: _copied(v, offloads=form.offloads) for k, v in own.items() if k not in dtypes}
-    if not (has_state(answers) if answers else own and _counts(part)):
+    if not (has_state(answers) if answers else own and part.counts):
         return {}, {}
     for _, told, counted in reversed(answers):  # the first rank's counts
         dtypes = {**{key: getattr(torch, name) for key, name in told.items()}, **dtypes}
@@ -343,11 +338,11 @@ def state_to_load(
             flats.setdefault(part.exposed, []).append(part)
         elif own is not None:
             # By all ranks: DTensors are gathered.
-            loaded = {k: _own_part(part, v, shares=settings.shares) for k, v in own.items()}
-            if _counts(part) or part.exposed in held:
+            loaded = {key: _own_part(part, value) for key, value in own.items()}
+            if part.counts or part.exposed in held:
                 found[position[part.exposed]] = loaded
     for flat, parts in flats.items():
-        own = _put_together(parts, given, known if is_strict else None, takes=settings.shares)
+        own = _put_together(parts, given, known if is_strict else None)
         if own:
             found[position[flat]] = own
     for name, parameter in others.items():
@@ -398,11 +393,8 @@ def _fitting(
     return given, set(given)
 
 
-def _own_part(part: Part, value: Any, *, shares: bool = False) -> Any:  # noqa: ANN401 - any state
-    """This rank's part of a value, in the form of the exposed parameter.
-
-    Where it ``shares`` the memory of a view becomes the optimizer's.
-    """
+def _own_part(part: Part, value: Any) -> Any:  # noqa: ANN401 - any state
+    """Copy this rank's part of a value, in the form of the exposed parameter."""
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return copy.deepcopy(value)
     if tuple(value.shape) != part.shape:
@@ -410,10 +402,7 @@ def _own_part(part: Part, value: Any, *, shares: bool = False) -> Any:  # noqa: 
             "Tensor optimizer state does not have same shape as its parameter: expected "
             f"{part.shape} for {part.names[0]}, found {tuple(value.shape)}"
         )
-    found = part.elements_of(value, f"whole state of {part.names[0]}")
-    is_of_more = not isinstance(value, ShardView) and found.numel() < math.prod(part.local_shape)
-    if is_of_more or not shares:  # a view of more would keep it alive
-        found = found.clone()
+    found = part.elements_of(value, f"whole state of {part.names[0]}").clone()
     return found if part.is_cut or part.is_flat else found.view(part.local_shape)
 
 
@@ -421,14 +410,11 @@ def _put_together(
     parts: Sequence[Part],
     given: Mapping[str, Mapping[str, Any]],
     known: Container[str] | None,
-    *,
-    takes: bool,
 ) -> State:
     """The state of a flat parameter, from that of all its parameters.
 
     A parameter without state has had no gradients: its elements of the line are zeros. Its count
-    of steps differs from the others', so it is rejected where ``known`` lacks its names. ``takes``
-    pops from ``given`` what is in the line, so that no rank holds all of it twice.
+    of steps differs from the others', so it is rejected where ``known`` lacks its names.
     """
     found = [part.found_in(given) for part in parts]
     present = [own for own in found if own]
@@ -453,11 +439,8 @@ def _put_together(
         if spreads.pop():
             shard = parts[0].group.buffer.shard
             line = torch.zeros(shard.numel(), dtype=values[0].dtype, device=shard.device)
-            del values
-            elements = (
-                _own_part(part, own.pop(key) if takes else own[key], shares=True) if own else None
-                for part, own in zip(parts, found, strict=True)
-            )
+            pairs = zip(parts, found, strict=True)
+            elements = (_own_part(part, own[key]) if own else None for part, own in pairs)
             result[key] = join(parts, elements, line)
             continue
         lacks = known is not None and any(
