@@ -447,9 +447,6 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         """Note the mesh of the DTensors that any wrapper of the tree has had."""
         self._groups = replace(self._groups, tensor=tensor)
 
-    def _keep_settings(self, settings: StateDictSettings) -> None:
-        self._state_dict_settings = settings
-
     def _be_summoned(self, is_summoned: bool, *, shows_whole: bool = False) -> None:
         """Note whether full parameters are shown: no forward with a backward runs meanwhile."""
         self._is_summoned, self._shows_whole = is_summoned, shows_whole

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -12,8 +13,6 @@ from meshwright.errors import warn
 from meshwright.fsdp.options import (
     CONFIGS,
     OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
     SharedParts,
     StateDictConfig,
     StateDictSettings,
@@ -24,109 +23,100 @@ from meshwright.fsdp.options import (
 from meshwright.fsdp.unit_wrapper import UnitWrapper, wrappers_in
 
 
-def set_settings(
-    module: nn.Module,
-    kind: StateDictType,
-    config: StateDictConfig | None,
-    optim_config: OptimStateDictConfig | None,
-) -> StateDictSettings:
-    """Make all wrappers in ``module`` give state dicts of ``kind``; returns what was before."""
-    warn(
-        "FSDP.state_dict_type() and FSDP.set_state_dict_type() are being deprecated. "
-        "torch.distributed.checkpoint.state_dict works with fully_shard",
-        FutureWarning,
-    )
-    kind = own_member(StateDictType, kind)
-    expected, expected_optim = CONFIGS[kind]
-    config = expected() if config is None else own_config(expected, config)
-    optim_config = (
-        expected_optim() if optim_config is None else own_config(expected_optim, optim_config)
-    )
+class StateDictTypes:
+    """The three methods of `FullyShardedDataParallel` that choose and tell it."""
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Choose what ``state_dict`` of all wrappers in ``module`` gives; returns what was set."""
+        warn(
+            "FSDP.state_dict_type() and FSDP.set_state_dict_type() are being deprecated. "
+            "torch.distributed.checkpoint.state_dict works with fully_shard",
+            FutureWarning,
+        )
+        kind = own_member(StateDictType, state_dict_type)
+        expected, expected_optim = CONFIGS[kind]
+        config = _config_of("state_dict_config", expected, state_dict_config, kind)
+        optim_config = _config_of(
+            "optim_state_dict_config", expected_optim, optim_state_dict_config, kind
+        )
+        before = StateDictTypes.get_state_dict_type(module)
+        for wrapper in wrappers_in(module):
+            own, own_optim = config, optim_config
+            if kind is StateDictType.SHARDED_STATE_DICT:
+                has_mesh = wrapper._groups.mesh is not None
+                own, own_optim = (replace(each, _use_dtensor=has_mesh) for each in (own, own_optim))
+            wrapper._state_dict_settings = StateDictSettings(kind, own, own_optim)
+        return before
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """Read what is set; AssertionError when the wrappers in ``module`` differ."""
+        found = [wrapper._state_dict_settings for wrapper in wrappers_in(module)]
+        configs = [type(own.state_dict_config) for own in found]
+        optim_configs = [type(own.optim_state_dict_config) for own in found]
+        for text, values in (
+            ("should have the same state_dict_type.", [own.state_dict_type for own in found]),
+            ("must have the same type of state_dict_config.", configs),
+            ("must have the same type of optim_state_dict_config.", optim_configs),
+            ("must have the same state dict settings.", [_without_mesh(own) for own in found]),
+        ):
+            told = {str(value) for value in values}
+            if len(told) > 1:
+                raise AssertionError(f"All FSDP modules {text} Found {sorted(told)}")
+        return found[0] if found else StateDictSettings()
+
+    @staticmethod
+    @contextlib.contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Iterator[None]:
+        """Do `set_state_dict_type` for the block, and undo it, also after an exception."""
+        with _undone_after(module):
+            StateDictTypes.set_state_dict_type(
+                module, state_dict_type, state_dict_config, optim_state_dict_config
+            )
+            yield
+
+
+def _config_of(what: str, expected: type[Any], given: Any, kind: StateDictType) -> Any:  # noqa: ANN401
+    config = expected() if given is None else own_config(expected, given)
     if type(config) is not expected:
         raise RuntimeError(
-            f"Expected state_dict_config of type {expected.__name__} for {kind} but got "
+            f"Expected {what} of type {expected.__name__} for {kind} but got "
             f"{type(config).__name__}"
         )
-    if type(optim_config) is not expected_optim:
-        raise RuntimeError(
-            f"Expected optim_state_dict_config of type {expected_optim.__name__} for {kind} but "
-            f"got {type(optim_config).__name__}"
-        )
-    before = get_settings(module)
-    for wrapper in wrappers_in(module):
-        own, own_optim = config, optim_config
-        has_mesh = wrapper._groups.mesh is not None
-        if isinstance(own, ShardedStateDictConfig):
-            own = replace(own, _use_dtensor=has_mesh)
-        if isinstance(own_optim, ShardedOptimStateDictConfig):
-            own_optim = replace(own_optim, _use_dtensor=has_mesh)
-        wrapper._keep_settings(StateDictSettings(kind, own, own_optim))
-    return before
+    return config
 
 
-def get_settings(module: nn.Module) -> StateDictSettings:
-    """Return the settings of all wrappers in ``module``; AssertionError when they differ."""
-    wrappers = wrappers_in(module)
-    if not wrappers:
-        return StateDictSettings()
-    found = [wrapper._state_dict_settings for wrapper in wrappers]
-    first = found[0]
-    _check(
-        [s.state_dict_type for s in found], "All FSDP modules should have the same state_dict_type."
-    )
-    _check(
-        [type(s.state_dict_config) for s in found],
-        "All FSDP modules must have the same type of state_dict_config.",
-    )
-    _check(
-        [type(s.optim_state_dict_config) for s in found],
-        "All FSDP modules must have the same type of optim_state_dict_config.",
-    )
-    if any(_without_mesh(s) != _without_mesh(first) for s in found):
-        raise AssertionError("All FSDP modules must have the same state dict settings.")
-    return first
-
-
-def _without_mesh(settings: StateDictSettings) -> tuple[object, ...]:
+def _without_mesh(settings: StateDictSettings) -> list[tuple[str, object]]:
     configs = (settings.state_dict_config, settings.optim_state_dict_config)
-    return tuple(
-        tuple((k, v) for k, v in vars(config).items() if k != "_use_dtensor") for config in configs
-    )
-
-
-def _check(found: Sequence[object], text: str) -> None:
-    if any(value != found[0] for value in found):
-        raise AssertionError(f"{text} Found {sorted({str(value) for value in found})}")
+    return [(k, v) for config in configs for k, v in vars(config).items() if k != "_use_dtensor"]
 
 
 @contextlib.contextmanager
-def settings_for_a_while(
-    module: nn.Module,
-    kind: StateDictType,
-    config: StateDictConfig | None,
-    optim_config: OptimStateDictConfig | None,
-) -> Iterator[None]:
-    """Do `set_settings` for the block, and undo it after that, also after an exception."""
-    wrappers: list[UnitWrapper] = wrappers_in(module)
+def _undone_after(module: nn.Module) -> Iterator[list[UnitWrapper]]:
+    wrappers = wrappers_in(module)
     before = [wrapper._state_dict_settings for wrapper in wrappers]
-    set_settings(module, kind, config, optim_config)
     try:
-        yield
+        yield wrappers
     finally:
         for wrapper, settings in zip(wrappers, before, strict=True):
-            wrapper._keep_settings(settings)
+            wrapper._state_dict_settings = settings
 
 
 @contextlib.contextmanager
-def giving_parts(module: nn.Module) -> Iterator[StateDictSettings]:
+def giving_parts(module: nn.Module) -> Iterator[None]:
     """Have all wrappers in ``module`` give the parts of this rank in the block, not copied."""
-    wrappers = wrappers_in(module)
-    before = [wrapper._state_dict_settings for wrapper in wrappers]
-    settings = SharedParts()
-    for wrapper in wrappers:
-        wrapper._keep_settings(settings)
-    try:
-        yield settings
-    finally:
-        for wrapper, own in zip(wrappers, before, strict=True):
-            wrapper._keep_settings(own)
+    with _undone_after(module) as wrappers:
+        for wrapper in wrappers:
+            wrapper._state_dict_settings = SharedParts()
+        yield

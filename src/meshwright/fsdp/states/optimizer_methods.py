@@ -1,4 +1,4 @@
-"""The older names of optimizer state dicts, each with the function that replaces it."""
+"""Optimizer state as methods of the class, by their newer and their older names."""
 
 from __future__ import annotations
 
@@ -12,18 +12,76 @@ from meshwright.comm import communicator
 from meshwright.errors import warn
 from meshwright.fsdp.options import (
     FullOptimStateDictConfig,
+    OptimStateKeyType,
     ShardedOptimStateDictConfig,
     StateDictSettings,
     StateDictType,
 )
-from meshwright.fsdp.states.optimizer_exchange import from_first_rank
+from meshwright.fsdp.states.optimizer_exchange import by_current_names, from_first_rank, rekey
 from meshwright.fsdp.states.optimizer_state import optimizer_state, state_to_load
+from meshwright.fsdp.states.state_dict_types import StateDictTypes
 
 Input = Iterable[Any] | None
 
 
-class LegacyOptimizerState:
-    """The five deprecated functions of `FullyShardedDataParallel`."""
+class OptimizerStates:
+    """The methods of `FullyShardedDataParallel` about optimizer state; five are deprecated."""
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: Any = None,  # noqa: ANN401 - c10d's types stay in comm
+    ) -> dict[str, Any]:
+        """State of ``optim`` under parameter names, of the kind that is set for ``model``.
+
+        FULL gives whole tensors and is a collective; SHARDED and LOCAL give this rank's parts. With
+        ``optim_state_dict``, which ``optim.state_dict()`` returned, that is converted instead. With
+        ``rank0_only`` the first rank of ``group``, by default of all ranks, gets the result.
+        """
+        settings = StateDictTypes.get_state_dict_type(model)
+        return optimizer_state(model, optim, settings, optim_state_dict, group)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any] | None,
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: Any = None,  # noqa: ANN401 - c10d's types stay in comm
+    ) -> dict[str, Any]:
+        """Make what ``optim.load_state_dict`` takes, from what `optim_state_dict` returned.
+
+        With ``is_named_optimizer`` its keys are names of parameters as ``named_parameters`` gives
+        them, not positions. With ``load_directly`` it is loaded, too. With ``rank0_only`` in force
+        the first rank of ``group`` (by default of all ranks) gives its state to the others. With
+        parts as its values it is a collective: they may have been saved with other wrappers.
+        """
+        settings = StateDictTypes.get_state_dict_type(model)
+        state = state_to_load(
+            model, optim.param_groups, optim_state_dict, settings, group, held=optim.state
+        )
+        if is_named_optimizer:
+            state = by_current_names(model, optim, state)
+        if load_directly:
+            optim.load_state_dict(state)
+        return state
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any],
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: Input = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """State of a module that is not wrapped, with names instead of positions or back."""
+        groups = _parameter_groups(optim_input, optim, model)
+        return rekey(optim_state_dict, optim_state_key_type, model, groups)
+
+    # ------------------------------------------------------------------------- deprecated
 
     @staticmethod
     def full_optim_state_dict(
@@ -35,7 +93,7 @@ class LegacyOptimizerState:
     ) -> dict[str, Any]:
         """Deprecated: `optim_state_dict` with FULL_STATE_DICT."""
         _warn("full_optim_state_dict", "optim_state_dict")
-        parameter_groups(optim_input, optim, model)
+        _parameter_groups(optim_input, optim, model)
         config = FullOptimStateDictConfig(rank0_only=rank0_only)
         settings = StateDictSettings(optim_state_dict_config=config)
         return optimizer_state(model, optim, settings, group=group)
@@ -48,11 +106,7 @@ class LegacyOptimizerState:
     ) -> dict[str, Any]:
         """Deprecated: `optim_state_dict` with SHARDED_STATE_DICT."""
         _warn("sharded_optim_state_dict", "optim_state_dict")
-        settings = StateDictSettings(
-            state_dict_type=StateDictType.SHARDED_STATE_DICT,
-            optim_state_dict_config=ShardedOptimStateDictConfig(),
-        )
-        return optimizer_state(model, optim, settings)
+        return optimizer_state(model, optim, _sharded())
 
     @staticmethod
     def shard_full_optim_state_dict(
@@ -63,7 +117,7 @@ class LegacyOptimizerState:
     ) -> dict[str, Any]:
         """Deprecated: `optim_state_dict_to_load`."""
         _warn("shard_full_optim_state_dict", "optim_state_dict_to_load")
-        groups = parameter_groups(optim_input, optim, model)
+        groups = _parameter_groups(optim_input, optim, model)
         return _to_load(model, groups, full_optim_state_dict, optim)
 
     @staticmethod
@@ -74,16 +128,8 @@ class LegacyOptimizerState:
     ) -> dict[str, Any]:
         """Deprecated: `optim_state_dict_to_load`."""
         _warn("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
-        return _to_load(
-            model,
-            optim.param_groups,
-            sharded_optim_state_dict,
-            optim,
-            StateDictSettings(
-                state_dict_type=StateDictType.SHARDED_STATE_DICT,
-                optim_state_dict_config=ShardedOptimStateDictConfig(),
-            ),
-        )
+        groups = optim.param_groups
+        return _to_load(model, groups, sharded_optim_state_dict, optim, _sharded())
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -95,9 +141,15 @@ class LegacyOptimizerState:
     ) -> dict[str, Any]:
         """Deprecated: `optim_state_dict_to_load`. The state is needed on the first rank only."""
         _warn("scatter_full_optim_state_dict", "optim_state_dict_to_load")
-        groups = parameter_groups(optim_input, optim, model)
+        groups = _parameter_groups(optim_input, optim, model)
         whole = from_first_rank(full_optim_state_dict, communicator(group))
         return _to_load(model, groups, whole, optim)
+
+
+def _sharded() -> StateDictSettings:
+    config = ShardedOptimStateDictConfig()
+    kind = StateDictType.SHARDED_STATE_DICT
+    return StateDictSettings(state_dict_type=kind, optim_state_dict_config=config)
 
 
 def _to_load(
@@ -119,7 +171,7 @@ def _warn(name: str, replacement: str) -> None:
     )
 
 
-def parameter_groups(
+def _parameter_groups(
     optim_input: Input, optim: torch.optim.Optimizer | None, model: nn.Module
 ) -> list[dict[str, Any]]:
     """List the groups of ``optim``, or those of an optimizer that ``optim_input`` would build.
