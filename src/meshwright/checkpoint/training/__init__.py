@@ -4,8 +4,6 @@ Bottom-up:
 
     wrapped          models by the names of the plain model
     named_optimizer  optimizers by these names, of flat parameters too
-    together         one step on all ranks, or one error on all
-    generators       the state of generators of random numbers
     restoring        state of a checkpoint for this rank's tensors
     loops            `save` and `load`
 """

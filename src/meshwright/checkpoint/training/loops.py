@@ -21,8 +21,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import getstate, setstate
 from typing import Any, Protocol, cast, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -33,7 +35,7 @@ from meshwright.checkpoint.nested import flatten
 from meshwright.checkpoint.pieces import ShardedPiece
 from meshwright.checkpoint.reading import Reader
 from meshwright.checkpoint.steps import latest, step_directory
-from meshwright.checkpoint.training.generators import generator_state, restore_generators
+from meshwright.checkpoint.together import Group, everyone, together
 from meshwright.checkpoint.training.named_optimizer import NamedOptimizer
 from meshwright.checkpoint.training.restoring import (
     FORMAT,
@@ -43,10 +45,10 @@ from meshwright.checkpoint.training.restoring import (
     SavedState,
     piece_of,
 )
-from meshwright.checkpoint.training.together import Group, everyone, together
 from meshwright.checkpoint.training.wrapped import ModelState
 from meshwright.checkpoint.writing import save_tensors
 from meshwright.comm import Communicator
+from meshwright.comm.streams import is_host
 from meshwright.errors import CheckpointError, CheckpointMismatchError
 
 _log = logging.getLogger(__name__)
@@ -135,7 +137,7 @@ def save(
         if extra is not None:
             state["extra"] = extra
         if random:
-            state["random"] = {str(group.rank): generator_state(_device(group))}
+            state["random"] = {str(group.rank): _generator_state(_device(group))}
         weights = state.pop("model", None)
         tensors, structure = flatten(state, PREFIX)
         structure = cast("dict[str, JSON]", structure)
@@ -260,7 +262,7 @@ def load(
             ", ".join(unexpected) or "no tensors",
         )
     if has_random:
-        restore_generators(found["random"], _device(group))
+        _restore_generators(found["random"], _device(group))
     elif random and "random" in structure and group.rank == 0:
         _log.warning(
             "%s was saved on %d ranks and is loaded on %d: generators of random numbers stay as "
@@ -451,3 +453,35 @@ def _joined(rows: Sequence[Any], place: str) -> Any:  # noqa: ANN401 - JSON
         "ranks have alike, or what is each rank's own under a key of its own, as "
         'extra={f"mine/{rank}": ...}'
     )
+
+
+# ------------------------------------------------------------------------------ random numbers
+
+
+def _generator_state(device: torch.device) -> dict[str, Any]:
+    """Return the state of the generators of Python, NumPy, torch and ``device``."""
+    version, words, gauss = getstate()
+    name, keys, *rest = cast("tuple[Any, ...]", np.random.get_state())
+    state = {
+        "python": (version, torch.tensor(words, dtype=torch.int64, device="cpu"), gauss),
+        "numpy": (
+            name,
+            torch.from_numpy(keys.astype(np.int64)),
+            *(x.item() if isinstance(x, np.generic) else x for x in rest),
+        ),
+        "torch": torch.get_rng_state(),
+    }
+    if not is_host(device):
+        state["device"] = torch.get_device_module(device).get_rng_state(device).cpu()
+    return state
+
+
+def _restore_generators(state: dict[str, Any], device: torch.device) -> None:
+    """Restore the result of `_generator_state`; a device without saved state keeps its own."""
+    version, words, gauss = state["python"]
+    setstate((version, tuple(words.tolist()), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if "device" in state and not is_host(device):
+        torch.get_device_module(device).set_rng_state(state["device"], device)
