@@ -15,16 +15,22 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from meshwright.comm.dtensors.dtensor import AtRest, concatenated_mesh, dtensor_at_rest
-from meshwright.comm.dtensors.gather_dtensor import ranges_held
+from meshwright.comm.dtensors.dtensor import (
+    AnyPlacement,
+    AtRest,
+    concatenated_mesh,
+    dtensor_at_rest,
+    local_of,
+)
+from meshwright.comm.dtensors.gather_dtensor import is_side_by_side, part, ranges_held
 from meshwright.comm.dtensors.gather_dtensor import whole as gathered
 from meshwright.comm.dtensors.shard_view import ShardView
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup
 from meshwright.data_parallel.shards.unit import Unit
 from meshwright.fsdp.exposures.exposure import exposed_of, flat_layout, own_pieces
-from meshwright.fsdp.exposures.tensor_axes import on_all_axes, part_of, whole_of, whole_shape
 from meshwright.fsdp.groups import Groups
-from meshwright.layout import Piece, Placement, Replicate, Shard, chunk
+from meshwright.layout import Piece, Replicate, Shard
+from meshwright.mesh import DeviceMesh
 
 T = TypeVar("T")
 
@@ -73,7 +79,7 @@ class Part:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape that users know."""
-        return whole_shape(self.local_shape, self.outer)
+        return self.local_shape if self.outer is None else self.outer.shape
 
     @property
     def is_cut(self) -> bool:
@@ -126,28 +132,39 @@ class Part:
         value, piece = gathered(value, label=label), self.piece
         if piece is None:
             return value.detach().reshape(-1)[:0]
-        return part_of(value.detach(), self.outer).reshape(-1)[piece.start : piece.stop]
-
-    def dtensor(self, whole: torch.Tensor, label: str) -> torch.Tensor:
-        """``whole``, as it lies in the line of the group, as a DTensor on the mesh that was given.
-
-        It is sharded along dim 0 over the last data axis. One that was a DTensor before is so over
-        its own axes, too; any other is replicated over those.
-        """
-        groups, outer = self.groups, self.outer
+        value, outer = value.detach(), self.outer
         if outer is not None:
-            return on_all_axes(whole, outer, groups, label)
-        mesh, shard = groups.mesh, groups.shard
-        if mesh is None:
-            return whole
-        start, length = chunk(whole.shape[0], shard.size, shard.rank)
-        placements: list[Placement] = [Replicate() for _ in range(mesh.ndim)]
-        placements[-1] = Shard(0)
-        if groups.tensor is not None:
-            placements += [Replicate() for _ in range(groups.tensor.ndim)]
-            mesh = concatenated_mesh([mesh, groups.tensor])
-        local = whole[start : start + length].clone()
-        return dtensor_at_rest(local, mesh, placements, whole.shape, whole.stride())
+            value = local_of(part(value, outer.mesh, outer.placements, outer.stride))
+        return value.reshape(-1)[piece.start : piece.stop]
+
+    def whole(self, local: torch.Tensor, label: str) -> torch.Tensor:
+        """Gather the full tensor of what lies in the line, over the axes that sharded it before."""
+        outer = self.outer
+        if outer is None:
+            return local
+        rest = dtensor_at_rest(local, outer.mesh, outer.placements, outer.shape, outer.stride)
+        return gathered(rest, label=label)
+
+    def dtensor(self, local: torch.Tensor, mesh: DeviceMesh, label: str) -> torch.Tensor:
+        """What lies in the line as a DTensor on ``mesh`` and on the axes of tensor parallelism.
+
+        The last of the data axes shards dim 0, before the axes that sharded it already, as in
+        torch's class; another dim where several tensors lie side by side along dim 0.
+        """
+        outer, tensor = self.outer, self.groups.tensor
+        placements: list[AnyPlacement] = [Replicate() for _ in range(mesh.ndim)]
+        if outer is not None:
+            dims = [dim for dim in range(len(outer.shape)) if not is_side_by_side(outer, dim)]
+            placements[-1] = Shard(dims[0]) if dims else Replicate()
+            mesh = concatenated_mesh([mesh, outer.mesh])
+            placements += outer.placements
+        else:
+            placements[-1] = Shard(0)
+            if tensor is not None:
+                mesh = concatenated_mesh([mesh, tensor])
+                placements += [Replicate() for _ in range(tensor.ndim)]
+        stride = local.stride() if outer is None else outer.stride
+        return part(self.whole(local, label), mesh, placements, stride)
 
 
 def parts_of(unit: Unit, names: Iterable[tuple[str, ...]], groups: Groups) -> list[Part]:
@@ -158,7 +175,7 @@ def parts_of(unit: Unit, names: Iterable[tuple[str, ...]], groups: Groups) -> li
     for group in unit.groups:
         pieces = own_pieces(group)
         for index in range(len(group.slots)):
-            part = Part(
+            own = Part(
                 names=next(rest),
                 group=group,
                 index=index,
@@ -167,7 +184,7 @@ def parts_of(unit: Unit, names: Iterable[tuple[str, ...]], groups: Groups) -> li
                 exposed=exposed[0 if is_flat else len(found)],
                 is_flat=is_flat,
             )
-            found.append(part)
+            found.append(own)
     return found
 
 
@@ -205,9 +222,9 @@ def cut_line(group: ParameterGroup, whole: torch.Tensor) -> list[torch.Tensor]:
 
 def join(parts: Iterable[Part], elements: Iterable[Any], line: torch.Tensor) -> torch.Tensor:
     """Copy this rank's elements of ``parts`` of one group into ``line``, its shard; returns it."""
-    for part, own in zip(parts, elements, strict=True):
+    for each, own in zip(parts, elements, strict=True):
         if own is not None and own.numel():
-            part.cut(line).copy_(own.reshape(-1))
+            each.cut(line).copy_(own.reshape(-1))
     return line
 
 
@@ -223,8 +240,8 @@ def values_of(
     One gather for all where that is whole, or a DTensor: a collective then. ``line`` is this
     rank's shard, if it has ``elements`` in one already.
     """
-    group = parts[0].group
-    gives_parts = form.shares or not (form.is_full or parts[0].groups.mesh is not None)
+    group, mesh = parts[0].group, parts[0].groups.mesh
+    gives_parts = form.shares or (mesh is None and not form.is_full)
     wholes: list[torch.Tensor] | None = None
     if parts[0].is_cut and not gives_parts:
         if line is None:
@@ -232,14 +249,14 @@ def values_of(
             line = join(parts, elements, shard.new_zeros(shard.numel(), dtype=elements[0].dtype))
         wholes = cut_line(group, gather_line(group, line, label))
     found: list[torch.Tensor] = []
-    for part, own in zip(parts, elements, strict=True):
-        if gives_parts and (part.is_cut or part.outer is not None):
-            found.append(part.view(form.of(own)))
+    for each, own in zip(parts, elements, strict=True):
+        if gives_parts and (each.is_cut or each.outer is not None):
+            found.append(each.view(form.of(own)))
             continue
-        local = own.view(part.local_shape) if wholes is None else wholes[part.index]
-        if form.is_full or wholes is None:
-            found.append(form.of(whole_of(local, part.outer, label)))
+        local = own.view(each.local_shape) if wholes is None else wholes[each.index]
+        if form.is_full or wholes is None or mesh is None:
+            found.append(form.of(each.whole(local, label)))
         else:
-            value = part.dtensor(local, label)
+            value = each.dtensor(local, mesh, label)
             found.append(value.cpu() if form.offloads else value)
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -13,32 +12,15 @@ from torch import nn
 
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.shard_view import ShardView
-from meshwright.fsdp.options import OptimStateKeyType
 from meshwright.fsdp.states.named import Part, parts_of
 from meshwright.fsdp.traversal import clean_name
 from meshwright.fsdp.unit_wrapper import wrappers_in
 from meshwright.torch_internals.modules import forget_step_hooks
 
-Held = tuple[int, dict[str, str], dict[str, Any]]
-"""A rank's share of one parameter: any state, the dtypes of what is spread, and the rest."""
-
 _PLAIN = (bool, int, float, str, type(None))
 
 MADE, OWN = 1, 2
 """State of a parameter: made up on a rank that has none at all, or its own. None is 0."""
-
-
-def has_state(answers: Sequence[Held]) -> bool:
-    """Whether a parameter has state: ranks whose parts get no gradients may have none."""
-    found = {kind for kind, _, _ in answers}
-    return OWN in found or found == {MADE}
-
-
-def exchange(shard: Communicator, held: Sequence[Held]) -> list[list[Held]]:
-    """Gather what each rank has of each parameter, the rest packed: some may have no state."""
-    plain = [(has, spread, {k: packed(v) for k, v in rest.items()}) for has, spread, rest in held]
-    everyones = shard.gather_values(plain, label="optimizer state keys")
-    return [list(answers) for answers in zip(*everyones, strict=True)]
 
 
 def is_scalar(value: object) -> bool:
@@ -198,65 +180,6 @@ def names_by_parameter(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
         found[part.exposed] = (*found.get(part.exposed, ()), part.names[0])
     for name, parameter in model.named_parameters():
         found.setdefault(parameter, (clean_name(name),))
-    return found
-
-
-def by_current_names(
-    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Rename what `state_to_load` returned, for an optimizer that knows parameters by name.
-
-    Its names are those that ``model.named_parameters()`` gives now.
-    """
-    called = {parameter: name for name, parameter in model.named_parameters()}
-    listed = [p for group in optimizer.param_groups for p in group["params"]]
-    names = [called[parameter] for parameter in listed]
-    return _with_keys(state, dict(enumerate(names)))
-
-
-def _with_keys(state: Mapping[str, Any], change: Mapping[Any, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {"state": {change[key]: own for key, own in state["state"].items()}}
-    if "param_groups" in state:
-        found["param_groups"] = [
-            {**group, "params": [change[key] for key in group["params"]]}
-            for group in state["param_groups"]
-        ]
-    return found
-
-
-def rekey(
-    state: Mapping[str, Any],
-    to: OptimStateKeyType,
-    model: nn.Module,
-    groups: Sequence[Mapping[str, Any]],
-) -> dict[str, Any]:
-    """Give ``state`` of a module that is not wrapped names for positions, or back."""
-    if to not in (OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID):
-        raise AssertionError(
-            f"Expected optim_state_key_type to be PARAM_NAME or PARAM_ID, found {to!r}"
-        )
-    listed = (key for group in state.get("param_groups", ()) for key in group["params"])
-    keys = [*state["state"], *listed]
-    kinds = {type(key) for key in keys}
-    if not kinds <= {int} and not kinds <= {str}:
-        raise ValueError(f"Invalid parameter keys: {sorted(map(str, keys))}: expected one kind")
-    name_of = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
-    ordered = [name_of[parameter] for group in groups for parameter in group["params"]]
-    change: dict[Any, Any]
-    if to is OptimStateKeyType.PARAM_NAME:
-        change = dict(enumerate(ordered)) if kinds == {int} else {name: name for name in ordered}
-    else:
-        numbers = {name: number for number, name in enumerate(ordered)}
-        change = numbers if kinds == {str} else {number: number for number in range(len(ordered))}
-    found = _with_keys(state, change)
-    if to is OptimStateKeyType.PARAM_ID and "param_groups" in found:
-        # An optimizer takes positions in its own order, whichever they are: what is listed n-th
-        # becomes the state of its n-th parameter. A flat parameter stands where its unit does.
-        for group in found["param_groups"]:
-            group["params"].sort()
-        firsts = [min(group["params"], default=math.inf) for group in found["param_groups"]]
-        order = sorted(range(len(firsts)), key=firsts.__getitem__)
-        found["param_groups"] = [found["param_groups"][n] for n in order]
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,9 +18,10 @@ from meshwright.fsdp.options import (
     StateDictSettings,
     StateDictType,
 )
-from meshwright.fsdp.states.optimizer_exchange import by_current_names, from_first_rank, rekey
+from meshwright.fsdp.states.optimizer_exchange import from_first_rank
 from meshwright.fsdp.states.optimizer_state import optimizer_state, state_to_load
 from meshwright.fsdp.states.state_dict_types import StateDictTypes
+from meshwright.fsdp.traversal import clean_name
 
 Input = Iterable[Any] | None
 
@@ -64,7 +66,7 @@ class OptimizerStates:
             model, optim.param_groups, optim_state_dict, settings, group, held=optim.state
         )
         if is_named_optimizer:
-            state = by_current_names(model, optim, state)
+            state = _by_current_names(model, optim, state)
         if load_directly:
             optim.load_state_dict(state)
         return state
@@ -79,7 +81,7 @@ class OptimizerStates:
     ) -> dict[str, Any]:
         """State of a module that is not wrapped, with names instead of positions or back."""
         groups = _parameter_groups(optim_input, optim, model)
-        return rekey(optim_state_dict, optim_state_key_type, model, groups)
+        return _rekey(optim_state_dict, optim_state_key_type, model, groups)
 
     # ------------------------------------------------------------------------- deprecated
 
@@ -144,6 +146,65 @@ class OptimizerStates:
         groups = _parameter_groups(optim_input, optim, model)
         whole = from_first_rank(full_optim_state_dict, communicator(group))
         return _to_load(model, groups, whole, optim)
+
+
+def _by_current_names(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Rename what `state_to_load` returned, for an optimizer that knows parameters by name.
+
+    Its names are those that ``model.named_parameters()`` gives now.
+    """
+    called = {parameter: name for name, parameter in model.named_parameters()}
+    listed = [p for group in optimizer.param_groups for p in group["params"]]
+    names = [called[parameter] for parameter in listed]
+    return _with_keys(state, dict(enumerate(names)))
+
+
+def _with_keys(state: Mapping[str, Any], change: Mapping[Any, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {"state": {change[key]: own for key, own in state["state"].items()}}
+    if "param_groups" in state:
+        found["param_groups"] = [
+            {**group, "params": [change[key] for key in group["params"]]}
+            for group in state["param_groups"]
+        ]
+    return found
+
+
+def _rekey(
+    state: Mapping[str, Any],
+    to: OptimStateKeyType,
+    model: nn.Module,
+    groups: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Give ``state`` of a module that is not wrapped names for positions, or back."""
+    if to not in (OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID):
+        raise AssertionError(
+            f"Expected optim_state_key_type to be PARAM_NAME or PARAM_ID, found {to!r}"
+        )
+    listed = (key for group in state.get("param_groups", ()) for key in group["params"])
+    keys = [*state["state"], *listed]
+    kinds = {type(key) for key in keys}
+    if not kinds <= {int} and not kinds <= {str}:
+        raise ValueError(f"Invalid parameter keys: {sorted(map(str, keys))}: expected one kind")
+    name_of = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
+    ordered = [name_of[parameter] for group in groups for parameter in group["params"]]
+    change: dict[Any, Any]
+    if to is OptimStateKeyType.PARAM_NAME:
+        change = dict(enumerate(ordered)) if kinds == {int} else {name: name for name in ordered}
+    else:
+        numbers = {name: number for number, name in enumerate(ordered)}
+        change = numbers if kinds == {str} else {number: number for number in range(len(ordered))}
+    found = _with_keys(state, change)
+    if to is OptimStateKeyType.PARAM_ID and "param_groups" in found:
+        # An optimizer takes positions in its own order, whichever they are: what is listed n-th
+        # becomes the state of its n-th parameter. A flat parameter stands where its unit does.
+        for group in found["param_groups"]:
+            group["params"].sort()
+        firsts = [min(group["params"], default=math.inf) for group in found["param_groups"]]
+        order = sorted(range(len(firsts)), key=firsts.__getitem__)
+        found["param_groups"] = [found["param_groups"][n] for n in order]
+    return found
 
 
 def _sharded() -> StateDictSettings:

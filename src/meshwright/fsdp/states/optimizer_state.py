@@ -32,10 +32,7 @@ from meshwright.fsdp.states.named import Form, Part, join, values_of
 from meshwright.fsdp.states.optimizer_exchange import (
     MADE,
     OWN,
-    Held,
-    exchange,
     from_first_rank,
-    has_state,
     is_scalar,
     managed_parameters,
     names_by_parameter,
@@ -49,6 +46,9 @@ from meshwright.fsdp.unit_wrapper import wrappers_in
 
 State = dict[str, Any]
 """The state of one parameter."""
+
+Held = tuple[int, dict[str, str], dict[str, Any]]
+"""A rank's share of one parameter: any state, the dtypes of what is spread, the rest packed."""
 
 # ------------------------------------------------------------------------------------- out
 
@@ -211,8 +211,9 @@ def _take_apart(
             if part.group.axes.shard is not None:
                 by_shard.setdefault(part.group.axes.shard, []).append(number)
         for shard, numbers in by_shard.items():
-            told = exchange(shard, [_held(parts[n], states[n], kind) for n in numbers])
-            for number, answer in zip(numbers, told, strict=True):
+            held = [_held(parts[n], states[n], kind) for n in numbers]
+            everyones = shard.gather_values(held, label="optimizer state keys")
+            for number, *answer in zip(numbers, *everyones, strict=True):
                 answers[number] = answer
     found: list[State] = []
     spread: dict[tuple[ParameterGroup, str, torch.dtype], list[int]] = {}
@@ -223,10 +224,10 @@ def _take_apart(
             spread.setdefault((part.group, key, dtypes[key]), []).append(number)
     for (group, key, dtype), numbers in spread.items():
         own = [parts[n] for n in numbers]
-        held = [states[n].get(key) for n in numbers]
+        values = [states[n].get(key) for n in numbers]
         nothing = group.buffer.shard.new_empty(0, dtype=dtype)
-        elements = [_elements(*pair, nothing) for pair in zip(own, held, strict=True)]
-        line = held[0] if own[0].is_flat else None
+        elements = [_elements(*pair, nothing) for pair in zip(own, values, strict=True)]
+        line = values[0] if own[0].is_flat else None
         label = f"optimizer state {key} of {own[0].names[0]}"
         for n, value in zip(numbers, values_of(own, elements, form, label, line), strict=True):
             found[n][key] = value
@@ -249,7 +250,7 @@ def _held(part: Part, own: State, kind: int) -> Held:
     rest = {k: v for k, v in own.items() if k not in spread} if part.counts else {}
     if not _gives(part):
         rest = {k: v for k, v in rest.items() if is_scalar(v)}
-    return (kind if own else 0), spread, rest
+    return (kind if own else 0), spread, {k: packed(v) for k, v in rest.items()}
 
 
 def _gives(part: Part) -> bool:
@@ -272,7 +273,9 @@ def _agreed(
     dtypes = {k: v.dtype for k, v in own.items() if _is_shard_like(v, part.exposed.shape)}
     # Copies: several parameters share the counter of their flat one, and optimizers change it.
     rest = {k: _copied(v, offloads=form.offloads) for k, v in own.items() if k not in dtypes}
-    if not (has_state(answers) if answers else own and part.counts):
+    # Ranks whose parts get no gradients may have none.
+    kinds = {kind for kind, _, _ in answers}
+    if not (OWN in kinds or kinds == {MADE} if answers else own and part.counts):
         return {}, {}
     for _, told, counted in reversed(answers):  # the first rank's counts
         dtypes = {**{key: getattr(torch, name) for key, name in told.items()}, **dtypes}
