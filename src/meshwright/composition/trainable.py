@@ -315,11 +315,7 @@ class Trainable:
         copies = self._copies
         state: dict[str, Any] = {"model": ModelState([self.module], copies), "steps": self.steps}
         if self.optimizer is not None:
-            found = NamedOptimizer(self.optimizer, [self.module]).state()
-            for group in found["param_groups"]:
-                group["params"] = list(dict.fromkeys(copies.get(n, n) for n in group["params"]))
-            own = {copies.get(n, n): values for n, values in reversed(found["state"].items())}
-            state["optimizer"] = {**found, "state": dict(reversed(own.items()))}
+            state["optimizer"] = NamedOptimizer(self.optimizer, [self.module], copies).state()
         if self.loss_scale is not None:
             state["loss_scale"] = self.loss_scale.state_dict()
         return state
@@ -338,8 +334,7 @@ class Trainable:
         }
         self._load_model(parts)
         if self.optimizer is not None and "optimizer" in state:
-            named = dict(self.module.named_parameters())
-            saved = state["optimizer"]
+            named, saved = self.named_parameters(), state["optimizer"]
             values = {
                 name: {key: _part(value, named.get(name)) for key, value in own.items()}
                 for name, own in saved["state"].items()
@@ -347,7 +342,8 @@ class Trainable:
             if not copies:
                 saved["state"].clear()  # so that tensors are freed once copied into flat storage
             saved = {"state": values, "param_groups": saved["param_groups"]}
-            NamedOptimizer(self.optimizer, [self.module]).load(saved, copies=copies)
+            named_optimizer = NamedOptimizer(self.optimizer, [self.module], self._copies)
+            named_optimizer.load(saved, copies=copies)
         if self.loss_scale is not None and "loss_scale" in state:
             self.loss_scale.load_state_dict(state["loss_scale"])
         self.steps = int(state["steps"])

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -110,13 +111,26 @@ class NamedOptimizer:
     groups: list[list[str]]
     """The names of each group, one for all copies of a parameter."""
 
-    def __init__(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        modules: Sequence[nn.Module],
+        ties: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """``ties`` maps other names to first ones for ties across ranks."""
         self._optimizer = optimizer
+        self._ties = ties
         find = _members(modules)
         listed = [[find(each) for each in group["params"]] for group in optimizer.param_groups]
         self._members = [member for group in listed for member in group]
         self._given = [[name for member in group for name in member.names] for group in listed]
-        self.groups = [list(dict.fromkeys(map(_original, group))) for group in self._given]
+        self.groups = [list(dict.fromkeys(map(self._first, group))) for group in self._given]
+
+    def _first(self, name: str) -> str:
+        """The name that a copy is saved by."""
+        while name.endswith(COPY):
+            name = name.removesuffix(COPY)
+        return self._ties.get(name, name)
 
     @property
     def _named(self) -> list[tuple[str, nn.Parameter]]:
@@ -138,8 +152,8 @@ class NamedOptimizer:
                 for each, part in zip(own, member.split(value), strict=True):
                     each[key] = part
             state.update(zip(member.names, own, strict=True))
-        for copy in [name for name in state if name != _original(name)]:
-            values, name = state.pop(copy), _original(copy)
+        for copy in [name for name in state if name != self._first(name)]:
+            values, name = state.pop(copy), self._first(copy)
             if not are_alike(values, state.setdefault(name, values)):
                 raise ValueError(
                     f"the optimizer has other state for one {name!r} than for its copy, and a "
@@ -185,7 +199,7 @@ class NamedOptimizer:
         """Add a copy of the state for each copy of a parameter."""
         given: defaultdict[str, list[str]] = defaultdict(list)
         for name in (name for group in self._given for name in group):
-            given[_original(name)].append(name)
+            given[self._first(name)].append(name)
         if all(names == [original] for original, names in given.items()):
             return state
         groups = [
@@ -253,12 +267,6 @@ def _managed(parameter: nn.Parameter, parts: Mapping[str, Part]) -> _Member:
         is_managed=True,
         is_empty=not own[0].counts,
     )
-
-
-def _original(name: str) -> str:
-    while name.endswith(COPY):
-        name = name.removesuffix(COPY)
-    return name
 
 
 def _are_equal(one: object, other: object) -> bool:
