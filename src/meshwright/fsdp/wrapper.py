@@ -38,8 +38,7 @@ from meshwright.fsdp.options import (
 )
 from meshwright.fsdp.states.checkpoint_functions import CheckpointNames, prepare_optimizers
 from meshwright.fsdp.states.full_parameters import SummonOptions, summon_all
-from meshwright.fsdp.states.optimizer_methods import OptimizerStates
-from meshwright.fsdp.states.state_dict_types import StateDictTypes
+from meshwright.fsdp.states.methods import StateMethods
 from meshwright.fsdp.states.state_dicts import clean_reported_names
 from meshwright.fsdp.traversal import UnitDriver, list_below
 from meshwright.fsdp.unit_wrapper import (
@@ -60,7 +59,7 @@ FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 """The environment variable that, set to 1, switches mixed precision off in eval mode."""
 
 
-class FullyShardedDataParallel(StateDictTypes, OptimizerStates, JoinsUnevenInputs, UnitWrapper):
+class FullyShardedDataParallel(StateMethods, JoinsUnevenInputs, UnitWrapper):
     """Shards the parameters, gradients and optimizer state of ``module`` over the ranks.
 
     One wrapper is one unit: it gathers its parameters before its forward and its backward, frees

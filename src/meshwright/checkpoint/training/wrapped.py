@@ -27,7 +27,7 @@ from meshwright.data_parallel.modules.checkpoint_names import (
     place_of,
     without_compiled,
 )
-from meshwright.fsdp.states.state_dict_types import giving_parts
+from meshwright.fsdp.states.methods import giving_parts
 from meshwright.fsdp.traversal import clean_name
 
 _T = TypeVar("_T")
