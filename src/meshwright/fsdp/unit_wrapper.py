@@ -78,6 +78,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
     _ignored: checks.Ignored
     _is_inner: bool
     _is_summoned: bool
+    """True while full parameters are shown: no forward with a backward runs meanwhile."""
     _shows_whole = False
     _offloads: bool
     _use_full_prec_in_eval: bool
@@ -446,10 +447,6 @@ class UnitWrapper(OfThisProcess, SteppedOver):
     def _share_mesh(self, tensor: DeviceMesh | None) -> None:
         """Note the mesh of the DTensors that any wrapper of the tree has had."""
         self._groups = replace(self._groups, tensor=tensor)
-
-    def _be_summoned(self, is_summoned: bool, *, shows_whole: bool = False) -> None:
-        """Note whether full parameters are shown: no forward with a backward runs meanwhile."""
-        self._is_summoned, self._shows_whole = is_summoned, shows_whole
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

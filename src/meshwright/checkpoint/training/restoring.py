@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self, cast
 
@@ -118,15 +118,16 @@ def _is_tensor(structure: object) -> bool:
     return isinstance(structure, dict) and structure.keys() == {"$tensor"}
 
 
-class _Tensors(Mapping[str, Tensor]):
+class _Tensors(dict[str, Tensor]):
     """Tensors of a checkpoint, allocated on access and added to ``waiting`` to be filled."""
 
     def __init__(self, reader: Reader, like: Tensor | None, waiting: dict[str, Tensor]) -> None:
+        super().__init__()
         self._reader = reader
         self._like = like
         self._waiting = waiting
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __missing__(self, name: str) -> Tensor:  # for each name: it holds none
         record = self._reader.manifest.tensors[name]
         like = self._like
         if name in self._waiting:
@@ -141,12 +142,6 @@ class _Tensors(Mapping[str, Tensor]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._reader.manifest.tensors
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._reader.manifest.tensors)
-
-    def __len__(self) -> int:
-        return len(self._reader.manifest.tensors)
 
 
 @torch.no_grad()

@@ -64,7 +64,7 @@ def summon_own(wrapper: UnitWrapper, options: SummonOptions) -> Iterator[None]:
     unit = wrapper._unit
     is_waiting = False
     shows = not options.rank0_only or wrapper.rank == 0
-    wrapper._be_summoned(True, shows_whole=shows)
+    wrapper._is_summoned, wrapper._shows_whole = True, shows
     try:
         if unit is None:
             yield
@@ -102,7 +102,7 @@ def summon_own(wrapper: UnitWrapper, options: SummonOptions) -> Iterator[None]:
                 with torch.no_grad():
                     shard.copy_(mine)
     finally:
-        wrapper._be_summoned(False)
+        wrapper._is_summoned = wrapper._shows_whole = False
         if unit is not None and is_waiting:
             exposed_of(unit).show_waiting(unit)
 
