@@ -255,9 +255,7 @@ def _managed(parameter: nn.Parameter, parts: Mapping[str, Part]) -> _Member:
     own, form = list(parts.values()), Form(is_full=False, shares=True)
 
     def cut(line: Tensor) -> list[Tensor]:
-        flat = line.reshape(-1)
-        elements = [part.cut(flat) if part.is_flat else flat for part in own]
-        return values_of(own, elements, form, "optimizer state")
+        return values_of(own, [part.cut_exposed(line) for part in own], form, "optimizer state")
 
     return _Member(
         parameter=parameter,

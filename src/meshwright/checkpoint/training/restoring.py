@@ -201,7 +201,7 @@ class Restoring:
             alike[tensor].append(name)
         self._stored_ties = {name: alike[tensor] for name, tensor in self._stored.items()}
         self._first: Mapping[str, str] = {} if self._weights is None else self._weights.ties
-        self._ties: defaultdict[str, list[str]] = defaultdict(list)
+        self._ties: dict[str, list[str]] = {}
         for name, first in self._first.items():
             self._ties.setdefault(first, [first]).append(name)
         self._tensors = {} if self._weights is None else dict(self._weights.tensors)

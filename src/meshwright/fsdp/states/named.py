@@ -103,6 +103,11 @@ class Part:
         piece = self.piece
         return line[:0] if piece is None else line[piece.offset : piece.offset + piece.numel]
 
+    def cut_exposed(self, value: torch.Tensor) -> torch.Tensor:
+        """This rank's elements in ``value``, which has the shape of the exposed parameter."""
+        flat = value.reshape(-1)
+        return self.cut(flat) if self.is_flat else flat
+
     def view(self, elements: torch.Tensor) -> torch.Tensor:
         """A tensor of the whole shape, of which ``elements`` are here."""
         outer, name = self.outer, self.names[0]

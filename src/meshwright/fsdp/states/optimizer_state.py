@@ -89,7 +89,9 @@ def optimizer_state(
         return {}
     if given is not None and "param_groups" not in given:
         return {"state": found}
-    return {"state": found, "param_groups": [_named_group(group, names) for group in groups]}
+    listed = [[name for p in own["params"] for name in _known(names, p)] for own in groups]
+    pairs = zip(groups, listed, strict=True)
+    return {"state": found, "param_groups": [{**own, "params": names} for own, names in pairs]}
 
 
 def _is_rank0_only(settings: StateDictSettings) -> bool:
@@ -128,13 +130,6 @@ def _by_parameter(
 def _keys(given: Mapping[str, Any]) -> list[Any]:
     """List what stands for the parameters in a state dict of an optimizer, in order."""
     return [key for group in given["param_groups"] for key in group["params"]]
-
-
-def _named_group(
-    group: Mapping[str, Any], names: Mapping[nn.Parameter, tuple[str, ...]]
-) -> dict[str, Any]:
-    listed = [name for parameter in group["params"] for name in _known(names, parameter)]
-    return {**group, "params": listed}
 
 
 def _known(
@@ -226,19 +221,13 @@ def _take_apart(
         own = [parts[n] for n in numbers]
         values = [states[n].get(key) for n in numbers]
         nothing = group.buffer.shard.new_empty(0, dtype=dtype)
-        elements = [_elements(*pair, nothing) for pair in zip(own, values, strict=True)]
+        pairs = zip(own, values, strict=True)
+        elements = [nothing if v is None else part.cut_exposed(v) for part, v in pairs]
         line = values[0] if own[0].is_flat else None
         label = f"optimizer state {key} of {own[0].names[0]}"
         for n, value in zip(numbers, values_of(own, elements, form, label, line), strict=True):
             found[n][key] = value
     return [(p, dict(sorted(own.items()))) for p, own in zip(parts, found, strict=True)]
-
-
-def _elements(part: Part, value: torch.Tensor | None, nothing: torch.Tensor) -> torch.Tensor:
-    if value is None:
-        return nothing
-    flat = value.reshape(-1)
-    return part.cut(flat) if part.is_flat or part.piece is None else flat
 
 
 def _held(part: Part, own: State, kind: int) -> Held:
