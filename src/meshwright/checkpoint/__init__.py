@@ -14,6 +14,7 @@ Bottom-up:
     manifest     pieces of tensors, files and checksums
     pieces       the assignment of pieces to writers
     storage      file operations
+    together     one step on all ranks, or one error on all
     claims       locks that keep other jobs out of a folder
     reading      verified reads
     steps        the folder of checkpoints

@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -57,6 +57,7 @@ from meshwright.checkpoint.pieces import (
 from meshwright.checkpoint.steps import prune, remove_torsos, step_directory, torso_directory
 from meshwright.checkpoint.storage import Storage, advice, naming, reason
 from meshwright.checkpoint.tensor_file import FileMap, file_map, file_name
+from meshwright.checkpoint.together import Alone, Group, attempt
 from meshwright.comm import Communicator, settle
 from meshwright.comm.failures.sameness import first_difference
 from meshwright.errors import (
@@ -67,26 +68,12 @@ from meshwright.errors import (
 from meshwright.layout import Box
 
 _log = logging.getLogger(__name__)
-STORAGE_LIMIT = 3600.0
-"""Seconds that one step of a save may take on one rank while the others wait for it."""
 
-_ANSWER, _ERROR = b"+", b"-"
 _CHUNK = 2**20
 _SMALL = 2**16
 """Bytes up to which tensors are collected and written in one call."""
 _BLOCK = 4096
 _T = TypeVar("_T")
-
-
-class Alone:
-    """The group of one process."""
-
-    rank = 0
-    size = 1
-
-    def gather_bytes(self, payload: bytes, *, label: str) -> list[bytes]:
-        """Return the single payload."""
-        return [payload]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -100,7 +87,7 @@ class _Request:
     metadata: Mapping[str, JSON]
     step: int
     alike: Collection[str]
-    group: Communicator | Alone
+    group: Group
     storage: Storage
 
 
@@ -175,19 +162,18 @@ def claim(directory: str | os.PathLike[str], *, communicator: Communicator | Non
     ``CheckpointWriteError`` if nothing can be written.
     """
     group = communicator if communicator is not None else Alone()
-    told: dict[str, JSON] = {}
+    told: list[object] = []
     if group.rank == 0:
         try:
             Storage().make_directories(Path(directory))
             claims.hold(Path(directory), stays=True)
         except CheckpointClaimedError as error:
-            told = {"claimed": True, "text": str(error)}
+            told = [True, str(error)]
         except OSError as error:
-            told = {"claimed": False, "text": f"{reason(error)}; {advice(error)}"}
+            told = [False, f"{reason(error)}; {advice(error)}"]
     rows = group.gather_bytes(json.dumps(told).encode(), label=f"claim {directory}")
-    first: dict[str, JSON] = json.loads(rows[0])
-    if first:
-        raise _kind(bool(first["claimed"]))(str(first["text"]))
+    if first := json.loads(rows[0]):
+        raise _kind(first[0])(first[1])
 
 
 # ------------------------------------------------------------------ the four steps
@@ -402,42 +388,23 @@ def _discard(request: _Request) -> None:
 def _agree(
     request: _Request, phase: str, action: Callable[[], tuple[_T, JSON]]
 ) -> tuple[_T, list[bytes]]:
-    """Run one step on every rank; returns its own result and all answers, or raises on all.
-
-    Answers stay JSON texts: most ranks need not parse those that grow with the tensors.
-    """
-    failure: Exception | None = None
-    result: tuple[_T, JSON] | None = None
-    payload = b""
-    # Catch errors inside the phase, which would publish them: they are exchanged below.
-    with comm.phase(f"checkpoint: {phase}", request.step, limit=STORAGE_LIMIT):
-        try:
-            result = action()
-            payload = _ANSWER + json.dumps(result[1]).encode()
-        except Exception as error:
-            failure = error
-            is_claimed = isinstance(error, CheckpointClaimedError)
-            told = {"error": reason(error), "advice": advice(error), "claimed": is_claimed}
-            payload = _ERROR + json.dumps(told).encode()
-    group = request.group
-    if failure is not None and group.size == 1 and isinstance(failure, ValueError | TypeError):
+    """Run one step on every rank; returns its own result and all answers, or raises on all."""
+    label, step = f"checkpoint step {request.step}: {phase}", request.step
+    outcome, failed = attempt(request.group, phase, action, label=label, step=step)
+    failure = outcome if isinstance(outcome, Exception) else None
+    if request.group.size == 1 and isinstance(failure, ValueError | TypeError):
         raise failure
-    label = f"checkpoint step {request.step}: {phase}"
-    gathered = group.gather_bytes(payload, label=label)
-    failed: dict[int, dict[str, JSON]] = {
-        rank: json.loads(row[1:]) for rank, row in enumerate(gathered) if row[:1] == _ERROR
-    }
-    if failed or result is None:
+    if failed or isinstance(outcome, Exception):
         claimed = any(row["claimed"] for row in failed.values())
         raise _kind(claimed)(_summary(request, phase, failed)) from failure
-    return result[0], [row[1:] for row in gathered]
+    return outcome
 
 
 def _kind(claimed: bool) -> type[CheckpointWriteError]:
     return CheckpointClaimedError if claimed else CheckpointWriteError
 
 
-def _summary(request: _Request, phase: str, failed: Mapping[int, Mapping[str, JSON]]) -> str:
+def _summary(request: _Request, phase: str, failed: Mapping[int, Mapping[str, Any]]) -> str:
     ranks: defaultdict[str, list[int]] = defaultdict(list)
     for rank, row in failed.items():
         ranks[str(row["error"])].append(rank)

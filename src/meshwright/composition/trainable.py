@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.checkpoint.training.flat_optimizers import load_named_state, named_state
+from meshwright.checkpoint.training.named_optimizer import NamedOptimizer
 from meshwright.checkpoint.training.wrapped import ModelState
 from meshwright.comm import Communicator, LateNumbers, phase, settle
 from meshwright.comm.dtensors.gather_dtensor import part_like, whole
@@ -316,12 +316,7 @@ class Trainable:
         copies = self._copies
         state: dict[str, Any] = {"model": ModelState([self.module], copies), "steps": self.steps}
         if self.optimizer is not None:
-            named = dict(self.module.named_parameters())
-            found = named_state(self.optimizer, self.module, named)
-            for group in found["param_groups"]:
-                group["params"] = list(dict.fromkeys(copies.get(n, n) for n in group["params"]))
-            own = {copies.get(n, n): values for n, values in reversed(found["state"].items())}
-            state["optimizer"] = {**found, "state": dict(reversed(own.items()))}
+            state["optimizer"] = NamedOptimizer(self.optimizer, [self.module], copies).state()
         if self.loss_scale is not None:
             state["loss_scale"] = self.loss_scale.state_dict()
         return state
@@ -340,8 +335,7 @@ class Trainable:
         }
         self._load_model(parts)
         if self.optimizer is not None and "optimizer" in state:
-            named = dict(self.module.named_parameters())
-            saved = state["optimizer"]
+            named, saved = self.named_parameters(), state["optimizer"]
             values = {
                 name: {key: _part(value, named.get(name)) for key, value in own.items()}
                 for name, own in saved["state"].items()
@@ -349,7 +343,8 @@ class Trainable:
             if not copies:
                 saved["state"].clear()  # so that tensors are freed once copied into flat storage
             saved = {"state": values, "param_groups": saved["param_groups"]}
-            load_named_state(self.optimizer, self.module, named, saved, copies=copies)
+            named_optimizer = NamedOptimizer(self.optimizer, [self.module], self._copies)
+            named_optimizer.load(saved, copies=copies)
         if self.loss_scale is not None and "loss_scale" in state:
             self.loss_scale.load_state_dict(state["loss_scale"])
         self.steps = int(state["steps"])

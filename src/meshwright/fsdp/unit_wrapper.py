@@ -49,7 +49,7 @@ from meshwright.fsdp.options import (
 from meshwright.fsdp.states.full_parameters import SummonOptions, summon_own
 from meshwright.fsdp.states.state_dicts import (
     load_entries,
-    names_in_state,
+    parts_in_state,
     put_entries,
     rename_for_load,
     shown_names,
@@ -78,6 +78,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
     _ignored: checks.Ignored
     _is_inner: bool
     _is_summoned: bool
+    """True while full parameters are shown: no forward with a backward runs meanwhile."""
     _shows_whole = False
     _offloads: bool
     _use_full_prec_in_eval: bool
@@ -327,8 +328,8 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         if unit is not None:
             if not self._is_summoned:
                 exposed_of(unit).refresh(unit)
-            names = names_in_state(unit, self._driver.own_names, self.module)
-            entries = unit_entries(unit, names, settings, self._groups)
+            parts = parts_in_state(unit, self._driver, self.module, self._groups)
+            entries = unit_entries(unit, parts, settings)
         with shown_names(unit), self._mode.saving():
             if destination is None:
                 found = super().state_dict(prefix=prefix, keep_vars=keep_vars)
@@ -413,8 +414,8 @@ class UnitWrapper(OfThisProcess, SteppedOver):
             rename(state_dict, prefix, prefix + self._compiled)
         rename_for_load(state_dict, prefix)
         if self._unit is not None:
-            names = names_in_state(self._unit, self._driver.own_names, self.module)
-            load_entries(self._unit, names, state_dict, prefix, (missing_keys, error_msgs))
+            parts = parts_in_state(self._unit, self._driver, self.module, self._groups)
+            load_entries(self._unit, parts, state_dict, prefix, (missing_keys, error_msgs))
             self._unit.has_changed()
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -446,13 +447,6 @@ class UnitWrapper(OfThisProcess, SteppedOver):
     def _share_mesh(self, tensor: DeviceMesh | None) -> None:
         """Note the mesh of the DTensors that any wrapper of the tree has had."""
         self._groups = replace(self._groups, tensor=tensor)
-
-    def _keep_settings(self, settings: StateDictSettings) -> None:
-        self._state_dict_settings = settings
-
-    def _be_summoned(self, is_summoned: bool, *, shows_whole: bool = False) -> None:
-        """Note whether full parameters are shown: no forward with a backward runs meanwhile."""
-        self._is_summoned, self._shows_whole = is_summoned, shows_whole
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

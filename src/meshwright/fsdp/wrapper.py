@@ -30,22 +30,15 @@ from meshwright.fsdp.options import (
     BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
-    OptimStateDictConfig,
-    OptimStateKeyType,
     PrecisionMode,
     ShardingStrategy,
-    StateDictConfig,
     StateDictSettings,
-    StateDictType,
     own_config,
     row_of,
 )
 from meshwright.fsdp.states.checkpoint_functions import CheckpointNames, prepare_optimizers
 from meshwright.fsdp.states.full_parameters import SummonOptions, summon_all
-from meshwright.fsdp.states.legacy_optimizer_state import LegacyOptimizerState, parameter_groups
-from meshwright.fsdp.states.optimizer_exchange import by_current_names, rekey
-from meshwright.fsdp.states.optimizer_state import optimizer_state, state_to_load
-from meshwright.fsdp.states.state_dict_types import get_settings, set_settings, settings_for_a_while
+from meshwright.fsdp.states.methods import StateMethods
 from meshwright.fsdp.states.state_dicts import clean_reported_names
 from meshwright.fsdp.traversal import UnitDriver, list_below
 from meshwright.fsdp.unit_wrapper import (
@@ -66,7 +59,7 @@ FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 """The environment variable that, set to 1, switches mixed precision off in eval mode."""
 
 
-class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrapper):
+class FullyShardedDataParallel(StateMethods, JoinsUnevenInputs, UnitWrapper):
     """Shards the parameters, gradients and optimizer state of ``module`` over the ranks.
 
     One wrapper is one unit: it gathers its parameters before its forward and its backward, frees
@@ -368,93 +361,6 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         settle()
         with summon_all(wrappers, options):
             yield
-
-    # ------------------------------------------------------------------------ state dicts
-
-    @staticmethod
-    def set_state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> StateDictSettings:
-        """Choose what ``state_dict`` of all wrappers in ``module`` gives; returns what was set."""
-        return set_settings(module, state_dict_type, state_dict_config, optim_state_dict_config)
-
-    @staticmethod
-    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """Read what is set; AssertionError when the wrappers in ``module`` differ."""
-        return get_settings(module)
-
-    @staticmethod
-    @contextlib.contextmanager
-    def state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> Iterator[None]:
-        """Do `set_state_dict_type` for the block, and undo it, also after an exception."""
-        with settings_for_a_while(
-            module, state_dict_type, state_dict_config, optim_state_dict_config
-        ):
-            yield
-
-    # -------------------------------------------------------------------- optimizer state
-
-    @staticmethod
-    def optim_state_dict(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_state_dict: dict[str, Any] | None = None,
-        group: Any = None,  # noqa: ANN401 - c10d's types stay in comm
-    ) -> dict[str, Any]:
-        """State of ``optim`` under parameter names, of the kind that is set for ``model``.
-
-        FULL gives whole tensors and is a collective; SHARDED and LOCAL give this rank's parts. With
-        ``optim_state_dict``, which ``optim.state_dict()`` returned, that is converted instead. With
-        ``rank0_only`` the first rank of ``group``, by default of all ranks, gets the result.
-        """
-        settings = get_settings(model)
-        return optimizer_state(model, optim, settings, optim_state_dict, group)
-
-    @staticmethod
-    def optim_state_dict_to_load(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_state_dict: dict[str, Any] | None,
-        is_named_optimizer: bool = False,
-        load_directly: bool = False,
-        group: Any = None,  # noqa: ANN401 - c10d's types stay in comm
-    ) -> dict[str, Any]:
-        """Make what ``optim.load_state_dict`` takes, from what `optim_state_dict` returned.
-
-        With ``is_named_optimizer`` its keys are names of parameters as ``named_parameters`` gives
-        them, not positions. With ``load_directly`` it is loaded, too. With ``rank0_only`` in force
-        the first rank of ``group`` (by default of all ranks) gives its state to the others. With
-        parts as its values it is a collective: they may have been saved with other wrappers.
-        """
-        settings = get_settings(model)
-        state = state_to_load(
-            model, optim.param_groups, optim_state_dict, settings, group, held=optim.state
-        )
-        if is_named_optimizer:
-            state = by_current_names(model, optim, state)
-        if load_directly:
-            optim.load_state_dict(state)
-        return state
-
-    @staticmethod
-    def rekey_optim_state_dict(
-        optim_state_dict: dict[str, Any],
-        optim_state_key_type: OptimStateKeyType,
-        model: nn.Module,
-        optim_input: Iterable[Any] | None = None,
-        optim: torch.optim.Optimizer | None = None,
-    ) -> dict[str, Any]:
-        """State of a module that is not wrapped, with names instead of positions or back."""
-        groups = parameter_groups(optim_input, optim, model)
-        return rekey(optim_state_dict, optim_state_key_type, model, groups)
 
     # --------------------------------------------------------- torch's checkpoint functions
 

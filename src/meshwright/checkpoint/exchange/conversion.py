@@ -26,8 +26,8 @@ from meshwright.checkpoint.nested import flatten
 from meshwright.checkpoint.pieces import ReadTensor, dtype_name, torch_dtype
 from meshwright.checkpoint.reading import Reader
 from meshwright.checkpoint.storage import Storage, advice, reason
+from meshwright.checkpoint.together import Group, everyone, together
 from meshwright.checkpoint.training.restoring import FORMAT, PREFIX, VERSION
-from meshwright.checkpoint.training.together import Group, everyone, together
 from meshwright.checkpoint.writing import save_tensors
 from meshwright.comm import Communicator
 from meshwright.errors import CheckpointError, CheckpointWriteError

@@ -2,10 +2,8 @@
 
 Bottom-up:
 
-    flat_optimizers  optimizer state by parameter name, of flat parameters too
-    wrapped          models and optimizers by the names of the plain model
-    together         one step on all ranks, or one error on all
-    generators       the state of generators of random numbers
+    wrapped          models by the names of the plain model
+    named_optimizer  optimizers by these names, of flat parameters too
     restoring        state of a checkpoint for this rank's tensors
     loops            `save` and `load`
 """

@@ -21,8 +21,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import getstate, setstate
 from typing import Any, Protocol, cast, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -30,24 +32,23 @@ from torch.optim import Optimizer
 from meshwright.checkpoint.document import JSON
 from meshwright.checkpoint.manifest import MANIFEST_NAME
 from meshwright.checkpoint.nested import flatten
-from meshwright.checkpoint.optimizers import differing_groups
 from meshwright.checkpoint.pieces import ShardedPiece
 from meshwright.checkpoint.reading import Reader
 from meshwright.checkpoint.steps import latest, step_directory
-from meshwright.checkpoint.training.generators import generator_state, restore_generators
+from meshwright.checkpoint.together import Group, everyone, together
+from meshwright.checkpoint.training.named_optimizer import NamedOptimizer
 from meshwright.checkpoint.training.restoring import (
     FORMAT,
-    NOT_STRICT,
     PREFIX,
     VERSION,
-    Matching,
+    Restoring,
     SavedState,
     piece_of,
 )
-from meshwright.checkpoint.training.together import Group, everyone, together
-from meshwright.checkpoint.training.wrapped import ModelState, NamedOptimizer
+from meshwright.checkpoint.training.wrapped import ModelState
 from meshwright.checkpoint.writing import save_tensors
 from meshwright.comm import Communicator
+from meshwright.comm.streams import is_host
 from meshwright.errors import CheckpointError, CheckpointMismatchError
 
 _log = logging.getLogger(__name__)
@@ -136,7 +137,7 @@ def save(
         if extra is not None:
             state["extra"] = extra
         if random:
-            state["random"] = {str(group.rank): generator_state(_device(group))}
+            state["random"] = {str(group.rank): _generator_state(_device(group))}
         weights = state.pop("model", None)
         tensors, structure = flatten(state, PREFIX)
         structure = cast("dict[str, JSON]", structure)
@@ -217,8 +218,18 @@ def load(
         )
     held = owner.outline() if isinstance(owner, _Loop) else owner.held_state()
     with together(group, "open", lambda: (SavedState(Reader(path)), None))[0] as saved:
-        restoring = _Restoring(saved, owner, held, strict=strict)
-        _, rows = together(group, "compare", lambda: (None, restoring.compare(given)))
+        restoring = Restoring(saved, held, strict=strict)
+
+        def compare() -> tuple[None, JSON]:
+            remedy = ""
+            if not isinstance(owner, _Loop) and "optimizer" not in saved.structure:
+                remedy = "give model=trainable.module for the weights alone"
+            saved.require([*(k for k in ("model", "optimizer") if k in held), *given], remedy)
+            for key, each in given.items():
+                _compare_forms(saved, key, saved.forms.get(key), _form(each))
+            return None, restoring.compare()
+
+        _, rows = together(group, "compare", compare)
         unexpected, _ = together(group, "compare all", lambda: (restoring.compare_all(rows), None))
         structure = saved.structure
         has_random = random and saved.ranks == group.size and "random" in structure
@@ -251,7 +262,7 @@ def load(
             ", ".join(unexpected) or "no tensors",
         )
     if has_random:
-        restore_generators(found["random"], _device(group))
+        _restore_generators(found["random"], _device(group))
     elif random and "random" in structure and group.rank == 0:
         _log.warning(
             "%s was saved on %d ranks and is loaded on %d: generators of random numbers stay as "
@@ -320,7 +331,7 @@ class _Loop:
         """See `Laid`."""
         if self.weights is not None:
             self.weights.load()
-        for each, own in zip(self.named, state["optimizer"], strict=True):
+        for each, own in zip(self.named, state.get("optimizer", ()), strict=True):
             each.load(own)
 
 
@@ -444,99 +455,33 @@ def _joined(rows: Sequence[Any], place: str) -> Any:  # noqa: ANN401 - JSON
     )
 
 
-class _Restoring:
-    """The steps of a load on one rank."""
+# ------------------------------------------------------------------------------ random numbers
 
-    def __init__(
-        self, saved: SavedState, owner: _Loop | Laid, held: Mapping[str, Any], *, strict: bool
-    ) -> None:
-        self._saved = saved
-        self._strict = strict
-        self._owner = owner
-        self._held = held
-        self._weights: ModelState | None = held.get("model")
-        self._matching = Matching(saved, self._weights, strict=strict)
-        found = held.get("optimizer", [])
-        self._optimizers: list[Any] = found if isinstance(found, list) else [found]
-        self._names: list[dict[str, list[str]]] = []
-        """For each optimizer, maps saved names to names here."""
 
-    def compare(self, given: Mapping[str, Stated]) -> Any:  # noqa: ANN401 - JSON
-        """Compare the checkpoint with this rank's state; returns the names that it knows."""
-        saved = self._saved
-        remedy = ""
-        if not isinstance(self._owner, _Loop) and "optimizer" not in saved.structure:
-            remedy = "give model=trainable.module for the weights alone"
-        wanted = [key for key in ("model", "optimizer") if key in self._held]
-        saved.require([*wanted, *given], remedy)
-        for key, each in given.items():
-            _compare_forms(saved, key, saved.forms.get(key), _form(each))
-        self._matching.compare()
-        stored = saved.optimizers()
-        if self._optimizers and len(stored) != len(self._optimizers):
-            raise CheckpointMismatchError(
-                f"the checkpoint {saved.path} holds {len(stored)} optimizers, "
-                f"{len(self._optimizers)} were given"
-            )
-        for own, there in zip(self._optimizers, stored, strict=False):
-            groups = [group["params"] for group in own["param_groups"]]
-            names = self._matching.of_optimizer(there, [n for group in groups for n in group])
-            fitting = [
-                [name for source in group["params"] for name in names.get(source, ())]
-                for group in there["param_groups"]
-            ]
-            problems = differing_groups(groups, fitting)
-            if problems:
-                head = f"the optimizer in {saved.path} does not fit this one:"
-                raise CheckpointMismatchError("\n  ".join([head, *problems]))
-            self._names.append(names)
-        used = [
-            sorted({n for s in names for n in self._matching.alike(s)}) for names in self._names
-        ]
-        kept = self._matching.kept
-        return {"model": self._matching.known(), "optimizers": used, "kept": kept}
+def _generator_state(device: torch.device) -> dict[str, Any]:
+    """Return the state of the generators of Python, NumPy, torch and ``device``."""
+    version, words, gauss = getstate()
+    name, keys, *rest = cast("tuple[Any, ...]", np.random.get_state())
+    state = {
+        "python": (version, torch.tensor(words, dtype=torch.int64, device="cpu"), gauss),
+        "numpy": (
+            name,
+            torch.from_numpy(keys.astype(np.int64)),
+            *(x.item() if isinstance(x, np.generic) else x for x in rest),
+        ),
+        "torch": torch.get_rng_state(),
+    }
+    if not is_host(device):
+        state["device"] = torch.get_device_module(device).get_rng_state(device).cpu()
+    return state
 
-    def compare_all(self, rows: Sequence[Any]) -> list[str]:
-        """List saved weights that no rank knows; if strict, raise CheckpointMismatchError."""
-        unknown: list[str] = []
-        if self._weights is not None:
-            known = {name for row in rows for name in row["model"]}
-            unknown = [
-                name
-                for name in self._saved.structure["model"]
-                if not known.intersection(self._matching.alike(name))
-            ]
-        if not self._strict:
-            return unknown
-        problems = [f"{name!r} is in the checkpoint but not in the model" for name in unknown]
-        for number, there in enumerate(self._saved.optimizers()[: len(self._names)]):
-            known = {name for row in rows for name in row["optimizers"][number]}
-            problems += [
-                f"{name!r} is in the saved optimizer but not in this one"
-                for group in there["param_groups"]
-                for name in group["params"]
-                if not known.intersection(self._matching.alike(name))
-            ]
-        if problems:
-            head = f"the checkpoint {self._saved.path} belongs to another model:"
-            hint = NOT_STRICT if unknown else ""
-            raise CheckpointMismatchError("\n  ".join([head, *problems]) + hint)
-        return []
 
-    def read(self) -> dict[str, Any]:
-        """Fill the model, and read the rest with this rank's placement."""
-        saved, weights = self._saved, self._weights
-        self._matching.fill()
-        state: dict[str, Any] = {"steps": saved.step}
-        for key in self._held:
-            if key not in ("model", "optimizer") and key in saved.structure:
-                state[key] = saved.read(saved.structure[key])
-        pairs = zip(saved.optimizers(), self._names, strict=False)
-        found = [self._matching.read_optimizer(there, names) for there, names in pairs]
-        if isinstance(self._owner, _Loop):
-            return {**state, "optimizer": found}
-        if found:
-            state["optimizer"] = found[0]
-        if weights is not None:
-            state["model"] = {**weights.names(), **weights.rest}
-        return state
+def _restore_generators(state: dict[str, Any], device: torch.device) -> None:
+    """Restore the result of `_generator_state`; a device without saved state keeps its own."""
+    version, words, gauss = state["python"]
+    setstate((version, tuple(words.tolist()), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if "device" in state and not is_host(device):
+        torch.get_device_module(device).set_rng_state(state["device"], device)

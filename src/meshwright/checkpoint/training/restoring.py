@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self, cast
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from meshwright.checkpoint.document import JSON
 from meshwright.checkpoint.nested import unflatten
+from meshwright.checkpoint.optimizers import differing_groups
 from meshwright.checkpoint.pieces import ShardedPiece, dtype_name, parts, torch_dtype
 from meshwright.checkpoint.reading import Reader
 from meshwright.checkpoint.training.wrapped import ModelState
@@ -117,15 +118,16 @@ def _is_tensor(structure: object) -> bool:
     return isinstance(structure, dict) and structure.keys() == {"$tensor"}
 
 
-class _Tensors(Mapping[str, Tensor]):
+class _Tensors(dict[str, Tensor]):
     """Tensors of a checkpoint, allocated on access and added to ``waiting`` to be filled."""
 
     def __init__(self, reader: Reader, like: Tensor | None, waiting: dict[str, Tensor]) -> None:
+        super().__init__()
         self._reader = reader
         self._like = like
         self._waiting = waiting
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __missing__(self, name: str) -> Tensor:  # for each name: it holds none
         record = self._reader.manifest.tensors[name]
         like = self._like
         if name in self._waiting:
@@ -140,12 +142,6 @@ class _Tensors(Mapping[str, Tensor]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._reader.manifest.tensors
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._reader.manifest.tensors)
-
-    def __len__(self) -> int:
-        return len(self._reader.manifest.tensors)
 
 
 @torch.no_grad()
@@ -190,60 +186,91 @@ NOT_STRICT = (
 )
 
 
-class Matching:
-    """Matches names of a checkpoint and of this rank's model, tied ones under all names."""
+class Restoring:
+    """The steps of a load on one rank: by the names of a checkpoint, tied ones under all names."""
 
-    def __init__(self, saved: SavedState, weights: ModelState | None, *, strict: bool) -> None:
+    def __init__(self, saved: SavedState, held: Mapping[str, Any], *, strict: bool) -> None:
+        """``held`` is this rank's state, or its outline without the state of optimizers."""
         self._saved = saved
         self._strict = strict
-        self._weights = weights
+        self._held = held
+        self._weights: ModelState | None = held.get("model")
         self._stored = saved.weights()
         alike: defaultdict[str, list[str]] = defaultdict(list)
         for name, tensor in self._stored.items():
             alike[tensor].append(name)
         self._stored_ties = {name: alike[tensor] for name, tensor in self._stored.items()}
-        ties: dict[str, str] = {} if weights is None else weights.ties
-        others: defaultdict[str, list[str]] = defaultdict(list)
-        for name, first in ties.items():
-            others[first].append(name)
-        self._ties = {first: [first, *names] for first, names in others.items()}
-        self._first = ties
-        self._tensors = {} if weights is None else dict(weights.tensors)
+        self._first: Mapping[str, str] = {} if self._weights is None else self._weights.ties
+        self._ties: dict[str, list[str]] = {}
+        for name, first in self._first.items():
+            self._ties.setdefault(first, [first]).append(name)
+        self._tensors = {} if self._weights is None else dict(self._weights.tensors)
         """The tensors to fill, by their first names."""
-        self.kept = [] if strict else [name for name in self._tensors if not self._fits(name)]
-        """The tensors of the model that keep their values for lack of a match."""
-        for name in self.kept:
+        kept = [] if strict else [name for name in self._tensors if not self._fits(name)]
+        for name in kept:
             del self._tensors[name]
+        self._kept = kept
+        """The tensors of the model that keep their values for lack of a match."""
+        found = held.get("optimizer", [])
+        self._optimizers: list[Any] = found if isinstance(found, list) else [found]
+        self._names: list[dict[str, list[str]]] = []
+        """For each optimizer, maps saved names to those here that get their state."""
 
     def _fits(self, first: str) -> bool:
         stored, shape = self._saved.reader.manifest.tensors, tuple(self._tensors[first].shape)
-        return {tuple(stored[name].shape) for name in self.sources(first)} == {shape}
+        return {tuple(stored[name].shape) for name in self._sources(first)} == {shape}
 
-    def alike(self, name: str) -> list[str]:
+    def _alike(self, name: str) -> list[str]:
         """List the names under which a checkpoint may have ``name``, itself first."""
         own = [name, *self._ties.get(self._first.get(name, name), ())]
         tied = [other for each in own for other in self._stored_ties.get(each, ())]
         return list(dict.fromkeys([*own, *tied]))
 
-    def sources(self, first: str) -> list[str]:
+    def _sources(self, first: str) -> list[str]:
         """List the stored tensors of a tensor; several if it is tied here but was not then."""
-        found = [self._stored[name] for name in self.alike(first) if name in self._stored]
+        found = [self._stored[name] for name in self._alike(first) if name in self._stored]
         return list(dict.fromkeys(found))
 
-    def known(self) -> list[str]:
-        """List the names of the model that this rank knows."""
-        weights = self._weights
-        return [] if weights is None else [*weights.tensors, *weights.ties, *weights.rest]
+    # ------------------------------------------------------------------------------ comparing
 
-    def compare(self) -> None:
-        """Raise ``CheckpointMismatchError`` listing missing and differing tensors."""
+    def compare(self) -> Any:  # noqa: ANN401 - JSON
+        """Compare the checkpoint with this rank's state; returns the names that it knows.
+
+        Raises ``CheckpointMismatchError`` listing what is missing or differs.
+        """
+        self._compare_model()
+        saved, stored = self._saved, self._saved.optimizers()
+        if self._optimizers and len(stored) != len(self._optimizers):
+            raise CheckpointMismatchError(
+                f"the checkpoint {saved.path} holds {len(stored)} optimizers, "
+                f"{len(self._optimizers)} were given"
+            )
+        for own, there in zip(self._optimizers, stored, strict=False):
+            groups = [group["params"] for group in own["param_groups"]]
+            listed = {name for group in there["param_groups"] for name in group["params"]}
+            names: defaultdict[str, list[str]] = defaultdict(list)
+            for name in (name for group in groups for name in group):
+                source = next((other for other in self._alike(name) if other in listed), name)
+                names[source].append(name)
+            problems = differing_groups(groups, _renamed(there["param_groups"], names))
+            if problems:
+                head = f"the optimizer in {saved.path} does not fit this one:"
+                raise CheckpointMismatchError("\n  ".join([head, *problems]))
+            self._names.append(dict(names))
+        used = [sorted({n for s in names for n in self._alike(s)}) for names in self._names]
+        known: list[str] = []
+        if self._weights is not None:
+            known = [*self._weights.tensors, *self._weights.ties, *self._weights.rest]
+        return {"model": known, "optimizers": used, "kept": self._kept}
+
+    def _compare_model(self) -> None:
         weights, reader = self._weights, self._saved.reader
         if weights is None:
             return
         expected = {
             source: (tuple(tensor.shape), dtype_name(tensor.dtype))
             for first, tensor in self._tensors.items()
-            for source in self.sources(first) or [f"{PREFIX}/model/{first}"]
+            for source in self._sources(first) or [f"{PREFIX}/model/{first}"]
         }
         try:
             reader.check_names(expected, within=None)
@@ -257,14 +284,59 @@ class Matching:
                 f"the checkpoint {reader.directory} has no extra state {missing[0]!r} of the model"
             )
 
-    def fill(self) -> None:
+    def compare_all(self, rows: Sequence[Any]) -> list[str]:
+        """List saved weights that no rank knows; if strict, raise CheckpointMismatchError."""
+        unknown: list[str] = []
+        if self._weights is not None:
+            known = {name for row in rows for name in row["model"]}
+            unknown = [
+                name
+                for name in self._saved.structure["model"]
+                if not known.intersection(self._alike(name))
+            ]
+        if not self._strict:
+            return unknown
+        problems = [f"{name!r} is in the checkpoint but not in the model" for name in unknown]
+        for number, there in enumerate(self._saved.optimizers()[: len(self._names)]):
+            known = {name for row in rows for name in row["optimizers"][number]}
+            problems += [
+                f"{name!r} is in the saved optimizer but not in this one"
+                for group in there["param_groups"]
+                for name in group["params"]
+                if not known.intersection(self._alike(name))
+            ]
+        if problems:
+            head = f"the checkpoint {self._saved.path} belongs to another model:"
+            hint = NOT_STRICT if unknown else ""
+            raise CheckpointMismatchError("\n  ".join([head, *problems]) + hint)
+        return []
+
+    # -------------------------------------------------------------------------------- reading
+
+    def read(self) -> dict[str, Any]:
+        """Fill the model, and read the rest with this rank's placement."""
+        saved = self._saved
+        self._fill()
+        state: dict[str, Any] = {"steps": saved.step}
+        for key in self._held:
+            if key not in ("model", "optimizer") and key in saved.structure:
+                state[key] = saved.read(saved.structure[key])
+        pairs = zip(saved.optimizers(), self._names, strict=False)
+        found = [self._read_optimizer(there, names) for there, names in pairs]
+        if found:
+            state["optimizer"] = found if isinstance(self._held["optimizer"], list) else found[0]
+        if self._weights is not None:
+            state["model"] = {**self._weights.names(), **self._weights.rest}
+        return state
+
+    def _fill(self) -> None:
         """Fill the model's tensors. Raises if tensors that are tied here differ when saved."""
         weights, reader = self._weights, self._saved.reader
         if weights is None:
             return
         together: dict[str, Tensor] = {}
         for first, tensor in self._tensors.items():
-            source, *others = self.sources(first)
+            source, *others = self._sources(first)
             if not others and source not in together:
                 together[source] = tensor
                 continue
@@ -282,35 +354,29 @@ class Matching:
         for name in [name for name in weights.rest if name in stored]:
             weights.set_rest(name, self._saved.read(stored[name]))
 
-    # ---------------------------------------------------------------------------- optimizers
-
-    def of_optimizer(self, saved: Mapping[str, Any], names: Sequence[str]) -> dict[str, list[str]]:
-        """Map each name of a saved optimizer to those of ``names`` that get its state."""
-        there = {name for group in saved["param_groups"] for name in group["params"]}
-        found: defaultdict[str, list[str]] = defaultdict(list)
-        for name in names:
-            source = next((other for other in self.alike(name) if other in there), name)
-            found[source].append(name)
-        return dict(found)
-
-    def read_optimizer(
+    def _read_optimizer(
         self, saved: Mapping[str, Any], names: Mapping[str, Sequence[str]]
     ) -> dict[str, Any]:
-        """Read the state of an optimizer, sharded like the parameters.
-
-        ``names`` maps saved names to one or more names here.
-        """
-        weights = self._weights
-        held: dict[str, Tensor] = {} if weights is None else weights.names()
+        """Read the state of an optimizer, sharded like the parameters."""
+        held: dict[str, Tensor] = {} if self._weights is None else self._weights.names()
         state: dict[str, Any] = {}
         with self._saved.reading() as read:
             for source, values in saved["state"].items():
                 for name in names.get(source, ()):
                     like = held.get(name)
                     state[name] = {key: read(v, like) for key, v in values.items()}
-        groups = []
-        for group in saved["param_groups"]:
-            found = {k: self._saved.read(v) for k, v in group.items() if k != "params"}
-            listed = [name for source in group["params"] for name in names.get(source, ())]
-            groups.append({**found, "params": listed})
+        listed = _renamed(saved["param_groups"], names)
+        groups = [
+            {k: params if k == "params" else self._saved.read(v) for k, v in group.items()}
+            for group, params in zip(saved["param_groups"], listed, strict=True)
+        ]
         return {"state": state, "param_groups": groups}
+
+
+def _renamed(
+    groups: Sequence[Mapping[str, Any]], names: Mapping[str, Sequence[str]]
+) -> list[list[str]]:
+    """List the names here of the parameters of saved groups."""
+    return [
+        [name for source in group["params"] for name in names.get(source, ())] for group in groups
+    ]

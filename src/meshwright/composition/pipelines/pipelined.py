@@ -191,17 +191,12 @@ class PipelinedTrainable(Trainable):
         own: dict[str, Any] = dict(state, model=model)
         if "optimizer" in state:
             saved = state["optimizer"]
-            mine = super().named_parameters()
-            tied = {n: first for n, first in self._copies.items() if n in mine}
+            elsewhere -= {self._copies.get(n, n) for n in super().named_parameters()}
             values = {n: value for n, value in saved["state"].items() if n not in elsewhere}
-            for name, first in tied.items():
-                if first in saved["state"]:
-                    values[name] = saved["state"][first]
-            groups = []
-            for group in saved["param_groups"]:
-                listed = [n for n in group["params"] if n not in elsewhere]
-                listed += [n for n, first in tied.items() if first in group["params"]]
-                groups.append({**group, "params": listed})
+            groups = [
+                {**group, "params": [n for n in group["params"] if n not in elsewhere]}
+                for group in saved["param_groups"]
+            ]
             own["optimizer"] = {"state": values, "param_groups": groups}
             if not copies:
                 saved["state"].clear()  # as `Trainable` does

@@ -12,30 +12,24 @@ listed by the axes that they lie spread over.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
 
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import (
-    AtRest,
-    concatenated_mesh,
     dtensor_around,
-    dtensor_at_rest,
     known_at_rest,
     local_of,
 )
-from meshwright.comm.dtensors.gather_dtensor import is_side_by_side, part, whole
 from meshwright.comm.dtensors.gradient_part import plain_gradient
 from meshwright.data_parallel.distributed_parameters import LocalParameter, check_axes
 from meshwright.data_parallel.shards.replaced_parameters import retire_sharded
 from meshwright.data_parallel.shards.slot import Slot
 from meshwright.data_parallel.shards.unit import Unit
-from meshwright.errors import LayoutError
 from meshwright.fsdp.exposures.exposure import cuts_of, own_pieces
 from meshwright.fsdp.groups import Groups
-from meshwright.layout import Placement, Replicate, Shard
 from meshwright.mesh import DeviceMesh
 
 
@@ -58,41 +52,6 @@ def take_part(slot: Slot, groups: Groups, local: Mapping[int, LocalParameter]) -
     part = nn.Parameter(local_of(given).detach(), requires_grad=given.requires_grad)
     slot.take_part(outer, local[id(given)], part)
     retire_sharded(given, slot.name)
-
-
-def whole_shape(shape: Sequence[int], outer: AtRest | None) -> tuple[int, ...]:
-    """The shape of the full tensor whose part has ``shape``."""
-    return tuple(shape) if outer is None else outer.shape
-
-
-def whole_of(part: torch.Tensor, outer: AtRest | None, label: str) -> torch.Tensor:
-    """Gather the full tensor of a part; a collective over the axes that shard it."""
-    if outer is None:
-        return part
-    found = dtensor_at_rest(part, outer.mesh, outer.placements, outer.shape, outer.stride)
-    return whole(found, label=label)
-
-
-def part_of(value: torch.Tensor, outer: AtRest | None) -> torch.Tensor:
-    """This rank's part of a full ``value``."""
-    if outer is None:
-        return value
-    return local_of(part(value, outer.mesh, outer.placements, outer.stride))
-
-
-def on_all_axes(value: torch.Tensor, outer: AtRest, groups: Groups, label: str) -> torch.Tensor:
-    """A part as a DTensor on the data axes and those it was sharded over before; a collective.
-
-    The last of the data axes shards dim 0, before those, as in torch's class; another dim where
-    several tensors lie side by side along dim 0.
-    """
-    if groups.mesh is None:
-        raise LayoutError("a part of a DTensor needs the mesh of the data axes")
-    mesh = concatenated_mesh([groups.mesh, outer.mesh])
-    dims = [dim for dim in range(len(outer.shape)) if not is_side_by_side(outer, dim)]
-    placements: list[Placement] = [Replicate() for _ in range(groups.mesh.ndim)]
-    placements[-1] = Shard(dims[0]) if dims else Replicate()
-    return part(whole_of(value, outer, label), mesh, [*placements, *outer.placements], outer.stride)
 
 
 def as_parameter(value: torch.Tensor, slot: Slot, *, requires_grad: bool) -> nn.Parameter:

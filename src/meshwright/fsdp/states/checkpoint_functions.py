@@ -204,7 +204,7 @@ def _by_own_names(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
     Raises ValueError for state under any other name.
     """
-    managed = (name for entry in managed_parameters(model) for name in entry.names)
+    managed = (name for part in managed_parameters(model) for name in part.names)
     others = (clean_name(name) for name, _ in model.named_parameters(remove_duplicate=False))
     own = {without_compiled(name): name for name in (*others, *managed)}
     unknown = sorted(str(name) for name in state["state"] if name not in own)

@@ -15,15 +15,23 @@ from torch import nn
 
 from meshwright.comm.dtensors.dtensor import dtensor_like, local_of
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup
+from meshwright.data_parallel.shards.slot import Slot
 from meshwright.data_parallel.shards.unit import Unit
 from meshwright.errors import warn
 from meshwright.fsdp.exposures.exposure import (
     exposed_of,
     flat_layout,
-    own_pieces,
 )
 from meshwright.fsdp.exposures.tensor_axes import as_parameter
 from meshwright.fsdp.options import TrainingState
+from meshwright.fsdp.states.named import (
+    Part,
+    by_group,
+    cut_line,
+    gather_line,
+    join,
+    parts_of,
+)
 from meshwright.torch_internals.modules import FLAT
 
 if TYPE_CHECKING:
@@ -38,28 +46,6 @@ class SummonOptions:
     rank0_only: bool = False
     offloads: bool = False
     with_gradients: bool = False
-
-
-@torch.no_grad()
-def gather_line(group: ParameterGroup, line: torch.Tensor, label: str) -> torch.Tensor:
-    """Gather all shards of a line with the layout of ``group``; ``line`` is this rank's."""
-    shard = group.axes.shard
-    if shard is None or shard.is_alone:
-        return line.clone()
-    line = line.to(shard.device).contiguous()
-    whole = line.new_empty(shard.size * line.numel())
-    shard.all_gather(whole, line, label=label).wait()
-    return whole
-
-
-def cut_line(group: ParameterGroup, whole: torch.Tensor) -> list[torch.Tensor]:
-    """List the tensors in a whole line, as views."""
-    layout = flat_layout(group)
-    ranges = (layout.range(index) for index in range(len(layout.names)))
-    return [
-        whole[start:stop].view(shape)
-        for (start, stop), shape in zip(ranges, layout.shapes, strict=True)
-    ]
 
 
 @contextlib.contextmanager
@@ -78,7 +64,7 @@ def summon_own(wrapper: UnitWrapper, options: SummonOptions) -> Iterator[None]:
     unit = wrapper._unit
     is_waiting = False
     shows = not options.rank0_only or wrapper.rank == 0
-    wrapper._be_summoned(True, shows_whole=shows)
+    wrapper._is_summoned, wrapper._shows_whole = True, shows
     try:
         if unit is None:
             yield
@@ -95,18 +81,28 @@ def summon_own(wrapper: UnitWrapper, options: SummonOptions) -> Iterator[None]:
         views = [
             view for g, line in zip(unit.groups, lines, strict=True) for view in cut_line(g, line)
         ]
+        parts = parts_of(unit, wrapper._driver.own_names, wrapper._groups)
         gradients: list[torch.Tensor | None] | None = None
         if options.with_gradients:
-            gradients = [whole for g in unit.groups for whole in _whole_gradients(g, unit.name)]
+            label = f"summon gradients of {unit.name}"
+            groups = by_group(unit, parts)
+            gradients = [whole for each in groups for whole in _whole_gradients(*each, label)]
         # What is not sharded is changed as such, by all ranks: nobody keeps another.
         is_whole = unit.groups[0].axes.shard is None and not wrapper._offloads
         writes_back = options.writes_back or (is_whole and not options.rank0_only)
-        with _shown(unit, views, lines[0], gradients, writes_back=writes_back):
+        with _shown(unit, parts, views, lines[0], gradients, writes_back=writes_back):
             yield
-        if writes_back:
-            _write_back(unit, lines)
+        if not writes_back:
+            return
+        for group, line in zip(unit.groups, lines, strict=True):
+            shard = group.buffer.shard
+            mine = line.view(group.axes.parts, -1)[group.axes.part].to(shard.device)
+            # Unchanged, it does not count as written: a backward may still be to come.
+            if not torch.equal(mine, shard):
+                with torch.no_grad():
+                    shard.copy_(mine)
     finally:
-        wrapper._be_summoned(False)
+        wrapper._is_summoned = wrapper._shows_whole = False
         if unit is not None and is_waiting:
             exposed_of(unit).show_waiting(unit)
 
@@ -144,6 +140,7 @@ def _check(wrapper: UnitWrapper, options: SummonOptions) -> None:
 @contextlib.contextmanager
 def _shown(
     unit: Unit,
+    parts: Sequence[Part],
     views: Sequence[torch.Tensor],
     line: torch.Tensor,
     gradients: Sequence[torch.Tensor | None] | None,
@@ -157,7 +154,7 @@ def _shown(
     exposure = exposed_of(unit)
     owner, flat = exposure.owner, exposure.one_flat
     if owner is None or flat is None:
-        with _originals_shown(unit, views, gradients, writes_back=writes_back):
+        with _originals_shown(parts, views, gradients, writes_back=writes_back):
             yield
         return
     del owner._parameters[FLAT]
@@ -181,14 +178,14 @@ def _shown(
 
 @contextlib.contextmanager
 def _originals_shown(
-    unit: Unit,
+    parts: Sequence[Part],
     views: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor | None] | None,
     *,
     writes_back: bool,
 ) -> Iterator[None]:
     """Have the original parameters hold ``views``, and whole gradients if there are some."""
-    slots = unit.slots
+    slots = [part.group.slots[part.index] for part in parts]
     before = [(slot.original.data, slot.original.grad) for slot in slots]
     held: list[nn.Parameter] = []
     for index, (slot, view) in enumerate(zip(slots, views, strict=True)):
@@ -214,7 +211,8 @@ def _originals_shown(
             if slot.outer is not None:
                 slot.show(slot.original)
         if gradients is not None and writes_back:
-            _write_gradients(unit, gradients, shown)
+            for each in zip(parts, slots, gradients, shown, strict=True):
+                _write_gradient(*each)
 
 
 def _give_back(parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
@@ -229,50 +227,31 @@ def _give_back(parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
 
 
 @torch.no_grad()
-def _write_gradients(
-    unit: Unit,
-    gradients: Sequence[torch.Tensor | None],
-    shown: Sequence[torch.Tensor | None],
+def _write_gradient(
+    part: Part, slot: Slot, before: torch.Tensor | None, whole: torch.Tensor | None
 ) -> None:
-    """Take this rank's part of whole gradients; where ``gradients`` are gone, it has none."""
-    rest = iter(zip(gradients, shown, strict=True))
-    for group in unit.groups:
-        pieces = own_pieces(group)
-        for index, slot in enumerate(group.slots):
-            (before, whole), piece, original = next(rest), pieces.get(index), slot.original
-            if whole is None and before is not None and original.requires_grad:
-                original.grad = None
-            if whole is None or piece is None:
-                continue
-            part = whole.reshape(-1)[piece.start : piece.stop].view(original.shape)
-            if original.grad is None:
-                original.grad = part.clone()
-            else:
-                original.grad.copy_(part)
+    """Take this rank's part of a whole gradient; where one is gone that was there, it has none."""
+    original = slot.original
+    if whole is None and before is not None and original.requires_grad:
+        original.grad = None
+    if whole is None or part.piece is None:
+        return
+    own = whole.reshape(-1)[part.piece.start : part.piece.stop].view(original.shape)
+    if original.grad is None:
+        original.grad = own.clone()
+    else:
+        original.grad.copy_(own)
 
 
-def _whole_gradients(group: ParameterGroup, name: str) -> list[torch.Tensor | None]:
+def _whole_gradients(
+    group: ParameterGroup, parts: Sequence[Part], label: str
+) -> list[torch.Tensor | None]:
     """Gather gradients; None where no rank has one, which optimizers tell from zeros."""
-    label = f"summon gradients of {name}"
-    held = [slot.original.grad is not None for slot in group.slots]
+    gradients = [slot.original.grad for slot in group.slots]
+    held = [gradient is not None for gradient in gradients]
     if group.axes.shard is not None:
         everyone = group.axes.shard.gather_numbers(held, label=label)
         held = [any(flags) for flags in zip(*everyone, strict=True)]
-    line = torch.zeros_like(group.buffer.shard)
-    for index, piece in own_pieces(group).items():
-        gradient = group.slots[index].original.grad
-        if gradient is not None:
-            line[piece.offset : piece.offset + piece.numel].copy_(gradient.reshape(-1))
+    line = join(parts, gradients, torch.zeros_like(group.buffer.shard))
     wholes = cut_line(group, gather_line(group, line, label))
     return [whole if is_held else None for whole, is_held in zip(wholes, held, strict=True)]
-
-
-@torch.no_grad()
-def _write_back(unit: Unit, lines: Sequence[torch.Tensor]) -> None:
-    """Take this rank's part of what was shown, where it has changed."""
-    for group, line in zip(unit.groups, lines, strict=True):
-        shard = group.buffer.shard
-        mine = line.view(group.axes.parts, -1)[group.axes.part].to(shard.device)
-        # Unchanged, it does not count as written: a backward may still be to come.
-        if not torch.equal(mine, shard):
-            shard.copy_(mine)

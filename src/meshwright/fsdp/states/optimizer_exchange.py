@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import base64
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,34 +12,15 @@ from torch import nn
 
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.shard_view import ShardView
-from meshwright.data_parallel.shards.parameter_group import ParameterGroup
-from meshwright.data_parallel.shards.unit import Unit
-from meshwright.fsdp.exposures.exposure import exposed_of
-from meshwright.fsdp.options import OptimStateKeyType
+from meshwright.fsdp.states.named import Part, parts_of
 from meshwright.fsdp.traversal import clean_name
-from meshwright.fsdp.unit_wrapper import UnitWrapper, wrappers_in
+from meshwright.fsdp.unit_wrapper import wrappers_in
 from meshwright.torch_internals.modules import forget_step_hooks
-
-Held = tuple[int, dict[str, str], dict[str, Any]]
-"""A rank's share of one parameter: any state, the dtypes of what is spread, and the rest."""
 
 _PLAIN = (bool, int, float, str, type(None))
 
 MADE, OWN = 1, 2
 """State of a parameter: made up on a rank that has none at all, or its own. None is 0."""
-
-
-def has_state(answers: Sequence[Held]) -> bool:
-    """Whether a parameter has state: ranks whose parts get no gradients may have none."""
-    found = {kind for kind, _, _ in answers}
-    return OWN in found or found == {MADE}
-
-
-def exchange(shard: Communicator, held: Sequence[Held]) -> list[list[Held]]:
-    """Gather what each rank has of each parameter, the rest packed: some may have no state."""
-    plain = [(has, spread, {k: packed(v) for k, v in rest.items()}) for has, spread, rest in held]
-    everyones = shard.gather_values(plain, label="optimizer state keys")
-    return [list(answers) for answers in zip(*everyones, strict=True)]
 
 
 def is_scalar(value: object) -> bool:
@@ -182,116 +161,25 @@ def _outline(value: Any) -> tuple[Any, Any, Any]:  # noqa: ANN401 - any state
     return None, None, packed(value)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Managed:
-    """One parameter of the model as a part of a unit."""
-
-    group: ParameterGroup
-    index: int
-    names: tuple[str, ...]
-    exposed: nn.Parameter
-    """The object that the optimizer holds: its own, or the flat parameter of its unit."""
-    is_flat: bool
-    wrapper: UnitWrapper
-
-
-def managed_parameters(model: nn.Module) -> list[Managed]:
-    """List all parameters that units manage, in order."""
-    found: list[Managed] = []
+def managed_parameters(model: nn.Module) -> list[Part]:
+    """List all parameters that units manage, in order, under the names of ``model``."""
+    found: list[Part] = []
     prefixes = {module: clean_name(name) for name, module in model.named_modules()}
     for wrapper in wrappers_in(model):
-        unit = wrapper._unit
-        if unit is None:
-            continue
-        prefix = prefixes[wrapper]
-        found += _of_unit(wrapper, unit, f"{prefix}." if prefix else "")
+        if wrapper._unit is not None:
+            prefix = f"{prefixes[wrapper]}." if prefixes[wrapper] else ""
+            names = [tuple(prefix + name for name in own) for own in wrapper._driver.own_names]
+            found += parts_of(wrapper._unit, names, wrapper._groups)
     return found
-
-
-def _of_unit(wrapper: UnitWrapper, unit: Unit, prefix: str) -> list[Managed]:
-    is_flat = unit.exposure.one_flat is not None
-    exposed = exposed_of(unit).parameters(unit)
-    names = iter(wrapper._driver.own_names)
-    positions = [(group, index) for group in unit.groups for index in range(len(group.slots))]
-    return [
-        Managed(
-            group=group,
-            index=index,
-            names=tuple(prefix + name for name in next(names)),
-            exposed=exposed[0] if is_flat else exposed[number],
-            is_flat=is_flat,
-            wrapper=wrapper,
-        )
-        for number, (group, index) in enumerate(positions)
-    ]
 
 
 def names_by_parameter(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
     """List the names that stand for each exposed parameter: several for a flat one."""
     found: dict[nn.Parameter, tuple[str, ...]] = {}
-    for entry in managed_parameters(model):
-        found[entry.exposed] = (*found.get(entry.exposed, ()), entry.names[0])
+    for part in managed_parameters(model):
+        found[part.exposed] = (*found.get(part.exposed, ()), part.names[0])
     for name, parameter in model.named_parameters():
         found.setdefault(parameter, (clean_name(name),))
-    return found
-
-
-def by_current_names(
-    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Rename what `state_to_load` returned, for an optimizer that knows parameters by name.
-
-    Its names are those that ``model.named_parameters()`` gives now.
-    """
-    called = {parameter: name for name, parameter in model.named_parameters()}
-    listed = [p for group in optimizer.param_groups for p in group["params"]]
-    names = [called[parameter] for parameter in listed]
-    return _with_keys(state, dict(enumerate(names)))
-
-
-def _with_keys(state: Mapping[str, Any], change: Mapping[Any, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {"state": {change[key]: own for key, own in state["state"].items()}}
-    if "param_groups" in state:
-        found["param_groups"] = [
-            {**group, "params": [change[key] for key in group["params"]]}
-            for group in state["param_groups"]
-        ]
-    return found
-
-
-def rekey(
-    state: Mapping[str, Any],
-    to: OptimStateKeyType,
-    model: nn.Module,
-    groups: Sequence[Mapping[str, Any]],
-) -> dict[str, Any]:
-    """Give ``state`` of a module that is not wrapped names for positions, or back."""
-    if to not in (OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID):
-        raise AssertionError(
-            f"Expected optim_state_key_type to be PARAM_NAME or PARAM_ID, found {to!r}"
-        )
-    listed = (key for group in state.get("param_groups", ()) for key in group["params"])
-    keys = [*state["state"], *listed]
-    kinds = {type(key) for key in keys}
-    if not kinds <= {int} and not kinds <= {str}:
-        raise ValueError(f"Invalid parameter keys: {sorted(map(str, keys))}: expected one kind")
-    name_of = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
-    ordered = [name_of[parameter] for group in groups for parameter in group["params"]]
-    change: dict[Any, Any]
-    if to is OptimStateKeyType.PARAM_NAME:
-        change = dict(enumerate(ordered)) if kinds == {int} else {name: name for name in ordered}
-    else:
-        numbers = {name: number for number, name in enumerate(ordered)}
-        change = numbers if kinds == {str} else {number: number for number in range(len(ordered))}
-    found = _with_keys(state, change)
-    if to is OptimStateKeyType.PARAM_ID and "param_groups" in found:
-        # An optimizer takes positions in its own order, whichever they are: what is listed n-th
-        # becomes the state of its n-th parameter. A flat parameter stands where its unit does.
-        for group in found["param_groups"]:
-            group["params"].sort()
-        firsts = [min(group["params"], default=math.inf) for group in found["param_groups"]]
-        order = sorted(range(len(firsts)), key=firsts.__getitem__)
-        found["param_groups"] = [found["param_groups"][n] for n in order]
     return found
 
 

@@ -13,32 +13,26 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from meshwright.comm import Communicator, communicator, settle
-from meshwright.comm.dtensors.gather_dtensor import whole as gathered
 from meshwright.comm.dtensors.gather_dtensor import without_chunks
 from meshwright.comm.dtensors.shard_view import ShardView
-from meshwright.fsdp.exposures.exposure import flat_layout, own_pieces
-from meshwright.fsdp.exposures.tensor_axes import part_of, whole_of, whole_shape
+from meshwright.data_parallel.shards.parameter_group import ParameterGroup
+from meshwright.fsdp.exposures.exposure import flat_layout
 from meshwright.fsdp.options import (
     FullOptimStateDictConfig,
     StateDictSettings,
     StateDictType,
 )
-from meshwright.fsdp.states.full_parameters import cut_line, gather_line
+from meshwright.fsdp.states.named import Form, Part, join, values_of
 from meshwright.fsdp.states.optimizer_exchange import (
     MADE,
     OWN,
-    Held,
-    Managed,
-    exchange,
     from_first_rank,
-    has_state,
     is_scalar,
     managed_parameters,
     names_by_parameter,
@@ -47,12 +41,14 @@ from meshwright.fsdp.states.optimizer_exchange import (
     unpacked,
     with_gathered,
 )
-from meshwright.fsdp.states.state_dicts import as_dtensor, copy_of, sharded_value
 from meshwright.fsdp.traversal import clean_name
 from meshwright.fsdp.unit_wrapper import wrappers_in
 
 State = dict[str, Any]
 """The state of one parameter."""
+
+Held = tuple[int, dict[str, str], dict[str, Any]]
+"""A rank's share of one parameter: any state, the dtypes of what is spread, the rest packed."""
 
 # ------------------------------------------------------------------------------------- out
 
@@ -73,18 +69,18 @@ def optimizer_state(
     _check_local(model, settings.state_dict_type)
     names = names_by_parameter(model)
     state, groups = _by_parameter(optimizer, given)
-    entries = managed_parameters(model)
+    parts = managed_parameters(model)
     is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
     kind = OWN
-    if given is None and not any(state.values()) and not (is_full or settings.shares):
+    if given is None and not any(state.values()) and not is_full:
         # Checkpoints load into what they are given: without a state that of the file is dropped.
         kind, state = MADE, dict(state_of_zero_steps(optimizer))
-    is_agreed = is_full or any(entry.wrapper._groups.mesh is not None for entry in entries)
+    is_agreed = is_full or any(part.groups.mesh is not None for part in parts)
     offloads = settings.optim_state_dict_config.offload_to_cpu
-    form = _Form(is_full=is_full, offloads=offloads, shares=settings.shares)
-    parts = _take_apart(entries, state, form, is_agreed=is_agreed, kind=kind)
-    found = {entry.names[0]: own for entry, own in parts if own}
-    managed = {entry.exposed for entry in entries}
+    form = Form(is_full=is_full, offloads=offloads)
+    apart = _take_apart(parts, state, form, is_agreed=is_agreed, kind=kind)
+    found = {part.names[0]: own for part, own in apart if own}
+    managed = {part.exposed for part in parts}
     for parameter, own in state.items():
         if parameter not in managed:
             (name,) = _known(names, parameter)
@@ -93,7 +89,9 @@ def optimizer_state(
         return {}
     if given is not None and "param_groups" not in given:
         return {"state": found}
-    return {"state": found, "param_groups": [_named_group(group, names) for group in groups]}
+    listed = [[name for p in own["params"] for name in _known(names, p)] for own in groups]
+    pairs = zip(groups, listed, strict=True)
+    return {"state": found, "param_groups": [{**own, "params": names} for own, names in pairs]}
 
 
 def _is_rank0_only(settings: StateDictSettings) -> bool:
@@ -108,20 +106,6 @@ def _check_local(model: nn.Module, kind: StateDictType) -> None:
             f"Found state_dict_type {kind.name}. DeviceMesh is not compatible with "
             "LOCAL_STATE_DICT. Use SHARDED_STATE_DICT"
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Form:
-    """The form of the values that a parameter's state is given in."""
-
-    is_full: bool
-    offloads: bool
-    """True for copies on the CPU."""
-    shares: bool
-    """True for the optimizer's own memory, of what is spread over the ranks."""
-
-    def of(self, value: torch.Tensor) -> torch.Tensor:
-        return copy_of(value, offloads=self.offloads, shares=self.shares)
 
 
 def _by_parameter(
@@ -146,13 +130,6 @@ def _by_parameter(
 def _keys(given: Mapping[str, Any]) -> list[Any]:
     """List what stands for the parameters in a state dict of an optimizer, in order."""
     return [key for group in given["param_groups"] for key in group["params"]]
-
-
-def _named_group(
-    group: Mapping[str, Any], names: Mapping[nn.Parameter, tuple[str, ...]]
-) -> dict[str, Any]:
-    listed = [name for parameter in group["params"] for name in _known(names, parameter)]
-    return {**group, "params": listed}
 
 
 def _known(
@@ -183,157 +160,125 @@ def spread_state(
     state, _ = _by_parameter(optimizer, given)
     listed = [p for group in optimizer.param_groups for p in group["params"]]
     keys = dict(zip(listed, _keys(given), strict=True))
-    entries = [entry for entry in managed_parameters(model) if entry.exposed in keys]
-    for entry in entries:
-        _check_form(entry, state.get(entry.exposed, {}))
-    form = _Form(is_full=is_full, offloads=False, shares=False)
-    parts: dict[Any, dict[str, State]] = {}
-    for entry, own in _take_apart(entries, state, form, is_agreed=True, kind=kind):
-        if entry.is_flat:
-            parts.setdefault(keys[entry.exposed], {})[entry.names[0]] = own
-        state.pop(entry.exposed, None)
-        if own and not entry.is_flat:
-            state[entry.exposed] = own
+    parts = [part for part in managed_parameters(model) if part.exposed in keys]
+    for part in parts:
+        _check_form(part, state.get(part.exposed, {}))
+    form = Form(is_full=is_full)
+    flat: dict[Any, dict[str, State]] = {}
+    for part, own in _take_apart(parts, state, form, is_agreed=True, kind=kind):
+        if part.is_flat:
+            flat.setdefault(keys[part.exposed], {})[part.names[0]] = own
+        state.pop(part.exposed, None)
+        if own and not part.is_flat:
+            state[part.exposed] = own
     found = {keys[parameter]: own for parameter, own in state.items()}
-    return {**given, "state": found}, parts
+    return {**given, "state": found}, flat
 
 
-def _check_form(entry: Managed, own: Mapping[str, Any]) -> None:
+def _check_form(part: Part, own: Mapping[str, Any]) -> None:
     for key, value in own.items():
         is_plain = not isinstance(value, torch.Tensor) or value.ndim == 0
-        if not is_plain and not _is_shard_like(value, entry.exposed.shape):
+        if not is_plain and not _is_shard_like(value, part.exposed.shape):
             raise ValueError(
                 f"Tensor optimizer state does not have same shape as its parameter: {key!r} of "
-                f"{entry.names[0]} has shape {tuple(value.shape)}, this rank's part "
-                f"{tuple(entry.exposed.shape)}. What it is of the whole parameter is not known"
+                f"{part.names[0]} has shape {tuple(value.shape)}, this rank's part "
+                f"{tuple(part.exposed.shape)}. What it is of the whole parameter is not known"
             )
 
 
 def _take_apart(
-    entries: Sequence[Managed],
+    parts: Sequence[Part],
     state: Mapping[nn.Parameter, State],
-    form: _Form,
+    form: Form,
     *,
     is_agreed: bool,
     kind: int = OWN,
-) -> list[tuple[Managed, State]]:
+) -> list[tuple[Part, State]]:
     """List the state of each parameter, if any rank has some; ``is_agreed`` asks the others.
 
     Parts are DTensors where a mesh was given, a collective.
     """
-    held = [_held(entry, state.get(entry.exposed), kind) for entry in entries]
-    answers: list[list[Held] | None] = [None] * len(entries)
+    states = [state.get(part.exposed) or {} for part in parts]
+    answers: list[Sequence[Held]] = [()] * len(parts)
     if is_agreed:
         by_shard: dict[Communicator, list[int]] = {}
-        for number, entry in enumerate(entries):
-            shard = entry.group.axes.shard
-            if shard is not None:
-                by_shard.setdefault(shard, []).append(number)
+        for number, part in enumerate(parts):
+            if part.group.axes.shard is not None:
+                by_shard.setdefault(part.group.axes.shard, []).append(number)
         for shard, numbers in by_shard.items():
-            found = exchange(shard, [held[number] for number in numbers])
-            for number, answer in zip(numbers, found, strict=True):
+            held = [_held(parts[n], states[n], kind) for n in numbers]
+            everyones = shard.gather_values(held, label="optimizer state keys")
+            for number, *answer in zip(numbers, *everyones, strict=True):
                 answers[number] = answer
-    return [
-        (entry, _own_state(entry, state.get(entry.exposed), answer, form))
-        for entry, answer in zip(entries, answers, strict=True)
-    ]
+    found: list[State] = []
+    spread: dict[tuple[ParameterGroup, str, torch.dtype], list[int]] = {}
+    for number, part in enumerate(parts):
+        rest, dtypes = _agreed(part, states[number], answers[number], form)
+        found.append(rest)
+        for key in sorted(dtypes):  # gathered in one order on all ranks
+            spread.setdefault((part.group, key, dtypes[key]), []).append(number)
+    for (group, key, dtype), numbers in spread.items():
+        own = [parts[n] for n in numbers]
+        values = [states[n].get(key) for n in numbers]
+        nothing = group.buffer.shard.new_empty(0, dtype=dtype)
+        pairs = zip(own, values, strict=True)
+        elements = [nothing if v is None else part.cut_exposed(v) for part, v in pairs]
+        line = values[0] if own[0].is_flat else None
+        label = f"optimizer state {key} of {own[0].names[0]}"
+        for n, value in zip(numbers, values_of(own, elements, form, label, line), strict=True):
+            found[n][key] = value
+    return [(p, dict(sorted(own.items()))) for p, own in zip(parts, found, strict=True)]
 
 
-def _held(entry: Managed, own: State | None, kind: int) -> Held:
+def _held(part: Part, own: State, kind: int) -> Held:
     """Describe one parameter for the other ranks."""
-    shape = entry.exposed.shape
-    held = own or {}
+    shape = part.exposed.shape
     spread = {
-        k: str(v.dtype).removeprefix("torch.") for k, v in held.items() if _is_shard_like(v, shape)
+        k: str(v.dtype).removeprefix("torch.") for k, v in own.items() if _is_shard_like(v, shape)
     }
-    rest = {k: v for k, v in held.items() if k not in spread} if _counts(entry) else {}
-    if not _gives(entry):
+    rest = {k: v for k, v in own.items() if k not in spread} if part.counts else {}
+    if not _gives(part):
         rest = {k: v for k, v in rest.items() if is_scalar(v)}
-    return (kind if own else 0), spread, rest
+    return (kind if own else 0), spread, {k: packed(v) for k, v in rest.items()}
 
 
-def _gives(entry: Managed) -> bool:
+def _gives(part: Part) -> bool:
     """Whether this rank, the first with elements, sends unsharded state to ranks without any."""
-    layout, axes = flat_layout(entry.group), entry.group.axes
-    (start, stop), (_, size) = layout.range(entry.index), layout.shard_range(0)
-    if entry.is_flat or start == stop:  # every rank has all of one without elements
+    layout, axes = flat_layout(part.group), part.group.axes
+    (start, stop), (_, size) = layout.range(part.index), layout.shard_range(0)
+    if part.is_flat or start == stop:  # every rank has all of one without elements
         return False
     first, last = start // size, (stop - 1) // size
     return axes.part == first and last - first + 1 < axes.parts
 
 
-def _counts(entry: Managed) -> bool:
-    # A rank without elements that others have gets no gradients: what it counts stands still.
-    return entry.is_flat or entry.index in own_pieces(entry.group)
+def _agreed(
+    part: Part, own: State, answers: Sequence[Held], form: Form
+) -> tuple[State, dict[str, torch.dtype]]:
+    """State of one parameter that is not spread, and the dtypes of what is, on all ranks alike.
 
-
-def _own_state(
-    entry: Managed,
-    own: State | None,
-    answers: Sequence[Held] | None,
-    form: _Form,
-) -> State:
-    """The state of one parameter; without ``answers`` only what this rank has elements of."""
-    held, shape = own or {}, entry.exposed.shape
-    spread = {k: v.dtype for k, v in held.items() if _is_shard_like(v, shape)}
+    Without ``answers`` only what this rank has elements of.
+    """
+    dtypes = {k: v.dtype for k, v in own.items() if _is_shard_like(v, part.exposed.shape)}
     # Copies: several parameters share the counter of their flat one, and optimizers change it.
-    rest = {k: v for k, v in held.items() if k not in spread}
-    result: State = {k: _copied(v, offloads=form.offloads) for k, v in rest.items()}
-    counts = _counts(entry)
-    if answers is not None:
-        if not has_state(answers):
-            return {}
-        found: State = {} if counts else result
-        for _, dtypes, rests in reversed(answers):
-            spread = {**spread, **{k: getattr(torch, name) for k, name in dtypes.items()}}
-            found = {**found, **{k: unpacked(v) for k, v in rests.items()}}
-        result = {**result, **found}
-    elif own is None or not counts:
-        return {}
-    for key in sorted(spread):
-        result[key] = _spread_value(entry, held.get(key), spread[key], form)
-    return dict(sorted(result.items()))
+    rest = {k: _copied(v, offloads=form.offloads) for k, v in own.items() if k not in dtypes}
+    # Ranks whose parts get no gradients may have none.
+    kinds = {kind for kind, _, _ in answers}
+    if not (OWN in kinds or kinds == {MADE} if answers else own and part.counts):
+        return {}, {}
+    for _, told, counted in reversed(answers):  # the first rank's counts
+        dtypes = {**{key: getattr(torch, name) for key, name in told.items()}, **dtypes}
+        rest.update({key: unpacked(value) for key, value in counted.items()})
+    return rest, dtypes
 
 
 def _is_shard_like(value: object, shape: torch.Size) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == shape
 
 
-def _spread_value(
-    entry: Managed,
-    value: torch.Tensor | None,
-    dtype: torch.dtype,
-    form: _Form,
-) -> torch.Tensor:
-    """The state of one parameter whose parts are spread like its shards."""
-    group, index = entry.group, entry.index
-    piece, shard = own_pieces(group).get(index), group.buffer.shard
-    local = torch.empty(0, dtype=dtype, device=shard.device if value is None else value.device)
-    if piece is not None and value is not None:
-        flat = value.reshape(-1)
-        local = flat[piece.offset : piece.offset + piece.numel] if entry.is_flat else flat
-    outer, is_cut = group.slots[index].outer, group.axes.shard is not None
-    has_mesh = entry.wrapper._groups.mesh is not None
-    gives_part = form.shares or not (form.is_full or has_mesh)
-    if gives_part and (is_cut or outer is not None):
-        return sharded_value(group, index, form.of(local), entry.names[0])
-    if not is_cut:
-        part = local.reshape(flat_layout(group).shapes[index])
-        return form.of(whole_of(part, outer, f"optimizer state {entry.names[0]}"))
-    line = local.new_zeros(shard.numel())
-    if piece is not None and local.numel():
-        line[piece.offset : piece.offset + piece.numel].copy_(local)
-    label = f"optimizer state {entry.names[0]}"
-    part = cut_line(group, gather_line(group, line, label))[index]
-    if form.is_full:
-        return form.of(whole_of(part, outer, label))
-    found = as_dtensor(part, entry.wrapper._groups, outer, label)
-    return found.cpu() if form.offloads else found
-
-
 def _copied(value: Any, *, offloads: bool) -> Any:  # noqa: ANN401 - any state
     is_tensor = isinstance(value, torch.Tensor)
-    return copy_of(value, offloads=offloads) if is_tensor else copy.deepcopy(value)
+    return Form(is_full=True, offloads=offloads).of(value) if is_tensor else copy.deepcopy(value)
 
 
 # -------------------------------------------------------------------------------------- in
@@ -370,28 +315,28 @@ def state_to_load(
     position = {parameter: number for number, parameter in enumerate(listed)}
     given = {clean_name(str(name)): own for name, own in state["state"].items()}
     found: dict[int, State] = {}
-    flats: dict[nn.Parameter, list[Managed]] = {}
+    flats: dict[nn.Parameter, list[Part]] = {}
     managed = managed_parameters(model)
-    exposed = {entry.exposed for entry in managed}
+    exposed = {part.exposed for part in managed}
     for parameter in position:
         _known(names, parameter)
     others = {names[parameter][0]: parameter for parameter in position if parameter not in exposed}
     given, known = _fitting(model, given, _misfits(given, managed, others), settings, group)
-    for entry in managed:
-        if entry.is_flat:
-            flats.setdefault(entry.exposed, []).append(entry)
+    for part in managed:
+        if part.exposed not in position:
             continue
-        own = next((given[name] for name in entry.names if name in given), None)
-        if own is not None and entry.exposed in position:
+        own = part.found_in(given)
+        if part.is_flat:
+            flats.setdefault(part.exposed, []).append(part)
+        elif own is not None:
             # By all ranks: DTensors are gathered.
-            parts = {k: _own_part(entry, v, shares=settings.shares) for k, v in own.items()}
-            if _counts(entry) or entry.exposed in held:
-                found[position[entry.exposed]] = parts
-    for flat, entries in flats.items():
-        if flat in position:
-            own = _put_together(entries, given, known if is_strict else None, takes=settings.shares)
-            if own:
-                found[position[flat]] = own
+            loaded = {key: _own_part(part, value) for key, value in own.items()}
+            if part.counts or part.exposed in held:
+                found[position[part.exposed]] = loaded
+    for flat, parts in flats.items():
+        own = _put_together(parts, given, known if is_strict else None)
+        if own:
+            found[position[flat]] = own
     for name, parameter in others.items():
         if name in given:
             found[position[parameter]] = {
@@ -405,19 +350,15 @@ def state_to_load(
 
 
 def _misfits(
-    given: Mapping[str, State], managed: Sequence[Managed], others: Container[str]
+    given: Mapping[str, State], managed: Sequence[Part], others: Container[str]
 ) -> list[str]:
     """List the names of state whose views hold other elements than this rank has to load."""
-    entries = {name: entry for entry in managed for name in entry.names}
+    parts = {name: part for part in managed for name in part.names}
 
     def fits(name: str, value: object) -> bool:
         if not isinstance(value, ShardView):
             return True
-        if name not in entries:
-            return name not in others
-        piece = own_pieces(entries[name].group).get(entries[name].index)
-        begin, count = (0, 0) if piece is None else (piece.start, piece.numel)
-        return value.local.numel() == count and (value.start == begin or not count)
+        return parts[name].fits(value) if name in parts else name not in others
 
     return [n for n, own in given.items() if not all(fits(n, value) for value in own.values())]
 
@@ -444,51 +385,35 @@ def _fitting(
     return given, set(given)
 
 
-def _own_part(entry: Managed, value: Any, *, shares: bool = False) -> Any:  # noqa: ANN401 - any state
-    """This rank's part of a value, in the form of the exposed parameter.
-
-    Where it ``shares`` the memory of a view becomes the optimizer's.
-    """
+def _own_part(part: Part, value: Any) -> Any:  # noqa: ANN401 - any state
+    """Copy this rank's part of a value, in the form of the exposed parameter."""
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return copy.deepcopy(value)
-    outer = entry.group.slots[entry.index].outer
-    local = flat_layout(entry.group).shapes[entry.index]
-    shape = whole_shape(local, outer)
-    if tuple(value.shape) != shape:
+    if tuple(value.shape) != part.shape:
         raise ValueError(
             "Tensor optimizer state does not have same shape as its parameter: expected "
-            f"{shape} for {entry.names[0]}, found {tuple(value.shape)}"
+            f"{part.shape} for {part.names[0]}, found {tuple(value.shape)}"
         )
-    if isinstance(value, ShardView):
-        part = copy_of(value.local, shares=shares)  # it fits
-    else:
-        piece = own_pieces(entry.group).get(entry.index)
-        flat = part_of(gathered(value, label=f"whole state of {entry.names[0]}"), outer).reshape(-1)
-        part = flat[:0] if piece is None else flat[piece.start : piece.stop]
-        if not shares or part.numel() < flat.numel():
-            part = part.clone()
-    return part.view(local) if entry.group.axes.shard is None and not entry.is_flat else part
+    found = part.elements_of(value, f"whole state of {part.names[0]}").clone()
+    return found if part.is_cut or part.is_flat else found.view(part.local_shape)
 
 
 def _put_together(
-    entries: Sequence[Managed],
+    parts: Sequence[Part],
     given: Mapping[str, Mapping[str, Any]],
     known: Container[str] | None,
-    *,
-    takes: bool,
 ) -> State:
     """The state of a flat parameter, from that of all its parameters.
 
     A parameter without state has had no gradients: its elements of the line are zeros. Its count
-    of steps differs from the others', so it is rejected where ``known`` lacks its names. ``takes``
-    pops from ``given`` what is in the line, so that no rank holds all of it twice.
+    of steps differs from the others', so it is rejected where ``known`` lacks its names.
     """
-    found = [next((given[n] for n in e.names if n in given), None) for e in entries]
+    found = [part.found_in(given) for part in parts]
     present = [own for own in found if own]
     if not present:
         return {}
     keys = set(present[0])
-    called = [entry.names[0] for entry in entries]
+    called = [part.names[0] for part in parts]
     if any(set(own) != keys for own in present):
         raise ValueError(
             "Differing optimizer state names for the unflattened parameters "
@@ -504,14 +429,17 @@ def _put_together(
                 f"{called}"
             )
         if spreads.pop():
-            del values
-            result[key] = _line_of(entries, key, found, takes=takes)
+            shard = parts[0].group.buffer.shard
+            line = torch.zeros(shard.numel(), dtype=values[0].dtype, device=shard.device)
+            pairs = zip(parts, found, strict=True)
+            elements = (_own_part(part, own[key]) if own else None for part, own in pairs)
+            result[key] = join(parts, elements, line)
             continue
         lacks = known is not None and any(
-            not any(name in known for name in entry.names) for entry in entries
+            not any(name in known for name in part.names) for part in parts
         )
         if lacks or any(packed(value) != packed(values[0]) for value in values):
-            having = [entry.names[0] for entry, own in zip(entries, found, strict=True) if own]
+            having = [part.names[0] for part, own in zip(parts, found, strict=True) if own]
             raise ValueError(
                 "All unflattened parameters comprising a single flat parameter must have scalar "
                 f"state with the same value and dtype, found {values} for state {key!r} of "
@@ -519,23 +447,6 @@ def _put_together(
             )
         result[key] = copy.deepcopy(values[0])
     return result
-
-
-def _line_of(
-    entries: Sequence[Managed], key: str, found: Sequence[Any], *, takes: bool
-) -> torch.Tensor:
-    group = entries[0].group
-    pieces, shard = own_pieces(group), group.buffer.shard
-    dtype = next(own[key].dtype for own in found if own)
-    line = torch.zeros(shard.numel(), dtype=dtype, device=shard.device)
-    for entry, own in zip(entries, found, strict=True):
-        if not own:
-            continue
-        part = _own_part(entry, own.pop(key) if takes else own[key], shares=True)
-        piece = pieces.get(entry.index)
-        if piece is not None:
-            line[piece.offset : piece.offset + piece.numel].copy_(part.reshape(-1))
-    return line
 
 
 def _groups_to_load(

@@ -20,142 +20,51 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.comm.dtensors.dtensor import AtRest, concatenated_mesh, dtensor_at_rest
-from meshwright.comm.dtensors.gather_dtensor import ranges_held
-from meshwright.comm.dtensors.gather_dtensor import whole as gathered
 from meshwright.comm.dtensors.shard_view import ShardView
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup
 from meshwright.data_parallel.shards.unit import Unit
-from meshwright.fsdp.exposures.exposure import exposed_of, flat_layout, own_pieces
-from meshwright.fsdp.exposures.tensor_axes import on_all_axes, part_of, whole_of, whole_shape
+from meshwright.fsdp.exposures.exposure import flat_layout
 from meshwright.fsdp.groups import Groups
 from meshwright.fsdp.options import FullStateDictConfig, StateDictSettings, StateDictType
-from meshwright.fsdp.states.full_parameters import cut_line, gather_line
-from meshwright.fsdp.traversal import clean_name
-from meshwright.layout import Placement, Replicate, Shard, chunk
+from meshwright.fsdp.states.named import Form, Part, by_group, parts_of, values_of
+from meshwright.fsdp.traversal import UnitDriver, clean_name
 from meshwright.torch_internals.modules import FLAT, WRAPPED
 
 
-def names_in_state(
-    unit: Unit, names: Sequence[tuple[str, ...]], module: nn.Module
-) -> list[tuple[str, ...]]:
-    """List ``names`` of the parameters of ``unit``, and those by other ways to their modules."""
+def parts_in_state(unit: Unit, driver: UnitDriver, module: nn.Module, groups: Groups) -> list[Part]:
+    """List the parameters of ``unit`` by the names of all ways to them from ``module``."""
     ways: dict[nn.Module, list[str]] = {}
     for way, part in module.named_modules(remove_duplicate=False):
         ways.setdefault(part, []).append(clean_name(way))
-    found: list[tuple[str, ...]] = []
-    for slot, own in zip(unit.slots, names, strict=True):
+    names: list[tuple[str, ...]] = []
+    for slot, own in zip(unit.slots, driver.own_names, strict=True):
         others = (f"{way}.{key}".lstrip(".") for m, key in slot.places for way in ways.get(m, ()))
-        found.append(tuple(dict.fromkeys((*own, *others))))
-    return found
+        names.append(tuple(dict.fromkeys((*own, *others))))
+    return parts_of(unit, names, groups)
 
 
 def unit_entries(
-    unit: Unit, names: Sequence[tuple[str, ...]], settings: StateDictSettings, groups: Groups
+    unit: Unit, parts: Sequence[Part], settings: StateDictSettings
 ) -> dict[str, torch.Tensor]:
     """List the entries of one unit under the names seen from its wrapper; collective for FULL."""
     kind = settings.state_dict_type
     offloads = settings.state_dict_config.offload_to_cpu
+    # Views where originals are local, too: a plain tensor passes for the same on every rank.
+    is_full = kind is StateDictType.FULL_STATE_DICT
+    form = Form(is_full=is_full, offloads=offloads, shares=settings.shares)
     entries: dict[str, torch.Tensor] = {}
-    rest = iter(names)
-    for number, group in enumerate(unit.groups):
+    for number, (group, own) in enumerate(by_group(unit, parts)):
         if kind is StateDictType.LOCAL_STATE_DICT:
             key = FLAT if number == 0 else f"{FLAT}_{number}"
-            entries[key] = _local_value(group, unit.name, offloads=offloads)
+            entries[key] = _local_value(group, unit.name, form)
             if unit.exposure.one_flat is not None:
                 continue
-        # Views where originals are local, too: a plain tensor passes for the same on every rank.
-        for value in _values(group, unit.name, settings, groups):
-            entries.update(dict.fromkeys(next(rest), value.cpu() if offloads else value))
+        shard = group.buffer.shard
+        elements = [part.cut(shard) for part in own]
+        values = values_of(own, elements, form, f"state dict of {unit.name}", shard)
+        for part, value in zip(own, values, strict=True):
+            entries.update(dict.fromkeys(part.names, value))
     return entries
-
-
-def _values(
-    group: ParameterGroup, name: str, settings: StateDictSettings, groups: Groups
-) -> list[torch.Tensor]:
-    layout, shard = flat_layout(group), group.buffer.shard
-    if settings.shares:
-        return _held_values(group)
-    is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT or group.axes.shard is None
-    if is_full or groups.mesh is not None:
-        label = f"state dict of {name}"
-        parts = list(
-            zip(cut_line(group, gather_line(group, shard, label)), group.slots, strict=True)
-        )
-        if is_full:
-            wholes = [whole_of(part, slot.outer, label) for part, slot in parts]
-            return [copy_of(whole) for whole in wholes]
-        return [as_dtensor(part, groups, slot.outer, label) for part, slot in parts]
-    pieces, offloads = own_pieces(group), settings.state_dict_config.offload_to_cpu
-    parts = [_cut(shard, pieces.get(index)) for index in range(len(layout.names))]
-    return [
-        sharded_value(group, index, copy_of(part, offloads=offloads), layout.names[index])
-        for index, part in enumerate(parts)
-    ]
-
-
-def _held_values(group: ParameterGroup) -> list[torch.Tensor]:
-    """What this rank holds of each parameter, on the memory of the shard; nothing is sent."""
-    shard, pieces = group.buffer.shard.detach(), own_pieces(group)
-    wholes = cut_line(group, shard) if group.axes.shard is None else None
-    return [
-        sharded_value(group, index, _cut(shard, pieces.get(index)), slot.name)
-        if wholes is None or slot.outer is not None
-        else wholes[index]
-        for index, slot in enumerate(group.slots)
-    ]
-
-
-def _cut(shard: torch.Tensor, piece: Any) -> torch.Tensor:  # noqa: ANN401 - a piece or None
-    return shard[:0] if piece is None else shard[piece.offset : piece.offset + piece.numel]
-
-
-def sharded_value(
-    group: ParameterGroup, index: int, local: torch.Tensor, name: str
-) -> torch.Tensor:
-    """Make a tensor of the whole shape of parameter ``index``, of which ``local`` is here."""
-    piece, outer = own_pieces(group).get(index), group.slots[index].outer
-    return ShardView(
-        local,
-        0 if piece is None else piece.start,
-        whole_shape(flat_layout(group).shapes[index], outer),
-        name=name,
-        communicator=group.axes.shard,
-        within=() if outer is None else ranges_held(outer, name),
-    )
-
-
-def copy_of(tensor: torch.Tensor, *, offloads: bool = False, shares: bool = False) -> torch.Tensor:
-    """Make a copy that the next step leaves alone, on the CPU if it ``offloads``.
-
-    Where it ``shares``, returns the memory itself.
-    """
-    if shares:
-        return tensor.detach()
-    return tensor.detach().to("cpu" if offloads else tensor.device, copy=True)
-
-
-def as_dtensor(
-    whole: torch.Tensor, groups: Groups, outer: AtRest | None, label: str
-) -> torch.Tensor:
-    """A full tensor as a DTensor on the mesh, sharded along dim 0 over the last data axis.
-
-    Of one that was a DTensor ``outer`` before it is this rank's part; any other is replicated on
-    the mesh of these.
-    """
-    mesh, shard = groups.mesh, groups.shard
-    if outer is not None:
-        return on_all_axes(whole, outer, groups, label)
-    if mesh is None:
-        return whole
-    start, length = chunk(whole.shape[0], shard.size, shard.rank)
-    placements: list[Placement] = [Replicate() for _ in range(mesh.ndim)]
-    placements[-1] = Shard(0)
-    if groups.tensor is not None:
-        placements += [Replicate() for _ in range(groups.tensor.ndim)]
-        mesh = concatenated_mesh([mesh, groups.tensor])
-    local = whole[start : start + length].clone()
-    return dtensor_at_rest(local, mesh, placements, whole.shape, whole.stride())
 
 
 def _local_total(group: ParameterGroup) -> int:
@@ -172,10 +81,10 @@ def _local_range(group: ParameterGroup) -> tuple[int, int]:
     return min(start, total), min(stop, total)
 
 
-def _local_value(group: ParameterGroup, name: str, *, offloads: bool) -> torch.Tensor:
+def _local_value(group: ParameterGroup, name: str, form: Form) -> torch.Tensor:
     total = _local_total(group)
     start, stop = _local_range(group)
-    local = copy_of(group.buffer.shard[: stop - start], offloads=offloads)
+    local = form.of(group.buffer.shard[: stop - start])
     return ShardView(local, start, (total,), name=name, communicator=group.axes.shard)
 
 
@@ -256,7 +165,7 @@ def clean_reported_names(module: nn.Module, incompatible: Any) -> None:  # noqa:
 @torch.no_grad()
 def load_entries(
     unit: Unit,
-    names: Sequence[tuple[str, ...]],
+    parts: Sequence[Part],
     state: dict[str, Any],
     prefix: str,
     problems: tuple[list[str], list[str]],
@@ -265,28 +174,23 @@ def load_entries(
     inner = f"{prefix}{WRAPPED}."
     missing, errors = problems
     unit.reshard()
-    is_flat = unit.exposure.one_flat is not None
-    rest = iter(names)
-    for number, group in enumerate(unit.groups):
+    for number, (group, own) in enumerate(by_group(unit, parts)):
         flat_key = inner + (FLAT if number == 0 else f"{FLAT}_{number}")
         flat = state.pop(flat_key, None)
         if flat is not None:
             _load_flat(group, flat, (clean_name(flat_key), errors))
-        for index in range(len(group.slots)):
-            own = next(rest)
-            found = [state.pop(inner + name) for name in own if inner + name in state]
-            if flat is not None:
-                continue
-            if found:
-                _load_value(group, index, found[0], (clean_name(prefix + own[0]), errors))
-            else:
-                missing.append(prefix + own[0])
-    exposure = exposed_of(unit)
-    if is_flat:
-        state[inner + FLAT] = exposure.parameters(unit)[0]
+        for part in own:
+            found = [state.pop(inner + name) for name in part.names if inner + name in state]
+            if found and flat is None:
+                _load_value(part, found[0], clean_name(prefix + part.names[0]), errors)
+            elif flat is None:
+                missing.append(prefix + part.names[0])
+    # What is registered is in place already: torch copies each onto itself.
+    if unit.exposure.one_flat is not None:
+        state[inner + FLAT] = parts[0].exposed
         return
-    for slot, own in zip(unit.slots, names, strict=True):
-        for name in own:
+    for slot, part in zip(unit.slots, parts, strict=True):
+        for name in part.names:
             state[inner + name] = slot.original
 
 
@@ -312,27 +216,11 @@ def _load_flat(group: ParameterGroup, flat: torch.Tensor, report: tuple[str, lis
     shard[: local.numel()].copy_(local)
 
 
-def _load_value(
-    group: ParameterGroup, index: int, value: torch.Tensor, report: tuple[str, list[str]]
-) -> None:
-    name, errors = report
-    outer, piece = group.slots[index].outer, own_pieces(group).get(index)
-    shape = whole_shape(flat_layout(group).shapes[index], outer)
-    if tuple(value.shape) != shape:
+def _load_value(part: Part, value: torch.Tensor, name: str, errors: list[str]) -> None:
+    if tuple(value.shape) != part.shape:
         errors.append(
             f"size mismatch for {name}: copying a param with shape {tuple(value.shape)} from "
-            f"checkpoint, the shape in current model is {shape}."
+            f"checkpoint, the shape in current model is {part.shape}."
         )
         return
-    target = _cut(group.buffer.shard, piece)
-    if isinstance(value, ShardView):
-        begin = 0 if piece is None else piece.start
-        if value.local.numel() == target.numel() and (value.start == begin or not target.numel()):
-            target.copy_(value.local)
-            return
-        value = value.full_tensor()
-    else:
-        value = gathered(value, label=f"whole {name}")
-    if piece is not None:
-        part = part_of(value.detach(), outer)
-        target.copy_(part.reshape(-1)[piece.start : piece.stop])
+    part.cut(part.group.buffer.shard).copy_(part.elements_of(value, f"whole {name}"))
