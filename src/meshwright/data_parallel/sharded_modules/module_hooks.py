@@ -379,7 +379,7 @@ class Driver:
             unit.reshard()
         elif (
             unit is not None
-            and not (unit.settings.keep_full_after_forward and unit.shows_all)
+            and not unit.settings.keep_full_after_forward
             and unit.reshard_for_backward()
         ):
             iteration.in_blocks.append(unit)

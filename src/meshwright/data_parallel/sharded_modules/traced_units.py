@@ -38,7 +38,7 @@ from meshwright.data_parallel.replicas.traced import compiler_of_marks
 from meshwright.data_parallel.sharded_modules.iteration import Iteration, gets_gradient
 from meshwright.data_parallel.sharded_modules.module_hooks import Driver, driver_of
 from meshwright.data_parallel.sharded_modules.module_tree import STATES
-from meshwright.data_parallel.shards.replaced_parameters import converted, is_given_for_call
+from meshwright.data_parallel.shards.replaced_parameters import converted
 from meshwright.data_parallel.shards.unit import Unit
 from meshwright.errors import InternalError
 from meshwright.torch_internals.autograd import function_transforms, running_backward
@@ -249,9 +249,6 @@ class GraphedRoot:
             "a pipeline or another method drives the units": any(d.is_driven for d in drivers),
             "uneven inputs are joined": iteration.announce is not None,
             "it runs in a transform of torch.func": function_transforms() is not None,
-            "torch.func.functional_call puts tensors in the place of parameters": (
-                is_given_for_call()
-            ),
             "a unit has several modules": any(driver.has_parts for driver in drivers),
             "parameters are parts of DTensors, or gathered by a class of their own": any(
                 slot.outer is not None or slot.extension is not None for slot in slots
@@ -294,12 +291,6 @@ class GraphedRoot:
         """See `TracedRoot`."""
         _, unit = self._at(number)
         unit.wait_unshard()
-        if not unit.shows_all:
-            raise RuntimeError(
-                "torch.func.functional_call has put tensors in the place of parameters of "
-                f"{unit.name!r}, around a compiled model whose graph does not have them: call the "
-                "model that is not compiled"
-            )
         return unit.groups[line].buffer.full
 
     @apart

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.comm import Communicator
 from meshwright.comm.dtensors.after_hooks import run_after_hooks
 from meshwright.comm.dtensors.dtensor import (
     beginning_storage,
@@ -34,18 +33,14 @@ from meshwright.data_parallel.shards.parameter_hooks import (
     refuse_past_hooks,
     run_hooks_of_flat,
 )
-from meshwright.data_parallel.shards.replaced_parameters import (
-    check_given,
-    data_assigned,
-    is_given_for_call,
-    replaced,
-)
+from meshwright.data_parallel.shards.replaced_parameters import data_assigned, replaced
 from meshwright.data_parallel.shards.slot import HOME, Slot
-from meshwright.data_parallel.shards.unit import Exposure, Unit
+from meshwright.data_parallel.shards.unit import Exposure, Phase, Unit
 from meshwright.errors import InternalError
 from meshwright.gradients import mark_mean, warn_of_zeros
 from meshwright.layout import contiguous_strides
 from meshwright.mesh import DeviceMesh
+from meshwright.torch_internals.modules import lent_now
 from meshwright.torch_internals.tensors import (
     foreach_add_,
     local_tensor_of,
@@ -84,7 +79,7 @@ class _Entry:
         carry_hooks(before, shown, slot.name)
         self.exposed = shown
         self.guard: object | None = None
-        """Rejects gradients past the hooks while it is held."""
+        """Rejects gradients past the hooks while it is held; torch swaps tensors without."""
         self.note_memory()
         self.trains = trains
         """True when both required grad when they were compared last."""
@@ -99,8 +94,17 @@ class _Entry:
         return place.mesh, place.placements, place.shape, contiguous_strides(place.shape)
 
     def find_cells(self) -> None:
-        """Find the tables of modules, and the names in them, that hold the parameter."""
+        """Find the tables of modules, and the names in them, and put the parameter there."""
         self.cells = tuple([(module._parameters, name) for module, name in self.slot.places])
+        for cells, name in self.cells:
+            cells[name] = self.exposed
+
+    def replaced(self, cells: dict[str, Any], name: str) -> RuntimeError:
+        """The error for what ``cells`` hold in the place of the parameter."""
+        slot = self.slot
+        module = next(m for m, n in slot.places if m._parameters is cells and n == name)
+        axes = () if slot.place is None else slot.place.axes.communicators
+        return replaced(slot.name, module, cells.get(name), slot.full.shape, axes)
 
     @torch.no_grad()
     def follow_place(self) -> None:
@@ -142,14 +146,6 @@ class _Entry:
         part = self.part_of(line).detach()
         return dtensor_like(part if is_shown else beginning_storage(part), self.exposed)
 
-    def note_training(self) -> None:
-        """Remember whether it trains, which whole and exposed parameter agree on now."""
-        self.trains = self.slot.full.requires_grad
-
-    def be_guarded(self, guard: object | None) -> None:
-        """Hold ``guard``, which rejects gradients past hooks; None lets torch swap the tensor."""
-        self.guard = guard
-
     def follow_training(self) -> None:
         """Give both parameters the ``requires_grad`` of the one that the user has changed."""
         full, exposed = self.slot.full, self.exposed
@@ -164,8 +160,8 @@ class ExposedTensors(Exposure):
 
     def __init__(self) -> None:
         self._entries: dict[ParameterGroup, list[_Entry]] = {}
-        self._in_cells: dict[_Entry, nn.Parameter] = {}
-        """The parameter that was put into all cells of an entry last."""
+        self._has_run = False
+        """True once modules have been shown whole parameters: none is taken over from then on."""
         self._flat: dict[ParameterGroup, nn.Parameter] = {}
         self._delivered: set[ParameterGroup] = set()
         """The groups whose flat gradient was set, and not seen zeroed since."""
@@ -231,17 +227,17 @@ class ExposedTensors(Exposure):
         for entries in self._entries.values():
             for entry in entries:
                 entry.find_cells()
-                self._in_cells.pop(entry, None)
 
     def let_go(self, unit: Unit) -> None:
         """Allow torch to swap the tensors of the parameters, until `take_over`."""
         for group in unit.groups:
             self._guarded.discard(group)
             for entry in self.entries(group):
-                entry.be_guarded(None)
+                entry.guard = None
 
     def refresh(self, unit: Unit) -> None:
-        """See `Exposure`: follows replaced parameters, and new memory of those that stayed."""
+        """See `Exposure`: looks at each parameter, at its memory and at what modules hold."""
+        shows_full, is_same = unit.phase is Phase.FULL and not unit.is_at_rest, True
         for group in unit.groups:
             if group not in self._guarded:
                 self._guard(group)
@@ -249,17 +245,27 @@ class ExposedTensors(Exposure):
             if flat is not None and flat.data_ptr() != group.buffer.shard.data_ptr():
                 raise data_assigned(group.slots[0].name, group.axes.communicators)
             for entry in self.entries(group):
-                exposed, shown = entry.exposed, self._in_cells.get(entry)
-                is_same = local_tensor_of(exposed) is entry.local
-                # What is sent to another process by torch.multiprocessing moves to shared memory.
-                is_same = is_same and entry.local.data_ptr() == entry.address
-                if is_same and exposed.untyped_storage() is not entry.storage:
+                exposed, full = entry.exposed, entry.slot.full
+                local = local_tensor_of(exposed)
+                # Conversions give the same parameter another local tensor. What is sent to another
+                # process by torch.multiprocessing keeps its own, which moves to shared memory.
+                if local is not entry.local or local.data_ptr() != entry.address:
+                    is_same = False
+                elif exposed.untyped_storage() is not entry.storage:
                     raise data_assigned(entry.slot.name, group.axes.communicators)
+                shown = full if shows_full else exposed
                 for cells, name in entry.cells:
-                    is_same = is_same and cells.get(name) is shown
-                if not is_same:
-                    self._follow(unit)
-                    return
+                    found = cells.get(name)
+                    if found is full or found is exposed:
+                        # `torch.func.functional_call` puts back what it found when it began.
+                        cells[name] = shown
+                    else:
+                        is_same = False
+        if not is_same:
+            unit.reshard()
+            self.take_over(unit)
+            for group in unit.groups:
+                self._guard(group)
 
     def _guard(self, group: ParameterGroup) -> None:
         """Reject gradients past the hooks of those that train; before a pass none can come."""
@@ -267,39 +273,36 @@ class ExposedTensors(Exposure):
         entries = self.entries(group)
         new = [e for e in entries if e.guard is None and e.exposed.requires_grad]
         for entry, guard in zip(new, refuse_past_hooks(new), strict=True):
-            entry.be_guarded(guard)
+            entry.guard = guard
 
     def show_sharded(self, unit: Unit) -> None:
         """Put the DTensors into the modules, trainable as the whole parameters were until now."""
         for group in unit.groups:
             for entry in self.entries(group):
-                exposed, shown = entry.exposed, self._in_cells.get(entry)
-                if entry.slot.full.requires_grad is not entry.trains:
+                exposed, full = entry.exposed, entry.slot.full
+                if full.requires_grad is not entry.trains:
                     entry.follow_training()
                     self._guarded.discard(group)
                 for cells, name in entry.cells:
-                    if shown is None or cells.get(name) is shown or _is_ours(entry, cells, name):
-                        cells[name] = exposed
-                self._in_cells[entry] = exposed
+                    if cells.get(name) is not full and cells.get(name) is not exposed:
+                        raise entry.replaced(cells, name)
+                    cells[name] = exposed
 
-    def show_full(self, unit: Unit) -> bool:
+    def show_full(self, unit: Unit) -> None:
         """Put the whole parameters into the modules, trainable as the DTensors are now."""
-        is_all = True
+        self._has_run = True
         for group in unit.groups:
             for entry in self.entries(group):
-                full, shown = entry.slot.full, self._in_cells.get(entry)
-                if not (full.requires_grad is entry.trains is entry.exposed.requires_grad):
-                    if full.requires_grad is not entry.exposed.requires_grad:
-                        full.requires_grad_(entry.exposed.requires_grad)
+                exposed, full = entry.exposed, entry.slot.full
+                if not (full.requires_grad is entry.trains is exposed.requires_grad):
+                    if full.requires_grad is not exposed.requires_grad:
+                        full.requires_grad_(exposed.requires_grad)
                         self._guard(group)
-                    entry.note_training()
+                    entry.trains = full.requires_grad
                 for cells, name in entry.cells:
-                    if cells.get(name) is shown or _is_ours(entry, cells, name):
-                        cells[name] = full
-                    elif shown is entry.exposed:
-                        is_all = False
-                self._in_cells[entry] = full
-        return is_all
+                    if cells.get(name) is not exposed and cells.get(name) is not full:
+                        raise entry.replaced(cells, name)
+                    cells[name] = full
 
     def follow_training(self, unit: Unit) -> None:
         """Give full and exposed parameters the ``requires_grad`` that a user has set on either."""
@@ -454,34 +457,30 @@ class ExposedTensors(Exposure):
             kept.remember([(dt, e.exposed) for dt, e in zip(made, entries, strict=True)])
         return made
 
-    def _follow(self, unit: Unit) -> None:
-        """Handle a parameter that is not the one shown, or that has other memory."""
-        if not is_given_for_call():
-            unit.reshard()
-            self.take_over(unit)
-            for group in unit.groups:
-                self._guard(group)
-            return
-        for group in unit.groups:
-            for entry in self.entries(group):
-                for cells, name in entry.cells:
-                    if _is_ours(entry, cells, name):
-                        cells[name] = self._in_cells.get(entry)
-
     @torch.no_grad()
     def take_over(self, unit: Unit) -> None:
-        """Follow what modules hold now: other values, dtypes, devices or parameter objects.
+        """Follow what modules hold now: other values, dtypes and devices.
 
+        Before the first gather also other DTensor parameters that lie alike, as loaders leave them.
         Callers that hold the former parameters keep these, and their memory.
         """
         for group in unit.groups:
             entries = self.entries(group)
-            held = [_held(entry) for entry in entries]
+            held = [self._held(entry) for entry in entries]
             for entry, parameter in zip(entries, held, strict=True):
                 _check_alike(entry, parameter, held[0])
             group.kept.forget()
             group.carry_starts([local_of(parameter) for parameter in held])
-            self._renew(group, held)
+            kind = held[0].dtype, local_of(held[0]).device
+            has_moved = any(
+                local_of(parameter).data_ptr() != group.buffer.local(index).data_ptr()
+                for index, parameter in enumerate(held)
+            )
+            # What somebody else may hold now keeps its memory.
+            if has_moved or kind != (group.types.master, group.buffer.shard.device):
+                group.convert(*kind)
+                if group in self._flat:
+                    self._flat[group].data = beginning_storage(group.buffer.shard)
             for index, (entry, parameter) in enumerate(zip(entries, held, strict=True)):
                 mine, theirs = group.buffer.local(index), local_of(parameter)
                 if theirs.data_ptr() != mine.data_ptr() and not theirs.is_meta:
@@ -489,72 +488,30 @@ class ExposedTensors(Exposure):
                 if parameter is not entry.exposed:
                     parameter.__dict__[HOME] = entry.exposed.__dict__.get(HOME)
                     entry.slot.full.requires_grad_(parameter.requires_grad)
-                    entry.note_training()
+                    entry.trains = parameter.requires_grad
                 entry.expose(parameter, group.buffer.around(index))
-                entry.be_guarded(None)
-                self._in_cells[entry] = parameter
+                entry.guard = None
             self._guarded.discard(group)
         unit.has_changed()
 
-    def _renew(self, group: ParameterGroup, held: Sequence[Any]) -> None:
-        """Give ``group`` memory of the kind that ``held`` has, and new memory where that has.
+    def _held(self, entry: _Entry) -> Any:  # noqa: ANN401
+        """Return the DTensor parameter that all modules hold. Raises RuntimeError for any other.
 
-        What somebody else may hold now keeps its memory.
+        The modules of a tied one may hold several of the same values, as ``load_state_dict`` with
+        ``assign=True`` leaves them.
         """
-        entries = self.entries(group)
-        is_new = any(e.exposed is not p for e, p in zip(entries, held, strict=True))
-        if is_new and group in self._flat:
-            raise RuntimeError(
-                f"parameters of the unit of {entries[0].slot.name!r} were given anew, and what "
-                "flat_groups gave an optimizer would step the new ones with what that knows of the "
-                "former: write the values into the former (copy_), give them anew before "
-                "flat_groups, or let the optimizer have the parameters themselves"
-            )
-        if is_new and (group.buffer.has_gradient or group.has_new_gradient):
-            raise RuntimeError(
-                f"parameters of the unit of {entries[0].slot.name!r} were given anew while "
-                "gradients of passes under no_sync wait to be reduced: reduce them first"
-            )
-        kind = held[0].dtype, local_of(held[0]).device
-        has_moved = any(
-            local_of(parameter).data_ptr() != group.buffer.local(index).data_ptr()
-            for index, parameter in enumerate(held)
-        )
-        if has_moved or kind != (group.types.master, group.buffer.shard.device):
-            group.convert(*kind)
-            if group in self._flat:
-                self._flat[group].data = beginning_storage(group.buffer.shard)
-
-
-def _is_ours(entry: _Entry, cells: dict[str, Any], name: str) -> bool:
-    """Whether a module holds what the unit shows; False for a tensor that is lent for one call.
-
-    Raises RuntimeError for anything else.
-    """
-    found = cells.get(name)
-    if found is entry.exposed or found is entry.slot.full:
-        return True
-    module, axes = _whereabouts(entry, cells, name)
-    check_given(entry.slot, module, found, axes)
-    return False
-
-
-def _held(entry: _Entry) -> Any:  # noqa: ANN401
-    """Return the DTensor parameter that all modules hold. Raises RuntimeError for any other.
-
-    The modules of a tied one may hold several of the same values, as ``load_state_dict`` with
-    ``assign=True`` leaves them.
-    """
-    first, key = entry.cells[0]
-    held = first.get(key)
-    for cells, name in entry.cells:
-        found = cells.get(name)
-        is_alike = isinstance(found, nn.Parameter) and is_dtensor(found)
-        is_same = found is held or (is_alike and is_dtensor(held) and _have_same(found, held))
-        if not is_alike or not is_same or _belongs_elsewhere(entry, found):
-            module, axes = _whereabouts(entry, cells, name)
-            raise replaced(entry.slot.name, module, found, entry.slot.full.shape, axes)
-    return held
+        first, key = entry.cells[0]
+        held = first.get(key)
+        for cells, name in entry.cells:
+            found = cells.get(name)
+            if found is held is entry.exposed:
+                continue
+            is_late = self._has_run or lent_now() is not None
+            is_alike = isinstance(found, nn.Parameter) and is_dtensor(found)
+            is_same = found is held or (is_alike and is_dtensor(held) and _have_same(found, held))
+            if is_late or not is_alike or not is_same or _belongs_elsewhere(entry, found):
+                raise entry.replaced(cells, name)
+        return held
 
 
 def _have_same(one: Any, other: Any) -> bool:  # noqa: ANN401
@@ -570,15 +527,6 @@ def _belongs_elsewhere(entry: _Entry, parameter: nn.Parameter) -> bool:
     slot = None if held is None else held()
     driver = None if slot is None or slot is entry.slot else slot.driver
     return driver is not None and driver.unit is not None and driver.unit.exposure.shows(parameter)
-
-
-def _whereabouts(
-    entry: _Entry, cells: dict[str, Any], name: str
-) -> tuple[nn.Module, Sequence[Communicator]]:
-    """The module that ``cells`` belong to, and the axes that the parameter lies on."""
-    slot = entry.slot
-    module = next(m for m, n in slot.places if m._parameters is cells and n == name)
-    return module, () if slot.place is None else slot.place.axes.communicators
 
 
 def _check_alike(entry: _Entry, held: Any, first: Any) -> None:  # noqa: ANN401

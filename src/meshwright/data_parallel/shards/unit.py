@@ -73,17 +73,14 @@ class Exposure(ABC):
         """Put into the modules what optimizers and state dicts see."""
 
     @abstractmethod
-    def show_full(self, unit: Unit) -> bool:
-        """Give modules ``slot.full`` of each slot, with the current ``requires_grad``.
-
-        Returns False where one holds a tensor that `torch.func.functional_call` has lent it.
-        """
+    def show_full(self, unit: Unit) -> None:
+        """Give modules ``slot.full`` of each slot, with the current ``requires_grad``."""
 
     @abstractmethod
     def refresh(self, unit: Unit) -> None:
-        """Take over what users have put in the place of parameters since the last pass.
+        """Take over new values and memory of parameters since the last pass.
 
-        Raises RuntimeError, naming the parameter, for what cannot be.
+        Raises RuntimeError, naming the parameter, for what users have put in its place.
         """
 
     @abstractmethod
@@ -206,8 +203,6 @@ class Unit:
         """See `announce_to`."""
         self.changes = 0
         """The number of times that parameters were converted, loaded or replaced."""
-        self.shows_all = True
-        """False while `torch.func.functional_call` has put other tensors in their place."""
         self._phase = Phase.SHARDED
         self._has_second_sum = False
         self._waits = False  # with gradients, for a later pass
@@ -226,7 +221,8 @@ class Unit:
         """The groups in which a parameter requires grad, as of when they were last whole."""
         self._hidden: tuple[Sequence[torch.Tensor], Sequence[int]] = (), ()
         """Parameters whose memory is gone, with their versions; graphs find others meanwhile."""
-        self._is_at_rest = False  # in modules, while the whole ones are kept
+        self.is_at_rest = False
+        """True while modules show sharded parameters though the whole ones are kept."""
         self.find_trainable()
         self.exposure.show_sharded(self)
 
@@ -277,7 +273,7 @@ class Unit:
 
         On a device a gather that ``is_late`` does not wait for the unit before to be freed.
         """
-        if self._is_at_rest:  # a caller that saw them may have written to them
+        if self.is_at_rest:  # a caller that saw them may have written to them
             self.reshard()
         if self._phase in (Phase.FULL, Phase.GATHERING):
             if self._phase is Phase.GATHERING or not any(map(_IS_STALE, self.groups)):
@@ -317,13 +313,13 @@ class Unit:
         for group in self.groups:
             group.finish_gather(before_freeing)
         self._become(Phase.FULL)
-        self.shows_all = self.exposure.show_full(self)
+        self.exposure.show_full(self)
         self.trainable_groups = tuple(filter(_IS_TRAINABLE, self.groups))
 
     def show_at_rest(self, is_shown: bool) -> None:
         """Show sharded parameters in the modules while full ones are kept, or the full ones."""
-        if self._phase is Phase.FULL and self._is_at_rest is not is_shown:
-            self._is_at_rest = is_shown
+        if self._phase is Phase.FULL and self.is_at_rest is not is_shown:
+            self.is_at_rest = is_shown
             (self.exposure.show_sharded if is_shown else self.exposure.show_full)(self)
 
     def reshard_for_backward(self) -> bool:
@@ -376,7 +372,7 @@ class Unit:
         self.trainable_groups = tuple(filter(_IS_TRAINABLE, self.groups))
 
     def _put_away(self) -> None:
-        self._is_at_rest = False
+        self.is_at_rest = False
         self.exposure.show_sharded(self)
         lost = self.take_written()
         if self.settings.unshard_in_backward:

@@ -21,11 +21,7 @@ from meshwright.comm.dtensors.sharded_axes import is_marked_spread
 from meshwright.data_parallel.distributed_parameters import cut_axes, mark_spread
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup
 from meshwright.data_parallel.shards.parameter_hooks import change_by_hooks
-from meshwright.data_parallel.shards.replaced_parameters import (
-    check_given,
-    rank_in,
-    replaced,
-)
+from meshwright.data_parallel.shards.replaced_parameters import rank_in, replaced
 from meshwright.data_parallel.shards.slot import Slot
 from meshwright.data_parallel.shards.unit import Exposure, Unit
 from meshwright.errors import InternalError
@@ -165,7 +161,7 @@ class FlatExposure(Exposed):
         self.show_nothing(unit)
 
     def show_nothing(self, unit: Unit) -> None:
-        """Give modules empty tensors, unless they hold tensors lent for one call."""
+        """Give modules empty tensors."""
         before, flat = self._nothing, self.flat
         kind = flat.dtype, flat.device, flat.requires_grad
         if (before.dtype, before.device, self._nothing_trains) != kind:
@@ -174,16 +170,15 @@ class FlatExposure(Exposed):
             self._refusals.add(unit, self._nothing, unit.slots, "")
         self._hide(unit, before)
 
-    def show_full(self, unit: Unit) -> bool:
+    def show_full(self, unit: Unit) -> None:
         """See `Exposure`."""
         self._seen = self.version(unit)
-        is_all = self._find(unit)
+        self._find(unit)
         trains = self.flat.requires_grad
         for slot in unit.slots:
             if slot.full.requires_grad is not trains:
                 slot.full.requires_grad_(trains)
         self._list(unit)
-        return is_all
 
     def list_full(self, unit: Unit) -> None:
         """See `Exposed`."""
@@ -197,7 +192,7 @@ class FlatExposure(Exposed):
             self._hide(unit)
 
     def _list(self, unit: Unit) -> None:
-        """Register full parameters in modules; tensors lent for one call stay there."""
+        """Register full parameters in modules."""
         for slot in unit.slots:
             for module, name in slot.places:
                 found = module.__dict__.get(name)
@@ -227,12 +222,8 @@ class FlatExposure(Exposed):
         self._lists_full = False
         self.owner._parameters[FLAT] = self._flat
 
-    def _find(self, unit: Unit) -> bool:
-        """Whether modules hold what they were shown; False where one holds what a call lent it.
-
-        Raises RuntimeError for anything else.
-        """
-        is_all = True
+    def _find(self, unit: Unit) -> None:
+        """Raise RuntimeError where a module holds anything else than what it was shown."""
         for slot in unit.slots:
             for module, name in slot.places:
                 found = module.__dict__.get(name)
@@ -241,9 +232,7 @@ class FlatExposure(Exposed):
                     if found is self._nothing:  # what `functional_call` puts back after a parameter
                         module.__dict__[name] = module._parameters.pop(name)
                 if found is not slot.full and found is not self._nothing:
-                    check_given(slot, module, found, unit.communicators)
-                    is_all = False
-        return is_all
+                    raise replaced(slot.name, module, found, slot.leaf.shape, unit.communicators)
 
     def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
         """See `Exposure`."""

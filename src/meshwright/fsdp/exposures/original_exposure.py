@@ -11,7 +11,7 @@ from torch import nn
 from meshwright.comm.dtensors.after_hooks import run_after_hooks
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup
 from meshwright.data_parallel.shards.parameter_hooks import has_hooks
-from meshwright.data_parallel.shards.replaced_parameters import check_given, is_given_for_call
+from meshwright.data_parallel.shards.replaced_parameters import replaced
 from meshwright.data_parallel.shards.slot import Slot
 from meshwright.data_parallel.shards.unit import Unit
 from meshwright.fsdp.exposures.exposure import (
@@ -25,6 +25,7 @@ from meshwright.fsdp.exposures.exposure import (
     write_back,
 )
 from meshwright.fsdp.exposures.waiting_gradients import Refusals, WaitingGradients
+from meshwright.torch_internals.modules import lent_now
 from meshwright.torch_internals.tensors import version_of
 
 TAKEN = "_meshwright_unit_name"
@@ -64,10 +65,10 @@ class OriginalExposure(Exposed):
             self._point(unit)
         self.list_at_rest(unit)
 
-    def show_full(self, unit: Unit) -> bool:
+    def show_full(self, unit: Unit) -> None:
         """See `Exposure`."""
         self._seen = self.version(unit)
-        is_all = self._lists_full = True
+        self._lists_full = True
         for slot in unit.slots:
             full, original = slot.full, slot.original
             if full.requires_grad is not original.requires_grad:
@@ -78,9 +79,7 @@ class OriginalExposure(Exposed):
                 if found is original:
                     module._parameters[name] = full
                 elif found is not full:
-                    check_given(slot, module, found, unit.communicators)
-                    is_all = False
-        return is_all
+                    raise replaced(slot.name, module, found, slot.leaf.shape, unit.communicators)
 
     def list_full(self, unit: Unit) -> None:
         """See `Exposed`."""
@@ -100,7 +99,7 @@ class OriginalExposure(Exposed):
                 if found is full:
                     module._parameters[name] = original
                 elif found is not original:
-                    check_given(slot, module, found, unit.communicators)
+                    raise replaced(slot.name, module, found, slot.leaf.shape, unit.communicators)
         self._lists_full = False
 
     def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
@@ -206,9 +205,8 @@ class OriginalExposure(Exposed):
     def _follow(self, unit: Unit, slot: Slot) -> None:
         """Take over a parameter of the user's that is in one place of ``slot``, in all its places.
 
-        Raises RuntimeError for anything else, unless it computes there for one call.
+        Raises RuntimeError for anything else.
         """
-        is_given = is_given_for_call()
         new: nn.Parameter | None = None
         for module, name in slot.places:
             found = module._parameters.get(name)
@@ -217,10 +215,9 @@ class OriginalExposure(Exposed):
             if found is new and found is not None:
                 continue
             is_users = isinstance(found, nn.Parameter) and not hasattr(found, TAKEN)
-            if is_given or new is not None or not is_users:
-                check_given(slot, module, found, unit.communicators)
-            else:
-                new = found
+            if new is not None or not is_users or lent_now() is not None:
+                raise replaced(slot.name, module, found, slot.leaf.shape, unit.communicators)
+            new = found
         if new is None:
             return
         before = slot.replace_original(new)
