@@ -126,7 +126,7 @@ class ShardedResidency:
             iteration.begin_driven(what, training=training)
         self._begun = what
         for driver in iteration.drivers:
-            driver.be_driven(True)
+            driver.is_driven = True
 
     def prepare(self, module: nn.Module, driver: Driver) -> None:
         """Set the root up before its first step."""
@@ -209,7 +209,7 @@ class ShardedResidency:
         """Let hooks work again."""
         if self._root.iteration is not None:
             for driver in self._root.iteration.drivers:
-                driver.be_driven(False)
+                driver.is_driven = False
 
     @property
     def _iteration(self) -> Iteration:
@@ -234,5 +234,5 @@ def sharded_residency(
         for part in module.modules():
             inner = driver_of(part)
             if inner is not None:
-                inner.keep_residency(found)
+                inner.residency = found
     return found

@@ -220,7 +220,7 @@ def build_unit(below: Below, plan: UnitPlan) -> Unit | None:
     if not plan.use_orig_params:
         originals.clear()  # `is_ours_alone` counts references
         for slot in slots:
-            before = slot.replace_original(_stand_in(slot.original))
+            before, slot.original = slot.original, _stand_in(slot.original)
             if not is_ours_alone(before):
                 retire_sharded(before, slot.name)
             del before  # or `forget_gone` would find it held

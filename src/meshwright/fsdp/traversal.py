@@ -70,7 +70,7 @@ class UnitDriver(Driver):
                 driver.leave_root(alike)
         iteration = super().start(module)
         if not self._sends_use_counts:
-            iteration.leave_use_counts_out()
+            iteration.sends_use_counts = False
         return iteration
 
     def leave_root(self, alike: Mapping[str, str]) -> None:

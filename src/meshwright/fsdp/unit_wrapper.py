@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import Any, NoReturn, Self
 
 import torch
@@ -56,7 +55,6 @@ from meshwright.fsdp.states.state_dicts import (
 )
 from meshwright.fsdp.traversal import UnitDriver, clean_name
 from meshwright.gradients import SpreadGradients
-from meshwright.mesh import DeviceMesh
 from meshwright.torch_internals.autograd import is_profiled
 from meshwright.torch_internals.modules import CHECKPOINTED, FLAT, WRAPPED, asked, lent_now
 
@@ -438,13 +436,6 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         self._is_checked = False
         if not self._offloads and device.type != "meta":
             self._device = device
-
-    def _be_inner(self) -> None:
-        self._is_inner = True
-
-    def _share_mesh(self, tensor: DeviceMesh | None) -> None:
-        """Note the mesh of the DTensors that any wrapper of the tree has had."""
-        self._groups = replace(self._groups, tensor=tensor)
 
     def _keep_settings(self, settings: StateDictSettings) -> None:
         self._state_dict_settings = settings

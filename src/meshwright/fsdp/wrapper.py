@@ -7,6 +7,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -149,7 +150,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
             forward_prefetch=forward_prefetch,
         )
         self._build(module, ignored, settings, (device, param_init_fn, sync_module_states))
-        self._driver.stop_on_non_finite(stop_on_non_finite)
+        self._driver.stops_on_non_finite = stop_on_non_finite
 
     # ---------------------------------------------------------------------- construction
 
@@ -239,7 +240,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         attach(self, self._driver)
         self.register_load_state_dict_post_hook(clean_reported_names)
         for each in inner:
-            each._be_inner()
+            each._is_inner = True
 
     def _look_below(
         self, module: nn.Module, ignored: checks.Ignored
@@ -255,7 +256,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         groups = [group for unit in units for group in unit.groups if group.has_outer]
         tensor = tensor_mesh(slot for group in groups for slot in group.slots)
         for wrapper in wrappers if tensor is not None else ():
-            wrapper._share_mesh(tensor)
+            wrapper._groups = replace(wrapper._groups, tensor=tensor)
 
     # --------------------------------------------------------------------------- methods
 
@@ -331,13 +332,10 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         if takes_bucket:
             register_bucket_hook(fsdp_units(self), state, hook)
         for wrapper in wrappers:
-            wrapper._take_hook(hook)
+            wrapper._hook = hook
             unit = wrapper._unit
             if unit is not None and not takes_bucket:
                 unit.change(reduce_hook=_engine_hook(unit, state, hook))
-
-    def _take_hook(self, hook: object) -> None:
-        self._hook = hook
 
     @staticmethod
     @contextlib.contextmanager

@@ -96,8 +96,9 @@ class Iteration:
         self.axes = tuple(dict.fromkeys(axis for unit in units for axis in unit.communicators))
         """The axes over which the units communicate."""
         self.announce: Callable[[], None] | None = None
-        """See `announce_to`."""
+        """Called before gradients are set; it may be a collective."""
         self.announce_clip: Callable[[float, float], None] | None = None
+        """Called with the largest norm and its kind before gradients are clipped."""
         self._numbers = {driver: number for number, driver in enumerate(drivers)}
         self._expected: list[Driver] = []
         self._order: list[Driver] = []
@@ -136,28 +137,10 @@ class Iteration:
         if self._widest is not None:
             self._written = BatchBuffers(module, self._widest)
 
-    def announce_to(
-        self,
-        delivery: Callable[[], None] | None,
-        clip: Callable[[float, float], None] | None,
-    ) -> None:
-        """Call ``delivery`` before gradients are set, which may be a collective, and ``clip`` with
-        the largest norm and its kind before they are clipped.
-        """
-        self.announce, self.announce_clip = delivery, clip
-
     def follow_with(self, follow: Callable[[], None]) -> None:
         """Call ``follow`` when a forward begins; graphs may gather from now on."""
         self._follow = follow
         self.token = torch.zeros((), device="cpu", requires_grad=True)
-
-    def leave_use_counts_out(self) -> None:
-        """Treat every parameter as used by some rank, without asking the ranks."""
-        self.sends_use_counts = False
-
-    def keep_sums(self) -> None:
-        """Remember that gradients of the current pass are not fully reduced."""
-        self.keeps_sums = True
 
     # --------------------------------------------------------------------------- forward
 
@@ -565,7 +548,7 @@ def _streams_of(units: Sequence[Unit], axes: Sequence[Communicator]) -> UnitStre
     streams = UnitStreams(*devices) if len(devices) == 1 else None
     if streams is not None:
         for unit in units:
-            unit.use_streams(streams)
+            unit.streams = streams
     return streams
 
 

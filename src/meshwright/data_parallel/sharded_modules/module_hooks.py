@@ -105,6 +105,7 @@ class Driver:
         self.unit = unit
         self.ignored = ignored
         self.buffers = buffers
+        """Compared when the root starts, and forgotten then."""
         self.name = name
         self.cast = cast or CastSettings()
         self.order = order
@@ -152,67 +153,17 @@ class Driver:
 
     # -------------------------------------------------------------------------- settings
 
-    def expect_last_backward(self, is_last: bool) -> None:
-        """Set whether the next backward passes of the root are the last ones of a step."""
-        root = self if self.iteration is None else self.iteration.drivers[0]
-        root._expect_last(is_last)
-
-    def _expect_last(self, is_last: bool) -> None:
-        self.is_last_backward = is_last
-
-    def stop_on_non_finite(self, stops: bool) -> None:
-        """Set whether all ranks stop at non-finite gradients, of the whole root."""
-        self.stops_on_non_finite = stops
-
-    def free_as_root(self) -> None:
-        """Free the parameters of a root after its forward as those of any other module."""
-        self.keeps_as_root = False
-
-    def gather_ahead(
-        self, *, forward: list[Driver] | None = None, backward: list[Driver] | None = None
-    ) -> None:
-        """Gather the units of these drivers ahead; None leaves what was set before."""
-        self.forward_ahead = self.forward_ahead if forward is None else forward
-        self.backward_ahead = self.backward_ahead if backward is None else backward
-
-    def bound_in_flight(self, most: int) -> None:
-        """Allow ``most`` reductions of its unit at a time."""
-        self.most_in_flight = most
-        if self.iteration is not None:
-            self.iteration.limit_in_flight()
-
     @property
     def has_parts(self) -> bool:
         """True where several modules are one unit."""
         return bool(self._parts)
 
-    def be_driven(self, is_driven: bool) -> None:
-        """Set whether the caller gathers and reduces, in place of the hooks."""
-        self.is_driven = is_driven
-
-    def keep_residency(self, residency: object) -> None:
-        """Remember what lets a schedule drive this unit."""
-        self.residency = residency
-
     # ---------------------------------------------------------------------------- set-up
-
-    def part_with(self, unit: Unit | None) -> None:
-        """Continue with ``unit``, which has fewer parameters; None where none are left."""
-        self.unit = unit
-
-    def take_buffers(self) -> Sequence[StartingBuffer]:
-        """Hand over the buffers that are to be compared, once."""
-        buffers, self.buffers = self.buffers, ()
-        return buffers
 
     def join_root(self, iteration: Iteration) -> None:
         """Belong to the root of ``iteration`` from now on."""
         self.iteration = iteration
         self.is_below = iteration.drivers[0] is not self
-
-    def be_called(self, name: str) -> None:
-        """Take ``name`` where it has none yet."""
-        self.name = self.name or name
 
     def start(self, module: nn.Module) -> Iteration:
         """Return the iteration this belongs to; becomes a root when it belongs to none."""
@@ -235,9 +186,9 @@ class Driver:
                     f"FSDP state has already been lazily initialized for {name}\nFSDP requires "
                     "running forward through the root module first"
                 )
-            driver.be_called(name)
+            driver.name = driver.name or name
             drivers[driver] = None
-        self.be_called(type(module).__name__)
+        self.name = self.name or type(module).__name__
         for driver in drivers:
             driver.adopt_names(names)
             if driver.unit is not None:
@@ -577,7 +528,7 @@ class Driver:
         self.has_run = False
         settings, is_of_inputs = unit.settings, not unit.has_gradient
         if not settings.synchronize or not settings.all_reduce:
-            iteration.keep_sums()
+            iteration.keeps_sums = True
         if not settings.synchronize or iteration.is_of_inputs:
             unit.keep_gradients()
         elif unit.trainable_groups and (is_due or unit.has_gradient):

@@ -91,19 +91,20 @@ class _Joined:
         """Announce each collective and each step before it begins, while there are inputs."""
         before = [(unit.settings.divide_factor, unit.settings.block) for unit in self._units]
         handle = register_optimizer_step_pre_hook(self._before_step)
-        self.iteration.announce_to(self._before_delivery, self._before_clip)
+        iteration = self.iteration
+        iteration.announce, iteration.announce_clip = self._before_delivery, self._before_clip
         for unit in self._units:
             # A rank that is done holds no part of the blocks that others keep after a forward.
             unit.forget_block()
             unit.change(block=None)
-            unit.announce_to(self._before_move)
+            unit.announce = self._before_move
         try:
             yield
         finally:
             handle.remove()
-            self.iteration.announce_to(None, None)
+            iteration.announce = iteration.announce_clip = None
             for unit, (factor, block) in zip(self._units, before, strict=True):
-                unit.announce_to(None)
+                unit.announce = None
                 unit.change(divide_factor=factor, block=block)
 
     def shadow(self) -> None:

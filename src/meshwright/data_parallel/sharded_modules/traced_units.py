@@ -98,14 +98,6 @@ class TracedDriver(Driver):
         self.lent = ()
         return not self._has_written()
 
-    def be_graphed(self, graphed: GraphedRoot) -> None:
-        """Let graphs drive this root through ``graphed``."""
-        self.graphed = graphed
-
-    def see(self, look: str) -> None:
-        """Take ``look``: compilers trace again unless they have a graph for it."""
-        self.look = look
-
     # While a graph runs.
 
     @property
@@ -140,7 +132,7 @@ class TracedDriver(Driver):
         if iteration is None or not isinstance(root, TracedDriver):
             return False
         if root.graphed is None:
-            root.be_graphed(GraphedRoot(root, iteration))
+            root.graphed = GraphedRoot(root, iteration)
         return _graphed(self).joins(self)
 
     @constant
@@ -198,7 +190,7 @@ class GraphedRoot:
         now = look_of(self.name, self._looks.index(look))
         for driver in self._drivers:
             if isinstance(driver, TracedDriver) and driver.look != now:
-                driver.see(now)
+                driver.look = now
                 if driver.unit is not None:  # in a graph there is no autograd to do it
                     driver.unit.exposure.follow_training(driver.unit)
 

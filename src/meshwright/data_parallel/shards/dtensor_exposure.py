@@ -120,7 +120,7 @@ class _Entry:
     def note_memory(self) -> None:
         """Remember the memory that ``exposed`` has now, to notice when it is given another."""
         if self.slot.extension is not None:
-            self.slot.extension.hold(local_tensor_of(self.exposed))
+            self.slot.extension.part = local_tensor_of(self.exposed)
         self.local = local_tensor_of(self.exposed)
         self.address = self.local.data_ptr()
         self.storage = self.exposed.untyped_storage()
@@ -454,7 +454,7 @@ class ExposedTensors(Exposure):
         is_shown = group in self._flat
         made = [entry.gradient_on(reduced, is_shown=is_shown) for entry in entries]
         if is_kept:
-            kept.remember([(dt, e.exposed) for dt, e in zip(made, entries, strict=True)])
+            kept.guests = [(dt, e.exposed) for dt, e in zip(made, entries, strict=True)]
         return made
 
     @torch.no_grad()

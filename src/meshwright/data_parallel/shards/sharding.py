@@ -75,7 +75,7 @@ def build_unit(
     if any(is_dtensor(slot.original) for slot in slots):
         local = {key: each for part in modules for key, each in local_parameters(part).items()}
         for slot in slots:
-            slot.compute_as(local.get(id(slot.original), slot.computes))
+            slot.computes = local.get(id(slot.original), slot.computes)
     if slots and options.target.axes.size > 1:
         parts = [part for _, part in own]
         refuse_frequencies(parts, [(slot.name, slot.original) for slot in slots])
@@ -86,7 +86,7 @@ def build_unit(
     known: dict[tuple[int, ...], Place] = {}
     for slot in slots:
         at = _place(slot, options, known)
-        slot.settle(at, _extension(slot, at, options))
+        slot.place, slot.outer, slot.extension = at, at.outer, _extension(slot, at, options)
     if synchronizes:
         _synchronize(own, slots, options)
     compared = () if synchronizes else dict.fromkeys(slots)
@@ -138,7 +138,7 @@ def on_one_mesh(drivers: Iterable[Driver]) -> None:
         if slot.outer is None and len(known) == 1:
             (mesh,) = known
             others = [Replicate()] * (mesh.ndim - at.mesh.ndim)
-            slot.move(replace(at, mesh=mesh, placements=(*at.placements, *others)))
+            slot.place = replace(at, mesh=mesh, placements=(*at.placements, *others))
     for unit in units:
         unit.exposure.follow_places()
 

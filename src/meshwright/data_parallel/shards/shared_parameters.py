@@ -34,12 +34,12 @@ def remember(driver: Driver) -> None:
     for slot, shown in zip(unit.slots, unit.exposure.parameters(unit), strict=True):
         # The parameter may live on in another module; its unit must not keep it alive.
         shown.__dict__[HOME] = me = weakref.ref(slot)
-        before = slot.replace_original(slot.full)
+        before, slot.original = slot.original, slot.full
         if not is_ours_alone(before):
             before.__dict__[HOME] = me
             retire_sharded(before, slot.name)
         del before  # or `forget_gone` would find it held
-        slot.live_in(home)
+        slot.home = home
         slot.forget_gone()
 
 
@@ -71,7 +71,9 @@ def settle(
                 f"{slot.name!r} is tied to {theirs.name!r}, and only one of them computes on a "
                 "local tensor: give both modules styles of meshwright.tensor_parallel, or neither"
             )
-        theirs.share([name for name, _ in new], [where for _, where in new])
+        theirs.names += tuple(name for name, _ in new)
+        theirs.places += tuple(where for _, where in new)
+        theirs.is_spread = True
         driver.unit.exposure.forget_places()
         driver.unit.exposure.show_sharded(driver.unit)
     units = ((driver, driver.unit) for driver in drivers if driver.unit is not None)
@@ -118,7 +120,7 @@ def _release(driver: Driver, slot: Slot) -> Slot:
     if local is None:
         raise InternalError(f"{slot.name!r} is in no group of unit {unit.name!r}")
     shape = local_of(slot.full).shape
-    driver.part_with(unit.with_groups(groups) if groups else None)
+    driver.unit = Unit(unit.name, groups, unit.exposure, unit.settings) if groups else None
     moved = Slot(
         names=slot.names,
         places=slot.places,
@@ -153,6 +155,6 @@ def _without(group: ParameterGroup, index: int) -> ParameterGroup:
     )
     slots = [group.slots[number] for number in kept]
     for number, slot in zip(kept, slots, strict=True):
-        slot.give_local(group.buffer.local(number).clone())
+        slot.local = group.buffer.local(number).clone()
     device, home, pins = group.buffer.device, group.home, group.pin_memory
     return ParameterGroup(slots, narrower, group.axes, group.types, device, home, pin_memory=pins)

@@ -200,13 +200,13 @@ class Unit:
         self.is_reducing = False
         """True while a reduction has been started and not finished."""
         self.announce: Callable[[Unit, str], None] | None = None
-        """See `announce_to`."""
+        """Called before collectives: "unshard", "reduce", "reduce_further"."""
         self.changes = 0
         """The number of times that parameters were converted, loaded or replaced."""
         self._phase = Phase.SHARDED
         self._has_second_sum = False
         self._waits = False  # with gradients, for a later pass
-        self._streams: UnitStreams | None = None
+        self.streams: UnitStreams | None = None
         """None on the host."""
         self._is_there: StreamEvent | None = None
         """The end of the gather under way, on its stream."""
@@ -248,18 +248,6 @@ class Unit:
         finally:
             self.settings = before
 
-    def announce_to(self, announce: Callable[[Unit, str], None] | None) -> None:
-        """Call ``announce`` before collectives: "unshard", "reduce", "reduce_further"."""
-        self.announce = announce
-
-    def use_streams(self, streams: UnitStreams) -> None:
-        """Gather and reduce on ``streams`` from now on."""
-        self._streams = streams
-
-    def with_groups(self, groups: Sequence[ParameterGroup]) -> Unit:
-        """Make a unit like this one, with other parameters."""
-        return Unit(self.name, groups, self.exposure, self.settings)
-
     def rename(self, name: str, modules: Mapping[nn.Module, str]) -> None:
         """Take ``name``, and name parameters by the full names of their ``modules``."""
         self.name = name
@@ -279,13 +267,13 @@ class Unit:
             if self._phase is Phase.GATHERING or not any(map(_IS_STALE, self.groups)):
                 return
             self._become(Phase.SHARDED)
-            if self._streams is not None:  # which writes where the computation may still read
-                self._streams.gathers.follow()
+            if self.streams is not None:  # which writes where the computation may still read
+                self.streams.gathers.follow()
         if self.announce is not None:
             self.announce(self, "unshard")
         self._become(Phase.GATHERING)
         label, custom, started = f"unshard {self.name}", self.settings.all_gather, self._gathers
-        streams = self._streams
+        streams = self.streams
         with HERE if streams is None else streams.gathering(self.groups, is_late=is_late):
             found: list[Moves] = []
             for group in self.groups:
@@ -309,7 +297,7 @@ class Unit:
         if self._hidden[0]:  # graphs may read what they have saved again
             set_versions(*self._hidden)
             self._hidden = (), ()
-        before_freeing = None if self._streams is None else self._streams.gathers.follow
+        before_freeing = None if self.streams is None else self.streams.gathers.follow
         for group in self.groups:
             group.finish_gather(before_freeing)
         self._become(Phase.FULL)
@@ -384,11 +372,11 @@ class Unit:
                     leaves += map(_LEAF, group.slots)
             self._hidden = leaves, [*map(version_of, leaves)]
             increment_version(leaves)
-        if self._streams is None:
+        if self.streams is None:
             for group in self.groups:
                 group.buffer.release()
         else:
-            self._streams.leave(self.groups)
+            self.streams.leave(self.groups)
         self._become(Phase.REDUCING if self.is_reducing else Phase.SHARDED)
         if lost:
             raise written(lost, self.communicators)
@@ -445,10 +433,10 @@ class Unit:
         name, settings, started = self.name, self.settings, self._sums
         found: list[Moves] = []
         for group in self.trainable_groups:
-            moves = group.reduce(name, settings, started, is_late=self._streams is not None)
+            moves = group.reduce(name, settings, started, is_late=self.streams is not None)
             if moves is not None:
                 found.append(moves)
-        streams = self._streams
+        streams = self.streams
         if streams is not None:
             streams.sums.follow()
         with HERE if streams is None else streams.sums.used():
@@ -463,7 +451,7 @@ class Unit:
             self._has_second_sum = True
             if self.announce is not None and self._sums_twice:
                 self.announce(self, "reduce_further")
-            streams, last = self._streams, None
+            streams, last = self.streams, None
             if streams is not None:
                 last = self._last = streams.further if self._sums_twice else streams.sums
                 last.wait_for(streams.sums.mark())
@@ -523,8 +511,8 @@ class Unit:
         if self._phase is Phase.GATHERING:
             self.wait_unshard()
         _wait_for(self._sums)
-        if self._streams is not None:
-            self._streams.stop()
+        if self.streams is not None:
+            self.streams.stop()
         for group in self.groups:
             group.drop()
         self.is_reducing = self._waits = False

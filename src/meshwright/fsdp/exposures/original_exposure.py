@@ -187,7 +187,7 @@ class OriginalExposure(Exposed):
             parts[index] = part_of(shaped, slots[index].original, slots[index].name)
         if is_kept:
             mine = zip(parts, slots, strict=True)
-            kept.remember([(p, slot.original) for p, slot in mine if p is not None])
+            kept.guests = [(p, slot.original) for p, slot in mine if p is not None]
         return parts
 
     def refresh(self, unit: Unit) -> None:
@@ -220,7 +220,7 @@ class OriginalExposure(Exposed):
             new = found
         if new is None:
             return
-        before = slot.replace_original(new)
+        before, slot.original = slot.original, new
         before.data = before.data.clone()  # whoever holds it keeps it
         setattr(new, TAKEN, getattr(before, TAKEN))
         group = next(group for group in unit.groups if slot in group.slots)
