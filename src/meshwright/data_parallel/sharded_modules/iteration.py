@@ -29,7 +29,6 @@ from meshwright.data_parallel.checks.order import OrderCheck, OrderedUnit, Order
 from meshwright.data_parallel.checks.order_record import ACCUMULATES, INTERRUPTED, STEPPED, UNKNOWN
 from meshwright.data_parallel.checks.step_watch import Steps, StepWatch
 from meshwright.data_parallel.modules.batch_norm import LocalStatistics
-from meshwright.data_parallel.sharded_modules import unseen
 from meshwright.data_parallel.sharded_modules.agreement import (
     SameCopies,
     UnitStates,
@@ -40,9 +39,9 @@ from meshwright.data_parallel.shards.buffer import DataAxes
 from meshwright.data_parallel.shards.gradient_lines import sum_parts
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup
 from meshwright.data_parallel.shards.parameter_hooks import accumulator_of
+from meshwright.data_parallel.shards.replaced_parameters import rank_in
 from meshwright.data_parallel.shards.slot import have_gradients
-from meshwright.data_parallel.shards.unit import Phase, Unit
-from meshwright.data_parallel.shards.unit_streams import UnitStreams
+from meshwright.data_parallel.shards.unit import Phase, Unit, UnitStreams
 from meshwright.gradients import warn_without_gradients
 from meshwright.torch_internals.autograd import accumulates, at_end_of_backward, keeps_graph
 
@@ -344,7 +343,7 @@ class Iteration:
         for unit in self.units:
             name = unit.take_unseen()
             if name:
-                raise unseen.lost(name, unit)
+                raise _lost(name, unit)
 
     def _has_gradients(self) -> bool:
         """Whether an optimizer step now would change anything on this rank."""
@@ -577,3 +576,19 @@ def _held(units: Iterable[Unit], optimizer: torch.optim.Optimizer) -> list[Unit]
 def gets_gradient(leaf: torch.Tensor) -> bool:
     """Whether the running backward pass accumulates a gradient of ``leaf``."""
     return accumulates(accumulator_of(leaf))
+
+
+_RETURN = (
+    "A loss that a forward leaves in a closure, a global variable or an object of a class of its "
+    "own is not seen beside its output: return it, or keep it in an attribute of the module or in "
+    "a list there"
+)
+
+
+def _lost(name: str, unit: Unit) -> RuntimeError:
+    """The error for a gradient of parameter ``name`` that no hook of ``unit`` announced."""
+    return RuntimeError(
+        f"rank {rank_in(unit.communicators)}: a backward pass has given sharded parameter {name!r} "
+        f"a gradient and went through no output of unit {unit.name!r}: nothing has reduced it, and "
+        f"it is dropped. {_RETURN}"
+    )

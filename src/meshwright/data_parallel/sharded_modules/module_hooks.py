@@ -17,7 +17,7 @@ Where torch's profiler runs, each of these is a range with the names that torch 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,7 +37,6 @@ from meshwright.data_parallel.modules.nested import (
     tensors_in,
     tensors_kept_by,
 )
-from meshwright.data_parallel.sharded_modules import unseen
 from meshwright.data_parallel.sharded_modules.agreement import check_meta, compare_values
 from meshwright.data_parallel.sharded_modules.iteration import Iteration
 from meshwright.data_parallel.sharded_modules.module_tree import ModuleTree, PlacesIn
@@ -51,6 +50,7 @@ from meshwright.torch_internals.autograd import (
     running_backward,
 )
 from meshwright.torch_internals.tracing import is_backward_compiled
+from meshwright.torch_internals.trees import tree_leaves
 
 ATTRIBUTE = "_meshwright_driver"
 NOBODY: Sequence[Driver] = ()
@@ -145,7 +145,7 @@ class Driver:
         self._in_graphs = 0
         """Forwards in living graphs, which may run again where they are kept."""
         self._is_inner = False  # True when its last forward watched gradients of inputs
-        self._unseen: unseen.Hooks | None = None  # None while outputs announce its backward
+        self._unseen: _GradientHooks | None = None  # None while outputs announce its backward
         self.has_run = False
         """True while its forward has run and its backward has not ended yet."""
         self._changes = 0
@@ -281,7 +281,7 @@ class Driver:
     def refuse_transforms(self, module: nn.Module) -> None:
         """Raise RuntimeError inside a transform of `torch.func`, and in forward mode."""
         if function_transforms() is not None or (forward_level() >= 0 and torch.is_grad_enabled()):
-            raise unseen.refusal(self.name or type(module).__name__)
+            raise _in_transform(self.name or type(module).__name__)
 
     @apart
     def after_forward(self, module: nn.Module, args: object, output: Any) -> Any:  # noqa: ANN401
@@ -307,7 +307,7 @@ class Driver:
         is_training, is_seen = torch.is_grad_enabled(), False
         if is_training:
             if self.is_root:
-                output = unseen.with_own_node(output, Driver._output_gradient)
+                output = _with_own_node(output, Driver._output_gradient)
             is_seen = self._watch_outputs(output)
             for kept in tensors_kept_by(self._below.get(module) or self._own_modules(module)):
                 is_watched = self._output_gradient in (backward_hooks_of(kept) or {}).values()
@@ -316,7 +316,7 @@ class Driver:
             if escaped:  # a loss of the unit's own, say: its gradient may come before the output's
                 is_seen = self._watch_outputs(escaped) or is_seen
             if not is_seen and self._unseen is None:
-                self._unseen = unseen.expect(self.unit, iteration, output, is_inner=self._is_inner)
+                self._unseen = _expect(self.unit, iteration, output, is_inner=self._is_inner)
         if self._parts:
             self._to_run.discard(id(module))
             if self._to_run:
@@ -549,3 +549,86 @@ class Driver:
                 yield
         finally:
             self._is_shown = False
+
+
+# Backward passes that no output of a unit announces: no output of its forward was found. Outputs
+# are found in containers, dataclasses and classes that are registered with torch, but not in
+# objects of other classes, closures and generators. A unit without outputs stays unsharded until
+# the backward has ended, which begins at the latest with the first gradient of a parameter. Where
+# some outputs are found, hidden ones are not expected beside them; they train where the unit is
+# gathered in time. Where it is not, torch rejects the read of saved parameters (see `Unit`); a
+# backward through hidden outputs alone raises.
+
+_PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None))
+
+
+def _with_own_node(output: Any, tell: Callable[..., None]) -> Any:  # noqa: ANN401
+    """Return the root's ``output`` with views in place of what a freed unit has returned.
+
+    The gradient of a view comes before all that the unit has computed, and calls its hook, too.
+    ``tell`` is the method of drivers that hooks of outputs call.
+    """
+
+    views: dict[int, torch.Tensor] = {}
+
+    def is_freed(tensor: torch.Tensor) -> bool:
+        if tensor.layout is not torch.strided:  # of which there are no views
+            return False
+        for hook in (backward_hooks_of(tensor) or {}).values():
+            unit = hook.__self__.unit if getattr(hook, "__func__", None) is tell else None
+            if unit is not None and unit.phase is not Phase.FULL:
+                return True
+        return False
+
+    def view(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in views:  # one object stays one
+            return views[id(tensor)]
+        views[id(tensor)] = other = tensor.view_as(tensor)
+        other.__dict__.update(tensor.__dict__)  # a mask, say, that a program has hung on it
+        for hook in (backward_hooks_of(tensor) or {}).values():
+            if getattr(hook, "__func__", None) is tell:
+                other.register_hook(hook)
+        return other
+
+    return cloned(output, where=is_freed, clone=view)
+
+
+class _GradientHooks:
+    """Hooks on ``leaves``, whose first gradient begins the backward of ``iteration``."""
+
+    def __init__(self, leaves: Sequence[torch.Tensor], iteration: Iteration) -> None:
+        self._iteration = iteration
+        self._hooks = [leaf.register_post_accumulate_grad_hook(self._arrived) for leaf in leaves]
+
+    def _arrived(self, leaf: torch.Tensor) -> None:
+        self._iteration.begin_backward()
+
+    def stop(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _in_transform(name: str) -> RuntimeError:
+    """The error for a forward of module ``name`` whose derivatives reach no hook."""
+    transform = "a transform of torch.func (vmap, grad, ...)"
+    if function_transforms() is None:
+        transform = "forward-mode differentiation (torch.autograd.forward_ad) with gradients"
+    return RuntimeError(
+        f"{name} is sharded and was called inside of {transform}, which hides when its backward "
+        "comes. Call it outside, or use replicate"
+    )
+
+
+def _expect(
+    unit: Unit | None, iteration: Iteration, output: object, *, is_inner: bool
+) -> _GradientHooks | None:
+    """Hook the parameters of ``unit`` to notice its backward; None where none will come.
+
+    ``is_inner`` says that its inputs get gradients. With nothing to train, tensors hidden in its
+    ``output`` may still need a backward.
+    """
+    slots = () if unit is None else unit.slots
+    leaves = [slot.leaf for slot in slots if slot.leaf.requires_grad]
+    may_come = leaves or is_inner or not all(isinstance(v, _PLAIN) for v in tree_leaves(output))
+    return _GradientHooks(leaves, iteration) if may_come else None

@@ -43,9 +43,10 @@ from meshwright.data_parallel.shards.sharding import (
     ShardOptions,
     below,
     build_unit,
+    check_settled,
     on_one_mesh,
+    remember,
 )
-from meshwright.data_parallel.shards.shared_parameters import check_settled, remember
 from meshwright.data_parallel.shards.unit import Unit
 from meshwright.environment import is_launched
 from meshwright.errors import CommunicationError, warn

@@ -63,7 +63,6 @@ class TracedDriver(Driver):
     """The parameters that modules hold at rest, while a forward is traced."""
 
     def join_root(self, iteration: Iteration) -> None:
-        """See `Driver.join_root`."""
         super().join_root(iteration)
         root = iteration.drivers[0]
         if not self.is_below:
@@ -72,7 +71,6 @@ class TracedDriver(Driver):
             self.look = look_of(root.root_name, 0)
 
     def joins_graph(self, module: nn.Module) -> bool:
-        """See `Driver.joins_graph`."""
         if not self.is_below or self.iteration is None:
             return False
         if not self._joins(self.look, self.iteration.drivers[0].is_driven):
@@ -89,7 +87,6 @@ class TracedDriver(Driver):
         return True
 
     def leaves_graph(self, module: nn.Module) -> bool:
-        """See `Driver.leaves_graph`."""
         if not self.is_below or not self._has_joined():
             return False
         _, _, _, places = self._described(torch.is_grad_enabled())
@@ -259,7 +256,6 @@ class GraphedRoot:
 
     @apart
     def drive(self, what: str, number: int, said: str) -> None:
-        """See `TracedRoot`."""
         if what == BEGIN:
             self._iteration.begin_graph(f"a compiled forward pass ({said})")
         elif what == BEGIN_BACKWARD:
@@ -280,7 +276,6 @@ class GraphedRoot:
 
     @apart
     def whole(self, number: int, line: int) -> torch.Tensor:
-        """See `TracedRoot`."""
         _, unit = self._at(number)
         unit.wait_unshard()
         return unit.groups[line].buffer.full

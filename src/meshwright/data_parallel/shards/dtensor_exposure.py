@@ -335,11 +335,9 @@ class ExposedTensors(Exposure):
         ) + sum([version_of(group.buffer.shard) for group in unit.groups])
 
     def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
-        """See `Exposure`."""
         return [entry.exposed.requires_grad for entry in self.entries(group)]
 
     def has_gradients(self, unit: Unit) -> bool:
-        """See `Exposure`."""
         flats = (self._flat.get(group) for group in unit.groups)
         return any(flat is not None and flat.grad is not None for flat in flats) or any(
             entry.stop > entry.start and entry.exposed.grad is not None

@@ -147,12 +147,10 @@ class FlatExposure(Exposed):
         return [self.flat]
 
     def registered(self, unit: Unit) -> list[torch.Tensor]:
-        """See `Exposed`."""
         held = self.owner._parameters.get(FLAT)
         return [self.flat if held is None else held]
 
     def show_sharded(self, unit: Unit) -> None:
-        """See `Exposure`."""
         if self._flat is None:
             self._flat = self._take_over(unit)
             self._refusals.add(unit, self._flat, unit.slots, FLAT)
@@ -171,7 +169,6 @@ class FlatExposure(Exposed):
         self._hide(unit, before)
 
     def show_full(self, unit: Unit) -> None:
-        """See `Exposure`."""
         self._seen = self.version(unit)
         self._find(unit)
         trains = self.flat.requires_grad
@@ -181,12 +178,10 @@ class FlatExposure(Exposed):
         self._list(unit)
 
     def list_full(self, unit: Unit) -> None:
-        """See `Exposed`."""
         if not self._lists_full:
             self._list(unit)
 
     def list_at_rest(self, unit: Unit) -> None:
-        """See `Exposed`."""
         if self._lists_full:
             self._find(unit)
             self._hide(unit)
@@ -235,19 +230,15 @@ class FlatExposure(Exposed):
                     raise replaced(slot.name, module, found, slot.leaf.shape, unit.communicators)
 
     def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
-        """See `Exposure`."""
         return [self.flat.requires_grad] * len(group.slots)
 
     def has_gradients(self, unit: Unit) -> bool:
-        """See `Exposure`."""
         return self.flat.grad is not None and self.flat.numel() > 0
 
     def is_stale(self, unit: Unit) -> bool:
-        """See `Exposed`."""
         return self._seen != self.version(unit)
 
     def is_replaced(self, unit: Unit) -> bool:
-        """See `Exposed`."""
         flat = self.flat
         is_held = self._lists_full or self.owner._parameters.get(FLAT) is flat
         return (
@@ -257,7 +248,6 @@ class FlatExposure(Exposed):
         )
 
     def version(self, unit: Unit) -> int:
-        """See `Exposed`."""
         return version_of(self._only_group(unit).buffer.shard)
 
     def set_gradients(
@@ -310,7 +300,6 @@ class FlatExposure(Exposed):
             self._joined.append(part)
 
     def take_waiting(self, unit: Unit) -> bool:
-        """See `Exposure`."""
         taken = self._waiting.take()
         if any(taken):
             group = self._only_group(unit)
@@ -335,7 +324,6 @@ class FlatExposure(Exposed):
             write_back(flat, shard, FLAT)
 
     def convert(self, unit: Unit) -> None:
-        """See `Exposed`."""
         flat, group = self.flat, self._only_group(unit)
         shard = group.buffer.shard
         if flat.shape == shard.shape:

@@ -54,19 +54,16 @@ class OriginalExposure(Exposed):
         return [slot.original for slot in unit.slots]
 
     def registered(self, unit: Unit) -> list[torch.Tensor]:
-        """See `Exposed`."""
         places = [(slot, *slot.places[0]) for slot in unit.slots]
         held = [(slot, module._parameters.get(name)) for slot, module, name in places]
         return [slot.original if t is None or t is slot.full else t for slot, t in held]
 
     def show_sharded(self, unit: Unit) -> None:
-        """See `Exposure`."""
         if not self._targets:
             self._point(unit)
         self.list_at_rest(unit)
 
     def show_full(self, unit: Unit) -> None:
-        """See `Exposure`."""
         self._seen = self.version(unit)
         self._lists_full = True
         for slot in unit.slots:
@@ -82,12 +79,10 @@ class OriginalExposure(Exposed):
                     raise replaced(slot.name, module, found, slot.leaf.shape, unit.communicators)
 
     def list_full(self, unit: Unit) -> None:
-        """See `Exposed`."""
         if not self._lists_full:
             self.show_full(unit)
 
     def list_at_rest(self, unit: Unit) -> None:
-        """See `Exposed`."""
         for slot in unit.slots:
             full, original = slot.full, slot.original
             if full.requires_grad is not self._trained.get(slot, True):
@@ -103,7 +98,6 @@ class OriginalExposure(Exposed):
         self._lists_full = False
 
     def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
-        """See `Exposure`."""
         return [slot.original.requires_grad for slot in group.slots]
 
     def has_gradients(self, unit: Unit) -> bool:
@@ -111,11 +105,9 @@ class OriginalExposure(Exposed):
         return any(slot.original.grad is not None for slot in unit.slots)
 
     def is_stale(self, unit: Unit) -> bool:
-        """See `Exposed`."""
         return self._seen != self.version(unit)
 
     def is_replaced(self, unit: Unit) -> bool:
-        """See `Exposed`."""
         for slot, target in self._targets:
             module, name = slot.places[0]
             original = slot.original
@@ -127,7 +119,6 @@ class OriginalExposure(Exposed):
         return False
 
     def version(self, unit: Unit) -> int:
-        """See `Exposed`."""
         # The originals have counters of their own: the shard's does not see what they are given.
         return sum(version_of(slot.original) for slot in unit.slots)
 
@@ -154,13 +145,11 @@ class OriginalExposure(Exposed):
             run_after_hooks(original)
 
     def show_waiting(self, unit: Unit) -> bool:
-        """See `Exposure`."""
         gradients = [gradient for group in unit.groups for gradient in group.waiting()]
         dtypes = [group.types.compute for group in unit.groups for _ in group.slots]
         return self._waiting.show(unit.name, self.parameters(unit), gradients, dtypes)
 
     def take_waiting(self, unit: Unit) -> bool:
-        """See `Exposure`."""
         taken = self._waiting.take()
         dropped = iter(taken)
         for group in unit.groups:
@@ -230,7 +219,6 @@ class OriginalExposure(Exposed):
         unit.reshard()
 
     def convert(self, unit: Unit) -> None:
-        """See `Exposed`."""
         if all(
             slot.original.data_ptr() == target.data_ptr() and slot.original.dtype == target.dtype
             for slot, target in self._targets
