@@ -23,7 +23,7 @@ from meshwright.data_parallel.sharded_modules.sharded_join import JoinsUnevenInp
 from meshwright.data_parallel.shards.parameter_group import UnitSettings
 from meshwright.data_parallel.shards.unit import Unit
 from meshwright.errors import warn
-from meshwright.fsdp import auto_wrap, building, checks
+from meshwright.fsdp import building, checks
 from meshwright.fsdp.exposures.tensor_axes import tensor_mesh
 from meshwright.fsdp.groups import find_groups
 from meshwright.fsdp.options import (
@@ -163,7 +163,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
     ) -> None:
         precision: MixedPrecision | None = shared["mixed_precision"]
         cls = type(self)
-        targets = auto_wrap.choose_targets(
+        targets = building.choose_targets(
             module, policy, ignored, precision, FullyShardedDataParallel
         )
 
@@ -178,7 +178,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
                 warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
                 return cls(target, **{**shared, **own})
 
-        auto_wrap.wrap_targets(
+        building.wrap_targets(
             module, targets, ignored, build, allows_frozen_mix=shared["use_orig_params"]
         )
 

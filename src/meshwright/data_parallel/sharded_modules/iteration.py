@@ -491,8 +491,7 @@ class Iteration:
 
     def deliver(self) -> None:
         """Set the gradients of the units whose reductions have ended; asks ranks for use flags."""
-        present = [driver.unit for driver in self.drivers if driver.unit is not None]
-        units = [unit for unit in present if any(g.mean is not None for g in unit.groups)]
+        units = [unit for unit in self.units if any(g.mean is not None for g in unit.groups)]
         if not units:
             return
         if self._streams is not None:

@@ -78,7 +78,7 @@ class _Joined:
     ) -> None:
         self.iteration = _root_iteration(module)
         self._module = module
-        self._units = [d.unit for d in self.iteration.drivers if d.unit is not None]
+        self._units = self.iteration.units
         self._optimizers = list(optimizers)
         self._divides_by_all = divides_by_all
         self._has_stepped = False

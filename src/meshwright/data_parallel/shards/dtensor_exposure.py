@@ -49,7 +49,7 @@ from meshwright.torch_internals.tensors import (
 )
 
 
-class _Entry:
+class _ShardedParameter:
     """One parameter as it looks at rest."""
 
     __slots__ = (
@@ -106,17 +106,6 @@ class _Entry:
         axes = () if slot.place is None else slot.place.axes.communicators
         return replaced(slot.name, module, cells.get(name), slot.full.shape, axes)
 
-    @torch.no_grad()
-    def follow_place(self) -> None:
-        """Move to the mesh of the slot's current place: this rank's part is the same there."""
-        (mesh, placements, *_), gradient = self.wrap, self.exposed.grad
-        if mesh is self.exposed.device_mesh:
-            return
-        put_on_mesh(self.exposed, mesh, placements)
-        if gradient is not None:
-            self.exposed.grad = None
-            self.exposed.grad = dtensor_like(local_of(gradient), self.exposed)
-
     def note_memory(self) -> None:
         """Remember the memory that ``exposed`` has now, to notice when it is given another."""
         if self.slot.extension is not None:
@@ -124,17 +113,6 @@ class _Entry:
         self.local = local_tensor_of(self.exposed)
         self.address = self.local.data_ptr()
         self.storage = self.exposed.untyped_storage()
-
-    def expose(self, parameter: Any, local: torch.Tensor) -> None:  # noqa: ANN401
-        """Put ``parameter`` into all modules, on the memory ``local``.
-
-        It stays the object that optimizers know; its memory is the shard's.
-        """
-        for cells, name in self.cells:
-            cells[name] = parameter
-        self.exposed = parameter
-        set_local_tensor(parameter, local)
-        self.note_memory()
 
     def part_of(self, line: torch.Tensor) -> torch.Tensor:
         """View this rank's part of the parameter in ``line``, which lies as the shard does."""
@@ -159,7 +137,7 @@ class ExposedTensors(Exposure):
     """The exposure of `fully_shard`."""
 
     def __init__(self) -> None:
-        self._entries: dict[ParameterGroup, list[_Entry]] = {}
+        self._entries: dict[ParameterGroup, list[_ShardedParameter]] = {}
         self._has_run = False
         """True once modules have been shown whole parameters: none is taken over from then on."""
         self._flat: dict[ParameterGroup, nn.Parameter] = {}
@@ -168,13 +146,13 @@ class ExposedTensors(Exposure):
         self._guarded: set[ParameterGroup] = set()
         """The groups that have begun a pass: gradients past the hooks are rejected."""
 
-    def entries(self, group: ParameterGroup) -> list[_Entry]:
+    def entries(self, group: ParameterGroup) -> list[_ShardedParameter]:
         """List the parameters of ``group`` as they look at rest, made at the first call."""
         found = self._entries.get(group)
         if found is None:
             known = {e.slot: e.exposed for entries in self._entries.values() for e in entries}
             before = [known.get(slot, slot.original) for slot in group.slots]
-            found = [_Entry(group, index, given) for index, given in enumerate(before)]
+            found = [_ShardedParameter(group, index, given) for index, given in enumerate(before)]
             self._entries[group] = found
             mark_mean([entry.exposed for entry in found], group.axes.communicators)
         return found
@@ -215,12 +193,18 @@ class ExposedTensors(Exposure):
             for e in self.entries(group)
         ]
 
+    @torch.no_grad()
     def follow_places(self) -> None:
-        """Follow the places of slots, which have become those on a larger mesh."""
+        """Follow the places of slots, now on a larger mesh where this rank's parts are the same."""
         for group, entries in self._entries.items():
             group.kept.forget()
             for entry in entries:
-                entry.follow_place()
+                (mesh, placements, *_), exposed = entry.wrap, entry.exposed
+                if mesh is not exposed.device_mesh:
+                    gradient, exposed.grad = exposed.grad, None
+                    put_on_mesh(exposed, mesh, placements)
+                    if gradient is not None:
+                        exposed.grad = dtensor_like(local_of(gradient), exposed)
 
     def forget_places(self) -> None:
         """Look up the modules of all slots once more: they are used in others now."""
@@ -487,12 +471,16 @@ class ExposedTensors(Exposure):
                     parameter.__dict__[HOME] = entry.exposed.__dict__.get(HOME)
                     entry.slot.full.requires_grad_(parameter.requires_grad)
                     entry.trains = parameter.requires_grad
-                entry.expose(parameter, group.buffer.around(index))
-                entry.guard = None
+                # The object that optimizers know stays; its memory is the shard's.
+                entry.exposed, entry.guard = parameter, None
+                for cells, name in entry.cells:
+                    cells[name] = parameter
+                set_local_tensor(parameter, group.buffer.around(index))
+                entry.note_memory()
             self._guarded.discard(group)
         unit.has_changed()
 
-    def _held(self, entry: _Entry) -> Any:  # noqa: ANN401
+    def _held(self, entry: _ShardedParameter) -> Any:  # noqa: ANN401
         """Return the DTensor parameter that all modules hold. Raises RuntimeError for any other.
 
         The modules of a tied one may hold several of the same values, as ``load_state_dict`` with
@@ -519,7 +507,7 @@ def _have_same(one: Any, other: Any) -> bool:  # noqa: ANN401
     return lies[0] == lies[1] and mine.device == theirs.device and torch.equal(mine, theirs)
 
 
-def _belongs_elsewhere(entry: _Entry, parameter: nn.Parameter) -> bool:
+def _belongs_elsewhere(entry: _ShardedParameter, parameter: nn.Parameter) -> bool:
     """Whether another slot's unit shows ``parameter``: nothing would tie the two."""
     held = parameter.__dict__.get(HOME)
     slot = None if held is None else held()
@@ -527,7 +515,7 @@ def _belongs_elsewhere(entry: _Entry, parameter: nn.Parameter) -> bool:
     return driver is not None and driver.unit is not None and driver.unit.exposure.shows(parameter)
 
 
-def _check_alike(entry: _Entry, held: Any, first: Any) -> None:  # noqa: ANN401
+def _check_alike(entry: _ShardedParameter, held: Any, first: Any) -> None:  # noqa: ANN401
     """Raise RuntimeError unless ``held`` has the parameter's layout and the kind of ``first``."""
     before = entry.exposed
     lies = (held.shape, held.placements, local_of(held).shape)

@@ -65,7 +65,7 @@ class ShardOptions:
 
 def build_unit(
     modules: Sequence[nn.Module],
-    below: Below,
+    below: UnitModules,
     options: ShardOptions,
     *,
     synchronizes: bool,
@@ -257,7 +257,7 @@ def _device_of(target: Target) -> torch.device:
     return device if device.type == target.mesh.device_type else torch.device("cpu")
 
 
-class Below(NamedTuple):
+class UnitModules(NamedTuple):
     """The modules that are about to become a unit, and all below them."""
 
     own: list[tuple[str, nn.Module]]
@@ -266,7 +266,7 @@ class Below(NamedTuple):
     """The drivers of modules that an earlier call has taken."""
 
 
-def below(modules: Sequence[nn.Module]) -> Below:
+def below(modules: Sequence[nn.Module]) -> UnitModules:
     """Look through ``modules``, once."""
     own: list[tuple[str, nn.Module]] = []
     taken: list[nn.Module] = []
@@ -300,7 +300,7 @@ def below(modules: Sequence[nn.Module]) -> Below:
                 drivers[driver] = None
             inner = [child for child in module._modules.values() if child is not None]
             taken += reversed(inner)
-    return Below(own, [*drivers])
+    return UnitModules(own, [*drivers])
 
 
 def is_taken(module: nn.Module) -> bool:

@@ -85,7 +85,7 @@ class Exposure(ABC):
         """
 
     @abstractmethod
-    def parameters(self, unit: Unit) -> Sequence[nn.Parameter]:
+    def parameters(self, unit: Unit) -> list[nn.Parameter]:
         """List the parameters of the unit that optimizers may hold."""
 
     @abstractmethod

@@ -24,7 +24,6 @@ from meshwright.fsdp.exposures.exposure import (
     places_in_shards,
     write_back,
 )
-from meshwright.fsdp.exposures.waiting_gradients import Refusals, WaitingGradients
 from meshwright.torch_internals.modules import lent_now
 from meshwright.torch_internals.tensors import version_of
 
@@ -39,15 +38,11 @@ class OriginalExposure(Exposed):
     """
 
     def __init__(self, gradient_dtype: torch.dtype | None = None) -> None:
-        self._gradient_dtype = gradient_dtype
+        super().__init__(gradient_dtype)
         self._targets: list[tuple[Slot, torch.Tensor]] = []
         """Each parameter, and its place in the shard."""
-        self._seen = -1
-        self._lists_full = False
         self._trained: dict[Slot, bool] = {}
         """True for each whole parameter that required grad when modules were shown it last."""
-        self._refusals = Refusals()
-        self._waiting = WaitingGradients()
 
     def parameters(self, unit: Unit) -> list[nn.Parameter]:
         """List the original parameters."""
@@ -103,9 +98,6 @@ class OriginalExposure(Exposed):
     def has_gradients(self, unit: Unit) -> bool:
         """See `Exposure`. One of which others have all elements never has a gradient."""
         return any(slot.original.grad is not None for slot in unit.slots)
-
-    def is_stale(self, unit: Unit) -> bool:
-        return self._seen != self.version(unit)
 
     def is_replaced(self, unit: Unit) -> bool:
         for slot, target in self._targets:
