@@ -396,8 +396,8 @@ def parts_of_flat(
         return flat.parts_of(line)
     for unit in _units(model):
         for group in unit.groups:
-            if unit.exposure.has_flat(group, flat):
-                return unit.exposure.parts_of(group, line)
+            if parts := unit.exposure.parts_of(group, flat, line):
+                return parts
     return None
 
 

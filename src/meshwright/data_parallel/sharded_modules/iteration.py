@@ -183,7 +183,6 @@ class Iteration:
         if self.statistics is not None and self.statistics.is_due and torch.is_grad_enabled():
             self.statistics.tell()
         for unit in self.units:
-            unit.exposure.zero_alike()
             unit.exposure.refresh(unit)
             if unit.phase is Phase.FULL:
                 unit.exposure.follow_training(unit)

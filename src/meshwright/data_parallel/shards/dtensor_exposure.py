@@ -180,17 +180,13 @@ class ExposedTensors(Exposure):
             mark_spread(found, outers, group.axes.shard, group.slots[0].name)
         return found
 
-    def has_flat(self, group: ParameterGroup, flat: nn.Parameter) -> bool:
-        """Whether ``flat`` is the shard of ``group``."""
-        return self._flat.get(group) is flat
-
     def parts_of(
-        self, group: ParameterGroup, line: torch.Tensor
+        self, group: ParameterGroup, flat: nn.Parameter, line: torch.Tensor
     ) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """List the parameters of ``group``, and a DTensor for each with its part of ``line``."""
+        entries = self.entries(group) if self._flat.get(group) is flat else ()
         return [
             (e.exposed, dtensor_at_rest(beginning_storage(e.part_of(line)), *e.wrap))
-            for e in self.entries(group)
+            for e in entries
         ]
 
     @torch.no_grad()
@@ -221,6 +217,8 @@ class ExposedTensors(Exposure):
 
     def refresh(self, unit: Unit) -> None:
         """See `Exposure`: looks at each parameter, at its memory and at what modules hold."""
+        if self._flat:
+            self._zero_alike()
         shows_full, is_same = unit.phase is Phase.FULL and not unit.is_at_rest, True
         for group in unit.groups:
             if group not in self._guarded:
@@ -295,7 +293,7 @@ class ExposedTensors(Exposure):
                 entry.follow_training()
             self._guard(group)
 
-    def zero_alike(self) -> None:
+    def _zero_alike(self) -> None:
         """Zero the gradients of the parameters where a flat one was zeroed, and the reverse."""
         for group, flat in self._flat.items():
             entries = self.entries(group)

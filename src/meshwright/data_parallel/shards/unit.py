@@ -160,22 +160,17 @@ class Exposure(ABC):
         """
         return None
 
-    def has_flat(self, group: ParameterGroup, flat: nn.Parameter) -> bool:
-        """Whether ``flat`` is the shard of ``group``."""
-        return False
-
     def parts_of(
-        self, group: ParameterGroup, line: torch.Tensor
+        self, group: ParameterGroup, flat: nn.Parameter, line: torch.Tensor
     ) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """List the parameters of ``group``, each with its part of ``line``."""
+        """List the parameters of ``group``, whose shard is ``flat``, with their parts of ``line``.
+
+        Empty where ``flat`` is another.
+        """
         return []
 
     def follow_gradients(self, group: ParameterGroup) -> None:
         """Make the flat gradient of ``group`` what ``.grad`` of its parameters is now."""
-        return
-
-    def zero_alike(self) -> None:
-        """Zero the gradients of parameters where a flat one was zeroed, and the reverse."""
         return
 
 
