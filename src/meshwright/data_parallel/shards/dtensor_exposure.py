@@ -6,6 +6,7 @@ what the next gather sends. Modules hold plain tensors from the gather on.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,11 +28,10 @@ from meshwright.comm.dtensors.sharded_axes import is_marked_spread
 from meshwright.data_parallel.distributed_parameters import mark_spread
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup
 from meshwright.data_parallel.shards.parameter_hooks import (
+    accumulators_of,
     carry_hooks,
     change_by_hooks,
     has_hooks,
-    refuse_past_hooks,
-    run_hooks_of_flat,
 )
 from meshwright.data_parallel.shards.replaced_parameters import data_assigned, replaced
 from meshwright.data_parallel.shards.slot import HOME, Slot
@@ -40,6 +40,7 @@ from meshwright.errors import InternalError
 from meshwright.gradients import mark_mean, warn_of_zeros
 from meshwright.layout import contiguous_strides
 from meshwright.mesh import DeviceMesh
+from meshwright.torch_internals.autograd import backward_hooks_of
 from meshwright.torch_internals.modules import lent_now
 from meshwright.torch_internals.tensors import (
     foreach_add_,
@@ -254,7 +255,7 @@ class ExposedTensors(Exposure):
         self._guarded.add(group)
         entries = self.entries(group)
         new = [e for e in entries if e.guard is None and e.exposed.requires_grad]
-        for entry, guard in zip(new, refuse_past_hooks(new), strict=True):
+        for entry, guard in zip(new, _refuse_past_hooks(new), strict=True):
             entry.guard = guard
 
     def show_sharded(self, unit: Unit) -> None:
@@ -350,7 +351,7 @@ class ExposedTensors(Exposure):
         if group in self._flat:
             unused = [s.name for s, has in zip(group.slots, used, strict=True) if not has]
             warn_of_zeros(self._flat[group], lambda: unused)
-            run_hooks_of_flat(self._flat[group], group.slots[0].name, len(group.slots))
+            _run_hooks_of_flat(self._flat[group], group.slots[0].name, len(group.slots))
 
     def _has_direct(self, group: ParameterGroup) -> bool:
         """Whether a loss has left gradients that the flat one does not have."""
@@ -496,6 +497,55 @@ class ExposedTensors(Exposure):
             if is_late or not is_alike or not is_same or _belongs_elsewhere(entry, found):
                 raise entry.replaced(cells, name)
         return held
+
+
+class _Refusal:
+    """The hook of a node that leads to ``.grad`` of a parameter at rest."""
+
+    __slots__ = ("_guarded",)
+
+    def __init__(self, guarded: _ShardedParameter) -> None:
+        # Not the parameter, nor a weak reference to it, with which torch would not swap its tensor.
+        self._guarded = weakref.ref(guarded)
+
+    def __call__(self, gradients: object) -> None:
+        found = self._guarded()
+        if found is not None and has_hooks(found.exposed):
+            raise RuntimeError(
+                f"the loss has read parameter {found.slot.name!r}, which is sharded, beside its "
+                "module, and the parameter has hooks, or an optimizer in the backward: these would "
+                "be given the gradient in two parts. Compute that term inside of the forward of "
+                "the module that uses the parameter, or step and change gradients after the "
+                "backward"
+            )
+
+
+def _refuse_past_hooks(parameters: Sequence[_ShardedParameter]) -> list[object]:
+    """Reject a backward that gives a parameter at rest a gradient itself while it has hooks.
+
+    A loss that has read it does: the hooks would run for that term, and again for the mean. Returns
+    for each the node that keeps this in force. All require grad. Steps cost nothing.
+    """
+    if not parameters:
+        return []
+    nodes = accumulators_of([each.exposed for each in parameters])
+    for node, each in zip(nodes, parameters, strict=True):
+        node.register_prehook(_Refusal(each))
+    return [*nodes]  # torch holds them weakly: the hooks end with the last reference
+
+
+def _run_hooks_of_flat(flat: nn.Parameter, name: str, count: int) -> None:
+    """Run the post-accumulate hooks of a flat parameter: of ``count``, ``name`` the first.
+
+    Raises RuntimeError for hooks on the gradient itself.
+    """
+    if backward_hooks_of(flat):
+        raise RuntimeError(
+            f"the flat parameter of {name!r} and {count - 1} more has a hook on its gradient, "
+            "which no shape and no parameter belongs to: put the hook on the parameters of the "
+            "model, which are DTensors"
+        )
+    run_after_hooks(flat)
 
 
 def _have_same(one: Any, other: Any) -> bool:  # noqa: ANN401
