@@ -159,12 +159,10 @@ class ExposedTensors(Exposure):
         return found
 
     def shown(self, slot: Slot) -> nn.Parameter:
-        """Return the parameter that modules hold of ``slot`` at rest."""
         entries = reversed(self._entries.values())
         return next(e.exposed for group in entries for e in group if e.slot is slot)
 
     def shows(self, parameter: nn.Parameter) -> bool:
-        """Whether ``parameter`` is one that modules hold at rest."""
         return any(e.exposed is parameter for group in self._entries.values() for e in group)
 
     def shard_of(self, group: ParameterGroup) -> nn.Parameter:
@@ -210,7 +208,6 @@ class ExposedTensors(Exposure):
                 entry.find_cells()
 
     def let_go(self, unit: Unit) -> None:
-        """Allow torch to swap the tensors of the parameters, until `take_over`."""
         for group in unit.groups:
             self._guarded.discard(group)
             for entry in self.entries(group):
@@ -288,7 +285,6 @@ class ExposedTensors(Exposure):
                     cells[name] = full
 
     def follow_training(self, unit: Unit) -> None:
-        """Give full and exposed parameters the ``requires_grad`` that a user has set on either."""
         for group in unit.groups:
             for entry in self.entries(group):
                 entry.follow_training()

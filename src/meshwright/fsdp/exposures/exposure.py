@@ -236,23 +236,19 @@ class FlatExposure(Exposed):
 
     @property
     def owner(self) -> nn.Module:
-        """The module that holds the flat parameter."""
         return self._owner
 
     @property
     def one_flat(self) -> nn.Parameter | None:
-        """The flat parameter, once its unit was built."""
         return self._flat
 
     @property
     def flat(self) -> FlatParameter:
-        """The exposed parameter."""
         if self._flat is None:
             raise InternalError("a flat parameter was asked for before its unit was built")
         return self._flat
 
     def parameters(self, unit: Unit) -> list[nn.Parameter]:
-        """List the flat parameter."""
         return [self.flat]
 
     def registered(self, unit: Unit) -> list[torch.Tensor]:
@@ -268,7 +264,6 @@ class FlatExposure(Exposed):
         self.show_nothing(unit)
 
     def show_nothing(self, unit: Unit) -> None:
-        """Give modules empty tensors."""
         before, flat = self._nothing, self.flat
         kind = flat.dtype, flat.device, flat.requires_grad
         if (before.dtype, before.device, self._nothing_trains) != kind:

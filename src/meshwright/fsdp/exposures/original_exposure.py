@@ -45,7 +45,6 @@ class OriginalExposure(Exposed):
         """True for each whole parameter that required grad when modules were shown it last."""
 
     def parameters(self, unit: Unit) -> list[nn.Parameter]:
-        """List the original parameters."""
         return [slot.original for slot in unit.slots]
 
     def registered(self, unit: Unit) -> list[torch.Tensor]:
