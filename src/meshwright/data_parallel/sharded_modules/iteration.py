@@ -357,7 +357,8 @@ class Iteration:
             if self._events is not None:
                 self._events.happens(Event(OF_INPUTS if self.is_of_inputs else OF_PARAMETERS))
             for unit in self.units:
-                unit.show_at_rest(False)
+                if unit.is_at_rest:
+                    unit.show_at_rest(False)
             self.is_in_backward, self.keeps_graph = True, keeps_graph()
             # Only `create_graph=True` leaves gradients enabled within a backward pass.
             self.makes_graph = torch.is_grad_enabled()
