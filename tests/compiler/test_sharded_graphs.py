@@ -396,7 +396,7 @@ def body_refusals() -> None:
     with pytest.raises(RuntimeError, match="was written in place while it was whole"):
         torch.compile(fully_shard(writing, mesh=mesh), backend=aot_backend)(torch.ones(2, WIDTH))
     given = {"_orig_mod.blocks.0.scale": torch.ones(WIDTH, dtype=torch.float64)}
-    with pytest.raises(RuntimeError, match="functional_call has put tensors in the place of"):
+    with pytest.raises(RuntimeError, match="where the sharded unit left it"):
         functional_call(model, given, (words,))
 
 

@@ -103,8 +103,12 @@ def test_ranks_that_start_apart_may_be_refused_and_others_not() -> None:
 
 def test_what_optimizers_and_clipping_get_is_what_the_module_holds() -> None:
     loop = ("clip torch", "new parameter")
-    changed = [replace(_case(each), loop=loop) for each in ("replicate", "fully_shard")]
-    assert check(changed).count("same") == len(changed)
+    trained = [
+        replace(_case("replicate"), loop=loop),
+        replace(_case("fully_shard"), loop=loop[:1]),
+    ]
+    assert check(trained).count("same") == len(trained)
+    assert check([replace(_case("fully_shard"), loop=loop)]).count("refused") == 1
 
 
 @pytest.mark.slow

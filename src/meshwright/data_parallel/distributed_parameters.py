@@ -224,11 +224,6 @@ class _Lent:
         if self.local.is_local:
             run_after_hooks(parameter)
 
-    def renew_leaf(self) -> nn.Parameter:
-        """Take, and return, the leaf that modules have now."""
-        self.leaf = take_over(self.parameter)
-        return self.leaf
-
     @constant
     def _has_hooks(self) -> bool:
         return bool(backward_hooks_of(self.parameter))
@@ -283,7 +278,8 @@ class ReducedLeaves:
         if changed:
             found = list(self.parameters)
             for index in changed:
-                found[index] = self.lent[index].renew_leaf()
+                lent = self.lent[index]
+                found[index] = lent.leaf = take_over(lent.parameter)
                 self._hooked.pop(index, None)
             self.parameters = tuple(found)
         return changed

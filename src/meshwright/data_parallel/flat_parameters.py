@@ -89,11 +89,6 @@ class _Member:
             return line.as_strided(local.shape, local.stride(), self.start).detach()
         return line[self.start : self.start + local.numel()].view(local.shape).detach()
 
-    def gather_in(self, line: torch.Tensor) -> None:
-        """Keep the gradient in ``line`` from now on."""
-        self.local_gradient = self.part_of(line)
-        self.gradient = self.wrapped(self.local_gradient)
-
     def wrapped(self, part: torch.Tensor) -> torch.Tensor:
         """``part``, of any dtype, as a DTensor where the parameter is one."""
         like = known_at_rest(self.parameter)
@@ -187,17 +182,6 @@ class FlatParameter(ManyInOne):
         """List the parameters, and for each its part of ``line``, a DTensor where it is one."""
         return [(m.parameter, m.wrapped(m.part_of(line))) for m in self.members]
 
-    def holds(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether it consists of just these."""
-        mine = [id(member.parameter) for member in self.members if member.is_in_place]
-        return mine == [id(parameter) for parameter in parameters]
-
-    def stand_for(self, members: Sequence[_Member]) -> None:
-        """Become the memory of ``members``, one after another."""
-        self.members = tuple(members)
-        self.singles = tuple(member.parameter for member in members)
-        self._gradient = None
-
     def _alone(self, found: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """The gradient of the only member, if it is laid out as its parameter; else None."""
         if len(found) > 1 or found[0] is None:
@@ -219,7 +203,8 @@ class FlatParameter(ManyInOne):
         if line is None:
             line = self._gradient = torch.zeros_like(self.data)
             for member in self.members:
-                member.gather_in(line)
+                member.local_gradient = member.part_of(line)
+                member.gradient = member.wrapped(member.local_gradient)
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         for member, gradient in zip(self.members, found, strict=True):
@@ -313,8 +298,10 @@ def _bytes_on_any_rank(parameter: nn.Parameter) -> int:
 def _flat_of(named: Sequence[tuple[str, nn.Parameter]]) -> FlatParameter:
     first = named[0][1]
     place = vars(first).get(_PLACE)
-    if isinstance(place, _Place) and place.flat.holds([parameter for _, parameter in named]):
-        return place.flat
+    if isinstance(place, _Place):
+        held = [id(member.parameter) for member in place.flat.members if member.is_in_place]
+        if held == [id(parameter) for _, parameter in named]:
+            return place.flat
     axes: tuple[Communicator, ...] = spread_of(first)
     sizes = [local_of(parameter).numel() for _, parameter in named]
     line = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
@@ -324,7 +311,8 @@ def _flat_of(named: Sequence[tuple[str, nn.Parameter]]) -> FlatParameter:
         members.append(_Member(name, parameter, line, start))
         start += size
     flat = FlatParameter(line)
-    flat.stand_for(members)
+    flat.members, flat._gradient = tuple(members), None
+    flat.singles = tuple(member.parameter for member in members)
     spread_over(flat, axes, is_line=True)
     for _, parameter in named:
         vars(parameter)[_PLACE] = _Place(flat)
@@ -389,8 +377,8 @@ def parts_of_flat(
         return flat.parts_of(line)
     for unit in _units(model):
         for group in unit.groups:
-            if unit.exposure.has_flat(group, flat):
-                return unit.exposure.parts_of(group, line)
+            if parts := unit.exposure.parts_of(group, flat, line):
+                return parts
     return None
 
 

@@ -20,7 +20,6 @@ from meshwright.data_parallel.replicas.replica import Replica
 from meshwright.data_parallel.sharded_modules.iteration import Iteration
 from meshwright.data_parallel.sharded_modules.module_hooks import Driver, driver_of
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup
-from meshwright.data_parallel.shards.unit import Unit
 
 _JOINED = (
     "join() does not reach into a pipeline, whose schedule reduces the gradients of its stages: "
@@ -126,7 +125,7 @@ class ShardedResidency:
             iteration.begin_driven(what, training=training)
         self._begun = what
         for driver in iteration.drivers:
-            driver.be_driven(True)
+            driver.is_driven = True
 
     def prepare(self, module: nn.Module, driver: Driver) -> None:
         """Set the root up before its first step."""
@@ -134,23 +133,23 @@ class ShardedResidency:
 
     def unshard(self) -> None:
         """Start to gather all units."""
-        for unit in self._units:
+        for unit in self._iteration.units:
             unit.unshard()
 
     def wait_unshard(self) -> None:
         """Wait for all units."""
-        for unit in self._units:
+        for unit in self._iteration.units:
             unit.wait_unshard()
 
     def accumulate(self) -> None:
         """Add gradients up in the dtype of their reduction, where that is another one."""
         self._begun = ""
-        for unit in self._units:
+        for unit in self._iteration.units:
             unit.keep_gradients()
 
     def reshard(self) -> None:
         """Free all units."""
-        for unit in self._units:
+        for unit in self._iteration.units:
             unit.reshard()
 
     def computing(self, module: nn.Module, name: str) -> torch.Tensor | None:
@@ -195,7 +194,7 @@ class ShardedResidency:
 
         All of them at once: their whole gradients are there in any case.
         """
-        for unit in reversed(self._units):
+        for unit in reversed(self._iteration.units):
             if unit.settings.synchronize and unit.trainable_groups:
                 self._iteration.start_reduction(unit, is_limited=False)
 
@@ -209,16 +208,11 @@ class ShardedResidency:
         """Let hooks work again."""
         if self._root.iteration is not None:
             for driver in self._root.iteration.drivers:
-                driver.be_driven(False)
+                driver.is_driven = False
 
     @property
     def _iteration(self) -> Iteration:
         return self._root.start(self._module)
-
-    @property
-    def _units(self) -> list[Unit]:
-        units = (driver.unit for driver in self._iteration.drivers)
-        return [unit for unit in units if unit is not None]
 
 
 def sharded_residency(
@@ -234,5 +228,5 @@ def sharded_residency(
         for part in module.modules():
             inner = driver_of(part)
             if inner is not None:
-                inner.keep_residency(found)
+                inner.residency = found
     return found

@@ -10,10 +10,9 @@ Bottom-up:
     checks          checks of a module that becomes a unit
     exposures       the parameters of a unit as they look from outside
     traversal       the tree of wrappers, names, and lists of modules inside of a flat unit
-    building        from a module to a unit
     states          state dicts of models and optimizers, and whole parameters
     unit_wrapper    one wrapper as a module
-    auto_wrap       wrapping what a policy chose
+    building        from a module to units, those that a policy chose
     wrapper         the public class
     grad_scaler     `ShardedGradScaler`
 

@@ -70,7 +70,7 @@ class UnitDriver(Driver):
                 driver.leave_root(alike)
         iteration = super().start(module)
         if not self._sends_use_counts:
-            iteration.leave_use_counts_out()
+            iteration.sends_use_counts = False
         return iteration
 
     def leave_root(self, alike: Mapping[str, str]) -> None:
@@ -82,13 +82,11 @@ class UnitDriver(Driver):
         self.iteration, self.is_root, self._alike = None, False, alike
 
     def prepare(self, module: nn.Module) -> None:
-        """See `Driver`."""
         module.prepare()  # pyrefly: ignore[not-callable]
 
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """See `Driver`."""
         found = super().before_forward(module, args, kwargs)
         if self.unit is not None:
             exposed_of(self.unit).list_full(self.unit)
@@ -122,15 +120,12 @@ class UnitDriver(Driver):
             exposed_of(unit).list_full(unit)
 
     def clean(self, name: str) -> str:
-        """See `Driver`."""
         return clean_name(name)
 
     def alike(self, name: str) -> str:
-        """See `Driver`."""
         return name_alike(name, self._alike)
 
     def adopt_names(self, modules: Mapping[nn.Module, str]) -> None:
-        """See `Driver`."""
         self.name = clean_name(self.name)
         if self.unit is not None:
             cleaned = {module: clean_name(name) for module, name in modules.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import Any, NoReturn, Self
 
 import torch
@@ -25,7 +24,6 @@ from meshwright.data_parallel.modules.of_this_process import OfThisProcess
 from meshwright.data_parallel.residency import ShardedResidency
 from meshwright.data_parallel.sharded_modules.module_hooks import Driver
 from meshwright.data_parallel.sharded_modules.sharded_module import show_gradients
-from meshwright.data_parallel.shards.replaced_parameters import is_given_for_call
 from meshwright.data_parallel.shards.unit import Phase, Unit, zero_kept
 from meshwright.errors import warn
 from meshwright.fsdp import checks
@@ -57,9 +55,8 @@ from meshwright.fsdp.states.state_dicts import (
 )
 from meshwright.fsdp.traversal import UnitDriver, clean_name
 from meshwright.gradients import SpreadGradients
-from meshwright.mesh import DeviceMesh
 from meshwright.torch_internals.autograd import is_profiled
-from meshwright.torch_internals.modules import CHECKPOINTED, FLAT, WRAPPED, asked
+from meshwright.torch_internals.modules import CHECKPOINTED, FLAT, WRAPPED, asked, lent_now
 
 
 class UnitWrapper(OfThisProcess, SteppedOver):
@@ -107,9 +104,9 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         inner = self.module if WRAPPED in self.__dict__.get("_modules", ()) else None
         if not isinstance(value, torch.Tensor) or inner is None or not hasattr(inner, name):
             super().__setattr__(name, value)
-        elif not is_given_for_call():
+        elif lent_now() is None:
             setattr(inner, name, value)
-        elif name in inner._parameters:
+        elif name in inner._parameters:  # which the next look at it rejects
             inner._parameters[name] = value  # pyrefly: ignore[unsupported-operation]
         else:
             inner.__dict__[name] = value
@@ -440,13 +437,6 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         self._is_checked = False
         if not self._offloads and device.type != "meta":
             self._device = device
-
-    def _be_inner(self) -> None:
-        self._is_inner = True
-
-    def _share_mesh(self, tensor: DeviceMesh | None) -> None:
-        """Note the mesh of the DTensors that any wrapper of the tree has had."""
-        self._groups = replace(self._groups, tensor=tensor)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

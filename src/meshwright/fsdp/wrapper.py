@@ -7,6 +7,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from meshwright.data_parallel.sharded_modules.sharded_join import JoinsUnevenInp
 from meshwright.data_parallel.shards.parameter_group import UnitSettings
 from meshwright.data_parallel.shards.unit import Unit
 from meshwright.errors import warn
-from meshwright.fsdp import auto_wrap, building, checks
+from meshwright.fsdp import building, checks
 from meshwright.fsdp.exposures.tensor_axes import tensor_mesh
 from meshwright.fsdp.groups import find_groups
 from meshwright.fsdp.options import (
@@ -142,7 +143,7 @@ class FullyShardedDataParallel(StateMethods, JoinsUnevenInputs, UnitWrapper):
             forward_prefetch=forward_prefetch,
         )
         self._build(module, ignored, settings, (device, param_init_fn, sync_module_states))
-        self._driver.stop_on_non_finite(stop_on_non_finite)
+        self._driver.stops_on_non_finite = stop_on_non_finite
 
     # ---------------------------------------------------------------------- construction
 
@@ -155,7 +156,7 @@ class FullyShardedDataParallel(StateMethods, JoinsUnevenInputs, UnitWrapper):
     ) -> None:
         precision: MixedPrecision | None = shared["mixed_precision"]
         cls = type(self)
-        targets = auto_wrap.choose_targets(
+        targets = building.choose_targets(
             module, policy, ignored, precision, FullyShardedDataParallel
         )
 
@@ -170,7 +171,7 @@ class FullyShardedDataParallel(StateMethods, JoinsUnevenInputs, UnitWrapper):
                 warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
                 return cls(target, **{**shared, **own})
 
-        auto_wrap.wrap_targets(
+        building.wrap_targets(
             module, targets, ignored, build, allows_frozen_mix=shared["use_orig_params"]
         )
 
@@ -232,7 +233,7 @@ class FullyShardedDataParallel(StateMethods, JoinsUnevenInputs, UnitWrapper):
         attach(self, self._driver)
         self.register_load_state_dict_post_hook(clean_reported_names)
         for each in inner:
-            each._be_inner()
+            each._is_inner = True
 
     def _look_below(
         self, module: nn.Module, ignored: checks.Ignored
@@ -248,7 +249,7 @@ class FullyShardedDataParallel(StateMethods, JoinsUnevenInputs, UnitWrapper):
         groups = [group for unit in units for group in unit.groups if group.has_outer]
         tensor = tensor_mesh(slot for group in groups for slot in group.slots)
         for wrapper in wrappers if tensor is not None else ():
-            wrapper._share_mesh(tensor)
+            wrapper._groups = replace(wrapper._groups, tensor=tensor)
 
     # --------------------------------------------------------------------------- methods
 
@@ -324,13 +325,10 @@ class FullyShardedDataParallel(StateMethods, JoinsUnevenInputs, UnitWrapper):
         if takes_bucket:
             register_bucket_hook(fsdp_units(self), state, hook)
         for wrapper in wrappers:
-            wrapper._take_hook(hook)
+            wrapper._hook = hook
             unit = wrapper._unit
             if unit is not None and not takes_bucket:
                 unit.change(reduce_hook=_engine_hook(unit, state, hook))
-
-    def _take_hook(self, hook: object) -> None:
-        self._hook = hook
 
     @staticmethod
     @contextlib.contextmanager

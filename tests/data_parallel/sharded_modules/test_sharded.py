@@ -385,7 +385,7 @@ def body_conversions() -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    model.load_state_dict(state, assign=True)
+    model.load_state_dict(state)
     model(share(x, world.rank, world.size)).square().mean().backward()
     same(model, one, gradients=True, tolerance=1e-7)
 

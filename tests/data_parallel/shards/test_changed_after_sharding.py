@@ -185,13 +185,22 @@ def alike_before(run: Run) -> None:
 
 @program(flat=GONE)
 def alike_and_gathered_by_hand(run: Run) -> None:
-    for before in (True, False):
-        module = bare(run.model.a)
-        module.weight = like(module.weight, value(3 if before else 4))
-        if hasattr(run.model.a, "unshard"):
-            run.model.a.unshard()
-        with torch.no_grad():
-            run.loss(0)
+    module = bare(run.model.a)
+    module.weight = like(module.weight, value(3))
+    if hasattr(run.model.a, "unshard"):
+        run.model.a.unshard()
+    with torch.no_grad():
+        run.loss(0)
+    run.train_on()
+
+
+@program(all=GONE, original="")
+def alike_after_it_was_gathered_by_hand(run: Run) -> None:
+    if hasattr(run.model.a, "unshard"):
+        run.model.a.unshard()
+        run.model.a.reshard()
+    module = bare(run.model.a)
+    module.weight = like(module.weight, value(3))
     run.train_on()
 
 
@@ -205,14 +214,14 @@ def looked_at_before_the_step(run: Run) -> None:
         run.optimizer.step()
 
 
-@program(flat=GONE)
+@program(all=GONE, original="")
 def alike_between_steps(run: Run) -> None:
     run.step(0)
     run.net.c.weight = like(run.net.c.weight, value())
     run.train_on()
 
 
-@program(flat=GONE)
+@program(all=GONE, original="")
 def alike_and_the_optimizer_of_before(run: Run) -> None:
     run.step(0)
     before = run.net.c.weight
@@ -221,10 +230,9 @@ def alike_and_the_optimizer_of_before(run: Run) -> None:
     run.step(2)
 
 
-@program(flat="by itself")
+@program(flat=GONE)
 def alike_and_trained_where_it_was_frozen(run: Run) -> None:
     bare(run.model.a).weight.requires_grad_(False)
-    run.train_on()
     module = bare(run.model.a)
     module.weight = like(module.weight, value())
     run.train_on()
@@ -257,14 +265,26 @@ def doubled(module: nn.Module) -> dict[str, Any]:
 
 @program()
 def loaded_by_assignment(run: Run) -> None:
+    run.model.load_state_dict(doubled(run.model), assign=True)
+    run.train_on()
+
+
+@program(all=GONE, flat="", original="")
+def loaded_by_assignment_after_a_step(run: Run) -> None:
     run.step(0)
     run.model.load_state_dict(doubled(run.model), assign=True)
     run.train_on()
 
 
 @program()
-def loaded_by_assignment_below_the_units(run: Run) -> None:
+def loaded_after_a_step(run: Run) -> None:
     run.step(0)
+    run.model.load_state_dict(doubled(run.model))
+    run.train_on()
+
+
+@program()
+def loaded_by_assignment_below_the_units(run: Run) -> None:
     if run.net.c.state_dict():  # a flat unit leaves nothing there
         run.net.c.load_state_dict(doubled(run.net.c), assign=True)
     else:
@@ -276,7 +296,7 @@ def loaded_by_assignment_below_the_units(run: Run) -> None:
 @program(all="converted, loaded or given anew between", flat=BETWEEN, original=BETWEEN)
 def loaded_between_forward_and_backward(run: Run) -> None:
     loss = run.loss(0)
-    run.model.load_state_dict(doubled(run.model), assign=True)
+    run.model.load_state_dict(doubled(run.model))
     loss.backward()
     raise AssertionError("one process keeps what it has used")
 
@@ -502,30 +522,71 @@ def called(run: Run, tensors: dict[str, torch.Tensor]) -> None:
     run.found["output"] = output.detach()
 
 
+def called_with_its_own(run: Run, held: dict[str, Any]) -> None:
+    run.optimizer.zero_grad()
+    functional_call(run.model, held, run.batch(1)).square().mean().backward()
+    run.optimizer.step()
+
+
 @program()
+def functional_with_its_own(run: Run) -> None:
+    """Its parameters of now, and those that a program has kept since it was sharded."""
+    kept = dict(run.model.named_parameters())
+    called_with_its_own(run, dict(kept))
+    run.step(0)
+    loss = run.loss(2)
+    for held in (kept, dict(run.model.named_parameters())):
+        with torch.no_grad():
+            run.found[f"{len(run.found)}"] = functional_call(run.model, held, run.whole(1))
+    run.optimizer.zero_grad()
+    loss.backward()
+    run.optimizer.step()
+    called_with_its_own(run, dict(kept))
+    run.train_on()
+
+
+@program(all=GONE)
 def functional(run: Run) -> None:
     called(run, given(lambda each: each.requires_grad_()))
-    run.train_on()
+
+
+@program(all=GONE)
+def functional_after_a_step(run: Run) -> None:
+    run.step(0)
     called(run, given(lambda each: 3 * each.requires_grad_()))
-    run.train_on()
 
 
-@program()
+@program(all=GONE)
 def functional_with_parameters(run: Run) -> None:
     run.step(0)
     called(run, given(nn.Parameter))
-    run.train_on()
 
 
-@program()
+@program(all=GONE)
+def functional_with_parameters_that_lie_alike(run: Run) -> None:
+    """Those of a call are no new parameters, also where none has been gathered."""
+    weight = bare(run.model.a).weight
+    named = dict(run.model.named_parameters())
+    names = [name for name, each in named.items() if each is weight] or ["a.weight"]
+    functional_call(run.model, {names[0]: like(weight, value())}, run.whole(1))
+
+
+@program(all=GONE)
 def functional_with_some(run: Run) -> None:
     loss = run.loss(0)
     tensors = given(lambda each: each.requires_grad_())
     called(run, {name: tensors[name] for name in ("a.weight", "c.bias")})
-    run.optimizer.zero_grad()
     loss.backward()
-    run.optimizer.step()
-    run.train_on()
+
+
+@program()
+def trained_on_after_a_functional_call_was_refused(run: Run) -> None:
+    for number, kind in enumerate((torch.Tensor.requires_grad_, nn.Parameter)):
+        run.step(number)
+        if run.size > 1:
+            with pytest.raises(RuntimeError, match=GONE):
+                functional_call(run.model, given(kind), run.whole(1))
+    run.step(7)
 
 
 @program(all=GONE)
@@ -669,12 +730,18 @@ def body_of_conversions() -> None:
 
 
 def body_of_flat_groups() -> None:
-    """An optimizer of the flat view would step a new parameter with the state of the former."""
-    run = Run(fully_shard(pair()), communicator().rank, 2)
+    """An optimizer of the flat view steps what a parameter was given before the first pass."""
+    run, one = Run(fully_shard(pair()), communicator().rank, 2), Run(pair(), 0, 1)
     run.optimizer = torch.optim.SGD(flat_groups(run.model), lr=0.1, momentum=0.9)
-    run.step(0)
+    for each in (run, one):
+        each.model[0].weight = nn.Parameter(2 * each.model[0].weight.detach().clone())
+    one.new_optimizer()
+    for each in (run, one):
+        each.step(0)
+        each.step(1)
+    torch.testing.assert_close(weights(run.model), weights(one.model))
     run.model[0].weight = nn.Parameter(run.model[0].weight.detach().clone())
-    with pytest.raises(RuntimeError, match="given anew, and what flat_groups gave an optimizer"):
+    with pytest.raises(RuntimeError, match=GONE):
         run.loss(1)
 
 

@@ -41,10 +41,9 @@ class FlatExposure(Exposure):
                 for module, name in slot.places:
                     module._parameters.pop(name, None)
 
-    def show_full(self, unit: Unit) -> bool:
+    def show_full(self, unit: Unit) -> None:
         for slot in unit.slots:
             slot.show(slot.full)
-        return True
 
     def refresh(self, unit: Unit) -> None:
         """Nobody puts anything in the place of parameters here."""

@@ -6,8 +6,7 @@ from support.internals import names_inside
 
 __getattr__ = names_inside(
     {
-        "meshwright.fsdp.auto_wrap": "deferred_parameters",
-        "meshwright.fsdp.building": "resolve_device_id",
+        "meshwright.fsdp.building": "deferred_parameters, resolve_device_id",
         "meshwright.fsdp.checks": "check_devices, check_parameters, choose_device",
         "meshwright.fsdp.exposures.exposure": "write_back",
         "meshwright.fsdp.options": "CONFIGS, own_config, own_member",

@@ -4,7 +4,6 @@ Bottom-up:
 
     agreement       the settings that must agree across ranks
     module_tree     the modules of one root, and those that came later
-    unseen          backward passes that no output of a unit announces
     iteration       the state that units of one root share in an iteration
     module_hooks    the hooks that bring units through an iteration
     traced_units    the same inside a compiled graph

@@ -29,7 +29,6 @@ from meshwright.data_parallel.checks.order import OrderCheck, OrderedUnit, Order
 from meshwright.data_parallel.checks.order_record import ACCUMULATES, INTERRUPTED, STEPPED, UNKNOWN
 from meshwright.data_parallel.checks.step_watch import Steps, StepWatch
 from meshwright.data_parallel.modules.batch_norm import LocalStatistics
-from meshwright.data_parallel.sharded_modules import unseen
 from meshwright.data_parallel.sharded_modules.agreement import (
     SameCopies,
     UnitStates,
@@ -40,9 +39,9 @@ from meshwright.data_parallel.shards.buffer import DataAxes
 from meshwright.data_parallel.shards.gradient_lines import sum_parts
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup
 from meshwright.data_parallel.shards.parameter_hooks import accumulator_of
+from meshwright.data_parallel.shards.replaced_parameters import rank_in
 from meshwright.data_parallel.shards.slot import have_gradients
-from meshwright.data_parallel.shards.unit import Phase, Unit
-from meshwright.data_parallel.shards.unit_streams import UnitStreams
+from meshwright.data_parallel.shards.unit import Phase, Unit, UnitStreams
 from meshwright.gradients import warn_without_gradients
 from meshwright.torch_internals.autograd import accumulates, at_end_of_backward, keeps_graph
 
@@ -96,8 +95,9 @@ class Iteration:
         self.axes = tuple(dict.fromkeys(axis for unit in units for axis in unit.communicators))
         """The axes over which the units communicate."""
         self.announce: Callable[[], None] | None = None
-        """See `announce_to`."""
+        """Called before gradients are set; it may be a collective."""
         self.announce_clip: Callable[[float, float], None] | None = None
+        """Called with the largest norm and its kind before gradients are clipped."""
         self._numbers = {driver: number for number, driver in enumerate(drivers)}
         self._expected: list[Driver] = []
         self._order: list[Driver] = []
@@ -136,28 +136,10 @@ class Iteration:
         if self._widest is not None:
             self._written = BatchBuffers(module, self._widest)
 
-    def announce_to(
-        self,
-        delivery: Callable[[], None] | None,
-        clip: Callable[[float, float], None] | None,
-    ) -> None:
-        """Call ``delivery`` before gradients are set, which may be a collective, and ``clip`` with
-        the largest norm and its kind before they are clipped.
-        """
-        self.announce, self.announce_clip = delivery, clip
-
     def follow_with(self, follow: Callable[[], None]) -> None:
         """Call ``follow`` when a forward begins; graphs may gather from now on."""
         self._follow = follow
         self.token = torch.zeros((), device="cpu", requires_grad=True)
-
-    def leave_use_counts_out(self) -> None:
-        """Treat every parameter as used by some rank, without asking the ranks."""
-        self.sends_use_counts = False
-
-    def keep_sums(self) -> None:
-        """Remember that gradients of the current pass are not fully reduced."""
-        self.keeps_sums = True
 
     # --------------------------------------------------------------------------- forward
 
@@ -201,7 +183,6 @@ class Iteration:
         if self.statistics is not None and self.statistics.is_due and torch.is_grad_enabled():
             self.statistics.tell()
         for unit in self.units:
-            unit.exposure.zero_alike()
             unit.exposure.refresh(unit)
             if unit.phase is Phase.FULL:
                 unit.exposure.follow_training(unit)
@@ -361,7 +342,7 @@ class Iteration:
         for unit in self.units:
             name = unit.take_unseen()
             if name:
-                raise unseen.lost(name, unit)
+                raise _lost(name, unit)
 
     def _has_gradients(self) -> bool:
         """Whether an optimizer step now would change anything on this rank."""
@@ -376,7 +357,8 @@ class Iteration:
             if self._events is not None:
                 self._events.happens(Event(OF_INPUTS if self.is_of_inputs else OF_PARAMETERS))
             for unit in self.units:
-                unit.show_at_rest(False)
+                if unit.is_at_rest:
+                    unit.show_at_rest(False)
             self.is_in_backward, self.keeps_graph = True, keeps_graph()
             # Only `create_graph=True` leaves gradients enabled within a backward pass.
             self.makes_graph = torch.is_grad_enabled()
@@ -509,8 +491,7 @@ class Iteration:
 
     def deliver(self) -> None:
         """Set the gradients of the units whose reductions have ended; asks ranks for use flags."""
-        present = [driver.unit for driver in self.drivers if driver.unit is not None]
-        units = [unit for unit in present if any(g.mean is not None for g in unit.groups)]
+        units = [unit for unit in self.units if any(g.mean is not None for g in unit.groups)]
         if not units:
             return
         if self._streams is not None:
@@ -565,7 +546,7 @@ def _streams_of(units: Sequence[Unit], axes: Sequence[Communicator]) -> UnitStre
     streams = UnitStreams(*devices) if len(devices) == 1 else None
     if streams is not None:
         for unit in units:
-            unit.use_streams(streams)
+            unit.streams = streams
     return streams
 
 
@@ -594,3 +575,19 @@ def _held(units: Iterable[Unit], optimizer: torch.optim.Optimizer) -> list[Unit]
 def gets_gradient(leaf: torch.Tensor) -> bool:
     """Whether the running backward pass accumulates a gradient of ``leaf``."""
     return accumulates(accumulator_of(leaf))
+
+
+_RETURN = (
+    "A loss that a forward leaves in a closure, a global variable or an object of a class of its "
+    "own is not seen beside its output: return it, or keep it in an attribute of the module or in "
+    "a list there"
+)
+
+
+def _lost(name: str, unit: Unit) -> RuntimeError:
+    """The error for a gradient of parameter ``name`` that no hook of ``unit`` announced."""
+    return RuntimeError(
+        f"rank {rank_in(unit.communicators)}: a backward pass has given sharded parameter {name!r} "
+        f"a gradient and went through no output of unit {unit.name!r}: nothing has reduced it, and "
+        f"it is dropped. {_RETURN}"
+    )

@@ -17,7 +17,7 @@ Where torch's profiler runs, each of these is a range with the names that torch 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,7 +37,6 @@ from meshwright.data_parallel.modules.nested import (
     tensors_in,
     tensors_kept_by,
 )
-from meshwright.data_parallel.sharded_modules import unseen
 from meshwright.data_parallel.sharded_modules.agreement import check_meta, compare_values
 from meshwright.data_parallel.sharded_modules.iteration import Iteration
 from meshwright.data_parallel.sharded_modules.module_tree import ModuleTree, PlacesIn
@@ -51,6 +50,7 @@ from meshwright.torch_internals.autograd import (
     running_backward,
 )
 from meshwright.torch_internals.tracing import is_backward_compiled
+from meshwright.torch_internals.trees import tree_leaves
 
 ATTRIBUTE = "_meshwright_driver"
 NOBODY: Sequence[Driver] = ()
@@ -105,6 +105,7 @@ class Driver:
         self.unit = unit
         self.ignored = ignored
         self.buffers = buffers
+        """Compared when the root starts, and forgotten then."""
         self.name = name
         self.cast = cast or CastSettings()
         self.order = order
@@ -144,7 +145,7 @@ class Driver:
         self._in_graphs = 0
         """Forwards in living graphs, which may run again where they are kept."""
         self._is_inner = False  # True when its last forward watched gradients of inputs
-        self._unseen: unseen.Hooks | None = None  # None while outputs announce its backward
+        self._unseen: _GradientHooks | None = None  # None while outputs announce its backward
         self.has_run = False
         """True while its forward has run and its backward has not ended yet."""
         self._changes = 0
@@ -152,67 +153,17 @@ class Driver:
 
     # -------------------------------------------------------------------------- settings
 
-    def expect_last_backward(self, is_last: bool) -> None:
-        """Set whether the next backward passes of the root are the last ones of a step."""
-        root = self if self.iteration is None else self.iteration.drivers[0]
-        root._expect_last(is_last)
-
-    def _expect_last(self, is_last: bool) -> None:
-        self.is_last_backward = is_last
-
-    def stop_on_non_finite(self, stops: bool) -> None:
-        """Set whether all ranks stop at non-finite gradients, of the whole root."""
-        self.stops_on_non_finite = stops
-
-    def free_as_root(self) -> None:
-        """Free the parameters of a root after its forward as those of any other module."""
-        self.keeps_as_root = False
-
-    def gather_ahead(
-        self, *, forward: list[Driver] | None = None, backward: list[Driver] | None = None
-    ) -> None:
-        """Gather the units of these drivers ahead; None leaves what was set before."""
-        self.forward_ahead = self.forward_ahead if forward is None else forward
-        self.backward_ahead = self.backward_ahead if backward is None else backward
-
-    def bound_in_flight(self, most: int) -> None:
-        """Allow ``most`` reductions of its unit at a time."""
-        self.most_in_flight = most
-        if self.iteration is not None:
-            self.iteration.limit_in_flight()
-
     @property
     def has_parts(self) -> bool:
         """True where several modules are one unit."""
         return bool(self._parts)
 
-    def be_driven(self, is_driven: bool) -> None:
-        """Set whether the caller gathers and reduces, in place of the hooks."""
-        self.is_driven = is_driven
-
-    def keep_residency(self, residency: object) -> None:
-        """Remember what lets a schedule drive this unit."""
-        self.residency = residency
-
     # ---------------------------------------------------------------------------- set-up
-
-    def part_with(self, unit: Unit | None) -> None:
-        """Continue with ``unit``, which has fewer parameters; None where none are left."""
-        self.unit = unit
-
-    def take_buffers(self) -> Sequence[StartingBuffer]:
-        """Hand over the buffers that are to be compared, once."""
-        buffers, self.buffers = self.buffers, ()
-        return buffers
 
     def join_root(self, iteration: Iteration) -> None:
         """Belong to the root of ``iteration`` from now on."""
         self.iteration = iteration
         self.is_below = iteration.drivers[0] is not self
-
-    def be_called(self, name: str) -> None:
-        """Take ``name`` where it has none yet."""
-        self.name = self.name or name
 
     def start(self, module: nn.Module) -> Iteration:
         """Return the iteration this belongs to; becomes a root when it belongs to none."""
@@ -235,9 +186,9 @@ class Driver:
                     f"FSDP state has already been lazily initialized for {name}\nFSDP requires "
                     "running forward through the root module first"
                 )
-            driver.be_called(name)
+            driver.name = driver.name or name
             drivers[driver] = None
-        self.be_called(type(module).__name__)
+        self.name = self.name or type(module).__name__
         for driver in drivers:
             driver.adopt_names(names)
             if driver.unit is not None:
@@ -330,7 +281,7 @@ class Driver:
     def refuse_transforms(self, module: nn.Module) -> None:
         """Raise RuntimeError inside a transform of `torch.func`, and in forward mode."""
         if function_transforms() is not None or (forward_level() >= 0 and torch.is_grad_enabled()):
-            raise unseen.refusal(self.name or type(module).__name__)
+            raise _in_transform(self.name or type(module).__name__)
 
     @apart
     def after_forward(self, module: nn.Module, args: object, output: Any) -> Any:  # noqa: ANN401
@@ -356,7 +307,7 @@ class Driver:
         is_training, is_seen = torch.is_grad_enabled(), False
         if is_training:
             if self.is_root:
-                output = unseen.with_own_node(output, Driver._output_gradient)
+                output = _with_own_node(output, Driver._output_gradient)
             is_seen = self._watch_outputs(output)
             for kept in tensors_kept_by(self._below.get(module) or self._own_modules(module)):
                 is_watched = self._output_gradient in (backward_hooks_of(kept) or {}).values()
@@ -365,7 +316,7 @@ class Driver:
             if escaped:  # a loss of the unit's own, say: its gradient may come before the output's
                 is_seen = self._watch_outputs(escaped) or is_seen
             if not is_seen and self._unseen is None:
-                self._unseen = unseen.expect(self.unit, iteration, output, is_inner=self._is_inner)
+                self._unseen = _expect(self.unit, iteration, output, is_inner=self._is_inner)
         if self._parts:
             self._to_run.discard(id(module))
             if self._to_run:
@@ -379,7 +330,7 @@ class Driver:
             unit.reshard()
         elif (
             unit is not None
-            and not (unit.settings.keep_full_after_forward and unit.shows_all)
+            and not unit.settings.keep_full_after_forward
             and unit.reshard_for_backward()
         ):
             iteration.in_blocks.append(unit)
@@ -577,7 +528,7 @@ class Driver:
         self.has_run = False
         settings, is_of_inputs = unit.settings, not unit.has_gradient
         if not settings.synchronize or not settings.all_reduce:
-            iteration.keep_sums()
+            iteration.keeps_sums = True
         if not settings.synchronize or iteration.is_of_inputs:
             unit.keep_gradients()
         elif unit.trainable_groups and (is_due or unit.has_gradient):
@@ -598,3 +549,86 @@ class Driver:
                 yield
         finally:
             self._is_shown = False
+
+
+# Backward passes that no output of a unit announces: no output of its forward was found. Outputs
+# are found in containers, dataclasses and classes that are registered with torch, but not in
+# objects of other classes, closures and generators. A unit without outputs stays unsharded until
+# the backward has ended, which begins at the latest with the first gradient of a parameter. Where
+# some outputs are found, hidden ones are not expected beside them; they train where the unit is
+# gathered in time. Where it is not, torch rejects the read of saved parameters (see `Unit`); a
+# backward through hidden outputs alone raises.
+
+_PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None))
+
+
+def _with_own_node(output: Any, tell: Callable[..., None]) -> Any:  # noqa: ANN401
+    """Return the root's ``output`` with views in place of what a freed unit has returned.
+
+    The gradient of a view comes before all that the unit has computed, and calls its hook, too.
+    ``tell`` is the method of drivers that hooks of outputs call.
+    """
+
+    views: dict[int, torch.Tensor] = {}
+
+    def is_freed(tensor: torch.Tensor) -> bool:
+        if tensor.layout is not torch.strided:  # of which there are no views
+            return False
+        for hook in (backward_hooks_of(tensor) or {}).values():
+            unit = hook.__self__.unit if getattr(hook, "__func__", None) is tell else None
+            if unit is not None and unit.phase is not Phase.FULL:
+                return True
+        return False
+
+    def view(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in views:  # one object stays one
+            return views[id(tensor)]
+        views[id(tensor)] = other = tensor.view_as(tensor)
+        other.__dict__.update(tensor.__dict__)  # a mask, say, that a program has hung on it
+        for hook in (backward_hooks_of(tensor) or {}).values():
+            if getattr(hook, "__func__", None) is tell:
+                other.register_hook(hook)
+        return other
+
+    return cloned(output, where=is_freed, clone=view)
+
+
+class _GradientHooks:
+    """Hooks on ``leaves``, whose first gradient begins the backward of ``iteration``."""
+
+    def __init__(self, leaves: Sequence[torch.Tensor], iteration: Iteration) -> None:
+        self._iteration = iteration
+        self._hooks = [leaf.register_post_accumulate_grad_hook(self._arrived) for leaf in leaves]
+
+    def _arrived(self, leaf: torch.Tensor) -> None:
+        self._iteration.begin_backward()
+
+    def stop(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _in_transform(name: str) -> RuntimeError:
+    """The error for a forward of module ``name`` whose derivatives reach no hook."""
+    transform = "a transform of torch.func (vmap, grad, ...)"
+    if function_transforms() is None:
+        transform = "forward-mode differentiation (torch.autograd.forward_ad) with gradients"
+    return RuntimeError(
+        f"{name} is sharded and was called inside of {transform}, which hides when its backward "
+        "comes. Call it outside, or use replicate"
+    )
+
+
+def _expect(
+    unit: Unit | None, iteration: Iteration, output: object, *, is_inner: bool
+) -> _GradientHooks | None:
+    """Hook the parameters of ``unit`` to notice its backward; None where none will come.
+
+    ``is_inner`` says that its inputs get gradients. With nothing to train, tensors hidden in its
+    ``output`` may still need a backward.
+    """
+    slots = () if unit is None else unit.slots
+    leaves = [slot.leaf for slot in slots if slot.leaf.requires_grad]
+    may_come = leaves or is_inner or not all(isinstance(v, _PLAIN) for v in tree_leaves(output))
+    return _GradientHooks(leaves, iteration) if may_come else None

@@ -43,9 +43,10 @@ from meshwright.data_parallel.shards.sharding import (
     ShardOptions,
     below,
     build_unit,
+    check_settled,
     on_one_mesh,
+    remember,
 )
-from meshwright.data_parallel.shards.shared_parameters import check_settled, remember
 from meshwright.data_parallel.shards.unit import Unit
 from meshwright.environment import is_launched
 from meshwright.errors import CommunicationError, warn
@@ -237,11 +238,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         driver.prepare(module)
         args, kwargs = driver.before_forward(module, args, kwargs)
         is_driven = driver.is_driven
-        driver.be_driven(True)
+        driver.is_driven = True
         try:
             output = method(*args, **kwargs)
         finally:
-            driver.be_driven(is_driven)
+            driver.is_driven = is_driven
         if not (is_driven or any(tensor.requires_grad for tensor in tensors_in(output))):
             return driver.end_without_graph(module, output)
         return driver.after_forward(module, args, output)

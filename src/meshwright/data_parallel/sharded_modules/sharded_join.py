@@ -32,39 +32,6 @@ from meshwright.data_parallel.shards.unit import Unit
 from meshwright.torch_internals.modules import step_hooks_of_all
 
 
-@contextlib.contextmanager
-def join_sharded(
-    module: nn.Module,
-    *,
-    divide_by_initial_world_size: bool = True,
-    throw_on_early_termination: bool = False,
-    optimizers: Sequence[torch.optim.Optimizer] = (),
-) -> Iterator[None]:
-    """Open a block in which ranks may run different numbers of iterations of the sharded root.
-
-    Gradients are divided by the number of all ranks (``divide_by_initial_world_size``) or by the
-    number of those that still train; a communication hook does all of the division. The optimizers
-    that step ``module`` inside the block are detected, and a rank that is done steps its own with
-    the others; one that may have no batch at all needs ``optimizers``. Gradients are assumed to be
-    zeroed between a step and the next backward pass. The facade's own clipping is joined.
-    Collectives of the user's own on the same axes are not, `torch.nn.utils.clip_grad_norm_` of
-    DTensors among them, and `ShardedGradScaler` raises inside the block.
-
-    Raises RuntimeError on all ranks at the end of the first with ``throw_on_early_termination``,
-    ValueError for a module that is not a sharded root.
-    """
-    joined = _Joined(
-        module,
-        optimizers,
-        divides_by_all=divide_by_initial_world_size,
-        throws=throw_on_early_termination,
-    )
-    with joined.iteration.without_order_check():
-        with joined.announcing():
-            yield
-        joined.shadow()
-
-
 class _Joined:
     """One root inside the block."""
 
@@ -78,7 +45,7 @@ class _Joined:
     ) -> None:
         self.iteration = _root_iteration(module)
         self._module = module
-        self._units = [d.unit for d in self.iteration.drivers if d.unit is not None]
+        self._units = self.iteration.units
         self._optimizers = list(optimizers)
         self._divides_by_all = divides_by_all
         self._has_stepped = False
@@ -91,19 +58,20 @@ class _Joined:
         """Announce each collective and each step before it begins, while there are inputs."""
         before = [(unit.settings.divide_factor, unit.settings.block) for unit in self._units]
         handle = register_optimizer_step_pre_hook(self._before_step)
-        self.iteration.announce_to(self._before_delivery, self._before_clip)
+        iteration = self.iteration
+        iteration.announce, iteration.announce_clip = self._before_delivery, self._before_clip
         for unit in self._units:
             # A rank that is done holds no part of the blocks that others keep after a forward.
             unit.forget_block()
             unit.change(block=None)
-            unit.announce_to(self._before_move)
+            unit.announce = self._before_move
         try:
             yield
         finally:
             handle.remove()
-            self.iteration.announce_to(None, None)
+            iteration.announce = iteration.announce_clip = None
             for unit, (factor, block) in zip(self._units, before, strict=True):
-                unit.announce_to(None)
+                unit.announce = None
                 unit.change(divide_factor=factor, block=block)
 
     def shadow(self) -> None:
@@ -207,26 +175,45 @@ class _Joined:
 class JoinsUnevenInputs(nn.Module):
     """The members that the classes of sharded modules have in common."""
 
+    @contextlib.contextmanager
     def join(
         self,
         divide_by_initial_world_size: bool = True,
         enable: bool = True,
         throw_on_early_termination: bool = False,
         optimizers: Sequence[torch.optim.Optimizer] = (),
-    ) -> contextlib.AbstractContextManager[None]:
-        """A block in which ranks may have different numbers of batches, see `join_sharded`."""
+    ) -> Iterator[None]:
+        """Open a block in which ranks may run different numbers of iterations of the sharded root.
+
+        Gradients are divided by the number of all ranks (``divide_by_initial_world_size``) or by
+        the number of those that still train; a communication hook does all of the division. The
+        optimizers that step this module inside the block are detected, and a rank that is done
+        steps its own with the others; one that may have no batch at all needs ``optimizers``.
+        Gradients are assumed to be zeroed between a step and the next backward pass. The facade's
+        own clipping is joined. Collectives of the user's own on the same axes are not,
+        `torch.nn.utils.clip_grad_norm_` of DTensors among them, and `ShardedGradScaler` raises
+        inside the block.
+
+        Raises RuntimeError on all ranks at the end of the first with
+        ``throw_on_early_termination``, ValueError for a module that is not a sharded root.
+        """
         if not enable:
-            return contextlib.nullcontext()
-        return join_sharded(
+            yield
+            return
+        joined = _Joined(
             self,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-            throw_on_early_termination=throw_on_early_termination,
-            optimizers=optimizers,
+            optimizers,
+            divides_by_all=divide_by_initial_world_size,
+            throws=throw_on_early_termination,
         )
+        with joined.iteration.without_order_check():
+            with joined.announcing():
+                yield
+            joined.shadow()
 
 
 def joins(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``optimizer`` steps a root that is inside a `join_sharded` block."""
+    """Whether ``optimizer`` steps a root that is inside a block of `join`."""
     owners = (getattr(hook, "__self__", None) for hook in step_hooks_of_all.values())
     return any(isinstance(owner, _Joined) and owner.holds(optimizer) for owner in owners)
 

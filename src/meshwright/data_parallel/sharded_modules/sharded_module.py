@@ -125,7 +125,9 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
         One that is not leaves its reductions under way, and its gradients, the sums of all since,
         come to ``.grad`` at the end of the next one that is. Call the optimizer after that one.
         """
-        _driver(self).expect_last_backward(is_last_backward)
+        driver = _driver(self)
+        root = driver if driver.iteration is None else driver.iteration.drivers[0]
+        root.is_last_backward = is_last_backward
 
     # --------------------------------------------------------------------------- freeing
 
@@ -137,7 +139,7 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
                 f"{type(reshard_after_forward).__name__}. A group size goes to fully_shard"
             )
         for driver in _drivers(self, recurse=recurse):
-            driver.free_as_root()
+            driver.keeps_as_root = False
         self._set(recurse, keep_full_after_forward=not reshard_after_forward, block=None)
 
     def set_reshard_after_backward(
@@ -156,11 +158,11 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather ``modules`` ahead, when this module's forward pass begins."""
-        _driver(self).gather_ahead(forward=_prefetched(modules))
+        _driver(self).forward_ahead = _prefetched(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather ``modules`` ahead, when this module's backward pass begins."""
-        _driver(self).gather_ahead(backward=_prefetched(modules))
+        _driver(self).backward_ahead = _prefetched(modules)
 
     # ------------------------------------------------------------------------- reduction
 
@@ -229,7 +231,9 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be at least 1, got {max_input_buffers}")
         for driver in _drivers(self, recurse=recurse):
-            driver.bound_in_flight(max_input_buffers)
+            driver.most_in_flight = max_input_buffers
+            if driver.iteration is not None:
+                driver.iteration.limit_in_flight()
 
     # ------------------ accepted and recorded in `fully_shard.state(module).without_effect`
 

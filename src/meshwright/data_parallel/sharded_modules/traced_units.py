@@ -38,7 +38,7 @@ from meshwright.data_parallel.replicas.traced import compiler_of_marks
 from meshwright.data_parallel.sharded_modules.iteration import Iteration, gets_gradient
 from meshwright.data_parallel.sharded_modules.module_hooks import Driver, driver_of
 from meshwright.data_parallel.sharded_modules.module_tree import STATES
-from meshwright.data_parallel.shards.replaced_parameters import converted, is_given_for_call
+from meshwright.data_parallel.shards.replaced_parameters import converted
 from meshwright.data_parallel.shards.unit import Unit
 from meshwright.errors import InternalError
 from meshwright.torch_internals.autograd import function_transforms, running_backward
@@ -63,7 +63,6 @@ class TracedDriver(Driver):
     """The parameters that modules hold at rest, while a forward is traced."""
 
     def join_root(self, iteration: Iteration) -> None:
-        """See `Driver.join_root`."""
         super().join_root(iteration)
         root = iteration.drivers[0]
         if not self.is_below:
@@ -72,7 +71,6 @@ class TracedDriver(Driver):
             self.look = look_of(root.root_name, 0)
 
     def joins_graph(self, module: nn.Module) -> bool:
-        """See `Driver.joins_graph`."""
         if not self.is_below or self.iteration is None:
             return False
         if not self._joins(self.look, self.iteration.drivers[0].is_driven):
@@ -89,7 +87,6 @@ class TracedDriver(Driver):
         return True
 
     def leaves_graph(self, module: nn.Module) -> bool:
-        """See `Driver.leaves_graph`."""
         if not self.is_below or not self._has_joined():
             return False
         _, _, _, places = self._described(torch.is_grad_enabled())
@@ -97,14 +94,6 @@ class TracedDriver(Driver):
             module.get_submodule(path)._parameters[name] = parameter
         self.lent = ()
         return not self._has_written()
-
-    def be_graphed(self, graphed: GraphedRoot) -> None:
-        """Let graphs drive this root through ``graphed``."""
-        self.graphed = graphed
-
-    def see(self, look: str) -> None:
-        """Take ``look``: compilers trace again unless they have a graph for it."""
-        self.look = look
 
     # While a graph runs.
 
@@ -140,7 +129,7 @@ class TracedDriver(Driver):
         if iteration is None or not isinstance(root, TracedDriver):
             return False
         if root.graphed is None:
-            root.be_graphed(GraphedRoot(root, iteration))
+            root.graphed = GraphedRoot(root, iteration)
         return _graphed(self).joins(self)
 
     @constant
@@ -198,7 +187,7 @@ class GraphedRoot:
         now = look_of(self.name, self._looks.index(look))
         for driver in self._drivers:
             if isinstance(driver, TracedDriver) and driver.look != now:
-                driver.see(now)
+                driver.look = now
                 if driver.unit is not None:  # in a graph there is no autograd to do it
                     driver.unit.exposure.follow_training(driver.unit)
 
@@ -249,9 +238,6 @@ class GraphedRoot:
             "a pipeline or another method drives the units": any(d.is_driven for d in drivers),
             "uneven inputs are joined": iteration.announce is not None,
             "it runs in a transform of torch.func": function_transforms() is not None,
-            "torch.func.functional_call puts tensors in the place of parameters": (
-                is_given_for_call()
-            ),
             "a unit has several modules": any(driver.has_parts for driver in drivers),
             "parameters are parts of DTensors, or gathered by a class of their own": any(
                 slot.outer is not None or slot.extension is not None for slot in slots
@@ -270,7 +256,6 @@ class GraphedRoot:
 
     @apart
     def drive(self, what: str, number: int, said: str) -> None:
-        """See `TracedRoot`."""
         if what == BEGIN:
             self._iteration.begin_graph(f"a compiled forward pass ({said})")
         elif what == BEGIN_BACKWARD:
@@ -291,15 +276,8 @@ class GraphedRoot:
 
     @apart
     def whole(self, number: int, line: int) -> torch.Tensor:
-        """See `TracedRoot`."""
         _, unit = self._at(number)
         unit.wait_unshard()
-        if not unit.shows_all:
-            raise RuntimeError(
-                "torch.func.functional_call has put tensors in the place of parameters of "
-                f"{unit.name!r}, around a compiled model whose graph does not have them: call the "
-                "model that is not compiled"
-            )
         return unit.groups[line].buffer.full
 
     @apart

@@ -10,11 +10,9 @@ Bottom-up:
     slot                 one parameter of a unit, with all its uses
     parameter_hooks      hooks of users on parameters
     parameter_group      the parameters of a unit that lie in one buffer
-    unit_streams         streams of a device beside the computation, and the order between them
     replaced_parameters  tensors that users put in the place of a parameter
     unit                 parameters that are gathered and reduced together
     dtensor_exposure     what optimizers, clipping and state dicts see of a unit
-    shared_parameters    parameters that modules of several units share
     sharding             from modules to a unit
 """
 

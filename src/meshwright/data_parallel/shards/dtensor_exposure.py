@@ -6,13 +6,13 @@ what the next gather sends. Modules hold plain tensors from the gather on.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from meshwright.comm import Communicator
 from meshwright.comm.dtensors.after_hooks import run_after_hooks
 from meshwright.comm.dtensors.dtensor import (
     beginning_storage,
@@ -28,24 +28,20 @@ from meshwright.comm.dtensors.sharded_axes import is_marked_spread
 from meshwright.data_parallel.distributed_parameters import mark_spread
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup
 from meshwright.data_parallel.shards.parameter_hooks import (
+    accumulators_of,
     carry_hooks,
     change_by_hooks,
     has_hooks,
-    refuse_past_hooks,
-    run_hooks_of_flat,
 )
-from meshwright.data_parallel.shards.replaced_parameters import (
-    check_given,
-    data_assigned,
-    is_given_for_call,
-    replaced,
-)
+from meshwright.data_parallel.shards.replaced_parameters import data_assigned, replaced
 from meshwright.data_parallel.shards.slot import HOME, Slot
-from meshwright.data_parallel.shards.unit import Exposure, Unit
+from meshwright.data_parallel.shards.unit import Exposure, Phase, Unit
 from meshwright.errors import InternalError
 from meshwright.gradients import mark_mean, warn_of_zeros
 from meshwright.layout import contiguous_strides
 from meshwright.mesh import DeviceMesh
+from meshwright.torch_internals.autograd import backward_hooks_of
+from meshwright.torch_internals.modules import lent_now
 from meshwright.torch_internals.tensors import (
     foreach_add_,
     local_tensor_of,
@@ -54,7 +50,7 @@ from meshwright.torch_internals.tensors import (
 )
 
 
-class _Entry:
+class _ShardedParameter:
     """One parameter as it looks at rest."""
 
     __slots__ = (
@@ -84,7 +80,7 @@ class _Entry:
         carry_hooks(before, shown, slot.name)
         self.exposed = shown
         self.guard: object | None = None
-        """Rejects gradients past the hooks while it is held."""
+        """Rejects gradients past the hooks while it is held; torch swaps tensors without."""
         self.note_memory()
         self.trains = trains
         """True when both required grad when they were compared last."""
@@ -99,38 +95,25 @@ class _Entry:
         return place.mesh, place.placements, place.shape, contiguous_strides(place.shape)
 
     def find_cells(self) -> None:
-        """Find the tables of modules, and the names in them, that hold the parameter."""
+        """Find the tables of modules, and the names in them, and put the parameter there."""
         self.cells = tuple([(module._parameters, name) for module, name in self.slot.places])
+        for cells, name in self.cells:
+            cells[name] = self.exposed
 
-    @torch.no_grad()
-    def follow_place(self) -> None:
-        """Move to the mesh of the slot's current place: this rank's part is the same there."""
-        (mesh, placements, *_), gradient = self.wrap, self.exposed.grad
-        if mesh is self.exposed.device_mesh:
-            return
-        put_on_mesh(self.exposed, mesh, placements)
-        if gradient is not None:
-            self.exposed.grad = None
-            self.exposed.grad = dtensor_like(local_of(gradient), self.exposed)
+    def replaced(self, cells: dict[str, Any], name: str) -> RuntimeError:
+        """The error for what ``cells`` hold in the place of the parameter."""
+        slot = self.slot
+        module = next(m for m, n in slot.places if m._parameters is cells and n == name)
+        axes = () if slot.place is None else slot.place.axes.communicators
+        return replaced(slot.name, module, cells.get(name), slot.full.shape, axes)
 
     def note_memory(self) -> None:
         """Remember the memory that ``exposed`` has now, to notice when it is given another."""
         if self.slot.extension is not None:
-            self.slot.extension.hold(local_tensor_of(self.exposed))
+            self.slot.extension.part = local_tensor_of(self.exposed)
         self.local = local_tensor_of(self.exposed)
         self.address = self.local.data_ptr()
         self.storage = self.exposed.untyped_storage()
-
-    def expose(self, parameter: Any, local: torch.Tensor) -> None:  # noqa: ANN401
-        """Put ``parameter`` into all modules, on the memory ``local``.
-
-        It stays the object that optimizers know; its memory is the shard's.
-        """
-        for cells, name in self.cells:
-            cells[name] = parameter
-        self.exposed = parameter
-        set_local_tensor(parameter, local)
-        self.note_memory()
 
     def part_of(self, line: torch.Tensor) -> torch.Tensor:
         """View this rank's part of the parameter in ``line``, which lies as the shard does."""
@@ -141,14 +124,6 @@ class _Entry:
         # Detached, since a view would hold on to the tensor that it is of.
         part = self.part_of(line).detach()
         return dtensor_like(part if is_shown else beginning_storage(part), self.exposed)
-
-    def note_training(self) -> None:
-        """Remember whether it trains, which whole and exposed parameter agree on now."""
-        self.trains = self.slot.full.requires_grad
-
-    def be_guarded(self, guard: object | None) -> None:
-        """Hold ``guard``, which rejects gradients past hooks; None lets torch swap the tensor."""
-        self.guard = guard
 
     def follow_training(self) -> None:
         """Give both parameters the ``requires_grad`` of the one that the user has changed."""
@@ -163,33 +138,31 @@ class ExposedTensors(Exposure):
     """The exposure of `fully_shard`."""
 
     def __init__(self) -> None:
-        self._entries: dict[ParameterGroup, list[_Entry]] = {}
-        self._in_cells: dict[_Entry, nn.Parameter] = {}
-        """The parameter that was put into all cells of an entry last."""
+        self._entries: dict[ParameterGroup, list[_ShardedParameter]] = {}
+        self._has_run = False
+        """True once modules have been shown whole parameters: none is taken over from then on."""
         self._flat: dict[ParameterGroup, nn.Parameter] = {}
         self._delivered: set[ParameterGroup] = set()
         """The groups whose flat gradient was set, and not seen zeroed since."""
         self._guarded: set[ParameterGroup] = set()
         """The groups that have begun a pass: gradients past the hooks are rejected."""
 
-    def entries(self, group: ParameterGroup) -> list[_Entry]:
+    def entries(self, group: ParameterGroup) -> list[_ShardedParameter]:
         """List the parameters of ``group`` as they look at rest, made at the first call."""
         found = self._entries.get(group)
         if found is None:
             known = {e.slot: e.exposed for entries in self._entries.values() for e in entries}
             before = [known.get(slot, slot.original) for slot in group.slots]
-            found = [_Entry(group, index, given) for index, given in enumerate(before)]
+            found = [_ShardedParameter(group, index, given) for index, given in enumerate(before)]
             self._entries[group] = found
             mark_mean([entry.exposed for entry in found], group.axes.communicators)
         return found
 
     def shown(self, slot: Slot) -> nn.Parameter:
-        """Return the parameter that modules hold of ``slot`` at rest."""
         entries = reversed(self._entries.values())
         return next(e.exposed for group in entries for e in group if e.slot is slot)
 
     def shows(self, parameter: nn.Parameter) -> bool:
-        """Whether ``parameter`` is one that modules hold at rest."""
         return any(e.exposed is parameter for group in self._entries.values() for e in group)
 
     def shard_of(self, group: ParameterGroup) -> nn.Parameter:
@@ -206,42 +179,45 @@ class ExposedTensors(Exposure):
             mark_spread(found, outers, group.axes.shard, group.slots[0].name)
         return found
 
-    def has_flat(self, group: ParameterGroup, flat: nn.Parameter) -> bool:
-        """Whether ``flat`` is the shard of ``group``."""
-        return self._flat.get(group) is flat
-
     def parts_of(
-        self, group: ParameterGroup, line: torch.Tensor
+        self, group: ParameterGroup, flat: nn.Parameter, line: torch.Tensor
     ) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """List the parameters of ``group``, and a DTensor for each with its part of ``line``."""
+        entries = self.entries(group) if self._flat.get(group) is flat else ()
         return [
             (e.exposed, dtensor_at_rest(beginning_storage(e.part_of(line)), *e.wrap))
-            for e in self.entries(group)
+            for e in entries
         ]
 
+    @torch.no_grad()
     def follow_places(self) -> None:
-        """Follow the places of slots, which have become those on a larger mesh."""
+        """Follow the places of slots, now on a larger mesh where this rank's parts are the same."""
         for group, entries in self._entries.items():
             group.kept.forget()
             for entry in entries:
-                entry.follow_place()
+                (mesh, placements, *_), exposed = entry.wrap, entry.exposed
+                if mesh is not exposed.device_mesh:
+                    gradient, exposed.grad = exposed.grad, None
+                    put_on_mesh(exposed, mesh, placements)
+                    if gradient is not None:
+                        exposed.grad = dtensor_like(local_of(gradient), exposed)
 
     def forget_places(self) -> None:
         """Look up the modules of all slots once more: they are used in others now."""
         for entries in self._entries.values():
             for entry in entries:
                 entry.find_cells()
-                self._in_cells.pop(entry, None)
 
     def let_go(self, unit: Unit) -> None:
-        """Allow torch to swap the tensors of the parameters, until `take_over`."""
         for group in unit.groups:
             self._guarded.discard(group)
             for entry in self.entries(group):
-                entry.be_guarded(None)
+                entry.guard = None
 
     def refresh(self, unit: Unit) -> None:
-        """See `Exposure`: follows replaced parameters, and new memory of those that stayed."""
+        """See `Exposure`: looks at each parameter, at its memory and at what modules hold."""
+        if self._flat:
+            self._zero_alike()
+        shows_full, is_same = unit.phase is Phase.FULL and not unit.is_at_rest, True
         for group in unit.groups:
             if group not in self._guarded:
                 self._guard(group)
@@ -249,66 +225,72 @@ class ExposedTensors(Exposure):
             if flat is not None and flat.data_ptr() != group.buffer.shard.data_ptr():
                 raise data_assigned(group.slots[0].name, group.axes.communicators)
             for entry in self.entries(group):
-                exposed, shown = entry.exposed, self._in_cells.get(entry)
-                is_same = local_tensor_of(exposed) is entry.local
-                # What is sent to another process by torch.multiprocessing moves to shared memory.
-                is_same = is_same and entry.local.data_ptr() == entry.address
-                if is_same and exposed.untyped_storage() is not entry.storage:
+                exposed, full = entry.exposed, entry.slot.full
+                local = local_tensor_of(exposed)
+                # Conversions give the same parameter another local tensor. What is sent to another
+                # process by torch.multiprocessing keeps its own, which moves to shared memory.
+                if local is not entry.local or local.data_ptr() != entry.address:
+                    is_same = False
+                elif exposed.untyped_storage() is not entry.storage:
                     raise data_assigned(entry.slot.name, group.axes.communicators)
+                shown = full if shows_full else exposed
                 for cells, name in entry.cells:
-                    is_same = is_same and cells.get(name) is shown
-                if not is_same:
-                    self._follow(unit)
-                    return
+                    found = cells.get(name)
+                    if found is full or found is exposed:
+                        # `torch.func.functional_call` puts back what it found when it began.
+                        cells[name] = shown
+                    else:
+                        is_same = False
+        if not is_same:
+            unit.reshard()
+            self.take_over(unit)
+            for group in unit.groups:
+                self._guard(group)
 
     def _guard(self, group: ParameterGroup) -> None:
         """Reject gradients past the hooks of those that train; before a pass none can come."""
         self._guarded.add(group)
         entries = self.entries(group)
         new = [e for e in entries if e.guard is None and e.exposed.requires_grad]
-        for entry, guard in zip(new, refuse_past_hooks(new), strict=True):
-            entry.be_guarded(guard)
+        for entry, guard in zip(new, _refuse_past_hooks(new), strict=True):
+            entry.guard = guard
 
     def show_sharded(self, unit: Unit) -> None:
         """Put the DTensors into the modules, trainable as the whole parameters were until now."""
         for group in unit.groups:
             for entry in self.entries(group):
-                exposed, shown = entry.exposed, self._in_cells.get(entry)
-                if entry.slot.full.requires_grad is not entry.trains:
+                exposed, full = entry.exposed, entry.slot.full
+                if full.requires_grad is not entry.trains:
                     entry.follow_training()
                     self._guarded.discard(group)
                 for cells, name in entry.cells:
-                    if shown is None or cells.get(name) is shown or _is_ours(entry, cells, name):
-                        cells[name] = exposed
-                self._in_cells[entry] = exposed
+                    if cells.get(name) is not full and cells.get(name) is not exposed:
+                        raise entry.replaced(cells, name)
+                    cells[name] = exposed
 
-    def show_full(self, unit: Unit) -> bool:
+    def show_full(self, unit: Unit) -> None:
         """Put the whole parameters into the modules, trainable as the DTensors are now."""
-        is_all = True
+        self._has_run = True
         for group in unit.groups:
             for entry in self.entries(group):
-                full, shown = entry.slot.full, self._in_cells.get(entry)
-                if not (full.requires_grad is entry.trains is entry.exposed.requires_grad):
-                    if full.requires_grad is not entry.exposed.requires_grad:
-                        full.requires_grad_(entry.exposed.requires_grad)
+                exposed, full = entry.exposed, entry.slot.full
+                if not (full.requires_grad is entry.trains is exposed.requires_grad):
+                    if full.requires_grad is not exposed.requires_grad:
+                        full.requires_grad_(exposed.requires_grad)
                         self._guard(group)
-                    entry.note_training()
+                    entry.trains = full.requires_grad
                 for cells, name in entry.cells:
-                    if cells.get(name) is shown or _is_ours(entry, cells, name):
-                        cells[name] = full
-                    elif shown is entry.exposed:
-                        is_all = False
-                self._in_cells[entry] = full
-        return is_all
+                    if cells.get(name) is not exposed and cells.get(name) is not full:
+                        raise entry.replaced(cells, name)
+                    cells[name] = full
 
     def follow_training(self, unit: Unit) -> None:
-        """Give full and exposed parameters the ``requires_grad`` that a user has set on either."""
         for group in unit.groups:
             for entry in self.entries(group):
                 entry.follow_training()
             self._guard(group)
 
-    def zero_alike(self) -> None:
+    def _zero_alike(self) -> None:
         """Zero the gradients of the parameters where a flat one was zeroed, and the reverse."""
         for group, flat in self._flat.items():
             entries = self.entries(group)
@@ -332,11 +314,9 @@ class ExposedTensors(Exposure):
         ) + sum([version_of(group.buffer.shard) for group in unit.groups])
 
     def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
-        """See `Exposure`."""
         return [entry.exposed.requires_grad for entry in self.entries(group)]
 
     def has_gradients(self, unit: Unit) -> bool:
-        """See `Exposure`."""
         flats = (self._flat.get(group) for group in unit.groups)
         return any(flat is not None and flat.grad is not None for flat in flats) or any(
             entry.stop > entry.start and entry.exposed.grad is not None
@@ -367,7 +347,7 @@ class ExposedTensors(Exposure):
         if group in self._flat:
             unused = [s.name for s, has in zip(group.slots, used, strict=True) if not has]
             warn_of_zeros(self._flat[group], lambda: unused)
-            run_hooks_of_flat(self._flat[group], group.slots[0].name, len(group.slots))
+            _run_hooks_of_flat(self._flat[group], group.slots[0].name, len(group.slots))
 
     def _has_direct(self, group: ParameterGroup) -> bool:
         """Whether a loss has left gradients that the flat one does not have."""
@@ -451,37 +431,33 @@ class ExposedTensors(Exposure):
         is_shown = group in self._flat
         made = [entry.gradient_on(reduced, is_shown=is_shown) for entry in entries]
         if is_kept:
-            kept.remember([(dt, e.exposed) for dt, e in zip(made, entries, strict=True)])
+            kept.guests = [(dt, e.exposed) for dt, e in zip(made, entries, strict=True)]
         return made
-
-    def _follow(self, unit: Unit) -> None:
-        """Handle a parameter that is not the one shown, or that has other memory."""
-        if not is_given_for_call():
-            unit.reshard()
-            self.take_over(unit)
-            for group in unit.groups:
-                self._guard(group)
-            return
-        for group in unit.groups:
-            for entry in self.entries(group):
-                for cells, name in entry.cells:
-                    if _is_ours(entry, cells, name):
-                        cells[name] = self._in_cells.get(entry)
 
     @torch.no_grad()
     def take_over(self, unit: Unit) -> None:
-        """Follow what modules hold now: other values, dtypes, devices or parameter objects.
+        """Follow what modules hold now: other values, dtypes and devices.
 
+        Before the first gather also other DTensor parameters that lie alike, as loaders leave them.
         Callers that hold the former parameters keep these, and their memory.
         """
         for group in unit.groups:
             entries = self.entries(group)
-            held = [_held(entry) for entry in entries]
+            held = [self._held(entry) for entry in entries]
             for entry, parameter in zip(entries, held, strict=True):
                 _check_alike(entry, parameter, held[0])
             group.kept.forget()
             group.carry_starts([local_of(parameter) for parameter in held])
-            self._renew(group, held)
+            kind = held[0].dtype, local_of(held[0]).device
+            has_moved = any(
+                local_of(parameter).data_ptr() != group.buffer.local(index).data_ptr()
+                for index, parameter in enumerate(held)
+            )
+            # What somebody else may hold now keeps its memory.
+            if has_moved or kind != (group.types.master, group.buffer.shard.device):
+                group.convert(*kind)
+                if group in self._flat:
+                    self._flat[group].data = beginning_storage(group.buffer.shard)
             for index, (entry, parameter) in enumerate(zip(entries, held, strict=True)):
                 mine, theirs = group.buffer.local(index), local_of(parameter)
                 if theirs.data_ptr() != mine.data_ptr() and not theirs.is_meta:
@@ -489,72 +465,83 @@ class ExposedTensors(Exposure):
                 if parameter is not entry.exposed:
                     parameter.__dict__[HOME] = entry.exposed.__dict__.get(HOME)
                     entry.slot.full.requires_grad_(parameter.requires_grad)
-                    entry.note_training()
-                entry.expose(parameter, group.buffer.around(index))
-                entry.be_guarded(None)
-                self._in_cells[entry] = parameter
+                    entry.trains = parameter.requires_grad
+                # The object that optimizers know stays; its memory is the shard's.
+                entry.exposed, entry.guard = parameter, None
+                for cells, name in entry.cells:
+                    cells[name] = parameter
+                set_local_tensor(parameter, group.buffer.around(index))
+                entry.note_memory()
             self._guarded.discard(group)
         unit.has_changed()
 
-    def _renew(self, group: ParameterGroup, held: Sequence[Any]) -> None:
-        """Give ``group`` memory of the kind that ``held`` has, and new memory where that has.
+    def _held(self, entry: _ShardedParameter) -> Any:  # noqa: ANN401
+        """Return the DTensor parameter that all modules hold. Raises RuntimeError for any other.
 
-        What somebody else may hold now keeps its memory.
+        The modules of a tied one may hold several of the same values, as ``load_state_dict`` with
+        ``assign=True`` leaves them.
         """
-        entries = self.entries(group)
-        is_new = any(e.exposed is not p for e, p in zip(entries, held, strict=True))
-        if is_new and group in self._flat:
+        first, key = entry.cells[0]
+        held = first.get(key)
+        for cells, name in entry.cells:
+            found = cells.get(name)
+            if found is held is entry.exposed:
+                continue
+            is_late = self._has_run or lent_now() is not None
+            is_alike = isinstance(found, nn.Parameter) and is_dtensor(found)
+            is_same = found is held or (is_alike and is_dtensor(held) and _have_same(found, held))
+            if is_late or not is_alike or not is_same or _belongs_elsewhere(entry, found):
+                raise entry.replaced(cells, name)
+        return held
+
+
+class _Refusal:
+    """The hook of a node that leads to ``.grad`` of a parameter at rest."""
+
+    __slots__ = ("_guarded",)
+
+    def __init__(self, guarded: _ShardedParameter) -> None:
+        # Not the parameter, nor a weak reference to it, with which torch would not swap its tensor.
+        self._guarded = weakref.ref(guarded)
+
+    def __call__(self, gradients: object) -> None:
+        found = self._guarded()
+        if found is not None and has_hooks(found.exposed):
             raise RuntimeError(
-                f"parameters of the unit of {entries[0].slot.name!r} were given anew, and what "
-                "flat_groups gave an optimizer would step the new ones with what that knows of the "
-                "former: write the values into the former (copy_), give them anew before "
-                "flat_groups, or let the optimizer have the parameters themselves"
+                f"the loss has read parameter {found.slot.name!r}, which is sharded, beside its "
+                "module, and the parameter has hooks, or an optimizer in the backward: these would "
+                "be given the gradient in two parts. Compute that term inside of the forward of "
+                "the module that uses the parameter, or step and change gradients after the "
+                "backward"
             )
-        if is_new and (group.buffer.has_gradient or group.has_new_gradient):
-            raise RuntimeError(
-                f"parameters of the unit of {entries[0].slot.name!r} were given anew while "
-                "gradients of passes under no_sync wait to be reduced: reduce them first"
-            )
-        kind = held[0].dtype, local_of(held[0]).device
-        has_moved = any(
-            local_of(parameter).data_ptr() != group.buffer.local(index).data_ptr()
-            for index, parameter in enumerate(held)
+
+
+def _refuse_past_hooks(parameters: Sequence[_ShardedParameter]) -> list[object]:
+    """Reject a backward that gives a parameter at rest a gradient itself while it has hooks.
+
+    A loss that has read it does: the hooks would run for that term, and again for the mean. Returns
+    for each the node that keeps this in force. All require grad. Steps cost nothing.
+    """
+    if not parameters:
+        return []
+    nodes = accumulators_of([each.exposed for each in parameters])
+    for node, each in zip(nodes, parameters, strict=True):
+        node.register_prehook(_Refusal(each))
+    return [*nodes]  # torch holds them weakly: the hooks end with the last reference
+
+
+def _run_hooks_of_flat(flat: nn.Parameter, name: str, count: int) -> None:
+    """Run the post-accumulate hooks of a flat parameter: of ``count``, ``name`` the first.
+
+    Raises RuntimeError for hooks on the gradient itself.
+    """
+    if backward_hooks_of(flat):
+        raise RuntimeError(
+            f"the flat parameter of {name!r} and {count - 1} more has a hook on its gradient, "
+            "which no shape and no parameter belongs to: put the hook on the parameters of the "
+            "model, which are DTensors"
         )
-        if has_moved or kind != (group.types.master, group.buffer.shard.device):
-            group.convert(*kind)
-            if group in self._flat:
-                self._flat[group].data = beginning_storage(group.buffer.shard)
-
-
-def _is_ours(entry: _Entry, cells: dict[str, Any], name: str) -> bool:
-    """Whether a module holds what the unit shows; False for a tensor that is lent for one call.
-
-    Raises RuntimeError for anything else.
-    """
-    found = cells.get(name)
-    if found is entry.exposed or found is entry.slot.full:
-        return True
-    module, axes = _whereabouts(entry, cells, name)
-    check_given(entry.slot, module, found, axes)
-    return False
-
-
-def _held(entry: _Entry) -> Any:  # noqa: ANN401
-    """Return the DTensor parameter that all modules hold. Raises RuntimeError for any other.
-
-    The modules of a tied one may hold several of the same values, as ``load_state_dict`` with
-    ``assign=True`` leaves them.
-    """
-    first, key = entry.cells[0]
-    held = first.get(key)
-    for cells, name in entry.cells:
-        found = cells.get(name)
-        is_alike = isinstance(found, nn.Parameter) and is_dtensor(found)
-        is_same = found is held or (is_alike and is_dtensor(held) and _have_same(found, held))
-        if not is_alike or not is_same or _belongs_elsewhere(entry, found):
-            module, axes = _whereabouts(entry, cells, name)
-            raise replaced(entry.slot.name, module, found, entry.slot.full.shape, axes)
-    return held
+    run_after_hooks(flat)
 
 
 def _have_same(one: Any, other: Any) -> bool:  # noqa: ANN401
@@ -564,7 +551,7 @@ def _have_same(one: Any, other: Any) -> bool:  # noqa: ANN401
     return lies[0] == lies[1] and mine.device == theirs.device and torch.equal(mine, theirs)
 
 
-def _belongs_elsewhere(entry: _Entry, parameter: nn.Parameter) -> bool:
+def _belongs_elsewhere(entry: _ShardedParameter, parameter: nn.Parameter) -> bool:
     """Whether another slot's unit shows ``parameter``: nothing would tie the two."""
     held = parameter.__dict__.get(HOME)
     slot = None if held is None else held()
@@ -572,16 +559,7 @@ def _belongs_elsewhere(entry: _Entry, parameter: nn.Parameter) -> bool:
     return driver is not None and driver.unit is not None and driver.unit.exposure.shows(parameter)
 
 
-def _whereabouts(
-    entry: _Entry, cells: dict[str, Any], name: str
-) -> tuple[nn.Module, Sequence[Communicator]]:
-    """The module that ``cells`` belong to, and the axes that the parameter lies on."""
-    slot = entry.slot
-    module = next(m for m, n in slot.places if m._parameters is cells and n == name)
-    return module, () if slot.place is None else slot.place.axes.communicators
-
-
-def _check_alike(entry: _Entry, held: Any, first: Any) -> None:  # noqa: ANN401
+def _check_alike(entry: _ShardedParameter, held: Any, first: Any) -> None:  # noqa: ANN401
     """Raise RuntimeError unless ``held`` has the parameter's layout and the kind of ``first``."""
     before = entry.exposed
     lies = (held.shape, held.placements, local_of(held).shape)

@@ -43,7 +43,8 @@ class KeptLine:
 
     def __init__(self) -> None:
         self.guests: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Tensors on the line, each with the parameter that it is the gradient of."""
+        """Tensors on the line, each with the parameter that it is the gradient of: they are used
+        again for as long as the line is."""
         self._line: torch.Tensor | None = None
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -59,10 +60,6 @@ class KeptLine:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` has the memory of the line that is kept now."""
         return self._line is not None and tensor.data_ptr() == self._line.data_ptr()
-
-    def remember(self, guests: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Reuse ``guests``, tensors on the line, for as long as the line is reused."""
-        self.guests = guests
 
     def forget(self) -> None:
         """Keep nothing."""

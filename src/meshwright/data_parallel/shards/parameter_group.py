@@ -126,8 +126,9 @@ class ParameterGroup:
         ]
         """By their index, parameters whose gradients are parts of sums over other axes."""
         for index, slot in enumerate(slots):
-            if (local := slot.take_local()) is not None:
-                self.buffer.local(index).copy_(local)
+            if slot.local is not None:
+                self.buffer.local(index).copy_(slot.local)
+                slot.local = None
         self._versions = [0] * len(slots)
         """Those of the leaves when they were gathered."""
         self._show_views()
@@ -195,7 +196,7 @@ class ParameterGroup:
         indices, whole, own = zip(*found, strict=True)
         starts = Starts.of(whole, own)
         for at, index in enumerate(indices):
-            self.slots[index].note_start(starts, at)
+            self.slots[index].starts, self.slots[index].start_at = starts, at
 
     def carry_starts(self, parts: Sequence[torch.Tensor]) -> None:
         """Keep the starts of slots whose ``parts`` convert the current ones; forget the others."""
@@ -209,7 +210,8 @@ class ParameterGroup:
             if own is None or now is None or not has_values_of(after, before):
                 continue
             if torch.equal(own, starts.own[at].to(own.device)):
-                slot.note_start(Starts(starts.whole[at : at + 1], now.view(1)), 0)
+                slot.starts = Starts(starts.whole[at : at + 1], now.view(1))
+                slot.start_at = 0
 
     def _carry_gradients(self, before: FlatBuffer) -> None:
         """Keep what waits for a reduction, in the current dtype and on the current device."""
@@ -236,7 +238,7 @@ class ParameterGroup:
         for slot, whole in zip(self.slots, self.buffer.wholes, strict=False):
             if slot.full is not whole:
                 whole.requires_grad_(slot.full.requires_grad)
-                slot.become(whole, whole)
+                slot.full = slot.leaf = whole
         self._versions = [*map(version_of, map(_LEAF, self.slots))]
 
     def take_written(self) -> str:
@@ -266,16 +268,15 @@ class ParameterGroup:
         for index, slot in enumerate(self.slots):
             outer, view = slot.outer, buffer.view(index)
             if outer is None:
-                whole = whole_parameter(view, slot.original)
-                slot.become(whole, whole)
+                slot.full = slot.leaf = whole_parameter(view, slot.original)
             else:
                 # What reads it beside layers that tensor parallelism has sharded gets the DTensor:
                 # a plain part would be taken for the whole.
                 dtensor = dtensor_at_rest(
                     view, outer.mesh, outer.placements, outer.shape, outer.stride
                 )
-                full = nn.Parameter(dtensor, requires_grad=slot.original.requires_grad)
-                slot.become(full, take_over(full) if slot.computes.is_local else full)
+                slot.full = nn.Parameter(dtensor, requires_grad=slot.original.requires_grad)
+                slot.leaf = take_over(slot.full) if slot.computes.is_local else slot.full
             if slot.extension is None and not is_dtensor(slot.leaf):
                 in_line.append(index)
                 self._wholes.append(slot.leaf)

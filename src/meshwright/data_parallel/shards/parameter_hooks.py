@@ -7,9 +7,7 @@ single process sees the same; `Tensor.register_hook` on a replica sees the gradi
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -17,10 +15,8 @@ from torch import nn
 from meshwright.comm.dtensors.after_hooks import (
     carry_after_hooks,
     has_after_hooks,
-    run_after_hooks,
 )
 from meshwright.comm.dtensors.dtensor import local_of
-from meshwright.data_parallel.shards.slot import Slot
 from meshwright.errors import InternalError
 from meshwright.torch_internals.autograd import backward_hooks_of, set_backward_hooks
 
@@ -59,67 +55,6 @@ def accumulators_of(leaves: Sequence[torch.Tensor]) -> list[torch.autograd.graph
 def accumulator_of(leaf: torch.Tensor) -> torch.autograd.graph.Node:
     """The node by which autograd adds to ``leaf.grad``; ``leaf`` requires grad."""
     return accumulators_of([leaf])[0]
-
-
-class Guarded(Protocol):
-    """A parameter at rest."""
-
-    @property
-    def exposed(self) -> nn.Parameter:
-        """The parameter, as users have it now."""
-
-    @property
-    def slot(self) -> Slot:
-        """The slot that names it."""
-
-
-class _Refusal:
-    """The hook of a node that leads to ``.grad`` of a parameter at rest."""
-
-    __slots__ = ("_guarded",)
-
-    def __init__(self, guarded: Guarded) -> None:
-        # Not the parameter, nor a weak reference to it, with which torch would not swap its tensor.
-        self._guarded = weakref.ref(guarded)
-
-    def __call__(self, gradients: object) -> None:
-        found = self._guarded()
-        if found is not None and has_hooks(found.exposed):
-            raise RuntimeError(
-                f"the loss has read parameter {found.slot.name!r}, which is sharded, beside its "
-                "module, and the parameter has hooks, or an optimizer in the backward: these would "
-                "be given the gradient in two parts. Compute that term inside of the forward of "
-                "the module that uses the parameter, or step and change gradients after the "
-                "backward"
-            )
-
-
-def refuse_past_hooks(parameters: Sequence[Guarded]) -> list[object]:
-    """Reject a backward that gives a parameter at rest a gradient itself while it has hooks.
-
-    A loss that has read it does: the hooks would run for that term, and again for the mean. Returns
-    for each the node that keeps this in force. All require grad. Steps cost nothing.
-    """
-    if not parameters:
-        return []
-    nodes = accumulators_of([each.exposed for each in parameters])
-    for node, each in zip(nodes, parameters, strict=True):
-        node.register_prehook(_Refusal(each))
-    return [*nodes]  # torch holds them weakly: the hooks end with the last reference
-
-
-def run_hooks_of_flat(flat: nn.Parameter, name: str, count: int) -> None:
-    """Run the post-accumulate hooks of a flat parameter: of ``count``, ``name`` the first.
-
-    Raises RuntimeError for hooks on the gradient itself.
-    """
-    if backward_hooks_of(flat):
-        raise RuntimeError(
-            f"the flat parameter of {name!r} and {count - 1} more has a hook on its gradient, "
-            "which no shape and no parameter belongs to: put the hook on the parameters of the "
-            "model, which are DTensors"
-        )
-    run_after_hooks(flat)
 
 
 def change_by_hooks(parameter: torch.Tensor, gradient: torch.Tensor, name: str) -> None:

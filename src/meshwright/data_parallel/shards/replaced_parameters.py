@@ -1,15 +1,8 @@
-"""Tensors that users put in the place of a sharded parameter: lent for one call, or rejected.
+"""Tensors that users put in the place of a sharded parameter are rejected by name.
 
-A unit shows modules its full parameters and its sharded ones by turns. Where it finds what it has
-not put there itself, it does not overwrite it::
-
-    found in the place of a parameter         then
-    what the unit has put there               the other one of both comes there
-    a tensor of `torch.func.functional_call`  it computes in that call, and gets the gradient
-    a DTensor parameter that lies alike       the unit takes it over, before a forward pass
-    anything else, or nothing                 an error that names parameter, module and rank
-
-An optimizer would train what is rejected here on each rank alone, or not at all.
+A unit shows modules its full parameters and its sharded ones by turns. What else it finds in their
+place an optimizer would train on each rank alone, or not at all. Only before its first gather a
+unit of `fully_shard` takes over another DTensor parameter that lies alike, as loaders leave it.
 
 Outside of its unit a sharded parameter is a DTensor. Where an operator gets it beside a plain
 tensor, torch's error is raised in words that name the parameter and its unit.
@@ -24,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import stateless
 
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import is_dtensor
@@ -35,29 +27,9 @@ from meshwright.torch_internals.tensors import is_view, viewed_by
 
 BEFORE = (
     "Change modules before they are sharded (weight_norm, parametrizations, pruning, adapters and "
-    "ties too). To change values, write to the sharded parameter or load a state dict; to compute "
-    "with other ones for a call, use torch.func.functional_call with plain tensors of whole shape"
+    "ties too). To change values, write to the sharded parameter or load a state dict. Of replicas "
+    "torch.func.functional_call takes any tensors, of shards their own parameters only"
 )
-
-
-def is_given_for_call() -> bool:
-    """True inside of `torch.func.functional_call`, which puts its tensors in places for a while."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename == stateless.__file__:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def check_given(
-    slot: Slot, module: nn.Module, found: object, communicators: Sequence[Communicator]
-) -> None:
-    """Raise RuntimeError unless ``found`` computes in the place of ``slot``, for this call."""
-    is_plain = isinstance(found, torch.Tensor) and not is_dtensor(found)
-    shape = slot.leaf.shape
-    if not is_plain or found.shape != shape or not is_given_for_call():
-        raise replaced(slot.name, module, found, shape, communicators)
 
 
 def rank_in(communicators: Sequence[Communicator]) -> int:
@@ -76,12 +48,10 @@ def replaced(
     what = "nothing"
     if isinstance(found, torch.Tensor):
         what = f"a {type(found).__name__} of shape {tuple(found.shape)} and {found.dtype}"
-    text = f"neither gathered nor reduced, it would train on each rank alone. {BEFORE}"
-    if is_given_for_call():
-        text = "torch.func.functional_call takes plain tensors of whole shape (full_tensor())"
     return RuntimeError(
         f"rank {rank_in(communicators)}: expected parameter {name!r} of shape {tuple(shape)} where "
-        f"the sharded unit left it in its {type(module).__name__}, found {what}: {text}"
+        f"the sharded unit left it in its {type(module).__name__}, found {what}: neither gathered "
+        f"nor reduced, it would train on each rank alone. {BEFORE}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -21,23 +22,28 @@ from meshwright.data_parallel.sharded_modules.module_tree import STATES
 from meshwright.data_parallel.shards.buffer import ALONE, BufferTypes, DataAxes
 from meshwright.data_parallel.shards.dtensor_exposure import ExposedTensors
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup, UnitSettings
+from meshwright.data_parallel.shards.parameter_hooks import carry_hooks
 from meshwright.data_parallel.shards.placement import Place, PlacementChoice, Target, place
 from meshwright.data_parallel.shards.policies import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
-from meshwright.data_parallel.shards.replaced_parameters import refuse_views
-from meshwright.data_parallel.shards.shared_parameters import settle
-from meshwright.data_parallel.shards.slot import Slot, collect_slots, group_slots
+from meshwright.data_parallel.shards.replaced_parameters import (
+    is_ours_alone,
+    refuse_views,
+    retire_sharded,
+)
+from meshwright.data_parallel.shards.slot import HOME, Slot, collect_slots, group_slots
 from meshwright.data_parallel.shards.tensor_extensions import (
     PLAIN,
     Extension,
     check_gradient_dtype,
     extension_of,
+    whole_parameter,
 )
 from meshwright.data_parallel.shards.unit import Unit
-from meshwright.errors import warn
+from meshwright.errors import InternalError, warn
 from meshwright.layout import FlatLayout, Replicate
 from meshwright.mesh import DeviceMesh
 
@@ -59,7 +65,7 @@ class ShardOptions:
 
 def build_unit(
     modules: Sequence[nn.Module],
-    below: Below,
+    below: UnitModules,
     options: ShardOptions,
     *,
     synchronizes: bool,
@@ -75,7 +81,7 @@ def build_unit(
     if any(is_dtensor(slot.original) for slot in slots):
         local = {key: each for part in modules for key, each in local_parameters(part).items()}
         for slot in slots:
-            slot.compute_as(local.get(id(slot.original), slot.computes))
+            slot.computes = local.get(id(slot.original), slot.computes)
     if slots and options.target.axes.size > 1:
         parts = [part for _, part in own]
         refuse_frequencies(parts, [(slot.name, slot.original) for slot in slots])
@@ -86,7 +92,7 @@ def build_unit(
     known: dict[tuple[int, ...], Place] = {}
     for slot in slots:
         at = _place(slot, options, known)
-        slot.settle(at, _extension(slot, at, options))
+        slot.place, slot.outer, slot.extension = at, at.outer, _extension(slot, at, options)
     if synchronizes:
         _synchronize(own, slots, options)
     compared = () if synchronizes else dict.fromkeys(slots)
@@ -138,7 +144,7 @@ def on_one_mesh(drivers: Iterable[Driver]) -> None:
         if slot.outer is None and len(known) == 1:
             (mesh,) = known
             others = [Replicate()] * (mesh.ndim - at.mesh.ndim)
-            slot.move(replace(at, mesh=mesh, placements=(*at.placements, *others)))
+            slot.place = replace(at, mesh=mesh, placements=(*at.placements, *others))
     for unit in units:
         unit.exposure.follow_places()
 
@@ -251,7 +257,7 @@ def _device_of(target: Target) -> torch.device:
     return device if device.type == target.mesh.device_type else torch.device("cpu")
 
 
-class Below(NamedTuple):
+class UnitModules(NamedTuple):
     """The modules that are about to become a unit, and all below them."""
 
     own: list[tuple[str, nn.Module]]
@@ -260,7 +266,7 @@ class Below(NamedTuple):
     """The drivers of modules that an earlier call has taken."""
 
 
-def below(modules: Sequence[nn.Module]) -> Below:
+def below(modules: Sequence[nn.Module]) -> UnitModules:
     """Look through ``modules``, once."""
     own: list[tuple[str, nn.Module]] = []
     taken: list[nn.Module] = []
@@ -294,7 +300,7 @@ def below(modules: Sequence[nn.Module]) -> Below:
                 drivers[driver] = None
             inner = [child for child in module._modules.values() if child is not None]
             taken += reversed(inner)
-    return Below(own, [*drivers])
+    return UnitModules(own, [*drivers])
 
 
 def is_taken(module: nn.Module) -> bool:
@@ -315,3 +321,145 @@ def _check_parameters(slots: Iterable[Slot]) -> None:
                 f"FSDP does not support non-contiguous parameters: {slot.name} has shape "
                 f"{tuple(parameter.shape)} and strides {parameter.stride()}. Make it contiguous"
             )
+
+
+# ------------------------------------------------------ parameters that several units use
+
+# Units are made from the inside out, so a unit may find out later that one of its parameters is
+# used elsewhere. Until a unit around all uses is made the parameter is *spread*: it stays where it
+# is and looks alike everywhere. Then it moves there.
+
+
+def remember(driver: Driver) -> None:
+    """Mark the parameters that the unit of ``driver`` has taken over, and let go of them."""
+    unit = driver.unit
+    if unit is None:
+        return
+    home = weakref.ref(driver)
+    for slot, shown in zip(unit.slots, unit.exposure.parameters(unit), strict=True):
+        # The parameter may live on in another module; its unit must not keep it alive.
+        shown.__dict__[HOME] = me = weakref.ref(slot)
+        before, slot.original = slot.original, slot.full
+        if not is_ours_alone(before):
+            before.__dict__[HOME] = me
+            retire_sharded(before, slot.name)
+        del before  # or `forget_gone` would find it held
+        slot.home = home
+        slot.forget_gone()
+
+
+def settle(
+    modules: Sequence[nn.Module], drivers: Iterable[Driver], slots: Iterable[Slot]
+) -> tuple[list[Slot], list[Slot]]:
+    """Sort ``slots`` into those that a new unit of ``modules`` takes and those from units inside.
+
+    These are the units of ``drivers``. The local values of the latter are on ``slot.original``, in
+    the shape of this rank's chunk.
+    """
+    own: list[Slot] = []
+    for slot in slots:
+        held = slot.original.__dict__.get(HOME)
+        theirs: Slot | None = None if held is None else held()
+        driver: Driver | None = None if theirs is None else theirs.driver
+        if theirs is None or driver is None or driver.unit is None:
+            own.append(slot)
+            continue
+        new = [
+            pair
+            for pair in zip(slot.names, slot.places, strict=True)
+            if pair[1] not in theirs.places
+        ]
+        if not new:
+            continue
+        if slot.computes.is_local is not theirs.computes.is_local:
+            raise ValueError(
+                f"{slot.name!r} is tied to {theirs.name!r}, and only one of them computes on a "
+                "local tensor: give both modules styles of meshwright.tensor_parallel, or neither"
+            )
+        theirs.names += tuple(name for name, _ in new)
+        theirs.places += tuple(where for _, where in new)
+        theirs.is_spread = True
+        driver.unit.exposure.forget_places()
+        driver.unit.exposure.show_sharded(driver.unit)
+    units = ((driver, driver.unit) for driver in drivers if driver.unit is not None)
+    spread = [
+        (driver, slot)
+        for driver, unit in units
+        for group in unit.groups
+        for slot in group.slots
+        if slot.is_spread
+    ]
+    if not spread:
+        return own, []
+    inside = {part for module in modules for part in module.modules()}
+    inner = [each for each in spread if all(module in inside for module, _ in each[1].places)]
+    return own, [_release(driver, slot) for driver, slot in inner]
+
+
+def check_settled(unit: Unit) -> None:
+    """Raise RuntimeError when a parameter is used outside of every unit that could hold it."""
+    for slot in unit.slots:
+        if slot.is_spread:
+            raise RuntimeError(
+                f"parameter {slot.names[0]!r} is used as {', '.join(slot.names[1:])} too, in "
+                "modules of different units, and no unit contains them all. Call fully_shard on a "
+                "module that contains them, the whole model for example"
+            )
+
+
+def _release(driver: Driver, slot: Slot) -> Slot:
+    """Take ``slot`` out of the unit of ``driver``, which keeps the rest."""
+    unit = driver.unit
+    if unit is None:
+        raise InternalError(f"{slot.name!r} is not where it should be")
+    groups: list[ParameterGroup] = []
+    local: torch.Tensor | None = None
+    for group in unit.groups:
+        if slot not in group.slots:
+            groups.append(group)
+            continue
+        index = group.slots.index(slot)
+        local = group.buffer.local(index)
+        if len(group.slots) > 1:
+            groups.append(_without(group, index))
+    if local is None:
+        raise InternalError(f"{slot.name!r} is in no group of unit {unit.name!r}")
+    shape = local_of(slot.full).shape
+    driver.unit = Unit(unit.name, groups, unit.exposure, unit.settings) if groups else None
+    moved = Slot(
+        names=slot.names,
+        places=slot.places,
+        place=slot.place,
+        outer=slot.outer,
+        computes=slot.computes,
+        given=slot.given,
+        memory=slot.memory,
+        starts=slot.starts,
+        start_at=slot.start_at,
+        extension=slot.extension,
+        local=local.clone(),
+        original=whole_parameter(
+            torch.zeros((), dtype=local.dtype, device=local.device).expand(shape), slot.full
+        ),
+    )
+    moved.original.__dict__.pop(HOME, None)
+    carry_hooks(unit.exposure.shown(slot), moved.original, slot.name)
+    return moved
+
+
+def _without(group: ParameterGroup, index: int) -> ParameterGroup:
+    """Make ``group`` without one slot: the other chunks are the same, in another line."""
+    layout = group.buffer.layout.chunked_layout()
+    kept = [number for number in range(len(group.slots)) if number != index]
+    narrower = FlatLayout.chunked(
+        [layout.names[number] for number in kept],
+        [layout.shapes[number] for number in kept],
+        layout.dtype,
+        layout.parts,
+        dims=[layout.dims[number] for number in kept],
+    )
+    slots = [group.slots[number] for number in kept]
+    for number, slot in zip(kept, slots, strict=True):
+        slot.local = group.buffer.local(number).clone()
+    device, home, pins = group.buffer.device, group.home, group.pin_memory
+    return ParameterGroup(slots, narrower, group.axes, group.types, device, home, pin_memory=pins)

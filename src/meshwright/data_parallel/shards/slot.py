@@ -107,42 +107,6 @@ class Slot:
         """The driver of its unit, while that lives."""
         return None if self.home is None else self.home()
 
-    def settle(self, place: Place, extension: Extension | None) -> None:
-        """Set the place, and the extension that gathers it where there is one."""
-        self.place, self.outer, self.extension = place, place.outer, extension
-
-    def move(self, place: Place) -> None:
-        """Change to ``place``, where this rank has the same part."""
-        self.place = place
-
-    def compute_as(self, computes: LocalParameter) -> None:
-        """Compute in the form ``computes``."""
-        self.computes = computes
-
-    def take_part(self, outer: AtRest, computes: LocalParameter, part: nn.Parameter) -> None:
-        """Stand for ``part``, this rank's of DTensor ``outer``, in every module that holds it."""
-        self.outer, self.computes, self.original = outer, computes, part
-        self.show(part)
-
-    def become(self, full: nn.Parameter, leaf: nn.Parameter) -> None:
-        """Set the parameter that modules hold while it is gathered, and the one that computes."""
-        self.full, self.leaf = full, leaf
-
-    def replace_original(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Stand for another parameter of the user's from now on; returns the former one."""
-        before, self.original = self.original, parameter
-        return before
-
-    def share(self, names: Iterable[str], places: Iterable[tuple[nn.Module, str]]) -> None:
-        """Add names and places in modules of other units."""
-        self.be_used_too(names, places)
-        self.is_spread = True
-
-    def be_used_too(self, names: Iterable[str], places: Iterable[tuple[nn.Module, str]]) -> None:
-        """Add names and places."""
-        self.names += tuple(names)
-        self.places += tuple(places)
-
     def rename(self, modules: Mapping[nn.Module, str]) -> None:
         """Take the full names of its ``modules``, as far as they are known."""
         found = [
@@ -152,27 +116,10 @@ class Slot:
         ]
         self.names = tuple(found) or self.names
 
-    def give_local(self, local: torch.Tensor) -> None:
-        """Pass ``local``, this rank's chunk, to the next group."""
-        self.local = local
-
-    def take_local(self) -> torch.Tensor | None:
-        """Hand over the chunk that was passed, once."""
-        local, self.local = self.local, None
-        return local
-
-    def note_start(self, starts: Starts, at: int) -> None:
-        """Remember the digests of when it was sharded."""
-        self.starts, self.start_at = starts, at
-
     def take_start(self) -> tuple[Starts, int] | None:
         """Hand the digests over, once, and its number among them."""
         starts, self.starts = self.starts, None
         return None if starts is None else (starts, self.start_at)
-
-    def live_in(self, driver: weakref.ref[Any]) -> None:
-        """Note the driver of the unit that it belongs to."""
-        self.home = driver
 
     def forget_gone(self) -> None:
         """Forget the parameter object that the user had, if nobody holds it any more."""
@@ -223,7 +170,8 @@ def collect_slots(
                     memory=_shared_memory(parameter),
                 )
             else:
-                slot.be_used_too([full_name], [(module, name)])
+                slot.names += (full_name,)
+                slot.places += ((module, name),)
     return list(slots.values())
 
 

@@ -124,7 +124,7 @@ class Extension:
     ) -> None:
         self.name = name
         self.part: Any = None
-        """This rank's part, as modules hold it at rest."""
+        """This rank's part, as modules hold it at rest: what is gathered."""
         self._class = type(whole)
         self._attributes = {**whole.__dict__}
         self._holder = holder_of(whole)
@@ -132,10 +132,6 @@ class Extension:
         """The full tensor until the first part is made, then the last part."""
         self._arguments = (mesh, whole.shape, whole.stride(), module, policy)
         self._is_cut = False
-
-    def hold(self, part: object) -> None:
-        """Gather from ``part`` from now on, as modules hold it at rest."""
-        self.part = part
 
     @torch.no_grad()
     def around(self, part: torch.Tensor, parts: int, index: int) -> torch.Tensor:
@@ -201,11 +197,8 @@ class _Gathered:
             for line, tensor in zip(self.lines, inputs, strict=True)
         ]
         self.full: nn.Parameter | None = None
+        """Made by the first gather and kept for every later one."""
         self._storages = [(line.untyped_storage(), line.nbytes) for line in self.lines]
-
-    def become(self, full: nn.Parameter) -> None:
-        """Keep ``full`` for every gather after the first."""
-        self.full = full
 
     def own(self, tensors: Iterable[torch.Tensor]) -> None:
         """Free and restore the memory of ``tensors`` too."""
@@ -317,7 +310,7 @@ class ExtendedBuffer(FlatBuffer):
                 # Rows of padding come last.
                 whole = torch.as_strided(whole, shape, contiguous_strides(shape), 0)
             gathered.own(inner)
-            gathered.become(nn.Parameter(whole, requires_grad=False))
+            gathered.full = nn.Parameter(whole, requires_grad=False)
         self.wholes = [each.full for each in self._gathered if each.full is not None]
 
     def release(self) -> None:

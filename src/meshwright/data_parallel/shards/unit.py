@@ -14,7 +14,10 @@ A driver decides when. How parameters look to the modules and to the optimizer i
 from __future__ import annotations
 
 import contextlib
+import os
+import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
@@ -27,13 +30,11 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from meshwright.comm import Communicator, Pending
-from meshwright.comm.streams import Event as StreamEvent
-from meshwright.comm.streams import SideStream
-from meshwright.data_parallel.shards.buffer import Moves
+from meshwright.comm.streams import Event, SideStream, captures, current_stream, record
+from meshwright.data_parallel.shards.buffer import FlatBuffer, Moves
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup, UnitSettings
 from meshwright.data_parallel.shards.replaced_parameters import written
 from meshwright.data_parallel.shards.slot import Slot
-from meshwright.data_parallel.shards.unit_streams import UnitStreams
 from meshwright.errors import InternalError
 from meshwright.torch_internals.tensors import has_storage, set_versions, version_of
 
@@ -73,21 +74,18 @@ class Exposure(ABC):
         """Put into the modules what optimizers and state dicts see."""
 
     @abstractmethod
-    def show_full(self, unit: Unit) -> bool:
-        """Give modules ``slot.full`` of each slot, with the current ``requires_grad``.
-
-        Returns False where one holds a tensor that `torch.func.functional_call` has lent it.
-        """
+    def show_full(self, unit: Unit) -> None:
+        """Give modules ``slot.full`` of each slot, with the current ``requires_grad``."""
 
     @abstractmethod
     def refresh(self, unit: Unit) -> None:
-        """Take over what users have put in the place of parameters since the last pass.
+        """Take over new values and memory of parameters since the last pass.
 
-        Raises RuntimeError, naming the parameter, for what cannot be.
+        Raises RuntimeError, naming the parameter, for what users have put in its place.
         """
 
     @abstractmethod
-    def parameters(self, unit: Unit) -> Sequence[nn.Parameter]:
+    def parameters(self, unit: Unit) -> list[nn.Parameter]:
         """List the parameters of the unit that optimizers may hold."""
 
     @abstractmethod
@@ -162,22 +160,17 @@ class Exposure(ABC):
         """
         return None
 
-    def has_flat(self, group: ParameterGroup, flat: nn.Parameter) -> bool:
-        """Whether ``flat`` is the shard of ``group``."""
-        return False
-
     def parts_of(
-        self, group: ParameterGroup, line: torch.Tensor
+        self, group: ParameterGroup, flat: nn.Parameter, line: torch.Tensor
     ) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """List the parameters of ``group``, each with its part of ``line``."""
+        """List the parameters of ``group``, whose shard is ``flat``, with their parts of ``line``.
+
+        Empty where ``flat`` is another.
+        """
         return []
 
     def follow_gradients(self, group: ParameterGroup) -> None:
         """Make the flat gradient of ``group`` what ``.grad`` of its parameters is now."""
-        return
-
-    def zero_alike(self) -> None:
-        """Zero the gradients of parameters where a flat one was zeroed, and the reverse."""
         return
 
 
@@ -203,21 +196,19 @@ class Unit:
         self.is_reducing = False
         """True while a reduction has been started and not finished."""
         self.announce: Callable[[Unit, str], None] | None = None
-        """See `announce_to`."""
+        """Called before collectives: "unshard", "reduce", "reduce_further"."""
         self.changes = 0
         """The number of times that parameters were converted, loaded or replaced."""
-        self.shows_all = True
-        """False while `torch.func.functional_call` has put other tensors in their place."""
         self._phase = Phase.SHARDED
         self._has_second_sum = False
         self._waits = False  # with gradients, for a later pass
-        self._streams: UnitStreams | None = None
+        self.streams: UnitStreams | None = None
         """None on the host."""
-        self._is_there: StreamEvent | None = None
+        self._is_there: Event | None = None
         """The end of the gather under way, on its stream."""
         self._last: SideStream | None = None
         """The stream on which the sums under way end."""
-        self._is_summed: StreamEvent | None = None
+        self._is_summed: Event | None = None
         """The first sums have been made: nothing reads whole gradients any more."""
         self._gathers: list[Pending] = []
         self._sums: list[Pending] = []
@@ -226,7 +217,8 @@ class Unit:
         """The groups in which a parameter requires grad, as of when they were last whole."""
         self._hidden: tuple[Sequence[torch.Tensor], Sequence[int]] = (), ()
         """Parameters whose memory is gone, with their versions; graphs find others meanwhile."""
-        self._is_at_rest = False  # in modules, while the whole ones are kept
+        self.is_at_rest = False
+        """True while modules show sharded parameters though the whole ones are kept."""
         self.find_trainable()
         self.exposure.show_sharded(self)
 
@@ -252,18 +244,6 @@ class Unit:
         finally:
             self.settings = before
 
-    def announce_to(self, announce: Callable[[Unit, str], None] | None) -> None:
-        """Call ``announce`` before collectives: "unshard", "reduce", "reduce_further"."""
-        self.announce = announce
-
-    def use_streams(self, streams: UnitStreams) -> None:
-        """Gather and reduce on ``streams`` from now on."""
-        self._streams = streams
-
-    def with_groups(self, groups: Sequence[ParameterGroup]) -> Unit:
-        """Make a unit like this one, with other parameters."""
-        return Unit(self.name, groups, self.exposure, self.settings)
-
     def rename(self, name: str, modules: Mapping[nn.Module, str]) -> None:
         """Take ``name``, and name parameters by the full names of their ``modules``."""
         self.name = name
@@ -277,19 +257,19 @@ class Unit:
 
         On a device a gather that ``is_late`` does not wait for the unit before to be freed.
         """
-        if self._is_at_rest:  # a caller that saw them may have written to them
+        if self.is_at_rest:  # a caller that saw them may have written to them
             self.reshard()
         if self._phase in (Phase.FULL, Phase.GATHERING):
             if self._phase is Phase.GATHERING or not any(map(_IS_STALE, self.groups)):
                 return
             self._become(Phase.SHARDED)
-            if self._streams is not None:  # which writes where the computation may still read
-                self._streams.gathers.follow()
+            if self.streams is not None:  # which writes where the computation may still read
+                self.streams.gathers.follow()
         if self.announce is not None:
             self.announce(self, "unshard")
         self._become(Phase.GATHERING)
         label, custom, started = f"unshard {self.name}", self.settings.all_gather, self._gathers
-        streams = self._streams
+        streams = self.streams
         with HERE if streams is None else streams.gathering(self.groups, is_late=is_late):
             found: list[Moves] = []
             for group in self.groups:
@@ -313,17 +293,17 @@ class Unit:
         if self._hidden[0]:  # graphs may read what they have saved again
             set_versions(*self._hidden)
             self._hidden = (), ()
-        before_freeing = None if self._streams is None else self._streams.gathers.follow
+        before_freeing = None if self.streams is None else self.streams.gathers.follow
         for group in self.groups:
             group.finish_gather(before_freeing)
         self._become(Phase.FULL)
-        self.shows_all = self.exposure.show_full(self)
+        self.exposure.show_full(self)
         self.trainable_groups = tuple(filter(_IS_TRAINABLE, self.groups))
 
     def show_at_rest(self, is_shown: bool) -> None:
         """Show sharded parameters in the modules while full ones are kept, or the full ones."""
-        if self._phase is Phase.FULL and self._is_at_rest is not is_shown:
-            self._is_at_rest = is_shown
+        if self._phase is Phase.FULL and self.is_at_rest is not is_shown:
+            self.is_at_rest = is_shown
             (self.exposure.show_sharded if is_shown else self.exposure.show_full)(self)
 
     def reshard_for_backward(self) -> bool:
@@ -376,7 +356,7 @@ class Unit:
         self.trainable_groups = tuple(filter(_IS_TRAINABLE, self.groups))
 
     def _put_away(self) -> None:
-        self._is_at_rest = False
+        self.is_at_rest = False
         self.exposure.show_sharded(self)
         lost = self.take_written()
         if self.settings.unshard_in_backward:
@@ -388,11 +368,11 @@ class Unit:
                     leaves += map(_LEAF, group.slots)
             self._hidden = leaves, [*map(version_of, leaves)]
             increment_version(leaves)
-        if self._streams is None:
+        if self.streams is None:
             for group in self.groups:
                 group.buffer.release()
         else:
-            self._streams.leave(self.groups)
+            self.streams.leave(self.groups)
         self._become(Phase.REDUCING if self.is_reducing else Phase.SHARDED)
         if lost:
             raise written(lost, self.communicators)
@@ -449,10 +429,10 @@ class Unit:
         name, settings, started = self.name, self.settings, self._sums
         found: list[Moves] = []
         for group in self.trainable_groups:
-            moves = group.reduce(name, settings, started, is_late=self._streams is not None)
+            moves = group.reduce(name, settings, started, is_late=self.streams is not None)
             if moves is not None:
                 found.append(moves)
-        streams = self._streams
+        streams = self.streams
         if streams is not None:
             streams.sums.follow()
         with HERE if streams is None else streams.sums.used():
@@ -467,7 +447,7 @@ class Unit:
             self._has_second_sum = True
             if self.announce is not None and self._sums_twice:
                 self.announce(self, "reduce_further")
-            streams, last = self._streams, None
+            streams, last = self.streams, None
             if streams is not None:
                 last = self._last = streams.further if self._sums_twice else streams.sums
                 last.wait_for(streams.sums.mark())
@@ -527,8 +507,8 @@ class Unit:
         if self._phase is Phase.GATHERING:
             self.wait_unshard()
         _wait_for(self._sums)
-        if self._streams is not None:
-            self._streams.stop()
+        if self.streams is not None:
+            self.streams.stop()
         for group in self.groups:
             group.drop()
         self.is_reducing = self._waits = False
@@ -567,3 +547,110 @@ def zero_kept(units: Iterable[Unit], *, set_to_none: bool) -> None:
                 parameter.grad = None
             elif parameter.grad is not None:
                 parameter.grad.zero_()
+
+
+class UnitStreams:
+    """The streams of a device on which the units of one root are gathered and reduced.
+
+    ::
+
+        compute   unit 1 ─────────┐unit 2 ─────────┐unit 3           waits for what it is to read
+        gathers   gather of 2     │gather of 3     │gather of 4      wait for the unit whose memory
+                  (beside unit 1) └> gives back 1  └> gives back 2   they take, by events
+        sums      gradients of 5    gradients of 4                   means are made here, too
+        further   second sum of 6   second sum of 5                  of hybrid sharding
+
+    Memory is given back to the stream that it came from, once that stream waits for all who use it.
+    The host may be steps ahead: what bounds the memory of whole units is the order of the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.gathers = SideStream(device)
+        self.sums = SideStream(device)
+        self.further = SideStream(device)
+        """For sums over ``replicate`` that follow those over ``shard``."""
+        self._all = self.gathers, self.sums, self.further
+        self._computation = [current_stream(device)]
+        """The stream that the last pass began on, in a list: `_leave` must not hold this object."""
+        end = weakref.finalize(self, _leave, device, self._computation, self._all, os.getpid())
+        end.atexit = False  # pyrefly: ignore[missing-attribute]
+        self._left: deque[tuple[Event, Sequence[ParameterGroup], list[FlatBuffer]]] = deque()
+        """Units to free once these events have passed, with the buffers whose memory that is: a
+        group may have been given another buffer since."""
+        self._is_running = False
+        """True where shards are as they were when `begin` was called."""
+
+    def begin(self) -> None:
+        """Begin a pass: gathers wait for the writes to the shards so far, and for no later ones."""
+        self._give_back(0)
+        self.gathers.follow()
+        self._computation[0] = current_stream(self._device)
+        self._is_running = True
+
+    def end(self) -> None:
+        """End the passes whose gathers read the same shards; all memory is given back."""
+        self._give_back(0)
+        self._is_running = False
+
+    @contextlib.contextmanager
+    def gathering(self, groups: Sequence[ParameterGroup], *, is_late: bool) -> Iterator[None]:
+        """Gather ``groups`` in the block, in the memory of units that were freed before.
+
+        One that ``is_late`` overlaps the computation of the unit before, which keeps its memory.
+        """
+        if not self._is_running:
+            self.gathers.follow()
+        for left in [left for left in self._left if left[1] is groups]:
+            self._left.remove(left)
+            self.gathers.wait_for(left[0])
+        self._give_back(1 if is_late else 0)
+        with self.gathers.used():
+            yield
+
+    def leave(self, groups: Sequence[ParameterGroup]) -> None:
+        """Free the full parameters of ``groups`` behind the work enqueued by now."""
+        self._left.append((record(self._device), groups, [group.buffer for group in groups]))
+        if not self._is_running:
+            self._give_back(0)
+
+    def stop(self) -> None:
+        """Make all streams wait for each other: what comes next may use any memory."""
+        _join(self._all)
+        self.end()
+
+    def deliver(self, *, to_host: bool) -> None:
+        """Make the computation wait for all sums; the host too, where means lie there."""
+        for stream in (self.sums, self.further):
+            event = stream.mark()
+            event.wait()
+            if to_host:
+                event.synchronize()
+
+    def _give_back(self, keeps: int) -> None:
+        while len(self._left) > keeps:
+            event, _, buffers = self._left.popleft()
+            self.gathers.wait_for(event)
+            for buffer in buffers:
+                buffer.release()
+
+
+def _join(streams: Sequence[SideStream]) -> None:
+    """Make ``streams`` and the current one wait for each other."""
+    for stream in streams:
+        stream.mark().wait()
+    for stream in streams:
+        stream.follow()
+
+
+def _leave(
+    device: torch.device, computations: Sequence[object], streams: Sequence[SideStream], pid: int
+) -> None:
+    """Finalizer: joins the ``streams`` of a root that dies within a pass, before its memory goes.
+
+    Nothing in a process that was forked since, which must not ask the device.
+    """
+    (computation,) = computations
+    if pid == os.getpid() and not captures(device, computation):
+        with torch.get_device_module(device).stream(computation):
+            _join(streams)

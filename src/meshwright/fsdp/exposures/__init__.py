@@ -2,7 +2,6 @@
 
 Bottom-up:
 
-    waiting_gradients  gradients of passes without a reduction, or that nothing would reduce
     exposure           one flat shard, or the originals
     tensor_axes        parameters that tensor parallelism has sharded before, gradients by axes
     original_exposure  the original parameters, each with a piece

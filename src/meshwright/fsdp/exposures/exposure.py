@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -16,25 +17,133 @@ from torch import nn
 
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.after_hooks import run_after_hooks
-from meshwright.comm.dtensors.gradient_part import gradient_part
+from meshwright.comm.dtensors.gradient_part import gradient_part, plain, waiting_gradient
 from meshwright.comm.dtensors.sharded_axes import is_marked_spread
 from meshwright.data_parallel.distributed_parameters import cut_axes, mark_spread
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup
-from meshwright.data_parallel.shards.parameter_hooks import change_by_hooks
-from meshwright.data_parallel.shards.replaced_parameters import (
-    check_given,
-    rank_in,
-    replaced,
-)
+from meshwright.data_parallel.shards.parameter_hooks import accumulator_of, change_by_hooks
+from meshwright.data_parallel.shards.replaced_parameters import rank_in, replaced
 from meshwright.data_parallel.shards.slot import Slot
 from meshwright.data_parallel.shards.unit import Exposure, Unit
 from meshwright.errors import InternalError
-from meshwright.fsdp.exposures.waiting_gradients import Refusals, WaitingGradients
 from meshwright.gradients import mark_mean, warn_of_zeros
 from meshwright.layout import FlatLayout, Piece
 from meshwright.torch_internals.autograd import backward_hooks_of
 from meshwright.torch_internals.modules import FLAT
 from meshwright.torch_internals.tensors import version_of
+
+# Whole gradients of this rank that wait for a reduction are ``.grad`` of what optimizers hold.
+# After a backward in ``no_sync`` programs find there what has been added up so far: they look at
+# it, scale it, and drop it with ``zero_grad``. Before the next backward it is taken back.
+#
+# A gradient that autograd gives to what a unit shows, past the full parameters, is rejected: only a
+# loss that has read a parameter beside its module makes one, computed with this rank's piece.
+
+
+@dataclass(slots=True, kw_only=True)
+class _Shown:
+    holder: nn.Parameter
+    shell: torch.Tensor
+    """The ``.grad``: torch only takes one of the holder's shape, but its data may be any."""
+    gradient: torch.Tensor
+    """The sum that waits: the shell's data, or in another dtype, of which the shell has a copy."""
+    before: torch.Tensor | None
+    """Gradients that had been reduced, and wait for more."""
+    version: int
+
+
+class WaitingGradients:
+    """The gradients that one unit shows."""
+
+    def __init__(self) -> None:
+        self._shown: list[_Shown | None] = []
+
+    def show(
+        self,
+        name: str,
+        holders: Sequence[nn.Parameter],
+        gradients: Sequence[torch.Tensor | None],
+        dtypes: Iterable[torch.dtype],
+    ) -> bool:
+        """Give each holder, of the unit ``name``, its gradient as ``.grad``; True if any has one.
+
+        ``dtypes`` are those that the parameters compute in, in which autograd gives gradients.
+        A norm of these is refused: it would be that of this rank.
+        """
+        self._shown = [
+            None if gradient is None else _show(name, holder, gradient, dtype)
+            for holder, gradient, dtype in zip(holders, gradients, dtypes, strict=True)
+        ]
+        return any(self._shown)
+
+    def take(self) -> list[bool]:
+        """Restore the former ``.grad``; returns which were dropped, nothing if none was shown."""
+        taken = [each is not None and _take(each) for each in self._shown]
+        self._shown.clear()
+        return taken
+
+
+def _show(name: str, holder: nn.Parameter, gradient: torch.Tensor, dtype: torch.dtype) -> _Shown:
+    before = holder.grad
+    holder.grad = shell = waiting_gradient(holder, name)
+    shell.data = gradient.to(dtype)
+    return _Shown(
+        holder=holder, shell=shell, gradient=gradient, before=before, version=version_of(shell)
+    )
+
+
+@torch.no_grad()
+def _take(shown: _Shown) -> bool:
+    holder, shell, before = shown.holder, shown.shell, shown.before
+    found = holder.grad
+    is_dropped = found is None
+    if found is not None and found is not shell:
+        shell.copy_(found)
+    if shell.dtype != shown.gradient.dtype and version_of(shell) != shown.version:
+        shown.gradient.copy_(plain(shell))
+    if before is not None and version_of(shell) != shown.version and not shell.any():
+        before.zero_()  # so was all that this stands for
+    # Its memory may be freed: callers that still hold the tensor must not read that.
+    shell.data = shell.data.new_empty(0)
+    holder.grad = None if is_dropped else before
+    return is_dropped
+
+
+class Refusals:
+    """The tensors of a unit that autograd must not give a gradient; it costs no step anything."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[str, object] = {}
+        """Nodes that autograd would accumulate with: their hooks last while somebody holds them."""
+
+    def add(self, unit: Unit, tensor: torch.Tensor, slots: Sequence[Slot], what: str) -> None:
+        """Make a backward raise RuntimeError before it gives the leaf ``tensor`` a gradient.
+
+        It is the one tensor named ``what``, and holds this rank's part of ``slots``.
+        """
+        communicators = unit.communicators
+        if all(axis.size == 1 for axis in communicators):
+            return
+        trains = tensor.requires_grad
+        node = accumulator_of(tensor.requires_grad_())
+        tensor.requires_grad_(trains)
+        if node is self._nodes.get(what):
+            return
+
+        def refuse(gradients: object) -> None:
+            names = [slot.name for slot in slots]
+            rest = f" or {len(names) - 3} more" if len(names) > 3 else ""
+            raise RuntimeError(
+                f"rank {rank_in(communicators)}: the loss has read a parameter beside its module, "
+                f"{' or '.join(names[:3])}{rest}, of which this rank shows its part: "
+                "neither loss nor gradient are those of one process. Compute that term inside of "
+                "the forward of the module that uses the parameter, or use fully_shard, whose "
+                "parameters are DTensors and may be read; to look at it without a gradient, use "
+                "summon_full_params"
+            )
+
+        node.register_prehook(refuse)
+        self._nodes[what] = node
 
 
 class FlatParameter(nn.Parameter):
@@ -47,21 +156,22 @@ class FlatParameter(nn.Parameter):
 class Exposed(Exposure):
     """An exposure whose tensors an optimizer may hold."""
 
-    @abstractmethod
-    def parameters(self, unit: Unit) -> list[nn.Parameter]:
-        """List the parameters of ``unit`` that the optimizer sees."""
+    def __init__(self, gradient_dtype: torch.dtype | None = None) -> None:
+        self._gradient_dtype = gradient_dtype
+        self._seen = -1
+        """The version when whole parameters were shown last."""
+        self._lists_full = False
+        """True while modules register whole parameters."""
+        self._refusals = Refusals()
+        self._waiting = WaitingGradients()
 
     @abstractmethod
     def registered(self, unit: Unit) -> list[torch.Tensor]:
         """List what modules hold now in the places of those."""
 
-    @abstractmethod
-    def version(self, unit: Unit) -> int:
-        """Compute a number that grows when a parameter is written in place."""
-
-    @abstractmethod
     def is_stale(self, unit: Unit) -> bool:
         """Whether a parameter was written in place after it was gathered."""
+        return self._seen != self.version(unit)
 
     @abstractmethod
     def is_replaced(self, unit: Unit) -> bool:
@@ -91,19 +201,14 @@ class FlatExposure(Exposed):
     """One flat parameter on the wrapped module; while sharded the modules hold empty tensors."""
 
     def __init__(self, owner: nn.Module, gradient_dtype: torch.dtype | None = None) -> None:
+        super().__init__(gradient_dtype)
         self._owner = owner
-        self._gradient_dtype = gradient_dtype
-        self._seen = -1
         self._flat: FlatParameter | None = None
         self._nothing = torch.empty(0, device="cpu")
         """The tensor that modules hold while the unit is sharded. Nobody else should change it."""
         self._nothing_trains = False
-        self._lists_full = False
-        """True while modules register whole parameters."""
         self._orders: dict[nn.Module, list[str]] = {}
         """The names of parameters in modules that hold others, too."""
-        self._refusals = Refusals()
-        self._waiting = WaitingGradients()
         self._line = torch.empty(0, device="cpu")
         """Gradients of passes in ``no_sync``."""
         self._joined: list[torch.Tensor] = []
@@ -131,32 +236,26 @@ class FlatExposure(Exposed):
 
     @property
     def owner(self) -> nn.Module:
-        """The module that holds the flat parameter."""
         return self._owner
 
     @property
     def one_flat(self) -> nn.Parameter | None:
-        """The flat parameter, once its unit was built."""
         return self._flat
 
     @property
     def flat(self) -> FlatParameter:
-        """The exposed parameter."""
         if self._flat is None:
             raise InternalError("a flat parameter was asked for before its unit was built")
         return self._flat
 
     def parameters(self, unit: Unit) -> list[nn.Parameter]:
-        """List the flat parameter."""
         return [self.flat]
 
     def registered(self, unit: Unit) -> list[torch.Tensor]:
-        """See `Exposed`."""
         held = self.owner._parameters.get(FLAT)
         return [self.flat if held is None else held]
 
     def show_sharded(self, unit: Unit) -> None:
-        """See `Exposure`."""
         if self._flat is None:
             self._flat = self._take_over(unit)
             self._refusals.add(unit, self._flat, unit.slots, FLAT)
@@ -165,7 +264,6 @@ class FlatExposure(Exposed):
         self.show_nothing(unit)
 
     def show_nothing(self, unit: Unit) -> None:
-        """Give modules empty tensors, unless they hold tensors lent for one call."""
         before, flat = self._nothing, self.flat
         kind = flat.dtype, flat.device, flat.requires_grad
         if (before.dtype, before.device, self._nothing_trains) != kind:
@@ -174,30 +272,26 @@ class FlatExposure(Exposed):
             self._refusals.add(unit, self._nothing, unit.slots, "")
         self._hide(unit, before)
 
-    def show_full(self, unit: Unit) -> bool:
-        """See `Exposure`."""
+    def show_full(self, unit: Unit) -> None:
         self._seen = self.version(unit)
-        is_all = self._find(unit)
+        self._find(unit)
         trains = self.flat.requires_grad
         for slot in unit.slots:
             if slot.full.requires_grad is not trains:
                 slot.full.requires_grad_(trains)
         self._list(unit)
-        return is_all
 
     def list_full(self, unit: Unit) -> None:
-        """See `Exposed`."""
         if not self._lists_full:
             self._list(unit)
 
     def list_at_rest(self, unit: Unit) -> None:
-        """See `Exposed`."""
         if self._lists_full:
             self._find(unit)
             self._hide(unit)
 
     def _list(self, unit: Unit) -> None:
-        """Register full parameters in modules; tensors lent for one call stay there."""
+        """Register full parameters in modules."""
         for slot in unit.slots:
             for module, name in slot.places:
                 found = module.__dict__.get(name)
@@ -227,12 +321,8 @@ class FlatExposure(Exposed):
         self._lists_full = False
         self.owner._parameters[FLAT] = self._flat
 
-    def _find(self, unit: Unit) -> bool:
-        """Whether modules hold what they were shown; False where one holds what a call lent it.
-
-        Raises RuntimeError for anything else.
-        """
-        is_all = True
+    def _find(self, unit: Unit) -> None:
+        """Raise RuntimeError where a module holds anything else than what it was shown."""
         for slot in unit.slots:
             for module, name in slot.places:
                 found = module.__dict__.get(name)
@@ -241,24 +331,15 @@ class FlatExposure(Exposed):
                     if found is self._nothing:  # what `functional_call` puts back after a parameter
                         module.__dict__[name] = module._parameters.pop(name)
                 if found is not slot.full and found is not self._nothing:
-                    check_given(slot, module, found, unit.communicators)
-                    is_all = False
-        return is_all
+                    raise replaced(slot.name, module, found, slot.leaf.shape, unit.communicators)
 
     def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
-        """See `Exposure`."""
         return [self.flat.requires_grad] * len(group.slots)
 
     def has_gradients(self, unit: Unit) -> bool:
-        """See `Exposure`."""
         return self.flat.grad is not None and self.flat.numel() > 0
 
-    def is_stale(self, unit: Unit) -> bool:
-        """See `Exposed`."""
-        return self._seen != self.version(unit)
-
     def is_replaced(self, unit: Unit) -> bool:
-        """See `Exposed`."""
         flat = self.flat
         is_held = self._lists_full or self.owner._parameters.get(FLAT) is flat
         return (
@@ -268,7 +349,6 @@ class FlatExposure(Exposed):
         )
 
     def version(self, unit: Unit) -> int:
-        """See `Exposed`."""
         return version_of(self._only_group(unit).buffer.shard)
 
     def set_gradients(
@@ -321,7 +401,6 @@ class FlatExposure(Exposed):
             self._joined.append(part)
 
     def take_waiting(self, unit: Unit) -> bool:
-        """See `Exposure`."""
         taken = self._waiting.take()
         if any(taken):
             group = self._only_group(unit)
@@ -346,7 +425,6 @@ class FlatExposure(Exposed):
             write_back(flat, shard, FLAT)
 
     def convert(self, unit: Unit) -> None:
-        """See `Exposed`."""
         flat, group = self.flat, self._only_group(unit)
         shard = group.buffer.shard
         if flat.shape == shard.shape:

@@ -11,7 +11,7 @@ from torch import nn
 from meshwright.comm.dtensors.after_hooks import run_after_hooks
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup
 from meshwright.data_parallel.shards.parameter_hooks import has_hooks
-from meshwright.data_parallel.shards.replaced_parameters import check_given, is_given_for_call
+from meshwright.data_parallel.shards.replaced_parameters import replaced
 from meshwright.data_parallel.shards.slot import Slot
 from meshwright.data_parallel.shards.unit import Unit
 from meshwright.fsdp.exposures.exposure import (
@@ -24,7 +24,7 @@ from meshwright.fsdp.exposures.exposure import (
     places_in_shards,
     write_back,
 )
-from meshwright.fsdp.exposures.waiting_gradients import Refusals, WaitingGradients
+from meshwright.torch_internals.modules import lent_now
 from meshwright.torch_internals.tensors import version_of
 
 TAKEN = "_meshwright_unit_name"
@@ -38,36 +38,28 @@ class OriginalExposure(Exposed):
     """
 
     def __init__(self, gradient_dtype: torch.dtype | None = None) -> None:
-        self._gradient_dtype = gradient_dtype
+        super().__init__(gradient_dtype)
         self._targets: list[tuple[Slot, torch.Tensor]] = []
         """Each parameter, and its place in the shard."""
-        self._seen = -1
-        self._lists_full = False
         self._trained: dict[Slot, bool] = {}
         """True for each whole parameter that required grad when modules were shown it last."""
-        self._refusals = Refusals()
-        self._waiting = WaitingGradients()
 
     def parameters(self, unit: Unit) -> list[nn.Parameter]:
-        """List the original parameters."""
         return [slot.original for slot in unit.slots]
 
     def registered(self, unit: Unit) -> list[torch.Tensor]:
-        """See `Exposed`."""
         places = [(slot, *slot.places[0]) for slot in unit.slots]
         held = [(slot, module._parameters.get(name)) for slot, module, name in places]
         return [slot.original if t is None or t is slot.full else t for slot, t in held]
 
     def show_sharded(self, unit: Unit) -> None:
-        """See `Exposure`."""
         if not self._targets:
             self._point(unit)
         self.list_at_rest(unit)
 
-    def show_full(self, unit: Unit) -> bool:
-        """See `Exposure`."""
+    def show_full(self, unit: Unit) -> None:
         self._seen = self.version(unit)
-        is_all = self._lists_full = True
+        self._lists_full = True
         for slot in unit.slots:
             full, original = slot.full, slot.original
             if full.requires_grad is not original.requires_grad:
@@ -78,17 +70,13 @@ class OriginalExposure(Exposed):
                 if found is original:
                     module._parameters[name] = full
                 elif found is not full:
-                    check_given(slot, module, found, unit.communicators)
-                    is_all = False
-        return is_all
+                    raise replaced(slot.name, module, found, slot.leaf.shape, unit.communicators)
 
     def list_full(self, unit: Unit) -> None:
-        """See `Exposed`."""
         if not self._lists_full:
             self.show_full(unit)
 
     def list_at_rest(self, unit: Unit) -> None:
-        """See `Exposed`."""
         for slot in unit.slots:
             full, original = slot.full, slot.original
             if full.requires_grad is not self._trained.get(slot, True):
@@ -100,23 +88,17 @@ class OriginalExposure(Exposed):
                 if found is full:
                     module._parameters[name] = original
                 elif found is not original:
-                    check_given(slot, module, found, unit.communicators)
+                    raise replaced(slot.name, module, found, slot.leaf.shape, unit.communicators)
         self._lists_full = False
 
     def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
-        """See `Exposure`."""
         return [slot.original.requires_grad for slot in group.slots]
 
     def has_gradients(self, unit: Unit) -> bool:
         """See `Exposure`. One of which others have all elements never has a gradient."""
         return any(slot.original.grad is not None for slot in unit.slots)
 
-    def is_stale(self, unit: Unit) -> bool:
-        """See `Exposed`."""
-        return self._seen != self.version(unit)
-
     def is_replaced(self, unit: Unit) -> bool:
-        """See `Exposed`."""
         for slot, target in self._targets:
             module, name = slot.places[0]
             original = slot.original
@@ -128,7 +110,6 @@ class OriginalExposure(Exposed):
         return False
 
     def version(self, unit: Unit) -> int:
-        """See `Exposed`."""
         # The originals have counters of their own: the shard's does not see what they are given.
         return sum(version_of(slot.original) for slot in unit.slots)
 
@@ -155,13 +136,11 @@ class OriginalExposure(Exposed):
             run_after_hooks(original)
 
     def show_waiting(self, unit: Unit) -> bool:
-        """See `Exposure`."""
         gradients = [gradient for group in unit.groups for gradient in group.waiting()]
         dtypes = [group.types.compute for group in unit.groups for _ in group.slots]
         return self._waiting.show(unit.name, self.parameters(unit), gradients, dtypes)
 
     def take_waiting(self, unit: Unit) -> bool:
-        """See `Exposure`."""
         taken = self._waiting.take()
         dropped = iter(taken)
         for group in unit.groups:
@@ -188,7 +167,7 @@ class OriginalExposure(Exposed):
             parts[index] = part_of(shaped, slots[index].original, slots[index].name)
         if is_kept:
             mine = zip(parts, slots, strict=True)
-            kept.remember([(p, slot.original) for p, slot in mine if p is not None])
+            kept.guests = [(p, slot.original) for p, slot in mine if p is not None]
         return parts
 
     def refresh(self, unit: Unit) -> None:
@@ -206,9 +185,8 @@ class OriginalExposure(Exposed):
     def _follow(self, unit: Unit, slot: Slot) -> None:
         """Take over a parameter of the user's that is in one place of ``slot``, in all its places.
 
-        Raises RuntimeError for anything else, unless it computes there for one call.
+        Raises RuntimeError for anything else.
         """
-        is_given = is_given_for_call()
         new: nn.Parameter | None = None
         for module, name in slot.places:
             found = module._parameters.get(name)
@@ -217,13 +195,12 @@ class OriginalExposure(Exposed):
             if found is new and found is not None:
                 continue
             is_users = isinstance(found, nn.Parameter) and not hasattr(found, TAKEN)
-            if is_given or new is not None or not is_users:
-                check_given(slot, module, found, unit.communicators)
-            else:
-                new = found
+            if new is not None or not is_users or lent_now() is not None:
+                raise replaced(slot.name, module, found, slot.leaf.shape, unit.communicators)
+            new = found
         if new is None:
             return
-        before = slot.replace_original(new)
+        before, slot.original = slot.original, new
         before.data = before.data.clone()  # whoever holds it keeps it
         setattr(new, TAKEN, getattr(before, TAKEN))
         group = next(group for group in unit.groups if slot in group.slots)
@@ -233,7 +210,6 @@ class OriginalExposure(Exposed):
         unit.reshard()
 
     def convert(self, unit: Unit) -> None:
-        """See `Exposed`."""
         if all(
             slot.original.data_ptr() == target.data_ptr() and slot.original.dtype == target.dtype
             for slot, target in self._targets

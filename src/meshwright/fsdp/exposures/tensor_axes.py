@@ -49,8 +49,9 @@ def take_part(slot: Slot, groups: Groups, local: Mapping[int, LocalParameter]) -
     for axis in groups.axes.communicators:
         check_axes(slot.name, outer, axis)
     given = slot.original
-    part = nn.Parameter(local_of(given).detach(), requires_grad=given.requires_grad)
-    slot.take_part(outer, local[id(given)], part)
+    slot.outer, slot.computes = outer, local[id(given)]
+    slot.original = nn.Parameter(local_of(given).detach(), requires_grad=given.requires_grad)
+    slot.show(slot.original)
     retire_sharded(given, slot.name)
 
 
