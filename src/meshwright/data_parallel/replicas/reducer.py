@@ -17,7 +17,8 @@ A backward pass, step by step:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Mapping, Sequence, Set
 from enum import StrEnum
 from functools import partial
 from types import MappingProxyType
@@ -27,6 +28,7 @@ import torch
 
 from meshwright.comm import Communicator, LateNumbers
 from meshwright.comm.graphs.untraced import apart
+from meshwright.comm.groups.registry import PROCESS
 from meshwright.data_parallel.checks.alignment import (
     MARKS,
     NOWHERE,
@@ -45,7 +47,7 @@ from meshwright.data_parallel.replicas.gradient_bucket import (
     RegisteredHook,
 )
 from meshwright.data_parallel.replicas.options import ReductionSettings
-from meshwright.data_parallel.replicas.reductions import Sharing, build_reductions
+from meshwright.data_parallel.replicas.reductions import build_reductions
 from meshwright.data_parallel.replicas.slots import (
     ARRIVED,
     Arrivals,
@@ -109,7 +111,9 @@ class GradientReducer:
         """True when ranks exchange which gradients they have, since one has lacked some; when this
         pass lacks one; when they were exchanged in this pass."""
         self.leaves = ReducedLeaves((), {})
-        self._sharing = Sharing(self)
+        self.held: frozenset[int] = frozenset()
+        """The ``id`` of each parameter that is reduced."""
+        PROCESS.reducers[self] = None
         self.take_up(named, settings, local)
 
     def take_up(
@@ -131,9 +135,6 @@ class GradientReducer:
         self._notes = PassNotes(named, settings, self.communicator)
         self.alignment = self._notes.alignment
         self._static = self._notes.static
-        self._is_strict = settings.is_static or settings.skips_unused
-        """True when each pass uses what the first has used: passes of others do not count."""
-        self._sharing.hold(self.leaves.parameters)
         self._unused: frozenset[int] | None = None
         """Parameters that no rank used in the first reduction, when they are to be skipped."""
         self._arrange()
@@ -251,6 +252,15 @@ class GradientReducer:
     def _open(self) -> None:
         if self.late.coming:
             self.late.settle()  # before any of this pass is sent
+        for other in reducers_in_backward(self.held):
+            rows = zip(self.named, self._parameters, strict=True)
+            names = [name for (name, _), each in rows if id(each) in other.held]
+            raise RuntimeError(
+                "expected one replica to reduce a parameter in a backward, found two that reduce "
+                f"{', '.join(map(repr, names[:3]))}: the second would take half a sum for a "
+                "gradient. Call backward for the loss of each replica by itself, or wrap one "
+                "module that holds both"
+            )
         self.phase = ReductionPhase.BACKWARD
         self._arrivals.open(self.is_synchronizing)
         marking = self.marking
@@ -311,27 +321,17 @@ class GradientReducer:
         if error is not None:
             raise error
 
-    @property
-    def is_in_backward(self) -> bool:
-        """True in a backward pass that it reduces."""
-        return self.phase is ReductionPhase.BACKWARD
-
-    def share(self) -> None:
-        """Make room for another reducer of the same parameters, which was built on all ranks."""
-        if self.phase is ReductionPhase.IDLE:
-            self._arrange()
-
     def _arrange(self) -> None:
         """Give every parameter that requires grad now its place in a bucket."""
         self._parameters = self.leaves.parameters
+        self.held = frozenset(map(id, self._parameters))
         self._trainable = [parameter.requires_grad for parameter in self._parameters]
         skipped = self._unused or frozenset()
         settings = self.settings
         may_be_alone = not settings.is_gradient_view and self.registered_hook is None
         names = [name for name, _ in self.named]
-        is_shared = self._sharing.is_shared
         slots = [
-            slot_of(index, names, each, settings, may_be_alone=may_be_alone and not is_shared(each))
+            slot_of(index, names, each, settings, may_be_alone=may_be_alone)
             for index, (each, wanted) in enumerate(
                 zip(self._parameters, self._trainable, strict=True)
             )
@@ -347,7 +347,7 @@ class GradientReducer:
         )
         hook = self.registered_hook
         self.buckets = build_reductions(
-            layouts, self._parameters, settings, self.communicator, hook, is_shared=is_shared
+            layouts, self._parameters, settings, self.communicator, hook
         )
         self._by_end: Sequence[Reduction] = self.buckets
         """The buckets in the order in which they end: a hook gets sparse ones only then."""
@@ -379,20 +379,19 @@ class GradientReducer:
                 self.marking.accumulated(index, parameter)
             return
         home = self._homes[index]
-        if self._is_strict and not self.is_in_backward and self._sharing.is_of_other(parameter):
-            return
         if not self.is_synchronizing:
             if not self.is_wanted and self.communicator.size > 1:
                 self.alignment.stays_local(index)
             if self.marking is not None:
                 self.marking.stays()
             return
+        if self._is_of_other(parameter):
+            return
         if home is None:
             if self._unused is not None and index in self._unused:
                 raise unexpected_gradient(self.named[index][0], rank=self._rank)
             return
-        if self.phase is not ReductionPhase.BACKWARD:
-            self.begin_backward()
+        self.begin_backward()
         bucket, place = home
         if self._static is not None and not self._static.arrived(index):
             return
@@ -416,12 +415,19 @@ class GradientReducer:
             if self.marking is not None:
                 self.marking.accumulated_at_leaf(index, leaf)
             return
+        if self._is_of_other(leaf):
+            return
         if self.is_synchronizing:
             self.begin_backward()
             self.leaves.collect(index)
         else:
             self.leaves.keep(index)
         self._arrived(index, leaf)
+
+    def _is_of_other(self, parameter: torch.Tensor) -> bool:
+        """Whether the running backward is that of another replica, which reduces ``parameter``."""
+        idle = self.phase is ReductionPhase.IDLE
+        return idle and any(reducers_in_backward({id(parameter)}))
 
     @torch.no_grad()
     def _take(self, bucket: Reduction, place: int) -> None:
@@ -579,3 +585,36 @@ class GradientReducer:
     @property
     def _rank(self) -> int:
         return self.communicator.ranks[self.communicator.rank]
+
+
+def reducers_of(ids: Set[int]) -> list[GradientReducer]:
+    """List the living reducers that have parameters of ``ids``, the same on all ranks."""
+    if any(not ids.isdisjoint(each.held) for each in list(PROCESS.reducers)):
+        gc.collect()  # a wrapper that nobody holds must be gone on all ranks
+    return [each for each in list(PROCESS.reducers) if not ids.isdisjoint(each.held)]
+
+
+def reducers_in_backward(ids: Set[int]) -> Sequence[GradientReducer]:
+    """List the reducers in a backward that have parameters of ``ids``."""
+    return [
+        each
+        for each in list(PROCESS.reducers)
+        if each.phase is ReductionPhase.BACKWARD and not ids.isdisjoint(each.held)
+    ]
+
+
+def refuse_other_ranks(
+    named: Sequence[tuple[str, torch.Tensor]], communicator: Communicator
+) -> None:
+    """Raise ValueError where a reducer over other ranks has one of the parameters ``named``."""
+    names = {id(parameter): name for name, parameter in named}
+    for reducer in reducers_of(names.keys()):
+        ranks = sorted(reducer.communicator.ranks)
+        if ranks != sorted(communicator.ranks):
+            name = next(names[each] for each in names if each in reducer.held)
+            raise ValueError(
+                f"replicate: expected parameters that no replica over other ranks has, found "
+                f"{name!r}, which is reduced over ranks {ranks} and would be over "
+                f"{sorted(communicator.ranks)} here: each would undo the mean of the other. "
+                "Give both the same process group, or drop the other wrapper first"
+            )

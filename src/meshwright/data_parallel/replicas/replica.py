@@ -34,8 +34,11 @@ from meshwright.data_parallel.modules.equal_buffers import EqualBuffers
 from meshwright.data_parallel.modules.module_tensors import ModuleParameters
 from meshwright.data_parallel.modules.nested import Loan, tensors_in
 from meshwright.data_parallel.replicas.options import ReplicateOptions
-from meshwright.data_parallel.replicas.reducer import GradientReducer
-from meshwright.data_parallel.replicas.reductions import refuse_other_ranks
+from meshwright.data_parallel.replicas.reducer import (
+    GradientReducer,
+    reducers_in_backward,
+    refuse_other_ranks,
+)
 from meshwright.data_parallel.replicas.traced import Marking, Route
 from meshwright.errors import CollectiveMismatchError
 from meshwright.gradients import mark_mean
@@ -182,7 +185,8 @@ class Replica:
             if not self.reducer.named:
                 self._take_up()  # a call has hidden the module's own until now
         else:
-            self.reducer.abandon()
+            for reducer in reducers_in_backward(self.reducer.held):
+                reducer.abandon()
             self._is_stepping = False
             self._take_up()
             self.reducer.begin_forward()
