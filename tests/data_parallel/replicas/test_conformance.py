@@ -247,7 +247,7 @@ def body_shared_by_turns() -> None:
         with observe(recorder := Recorder()):
             losses[0].backward()
         sums = [label for kind, label in recorder.kinds() if kind == "all_reduce"]
-        assert len(sums) == len(replicas[0].reducer.layouts), "the other replica reduces nothing"
+        assert len(sums) == len(replicas[0].reducer.buckets), "the other replica reduces nothing"
 
 
 def body_shared_over_other_ranks() -> None:
