@@ -77,10 +77,9 @@ class ReductionPhase(StrEnum):
 class GradientReducer:
     """Makes ``.grad`` of every trainable parameter the mean over the ranks of ``communicator``.
 
-    Parameters are counted by their
-    position in ``named``; those that do not require grad have no place in a bucket, and are given
-    one in the first forward pass that finds them trainable. Of DTensors the part of this rank is
-    reduced; ``local`` tells how they compute, by their ``id``.
+    Parameters are counted by their position in ``named``; those that do not require grad have no
+    place in a bucket, and are given one in the first forward pass that finds them trainable. Of
+    DTensors the part of this rank is reduced; ``local`` tells how they compute, by their ``id``.
     """
 
     def __init__(
@@ -96,7 +95,6 @@ class GradientReducer:
         self.is_synchronizing = True
         """True when the next backward pass reduces, as was wanted when its forward pass began."""
         self.phase = ReductionPhase.IDLE
-        self._mean = 1.0 / communicator.size
         self.scale: Callable[[], Factor] | None = None
         """Multiplies gradients on the way into the buckets, instead of 1/ranks. It is called once
         for each backward pass that reduces, just before the first bucket."""
@@ -115,7 +113,7 @@ class GradientReducer:
         """True when ranks exchange which gradients they have, since one has lacked some; when this
         pass lacks one; when they were exchanged in this pass."""
         self.leaves = ReducedLeaves((), {})
-        self.held: frozenset[int] = frozenset()
+        self.reduced: frozenset[int] = frozenset()
         """The ``id`` of each parameter that is reduced."""
         PROCESS.reducers[self] = None
         self.take_up(named, settings, local)
@@ -210,9 +208,9 @@ class GradientReducer:
             return
         if self.late.coming:
             self.late.settle()  # before any of this pass is sent
-        for other in reducers_in_backward(self.held):
+        for other in reducers_in_backward(self.reduced):
             rows = zip(self.named, self._parameters, strict=True)
-            names = [name for (name, _), each in rows if id(each) in other.held]
+            names = [name for (name, _), each in rows if id(each) in other.reduced]
             raise RuntimeError(
                 "expected one replica to reduce a parameter in a backward, found two that reduce "
                 f"{', '.join(map(repr, names[:3]))}: the second would take half a sum for a "
@@ -281,7 +279,6 @@ class GradientReducer:
     def _arrange(self) -> None:
         """Give every parameter that requires grad now its place in a bucket."""
         self._parameters = self.leaves.parameters
-        self.held = frozenset(map(id, self._parameters))
         self._kinds = [(each.requires_grad, each.dtype) for each in self._parameters]
         self._device = self._parameters[0].device if self._parameters else None
         skipped = self._unused or frozenset()
@@ -293,6 +290,7 @@ class GradientReducer:
             for index, each in enumerate(self._parameters)
             if each.requires_grad and index not in skipped
         ]
+        self.reduced = frozenset([id(self._parameters[slot.index]) for slot in slots])
         layouts = plan_buckets(
             slots,
             first_bytes=settings.first_bytes,
@@ -340,13 +338,15 @@ class GradientReducer:
             if self.marking is not None:
                 self.marking.stays()
             return
-        if self._is_of_other(parameter):
-            return
+        is_idle = self.phase is ReductionPhase.IDLE
+        if is_idle and reducers_in_backward({id(parameter)}):
+            return  # the backward of another replica, which reduces it
         if home is None:
             if self._unused is not None and index in self._unused:
                 raise unexpected_gradient(self.named[index][0], rank=self._rank)
             return
-        self.begin_backward()
+        if is_idle:
+            self.begin_backward()
         bucket, place = home
         if self._static is not None and not self._static.arrived(index):
             return
@@ -371,7 +371,7 @@ class GradientReducer:
             if self.marking is not None:
                 self.marking.accumulated_at_leaf(index, leaf)
             return
-        if self._is_of_other(leaf):
+        if self.phase is ReductionPhase.IDLE and reducers_in_backward({id(leaf)}):
             return
         if self.is_synchronizing:
             self.begin_backward()
@@ -380,14 +380,9 @@ class GradientReducer:
             self.leaves.keep(index)
         self._arrived(index, leaf)
 
-    def _is_of_other(self, parameter: torch.Tensor) -> bool:
-        """Whether the running backward is that of another replica, which reduces ``parameter``."""
-        idle = self.phase is ReductionPhase.IDLE
-        return idle and any(reducers_in_backward({id(parameter)}))
-
     def _current_factor(self) -> Factor:
         if self._factor is None:
-            mean = self._mean
+            mean = 1.0 / self.communicator.size
             if self.on_reduction is not None:
                 mean = self.on_reduction() or mean
             self._factor = mean if self.scale is None else self.scale()
@@ -536,19 +531,12 @@ class GradientReducer:
         return self.communicator.ranks[self.communicator.rank]
 
 
-def reducers_of(ids: Set[int]) -> list[GradientReducer]:
-    """List the living reducers that have parameters of ``ids``, the same on all ranks."""
-    if any(not ids.isdisjoint(each.held) for each in list(PROCESS.reducers)):
-        gc.collect()  # a wrapper that nobody holds must be gone on all ranks
-    return [each for each in list(PROCESS.reducers) if not ids.isdisjoint(each.held)]
-
-
-def reducers_in_backward(ids: Set[int]) -> Sequence[GradientReducer]:
-    """List the reducers in a backward that have parameters of ``ids``."""
+def reducers_in_backward(ids: Set[int]) -> list[GradientReducer]:
+    """List the reducers in a backward that reduce parameters of ``ids``."""
     return [
         each
         for each in list(PROCESS.reducers)
-        if each.phase is ReductionPhase.BACKWARD and not ids.isdisjoint(each.held)
+        if each.phase is ReductionPhase.BACKWARD and not ids.isdisjoint(each.reduced)
     ]
 
 
@@ -557,10 +545,15 @@ def refuse_other_ranks(
 ) -> None:
     """Raise ValueError where a reducer over other ranks has one of the parameters ``named``."""
     names = {id(parameter): name for name, parameter in named}
-    for reducer in reducers_of(names.keys()):
-        ranks = sorted(reducer.communicator.ranks)
-        if ranks != sorted(communicator.ranks):
-            name = next(names[each] for each in names if each in reducer.held)
+
+    def common(reducer: GradientReducer) -> str:
+        return next((names[id(p)] for p in reducer.leaves.parameters if id(p) in names), "")
+
+    if any(map(common, list(PROCESS.reducers))):
+        gc.collect()  # a wrapper that nobody holds must be gone on all ranks
+    for reducer in list(PROCESS.reducers):
+        name, ranks = common(reducer), sorted(reducer.communicator.ranks)
+        if name and ranks != sorted(communicator.ranks):
             raise ValueError(
                 f"replicate: expected parameters that no replica over other ranks has, found "
                 f"{name!r}, which is reduced over ranks {ranks} and would be over "

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from meshwright.comm import Communicator, communicator
 from meshwright.comm.dtensors.after_hooks import step_in_backward, take_over_steps
@@ -53,9 +52,6 @@ from meshwright.torch_internals.autograd import (
 )
 from meshwright.torch_internals.modules import lent_now
 
-STATES = "_meshwright_states"
-"""The attribute of a module that holds the state of each composable function applied to it."""
-
 ALIKE = (
     "The first forward pass with it was one of torch.func.functional_call, whose tensors are made "
     "before rank 0's values can be sent. Start all ranks alike, or run the module itself first"
@@ -75,13 +71,8 @@ class Replica:
     marking: Marking
     buffers: EqualBuffers
 
-    def __init__(
-        self, module: nn.Module, options: ReplicateOptions, *, skips_managed: bool = False
-    ) -> None:
-        """``skips_managed``: leave alone what composable functions are applied to by the set-up."""
+    def __init__(self, module: nn.Module, options: ReplicateOptions) -> None:
         self.options = options
-        self.device_ids = None if options.device_ids is None else list(options.device_ids)
-        """The device that inputs are moved to, as a list of one; None on the CPU."""
         self.is_set_up = False
         self.is_wanted = True
         """True when forward passes from now on lead to a reduction."""
@@ -91,11 +82,8 @@ class Replica:
         """True when a pipeline schedule says when gradients are reduced and buffers broadcast."""
         self.on_buffers: Callable[[], int] | None = None
         """Called before buffers are broadcast in a forward pass; gives the rank to send from."""
-        self.watched: list[RemovableHandle] = []
-        """Hooks that set the replica up, until something has."""
         # The module holds this state, so a strong reference back would be a cycle.
         self._module = weakref.ref(module)
-        self._skips_managed = skips_managed
         self._steps: StepWatch | None = self._watch_first_steps()
         self._has_equal_buffers = False
         """True while a forward pass has begun with equal buffers and not ended: after an exception
@@ -114,13 +102,15 @@ class Replica:
             raise RuntimeError("the replicated module is gone")
         return module
 
+    @property
+    def device_ids(self) -> list[int | torch.device] | None:
+        """The device that inputs are moved to, as a list of one; None on the CPU."""
+        ids = self.options.device_ids
+        return None if ids is None else list(ids)
+
     def ignored(self) -> frozenset[nn.Module]:
         """List the modules that are left alone."""
-        if not self._skips_managed:
-            return self.options.ignored
-        module = self.module
-        managed = {m for m in module.modules() if m is not module and m.__dict__.get(STATES)}
-        return self.options.ignored | managed
+        return self.options.ignored
 
     def set_up(self, *, may_be_frozen: bool = False) -> Replica:
         """Return this replica, set up now where it was not: a collective then."""
@@ -128,9 +118,6 @@ class Replica:
             with torch.inference_mode(False), outside_of_transforms():  # an evaluation may be first
                 self._set_up(may_be_frozen=may_be_frozen)
             self.is_set_up = True
-            for handle in self.watched:
-                handle.remove()
-            self.watched.clear()
             if self._steps is not None:
                 self._steps.ask(None)  # a compiler may keep the watch alive
             self._steps = None
@@ -258,7 +245,8 @@ class Replica:
             return None
         if not self.is_driven:
             self.begin()
-        return None if self.device_ids is None else move_inputs(self.device_ids, args, kwargs)
+        ids = self.options.device_ids
+        return None if ids is None else move_inputs(ids, args, kwargs)
 
     def route(self) -> Route:
         """Return where gradients of the pass that is traced are marked."""
@@ -281,7 +269,8 @@ class Replica:
             found = [buffer for name, buffer in module.named_buffers() if name in known]
             if found:
                 broadcast_traced(self.communicator, found)
-        return None if self.device_ids is None else move_inputs(self.device_ids, args, kwargs)
+        ids = self.options.device_ids
+        return None if ids is None else move_inputs(ids, args, kwargs)
 
     def begin(self) -> None:
         """Begin a forward pass, or a pipeline's step: with the tensors that the module holds now,
@@ -297,7 +286,8 @@ class Replica:
             if not self.reducer.named:
                 self._take_up()  # a call has hidden the module's own until now
         else:
-            for reducer in reducers_in_backward(self.reducer.held):
+            # A backward that raised, also one of another replica that reduces a parameter of ours.
+            for reducer in (self.reducer, *reducers_in_backward(self.reducer.reduced)):
                 reducer.abandon()
             self._is_stepping = False
             self._take_up()

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from meshwright.comm import settle
 from meshwright.comm.graphs.untraced import apart, constant, inlined, untraced
@@ -22,12 +23,15 @@ from meshwright.data_parallel.replicas.distributed import one_device
 from meshwright.data_parallel.replicas.join import uneven_inputs
 from meshwright.data_parallel.replicas.low_precision import LowPrecision, compute_in
 from meshwright.data_parallel.replicas.options import ReplicateOptions, UnusedGradient, resolved
-from meshwright.data_parallel.replicas.replica import STATES, Replica
+from meshwright.data_parallel.replicas.replica import Replica
 from meshwright.data_parallel.replicas.traced import Route, TracedForward
 from meshwright.data_parallel.residency import ReplicaResidency
 from meshwright.gradients import look_at_optimizers
 from meshwright.mesh import DeviceMesh
 from meshwright.torch_internals.modules import lent_now, require_module
+
+STATES = "_meshwright_states"
+"""The attribute of a module that holds the state of each composable function applied to it."""
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -38,16 +42,32 @@ class ReplicateState(Replica):
     """The state of a replicated module, with the hooks and the forward that drive it."""
 
     def __init__(self, module: nn.Module, options: ReplicateOptions) -> None:
-        super().__init__(module, options, skips_managed=True)
+        self._watched: list[RemovableHandle] = []
+        """Hooks on the modules below, until one of them or the whole has run."""
+        super().__init__(module, options)
         self._body: TracedForward | None = None
         self._is_called = False
         """True when the module was called, and its forward pass comes next."""
         self.residency = ReplicaResidency(self)
 
+    def ignored(self) -> frozenset[nn.Module]:
+        """List the modules that are left alone, also those that composable functions manage."""
+        module = self.module
+        managed = {m for m in module.modules() if m is not module and m.__dict__.get(STATES)}
+        return self.options.ignored | managed
+
+    def set_up(self, *, may_be_frozen: bool = False) -> Replica:
+        """Return this replica, set up now where it was not: a collective then."""
+        super().set_up(may_be_frozen=may_be_frozen)
+        for handle in self._watched:
+            handle.remove()
+        self._watched.clear()
+        return self
+
     def watch_children(self) -> None:
         """Set up before any module below runs, which a program may call by itself."""
         module = self.module
-        self.watched = [
+        self._watched = [
             part.register_forward_pre_hook(self._begin_below, prepend=True)
             for part in module.modules()
             if part is not module
