@@ -191,17 +191,16 @@ def body_wrapper() -> None:
 
 
 def body_compiled() -> None:
-    """Buckets of a graph are those of eager passes, and carry nothing but gradients."""
+    """Modes of the simulated device end graphs, so these are eager buckets; those of graphs are in
+    tests/compiler/test_bucket_plan.py.
+    """
 
     def lay_out(model: nn.Module) -> Any:
         return torch.compile(mw.replicate(model), backend=aot_backend)
 
     matrix = WIDE * WIDE
     found = operations(lambda: Layers(WIDE), lay_out, WIDE)
-    assert [each for each in found if each[1] >= matrix] == [
-        ("all_reduce", matrix),
-        ("all_reduce", 7 * matrix),
-    ]
+    assert found == [("all_reduce", matrix), ("all_reduce", 7 * matrix + 8 + NOTES)]
 
 
 @pytest.mark.devices("simulated", reason="hosts reduce large gradients where they lie")

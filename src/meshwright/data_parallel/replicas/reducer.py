@@ -21,6 +21,7 @@ import gc
 from collections.abc import Callable, Mapping, Sequence, Set
 from enum import StrEnum
 from functools import partial
+from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -65,6 +66,9 @@ from meshwright.torch_internals.autograd import at_end_of_backward
 
 if TYPE_CHECKING:
     from meshwright.data_parallel.replicas.traced import Marking
+
+
+_KIND = attrgetter("requires_grad", "dtype")
 
 
 class ReductionPhase(StrEnum):
@@ -180,7 +184,7 @@ class GradientReducer:
         self.alignment.begin_forward()
         if self.leaves.lent:
             self.follow_leaves()
-        kinds = [(each.requires_grad, each.dtype) for each in self._parameters]
+        kinds = list(map(_KIND, self._parameters))
         device = self._parameters[0].device if kinds else None  # modules move as a whole
         if kinds == self._kinds and device == self._device:
             return
@@ -279,7 +283,7 @@ class GradientReducer:
     def _arrange(self) -> None:
         """Give every parameter that requires grad now its place in a bucket."""
         self._parameters = self.leaves.parameters
-        self._kinds = [(each.requires_grad, each.dtype) for each in self._parameters]
+        self._kinds = list(map(_KIND, self._parameters))
         self._device = self._parameters[0].device if self._parameters else None
         skipped = self._unused or frozenset()
         settings = self.settings
@@ -513,9 +517,9 @@ class GradientReducer:
 
     def reset(self) -> None:
         """Close a backward pass; also one that all ranks give up before its first reduction."""
-        for bucket in self.buckets:
+        for number, bucket in enumerate(self.buckets):
             bucket.reset()
-        self._counters.missing = [len(bucket.parameters) for bucket in self.buckets]
+            self._counters.missing[number] = len(bucket.parameters)
         self._counters.is_open = False
         self._next = 0
         self._factor = None

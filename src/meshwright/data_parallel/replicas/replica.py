@@ -112,6 +112,7 @@ class Replica:
         """List the modules that are left alone."""
         return self.options.ignored
 
+    @apart
     def set_up(self, *, may_be_frozen: bool = False) -> Replica:
         """Return this replica, set up now where it was not: a collective then."""
         if not self.is_set_up:

@@ -56,6 +56,7 @@ class ReplicateState(Replica):
         managed = {m for m in module.modules() if m is not module and m.__dict__.get(STATES)}
         return self.options.ignored | managed
 
+    @apart
     def set_up(self, *, may_be_frozen: bool = False) -> Replica:
         """Return this replica, set up now where it was not: a collective then."""
         super().set_up(may_be_frozen=may_be_frozen)
