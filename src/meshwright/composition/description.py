@@ -76,9 +76,7 @@ def describe_replicated(module: nn.Module, plan: Plan, replica: Replica) -> Desc
     """Describe a replicated module."""
     axis = replica.communicator
     bucket_of = {
-        slot.name: bucket.layout.index
-        for bucket in replica.reducer.buckets
-        for slot in bucket.layout.slots
+        slot.name: layout.index for layout in replica.reducer.layouts for slot in layout.slots
     }
     return Description(
         rank=axis.rank,
@@ -214,8 +212,7 @@ def _joined(
 
 def _step_collectives(axis: Communicator, replica: Replica) -> Iterator[Collective]:
     shapes = [("loss and counts", LossWindow.WIDTH, "float64")]
-    layouts = [each.layout for each in replica.reducer.buckets]
-    shapes += [(x.label, x.numel, _dtype_name(x.dtype)) for x in layouts]
+    shapes += [(x.label, x.numel, _dtype_name(x.dtype)) for x in replica.reducer.layouts]
     for sequence, (label, numel, dtype) in enumerate(shapes):
         yield Collective(
             kind="all_reduce",

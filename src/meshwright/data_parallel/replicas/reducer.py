@@ -46,7 +46,7 @@ from meshwright.data_parallel.distributed_parameters import (
     ReadyCounters,
     ReducedLeaves,
 )
-from meshwright.data_parallel.replicas.bucket_layout import plan_buckets, slot_of
+from meshwright.data_parallel.replicas.bucket_layout import BucketLayout, plan_buckets, slot_of
 from meshwright.data_parallel.replicas.buckets import (
     LargeGradient,
     Reduction,
@@ -145,6 +145,11 @@ class GradientReducer:
         """Parameters that no rank used in the first reduction, when they are to be skipped."""
         self._arrange()
 
+    @property
+    def layouts(self) -> tuple[BucketLayout, ...]:
+        """The buckets, in the order in which they are reduced."""
+        return tuple(bucket.layout for bucket in self.buckets)
+
     def gradients(self) -> tuple[torch.Tensor, ...]:
         """List all gradients in as few tensors as hold them: buckets where ``.grad`` is a view.
 
@@ -212,6 +217,8 @@ class GradientReducer:
             return
         if self.late.coming:
             self.late.settle()  # before any of this pass is sent
+        if not self.reduced:
+            return
         for other in reducers_in_backward(self.reduced):
             rows = zip(self.named, self._parameters, strict=True)
             names = [name for (name, _), each in rows if id(each) in other.reduced]

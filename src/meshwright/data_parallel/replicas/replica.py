@@ -288,7 +288,7 @@ class Replica:
                 self._take_up()  # a call has hidden the module's own until now
         else:
             # A backward that raised, also one of another replica that reduces a parameter of ours.
-            for reducer in (self.reducer, *reducers_in_backward(self.reducer.reduced)):
+            for reducer in reducers_in_backward(self.reducer.reduced):
                 reducer.abandon()
             self._is_stepping = False
             self._take_up()
