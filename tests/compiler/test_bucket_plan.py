@@ -67,6 +67,20 @@ def test_seed_002_has_three_buckets() -> None:
     assert [b.indices for b in buckets] == [(7, 6), (5, 4, 3, 2), (1, 0)]
 
 
+def test_devices_reduce_a_bucket_of_bytes_in_one_operation() -> None:
+    """Large gradients travel with others, where hosts reduce each of them in place."""
+    megabyte = 2**20
+
+    def backward(x: torch.Tensor) -> list[torch.Tensor]:
+        sizes = (megabyte, 25 * megabyte)
+        return [mark(x.new_zeros(megabyte), i, mode="concat", sizes=sizes) for i in range(8)]
+
+    parts = [
+        part for bucket in plan_marks(marks_of(traced(backward, (1,)))) for part in bucket.parts
+    ]
+    assert [[each.index for each in part] for part in parts] == [[7], [6, 5, 4, 3, 2, 1, 0]]
+
+
 def test_a_module_that_is_called_twice_reduces_in_rounds() -> None:
     def backward(x: torch.Tensor) -> list[torch.Tensor]:
         return [mark(x * number, index) for number in (1, 2) for index in (0, 1)]

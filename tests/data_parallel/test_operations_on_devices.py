@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import meshwright as mw
+from meshwright.compiler import aot_backend
 from meshwright.data_parallel import fully_shard
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks
@@ -134,7 +136,84 @@ def body_one_large() -> None:
     assert found == [("all_reduce", WIDE * WIDE + 1 + NOTES)]
 
 
+class Mixed(Layers):
+    """Its first half computes in float64."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.layers[:4].double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x.to(layer.weight.dtype))).float()
+        return x
+
+
+def tied_and_frozen() -> nn.Module:
+    model = Layers(WIDE)
+    model.layers[7].weight = model.layers[0].weight
+    for frozen in model.layers[1:3]:
+        frozen.requires_grad_(False)
+    return model
+
+
+def body_tied_and_frozen() -> None:
+    """A tied gradient travels once, and frozen parameters have no place."""
+    found = operations(tied_and_frozen, mw.replicate, WIDE)
+    matrix = WIDE * WIDE
+    assert found == [("all_reduce", matrix), ("all_reduce", 4 * matrix + 5 + NOTES)]
+
+
+def body_dtypes() -> None:
+    """Each dtype has buckets of its own, of which the first is small."""
+    found = operations(lambda: Mixed(WIDE), mw.replicate, WIDE)
+    matrix = WIDE * WIDE
+    assert found == [
+        ("all_reduce", matrix),
+        ("all_reduce", matrix),
+        ("all_reduce", 3 * matrix + 3),
+        ("all_reduce", 3 * matrix + 3 + 2 + NOTES),
+    ]
+
+
+def body_wrapper() -> None:
+    """`DistributedDataParallel` sends the same buckets; ``bucket_cap_mb`` sets their bytes."""
+    matrix = WIDE * WIDE
+    found = operations(lambda: Layers(WIDE), mw.DistributedDataParallel, WIDE)
+    assert found == [("all_reduce", matrix), ("all_reduce", 7 * matrix + 8 + NOTES)]
+    lay_out = partial(mw.replicate, bucket_cap_mb=12, gradient_as_bucket_view=True)
+    assert operations(lambda: Layers(WIDE), lay_out, WIDE) == [
+        ("all_reduce", matrix + 1),
+        ("all_reduce", 3 * matrix + 3),
+        ("all_reduce", 3 * matrix + 3),
+        ("all_reduce", matrix + 1 + NOTES),
+    ]
+
+
+def body_compiled() -> None:
+    """Modes of the simulated device end graphs, so these are eager buckets; those of graphs are in
+    tests/compiler/test_bucket_plan.py.
+    """
+
+    def lay_out(model: nn.Module) -> Any:
+        return torch.compile(mw.replicate(model), backend=aot_backend)
+
+    matrix = WIDE * WIDE
+    found = operations(lambda: Layers(WIDE), lay_out, WIDE)
+    assert found == [("all_reduce", matrix), ("all_reduce", 7 * matrix + 8 + NOTES)]
+
+
 @pytest.mark.devices("simulated", reason="hosts reduce large gradients where they lie")
-@pytest.mark.parametrize("body", [body_buckets, body_one_large])
+@pytest.mark.parametrize(
+    "body",
+    [
+        body_buckets,
+        body_one_large,
+        body_tied_and_frozen,
+        body_dtypes,
+        body_wrapper,
+        body_compiled,
+    ],
+)
 def test_replicas_send_buckets_of_bytes(ranks: Ranks, body: Callable[[], None]) -> None:
     ranks(2, body)

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from meshwright.comm.graphs.marks import GRAD_REDUCE
-from meshwright.data_parallel.replicas.slots import GradientSlot, plan_buckets
+from meshwright.data_parallel.replicas.bucket_layout import GradientSlot, plan_buckets
 
 ALONE_BYTES = 2**20
 """A gradient of at least this size is reduced alone."""

@@ -94,11 +94,11 @@ class ReplicatedLayout(DataLayout):
 
     def reduce_next(self, is_wanted: bool) -> None:
         """See `DataLayout`."""
-        self._replica.reducer.want(is_wanted)
+        self._replica.want(is_wanted)
 
     def scale_by(self, scale: Callable[[], Factor]) -> None:
         """See `DataLayout`."""
-        self._replica.reducer.scale_by(scale)
+        self._replica.reducer.scale = scale
 
     def gradients(self) -> list[SpreadGradients]:
         """See `DataLayout`."""

@@ -170,7 +170,7 @@ def replicate_module(model: nn.Module, plan: Plan, peers: Peers) -> ReplicatedLa
     )
     replicate_with(model, options)
     is_cut = plan.axes.size("tensor") > 1
-    return ReplicatedLayout(replica_state(model).replica, model, is_cut=is_cut)
+    return ReplicatedLayout(replica_state(model).set_up(), model, is_cut=is_cut)
 
 
 def shard_module(model: nn.Module, plan: Plan, peers: Peers) -> ShardedLayout:

@@ -38,7 +38,6 @@ from meshwright.comm.dtensors.dtensor import (
 from meshwright.comm.dtensors.local_leaves import add_to_gradient, give_up, local_leaf, take_over
 from meshwright.comm.dtensors.sharded_axes import refuse_spread, spread_over
 from meshwright.comm.graphs.untraced import apart, constant
-from meshwright.data_parallel.replicas.slots import ARRIVED, Arrivals
 from meshwright.gradients import look_at_optimizers
 from meshwright.torch_internals.autograd import after_hooks_of, backward_hooks_of
 
@@ -152,6 +151,26 @@ def mark_spread(
         )
     else:
         spread_over(line, cuts.pop(), is_line=is_line)
+
+
+ARRIVED, CAME_EMPTY = 1, 2
+"""A gradient in this backward pass; one that a function of the graph has left undefined."""
+
+
+class ReadyCounters:
+    """The gradients that a backward pass has yet to bring. Hooks hold it: it refers to no tensor.
+
+    Hooks count in it while `is_open`. They leave the rest to the reducer: the first gradient of
+    a pass, the last of a bucket, a second one of a parameter, one that is None.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        """True in a pass that reduces in hooks."""
+        self.homes: Sequence[tuple[bytearray, int, int] | None] = ()
+        """Of each parameter the marks of its bucket, its place in them, and the bucket's number."""
+        self.missing: list[int] = []
+        """Of each bucket, the parameters without a gradient so far in this backward pass."""
 
 
 class _Lent:
@@ -286,23 +305,23 @@ class ReducedLeaves:
 
     def hook_trainable(
         self,
-        arrivals: Arrivals,
+        counters: ReadyCounters,
         arrived: Callable[[int, torch.Tensor], None],
         arrived_at_leaf: Callable[[int, torch.Tensor], None],
     ) -> None:
         """Call one with its index when a gradient is complete here: the second for DTensors.
 
-        Both are methods, whose object the parameters do not keep alive. What ``arrivals`` allows is
+        Both are methods, whose object the parameters do not keep alive. What ``counters`` allows is
         counted there instead. Parameters that do not require grad have no such hook yet.
         """
         for index, parameter in enumerate(self.parameters):
             if not parameter.requires_grad or index in self._hooked:
                 continue
             if index in self.lent:
-                hook = _weakly(arrived_at_leaf, index, arrivals)
+                hook = _weakly(arrived_at_leaf, index, counters)
                 self._hooked[index] = self.lent[index].hook(hook)
             else:
-                hook = _weakly(arrived, index, arrivals)
+                hook = _weakly(arrived, index, counters)
                 self._hooked[index] = [parameter.register_post_accumulate_grad_hook(hook)]
 
     def release(self) -> None:
@@ -370,7 +389,7 @@ class ReducedLeaves:
 
 
 def _weakly(
-    method: Callable[[int, torch.Tensor], None], index: int, arrivals: Arrivals
+    method: Callable[[int, torch.Tensor], None], index: int, counters: ReadyCounters
 ) -> Callable[[torch.Tensor], None]:
     """Make a hook that calls ``method`` with ``index`` for as long as its object lives.
 
@@ -383,15 +402,15 @@ def _weakly(
 
     @apart
     def arrived(parameter: torch.Tensor) -> None:
-        if not torch.compiler.is_compiling() and arrivals.is_open:
-            home = arrivals.homes[index]
+        if not torch.compiler.is_compiling() and counters.is_open:
+            home = counters.homes[index]
             if home is not None:
                 flags, place, number = home
                 if not flags[place] and parameter.grad is not None:
-                    left = arrivals.missing[number] - 1
+                    left = counters.missing[number] - 1
                     if left > 0:
                         flags[place] = ARRIVED
-                        arrivals.missing[number] = left
+                        counters.missing[number] = left
                         return
         reducer = owner()
         if reducer is not None:

@@ -45,7 +45,7 @@ from meshwright.comm.dtensors.sharded_axes import (
     spread_over,
 )
 from meshwright.comm.streams import is_host
-from meshwright.data_parallel.replicas.alone import is_dense
+from meshwright.data_parallel.replicas.bucket_layout import is_dense
 from meshwright.data_parallel.sharded_modules.module_hooks import driver_of
 from meshwright.data_parallel.shards.unit import Unit
 from meshwright.gradients import look_at_optimizers, warn_of_zeros

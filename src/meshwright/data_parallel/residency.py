@@ -10,8 +10,6 @@ was gathered, so that the other ranks need not notice. Otherwise it discards wha
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
@@ -28,9 +26,9 @@ _JOINED = (
 
 
 class ReplicaResidency:
-    """The residency of a replica; ``replica`` may set it up, a collective."""
+    """The residency of a replica, which the first step sets up: a collective then."""
 
-    def __init__(self, replica: Callable[[], Replica]) -> None:
+    def __init__(self, replica: Replica) -> None:
         self._replica = replica
         self._compared: set[str] = set()
         self._has_begun = False
@@ -42,7 +40,8 @@ class ReplicaResidency:
 
         What the step is, all ranks compare before the first of its kind.
         """
-        replica = self._replica()
+        # A stage without anything to train may still have buffers to keep equal.
+        replica = self._replica.set_up(may_be_frozen=True)
         if replica.reducer.on_reduction is not None:
             raise RuntimeError(_JOINED)
         if what not in self._compared:
@@ -77,7 +76,7 @@ class ReplicaResidency:
 
     def reduce(self) -> None:
         """Start to average all gradients, unless that is switched off."""
-        reducer = self._replica().reducer
+        reducer = self._replica.reducer
         if reducer.is_wanted:
             self._is_reducing = True
             reducer.start()
@@ -88,11 +87,11 @@ class ReplicaResidency:
         self._has_begun = False
         if self._is_reducing:
             self._is_reducing = False
-            self._replica().reducer.finish()
+            self._replica.reducer.finish()
 
     def drop(self) -> None:
         """Let the module's hooks work again."""
-        self._replica().be_driven(False)
+        self._replica.be_driven(False)
 
 
 class ShardedResidency:

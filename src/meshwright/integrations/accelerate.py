@@ -204,7 +204,7 @@ def _reducer_of(model: nn.Module) -> GradientReducer | None:
     if isinstance(model, DistributedDataParallel):
         return model.reducer
     if isinstance(model, ReplicatedModule):
-        return replica_state(model).replica.reducer
+        return replica_state(model).set_up().reducer
     return None
 
 

@@ -204,7 +204,7 @@ def body_batch_norm() -> None:
 
 
 def body_shared() -> None:
-    """Two replicas have a layer in common, and a module is wrapped twice: large, and as views."""
+    """Two replicas that have a layer in common are refused in one backward, and train by turns."""
     for features, options in ((800, {}), (4, {"gradient_as_bucket_view": True})):
         torch.manual_seed(0)
         layers = nn.Linear(features, features).double(), *(nn.Linear(features, 2).double(),) * 2
@@ -214,17 +214,23 @@ def body_shared() -> None:
         whole = copy.deepcopy(heads)
         replicas = [DistributedDataParallel(head, **options) for head in heads]
         again = DistributedDataParallel(heads[0], **options)
-        for models, given in ((whole, x), ([*replicas, again][1:], share)):
+        losses = [model(share).square().mean() for model in replicas]
+        with pytest.raises(RuntimeError, match=r"found two that reduce '.*0\.weight'"):
+            sum(losses).backward()
+        for each in heads:
+            each.zero_grad()
+        for models, given in ((whole, x), ([again, replicas[1]], share)):
             for _ in range(2):
                 for model in models:
                     model.zero_grad()
-                sum(model(given).square().mean() for model in models).backward()
+                for model in models:
+                    model(given).square().mean().backward()
         same(nn.ModuleList(whole), nn.ModuleList(heads))
 
 
 def body_shared_by_turns() -> None:
     """Heads on one encoder are stepped one after the other; each counts its own passes alone."""
-    for options in ({"static_graph": True}, {"skip_all_reduce_unused_params": True}):
+    for options in ({}, {"static_graph": True}, {"skip_all_reduce_unused_params": True}):
         torch.manual_seed(0)
         encoder = nn.Linear(3, 3).double()
         heads = [nn.Sequential(encoder, nn.Linear(3, 2).double()) for _ in range(2)]
@@ -237,6 +243,11 @@ def body_shared_by_turns() -> None:
                     model.zero_grad()
                     model(given).square().mean().backward()
         same(nn.ModuleList(whole), nn.ModuleList(heads))
+        losses = [model(share).square().mean() for model in replicas]
+        with observe(recorder := Recorder()):
+            losses[0].backward()
+        sums = [label for kind, label in recorder.kinds() if kind == "all_reduce"]
+        assert len(sums) == len(replicas[0].reducer.buckets), "the other replica reduces nothing"
 
 
 def body_shared_over_other_ranks() -> None:

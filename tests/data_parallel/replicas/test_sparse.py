@@ -132,7 +132,7 @@ def body_clipping() -> None:
     x, share = batch()
     one(x).square().mean().backward()
     ours(share).square().mean().backward()
-    gradients = replicate.state(ours).replica.reducer.gradients()
+    gradients = replicate.state(ours).reducer.gradients()
     total = sum(gradient.square().sum() for gradient in gradients)
     expected = sum(p.grad.to_dense().square().sum() for p in one.parameters())
     torch.testing.assert_close(total, expected)

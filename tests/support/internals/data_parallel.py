@@ -17,14 +17,13 @@ __getattr__ = names_inside(
         "meshwright.data_parallel.modules.checkpoint_names": "SteppedOver",
         "meshwright.data_parallel.modules.nested": "Loan, tensors_kept_by",
         "meshwright.data_parallel.replicas": "traced",
-        "meshwright.data_parallel.replicas.alone": "KeptMemory",
-        "meshwright.data_parallel.replicas.buckets": "Bucket",
+        "meshwright.data_parallel.replicas.bucket_layout": "GradientSlot, plan_buckets",
+        "meshwright.data_parallel.replicas.buckets": "Bucket, KeptMemory",
         "meshwright.data_parallel.replicas.gradient_bucket": (
             "CommunicationHook, RegisteredHook, compressed_dtype"
         ),
         "meshwright.data_parallel.replicas.reducer": "GradientReducer",
         "meshwright.data_parallel.replicas.replicated": "check_names, replicate_with",
-        "meshwright.data_parallel.replicas.slots": "GradientSlot, plan_buckets",
         "meshwright.data_parallel.replicas.traced": "Marking",
         "meshwright.data_parallel.sharded_modules.module_hooks": "Driver, attach",
         "meshwright.data_parallel.shards": "buffer, sharding",

@@ -95,8 +95,8 @@ class ProcessState:
     drawn: dict[Any, set[Any]] = field(default_factory=dict)
     """For each mesh the sets of its dims along which ranks were asked for one random state. Meshes
     are held, so that equal ones are known alike on all ranks."""
-    sharings: MutableMapping[Any, None] = field(default_factory=weakref.WeakKeyDictionary)
-    """The parameters of each reducer of replicas, in the order of their making."""
+    reducers: MutableMapping[Any, None] = field(default_factory=weakref.WeakKeyDictionary)
+    """The reducers of replicas, in the order of their making."""
     root_numbers: Iterator[int] = field(default_factory=itertools.count)
     """Numbers for the names of ``roots``."""
     checks: CallChecks | None = None

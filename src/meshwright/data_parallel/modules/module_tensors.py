@@ -8,7 +8,7 @@ and so does a forward that assigns a buffer (``self.mean = ...``), each time it 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from itertools import chain
 from operator import is_
 from typing import cast
@@ -61,20 +61,22 @@ class _Held:
         self._apart: list[Mapping[str, object]] = [getattr(p, self._kind) for p in apart]
         # Views of dicts show what these hold later, too.
         self._tensors = [place.values() for place in self._places]
-        self._modules = [part._modules.values() for _, part in named]
-        self._known_modules = _objects(self._modules)
-        self._known = _objects(self._tensors)
+        modules = [part._modules.values() for _, part in named]
+        self._known_modules = [*chain.from_iterable(modules), _END]
+        self._modules = [*modules, (_END,)]
 
     @property
     def _has_changed(self) -> bool:
         """True when any tensor or module is another object than at the last look."""
-        return not (_are(self._known, self._tensors) and _are(self._known_modules, self._modules))
+        found = chain(chain.from_iterable(self._tensors), (_END,), *self._modules)
+        # Each list ends with `_END`, so that none is a mere part of the other.
+        return not all(map(is_, found, chain(self._known, self._known_modules)))
 
     def _collect(self) -> dict[str, torch.Tensor]:
         """Find the tensors by name, each once, in the order of their registration."""
-        if not _are(self._known_modules, self._modules):
+        if not all(map(is_, chain.from_iterable(self._modules), self._known_modules)):
             self._walk()
-        self._known = _objects(self._tensors)
+        self._known = [*chain.from_iterable(self._tensors), _END]
         seen = {id(tensor) for place in self._apart for tensor in place.values()}
         found: dict[str, torch.Tensor] = {}
         for path, place in zip(self._paths, self._places, strict=True):
@@ -145,12 +147,3 @@ class ModuleBuffers(_Held):
         if self._has_changed:
             self.named = self._collect()
         return self.named
-
-
-def _objects(views: Iterable[Iterable[object]]) -> list[object]:
-    return [*chain.from_iterable(views), _END]
-
-
-def _are(known: list[object], views: Iterable[Iterable[object]]) -> bool:
-    """Whether ``views`` show just the objects of ``known``, which ends with `_END`."""
-    return all(map(is_, chain(chain.from_iterable(views), (_END,)), known))

@@ -3,16 +3,14 @@
 Bottom-up:
 
     gradient_bucket  a bucket as a communication hook sees it
-    slots            the gradients that are reduced together, and their order
-    alone            a large gradient in its own memory, a sparse one by its rows
+    bucket_layout    the gradients that are reduced together, and their order
     static_graph     the check that every pass uses what the first one used
     low_precision    computation in a narrower dtype
     options          the options of `replicate` and `DistributedDataParallel`
-    buckets          several gradients in one buffer, reduced in one call
-    reductions       the reductions of a reducer, and parameters that several reducers have
+    buckets          the reductions: several gradients in one buffer, a large or a sparse one alone
     reducer          hooks that count gradients in, and the reductions
     traced           a replica under `torch.compile`
-    replica          a module that is kept equal, around its reducer
+    replica          the state of a module that is kept equal, around its reducer
     join             ranks that have run out of batches
     distributed      `DistributedDataParallel`
     replicated       `replicate`

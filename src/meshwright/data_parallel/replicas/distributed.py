@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -14,17 +14,15 @@ from torch.profiler import record_function
 
 from meshwright.comm import communicator, settle
 from meshwright.comm.graphs.untraced import constant, inlined, untraced
-from meshwright.data_parallel.checks.step_watch import StepWatch
 from meshwright.data_parallel.modules.checkpoint_names import SteppedOver, place_of, rename
-from meshwright.data_parallel.replicas.gradient_bucket import check_hook
 from meshwright.data_parallel.replicas.join import uneven_inputs
 from meshwright.data_parallel.replicas.low_precision import LowPrecision, compute_in
 from meshwright.data_parallel.replicas.options import UnusedGradient, resolved
 from meshwright.data_parallel.replicas.reducer import GradientReducer
-from meshwright.data_parallel.replicas.replica import Replica, move_inputs, watch_first_steps
+from meshwright.data_parallel.replicas.replica import Replica, move_inputs
 from meshwright.data_parallel.residency import ReplicaResidency
 from meshwright.mesh import DeviceMesh
-from meshwright.torch_internals.autograd import is_profiled, outside_of_transforms
+from meshwright.torch_internals.autograd import is_profiled
 from meshwright.torch_internals.modules import IGNORED_NAMES, require_module
 
 
@@ -51,8 +49,6 @@ class DistributedDataParallel(SteppedOver):
     _wrapped_as = "module"
     _lacks_hook = False
     """True for a copy of one with a communication hook that has none yet."""
-    _steps: StepWatch | None = None
-    """Looks at steps of optimizers until a copy is set up."""
     _loads_below: str | None = None
     """The prefix of the names that torch's checkpoint functions load here."""
 
@@ -140,9 +136,8 @@ class DistributedDataParallel(SteppedOver):
         self.output_device = output_device
         self.dim = dim
         self.find_unused_parameters = find_unused_parameters
-        self._replica: Replica | None = None
-        self._residency = ReplicaResidency(self._set_up)
-        self._set_up()
+        self._replica = Replica(module, options).set_up()
+        self._residency = ReplicaResidency(self._replica)
         if options.mixed_precision is not None:
             compute_in(module, options.mixed_precision, (), options.ignored_names)
         module.register_state_dict_pre_hook(settle)
@@ -160,16 +155,16 @@ class DistributedDataParallel(SteppedOver):
     @inlined
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         replica = self._replica
-        if replica is None:
+        if not replica.is_set_up:
             if not torch.is_grad_enabled():
                 args, kwargs = move_inputs(self.device_ids, args, kwargs)
                 return self.module(*args, **kwargs)
-            replica = self._set_up()
-        moved = replica.before_forward(args, kwargs)
+            self._set_up()
+        moved = replica.enter(args, kwargs)
         if moved is not None:
             args, kwargs = moved
         output = self.module(*args, **kwargs)
-        replica.after_forward(output)
+        replica.leave(output)
         return output
 
     @constant
@@ -177,42 +172,32 @@ class DistributedDataParallel(SteppedOver):
         self._set_up()
 
     def _set_up(self) -> Replica:
-        """Return the replica; a collective where there is none yet."""
-        if self._replica is None:
-            if self._lacks_hook:
-                raise RuntimeError(
-                    "the DistributedDataParallel that this one is a copy of reduces by a "
-                    "communication hook, which no copy has: call register_comm_hook on it, too"
-                )
-            options = self.options
-            axis = communicator(options.process_group, options.axis)
-            with torch.inference_mode(False), outside_of_transforms():
-                self._replica = Replica(self.module, axis, options)
-            if self._steps is not None:
-                self._steps.ask(None)  # a compiler may keep the watch alive
-            self._steps = None
-        return self._replica
+        """Return the replica; a collective where a copy is not set up yet."""
+        if self._lacks_hook and not self._replica.is_set_up:
+            raise RuntimeError(
+                "the DistributedDataParallel that this one is a copy of reduces by a "
+                "communication hook, which no copy has: call register_comm_hook on it, too"
+            )
+        return self._replica.set_up()
 
     @inlined
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         replica = self._replica
-        if replica is None:
+        if not replica.is_set_up:
             self._set_up_now()
-            replica = self._set_up()
-        marking = replica.marking
         # Not when the module's forward could not be traced as a whole.
         route = replica.route() if torch.compiler.is_compiling() else "eager"
         if route == "eager":
-            moved = untraced(replica.before_forward, args, kwargs)
+            moved = untraced(replica.enter, args, kwargs)
         else:
             moved = replica.before_traced(self.module, args, kwargs)
         if moved is not None:
             args, kwargs = moved
         if route == "forward":
-            return marking.call(self.module, args, kwargs)
+            return replica.marking.call(self.module, args, kwargs)
         output = self.module(*args, **kwargs)
         if route == "eager":
-            untraced(replica.after_forward, output)
+            untraced(replica.leave, output)
         return output
 
     @property
@@ -260,20 +245,15 @@ class DistributedDataParallel(SteppedOver):
     @property
     def require_backward_grad_sync(self) -> bool:
         """True when forward passes lead to a reduction; loops that accumulate set it."""
-        return self._replica is None or self._replica.reducer.is_wanted
+        return self._replica.is_wanted
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, is_required: bool) -> None:
-        self.reducer.want(is_required)
+        self._replica.want(is_required)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Leave gradients of forward passes in the block on this rank, to be reduced later."""
-        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
+        return self._replica.no_sync()
 
     def join(
         self,
@@ -295,8 +275,8 @@ class DistributedDataParallel(SteppedOver):
 
         Raises TypeError or ValueError for what cannot be one, RuntimeError for a second hook.
         """
-        checked, self._lacks_hook = check_hook(hook), False
-        self.reducer.register_hook(state, checked)
+        self._replica.register_hook(state, hook)
+        self._lacks_hook = False
 
     def pipeline_residency(self) -> ReplicaResidency:
         """Return the switch by which a pipeline's schedule drives reductions and broadcasts."""
@@ -337,17 +317,15 @@ class DistributedDataParallel(SteppedOver):
                 "a DistributedDataParallel with mixed_precision cannot be copied, because of its "
                 "hooks: wrap copy.deepcopy(model.module) again, on every rank"
             )
-        replica = self._replica
         state = {
-            key: own for key, own in self.__dict__.items() if key not in ("_residency", "_steps")
+            key: own for key, own in self.__dict__.items() if key not in ("_residency", "_replica")
         }
-        has_hook = replica is not None and replica.reducer.registered_hook is not None
-        return {**state, "_replica": None, "_lacks_hook": self._lacks_hook or has_hook}
+        return {**state, "_lacks_hook": self._lacks_hook or self._replica.hook is not None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._residency = ReplicaResidency(self._set_up)
-        self._steps = watch_first_steps(self.module, self.options)
+        self._replica = Replica(self.module, self.options)
+        self._residency = ReplicaResidency(self._replica)
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401 - of any object
         if self.options.process_group is not None or self.options.mesh is not None:

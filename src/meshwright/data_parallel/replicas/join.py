@@ -129,13 +129,13 @@ def uneven_inputs(
         return attendance.active[0]
 
     with reducer.alignment.copies.parting():
-        reducer.ask_before_reductions(before_reduction)
-        replica.ask_for_buffers(before_buffers)
+        reducer.on_reduction = before_reduction
+        replica.on_buffers = before_buffers
         try:
             yield
         finally:
-            reducer.ask_before_reductions(None)
-            replica.ask_for_buffers(None)
+            reducer.on_reduction = None
+            replica.on_buffers = None
         while (found := attendance.leave()) is not None:
             if found[0] is Notice.REDUCE:
                 reducer.shadow()

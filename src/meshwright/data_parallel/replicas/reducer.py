@@ -17,9 +17,11 @@ A backward pass, step by step:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Mapping, Sequence, Set
 from enum import StrEnum
 from functools import partial
+from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -27,6 +29,7 @@ import torch
 
 from meshwright.comm import Communicator, LateNumbers
 from meshwright.comm.graphs.untraced import apart
+from meshwright.comm.groups.registry import PROCESS
 from meshwright.data_parallel.checks.alignment import (
     MARKS,
     NOWHERE,
@@ -37,23 +40,25 @@ from meshwright.data_parallel.checks.alignment import (
     sum_notes,
 )
 from meshwright.data_parallel.checks.starting_state import compare_parameters
-from meshwright.data_parallel.distributed_parameters import LocalParameter, ReducedLeaves
-from meshwright.data_parallel.replicas.buckets import slot_of
+from meshwright.data_parallel.distributed_parameters import (
+    ARRIVED,
+    LocalParameter,
+    ReadyCounters,
+    ReducedLeaves,
+)
+from meshwright.data_parallel.replicas.bucket_layout import BucketLayout, plan_buckets, slot_of
+from meshwright.data_parallel.replicas.buckets import (
+    LargeGradient,
+    Reduction,
+    build_reductions,
+    came_empty,
+)
 from meshwright.data_parallel.replicas.gradient_bucket import (
     CommunicationHook,
     Deferred,
     RegisteredHook,
 )
 from meshwright.data_parallel.replicas.options import ReductionSettings
-from meshwright.data_parallel.replicas.reductions import Sharing, build_reductions
-from meshwright.data_parallel.replicas.slots import (
-    ARRIVED,
-    Arrivals,
-    BucketLayout,
-    Reduction,
-    came_empty,
-    plan_buckets,
-)
 from meshwright.data_parallel.replicas.static_graph import late_gradient, unexpected_gradient
 from meshwright.errors import NonFiniteError
 from meshwright.gradients import Factor
@@ -61,6 +66,9 @@ from meshwright.torch_internals.autograd import at_end_of_backward
 
 if TYPE_CHECKING:
     from meshwright.data_parallel.replicas.traced import Marking
+
+
+_KIND = attrgetter("requires_grad", "dtype")
 
 
 class ReductionPhase(StrEnum):
@@ -73,10 +81,9 @@ class ReductionPhase(StrEnum):
 class GradientReducer:
     """Makes ``.grad`` of every trainable parameter the mean over the ranks of ``communicator``.
 
-    A scale other than the mean's can be set with `scale_by`. Parameters are counted by their
-    position in ``named``; those that do not require grad have no place in a bucket, and are given
-    one in the first forward pass that finds them trainable. Of DTensors the part of this rank is
-    reduced; ``local`` tells how they compute, by their ``id``.
+    Parameters are counted by their position in ``named``; those that do not require grad have no
+    place in a bucket, and are given one in the first forward pass that finds them trainable. Of
+    DTensors the part of this rank is reduced; ``local`` tells how they compute, by their ``id``.
     """
 
     def __init__(
@@ -92,14 +99,15 @@ class GradientReducer:
         self.is_synchronizing = True
         """True when the next backward pass reduces, as was wanted when its forward pass began."""
         self.phase = ReductionPhase.IDLE
-        self._mean = 1.0 / communicator.size
-        self._scale: Callable[[], Factor] | None = None
+        self.scale: Callable[[], Factor] | None = None
+        """Multiplies gradients on the way into the buckets, instead of 1/ranks. It is called once
+        for each backward pass that reduces, just before the first bucket."""
         self.on_reduction: Callable[[], float | None] | None = None
         """Called before the first bucket of a pass; may return the factor of the mean."""
         self.registered_hook: RegisteredHook | None = None
         self.marking: Marking | None = None
         """The marks of gradients while a backward pass is traced."""
-        self._arrivals = Arrivals()
+        self._counters = ReadyCounters()
         self._next = 0
         self._factor: Factor | None = None
         self.late = LateNumbers()
@@ -109,7 +117,9 @@ class GradientReducer:
         """True when ranks exchange which gradients they have, since one has lacked some; when this
         pass lacks one; when they were exchanged in this pass."""
         self.leaves = ReducedLeaves((), {})
-        self._sharing = Sharing(self)
+        self.reduced: frozenset[int] = frozenset()
+        """The ``id`` of each parameter that is reduced."""
+        PROCESS.reducers[self] = None
         self.take_up(named, settings, local)
 
     def take_up(
@@ -131,9 +141,6 @@ class GradientReducer:
         self._notes = PassNotes(named, settings, self.communicator)
         self.alignment = self._notes.alignment
         self._static = self._notes.static
-        self._is_strict = settings.is_static or settings.skips_unused
-        """True when each pass uses what the first has used: passes of others do not count."""
-        self._sharing.hold(self.leaves.parameters)
         self._unused: frozenset[int] | None = None
         """Parameters that no rank used in the first reduction, when they are to be skipped."""
         self._arrange()
@@ -155,28 +162,11 @@ class GradientReducer:
         """Parameters with a value of this rank that was not finite, in the last backward pass."""
         return [] if self._notes.values is None else self._notes.values.names()
 
-    @property
-    def is_scaled(self) -> bool:
-        """True when gradients are multiplied by another factor than the mean's."""
-        return self._scale is not None
-
-    def scale_by(self, scale: Callable[[], Factor] | None) -> None:
-        """Multiply gradients by ``scale()`` on the way into the buckets, instead of by 1/ranks.
-
-        It is called once for each backward pass that reduces, just before the first bucket.
-        """
-        self._scale = scale
-
     def register_hook(self, state: object, hook: CommunicationHook) -> None:
         """Have ``hook`` reduce the buckets from now on, see `GradBucket`. It makes the mean itself.
 
-        Raises RuntimeError when there is one already, or in a backward pass.
+        Raises RuntimeError in a backward pass.
         """
-        if self.registered_hook is not None:
-            raise RuntimeError(
-                "register_comm_hook or register_builtin_comm_hook can only be called once. "
-                "Combine the hooks into one function"
-            )
         if self.phase is not ReductionPhase.IDLE:
             raise RuntimeError("register_comm_hook inside a backward pass: call it before forward")
         if self.settings.sparse and getattr(hook, "is_for_dense", False):
@@ -189,26 +179,25 @@ class GradientReducer:
         self._arrange()
 
     def begin_forward(self) -> None:
-        """Get ready for the gradients of a forward pass that has just begun."""
-        self.synchronize(self.is_wanted)
+        """Get ready for the gradients of a forward pass that has just begun.
+
+        Plans buckets again where other parameters train, or dtypes changed; collective then.
+        """
+        self.is_synchronizing, self._counters.is_open = self.is_wanted, False
         if self.marking is not None and not self.is_wanted:
             self.marking.keep()
         self.alignment.begin_forward()
-        self.follow_training()
-
-    def follow_training(self) -> None:
-        """Plan buckets again where other parameters train, or dtypes changed; collective then."""
         if self.leaves.lent:
             self.follow_leaves()
-        trainable = [parameter.requires_grad for parameter in self._parameters]
-        if trainable != self._trainable:
-            changes = zip(self.named, trainable, self._trainable, strict=True)
-            name, trains = next((n, now) for (n, _), now, before in changes if now != before)
-            reason = f": {name} {'trains' if trains else 'is frozen'} now"
-        elif self._kinds != self._kinds_now():
-            reason = ": the module was converted"
-        else:
+        kinds = list(map(_KIND, self._parameters))
+        device = self._parameters[0].device if kinds else None  # modules move as a whole
+        if kinds == self._kinds and device == self._device:
             return
+        reason = ": the module was converted"
+        for (name, _), (trains, _), (before, _) in zip(self.named, kinds, self._kinds, strict=True):
+            if trains != before:
+                reason = f": {name} {'trains' if trains else 'is frozen'} now"
+                break
         compare_parameters(self.communicator, self.named, self.settings.sparse, reason=reason)
         self._arrange()
 
@@ -216,59 +205,50 @@ class GradientReducer:
         """Look up leaves of DTensors again, and hook what trains now; no collective, for traces."""
         if self.leaves.lent and self.leaves.follow():
             self._arrange()
-        self.leaves.hook_trainable(self._arrivals, self._arrived, self._arrived_at_leaf)
-
-    def _kinds_now(self) -> list[object]:
-        """List the dtype of each parameter, and a device: modules move as a whole."""
-        kinds: list[object] = [parameter.dtype for parameter in self._parameters]
-        kinds.extend(parameter.device for parameter in self._parameters[:1])
-        return kinds
-
-    def want(self, is_wanted: bool) -> None:
-        """Set whether gradients of later forward passes are reduced, or stay on this rank."""
-        self.is_wanted = is_wanted
+        self.leaves.hook_trainable(self._counters, self._arrived, self._arrived_at_leaf)
 
     def synchronize(self, is_due: bool) -> None:
         """Set whether hooks of the current pass reduce gradients."""
-        self.is_synchronizing = is_due
-        self._arrivals.open(False)
+        self.is_synchronizing, self._counters.is_open = is_due, False
 
-    def ask_before_reductions(self, ask: Callable[[], float | None] | None) -> None:
-        """Call ``ask`` before the first reduction of each pass; it may return another factor."""
-        self.on_reduction = ask
-
-    def mark_with(self, marking: Marking) -> None:
-        """Leave what compiled graphs reduce to ``marking``."""
-        self.marking = marking
-
-    def begin_backward(self) -> None:
-        """Open a backward pass, unless one is open; must be called from inside it."""
-        if self.phase is ReductionPhase.BACKWARD or not self.is_synchronizing:
+    def begin_backward(self, *, is_running: bool = True) -> None:
+        """Open a backward pass, unless one is open; must be called from inside it if it runs."""
+        if is_running and (self.phase is ReductionPhase.BACKWARD or not self.is_synchronizing):
             return
-        self._open()
-        at_end_of_backward(self.finish)
-
-    def _open(self) -> None:
         if self.late.coming:
             self.late.settle()  # before any of this pass is sent
+        if not self.reduced:
+            return
+        for other in reducers_in_backward(self.reduced):
+            rows = zip(self.named, self._parameters, strict=True)
+            names = [name for (name, _), each in rows if id(each) in other.reduced]
+            raise RuntimeError(
+                "expected one replica to reduce a parameter in a backward, found two that reduce "
+                f"{', '.join(map(repr, names[:3]))}: the second would take half a sum for a "
+                "gradient. Call backward for the loss of each replica by itself, or wrap one "
+                "module that holds both"
+            )
         self.phase = ReductionPhase.BACKWARD
-        self._arrivals.open(self.is_synchronizing)
-        marking = self.marking
-        if marking is not None and marking.has_begun and marking.took_forward():
+        self._counters.is_open = self.is_synchronizing
+        if self.marking is not None and self.marking.has_begun:
+            self.marking.has_begun = False  # a traced forward pass, which no hook has seen
             self.alignment.begin_forward()
         hook = self.registered_hook
         self._notes.begin(parts_copies=hook is not None and hook.parts_copies)
         if self.leaves.lent:
             self.leaves.lend()
-        for bucket in self._alone:
-            bucket.begin()
+        for gradient in self._large:
+            gradient.begin()
+        if is_running:
+            at_end_of_backward(self.finish)
 
     def start(self) -> None:
         """Start to reduce what ``.grad`` holds, outside of a backward pass; `finish` ends it."""
         if self._static is not None:
             self._static.skip()
-        self._open()
-        self._launch_rest()
+        self.begin_backward(is_running=False)
+        while self._next < len(self.buckets):
+            self._launch_next()
 
     def abandon(self) -> None:
         """Close a backward pass that raised, if one did, so that the next one starts clean.
@@ -280,30 +260,26 @@ class GradientReducer:
         if self.phase is ReductionPhase.IDLE:
             return
         is_void = self._next < len(self.buckets)
-        with torch.no_grad():
-            while self._next < len(self.buckets):
-                self.buckets[self._next].stand_in(is_void=True)
-                self._launch()
-            self._tell(is_void=is_void)
-            for bucket in self._by_end:
-                bucket.drop()
-            self._share_notes()
+        self._stand_in(is_void=is_void)
         said = None if self._is_local or not is_void else self._extra
         if said is not None and not agree([abs(mark) for mark in said[:MARKS].tolist()]):
             self.alignment.refuse(self.communicator, gave_up=True)
         self.reset()
 
     @torch.no_grad()
-    def shadow(self) -> None:
-        """Take part in the reductions of a backward pass that this rank does not have."""
-        self.late.settle()
-        for bucket in self.buckets:
-            bucket.stand_in(is_void=False)
-            self._launch()
-        self._tell(is_void=False)
+    def _stand_in(self, *, is_void: bool) -> None:
+        """Take part in what is left of the reductions, and drop their results."""
+        while self._next < len(self.buckets):
+            self._launch_next(is_void=is_void)
+        self._tell(is_void=is_void)
         for bucket in self._by_end:
             bucket.drop()
         self._share_notes()
+
+    def shadow(self) -> None:
+        """Take part in the reductions of a backward pass that this rank does not have."""
+        self.late.settle()
+        self._stand_in(is_void=False)
         self._next, self._has_told = 0, False
         error = self._judge(is_own=False)
         if self.settings.skips_unused:
@@ -311,32 +287,21 @@ class GradientReducer:
         if error is not None:
             raise error
 
-    @property
-    def is_in_backward(self) -> bool:
-        """True in a backward pass that it reduces."""
-        return self.phase is ReductionPhase.BACKWARD
-
-    def share(self) -> None:
-        """Make room for another reducer of the same parameters, which was built on all ranks."""
-        if self.phase is ReductionPhase.IDLE:
-            self._arrange()
-
     def _arrange(self) -> None:
         """Give every parameter that requires grad now its place in a bucket."""
         self._parameters = self.leaves.parameters
-        self._trainable = [parameter.requires_grad for parameter in self._parameters]
+        self._kinds = list(map(_KIND, self._parameters))
+        self._device = self._parameters[0].device if self._parameters else None
         skipped = self._unused or frozenset()
         settings = self.settings
         may_be_alone = not settings.is_gradient_view and self.registered_hook is None
         names = [name for name, _ in self.named]
-        is_shared = self._sharing.is_shared
         slots = [
-            slot_of(index, names, each, settings, may_be_alone=may_be_alone and not is_shared(each))
-            for index, (each, wanted) in enumerate(
-                zip(self._parameters, self._trainable, strict=True)
-            )
-            if wanted and index not in skipped
+            slot_of(index, names, each, settings, may_be_alone=may_be_alone)
+            for index, each in enumerate(self._parameters)
+            if each.requires_grad and index not in skipped
         ]
+        self.reduced = frozenset([id(self._parameters[slot.index]) for slot in slots])
         layouts = plan_buckets(
             slots,
             first_bytes=settings.first_bytes,
@@ -347,7 +312,7 @@ class GradientReducer:
         )
         hook = self.registered_hook
         self.buckets = build_reductions(
-            layouts, self._parameters, settings, self.communicator, hook, is_shared=is_shared
+            layouts, self._parameters, settings, self.communicator, hook
         )
         self._by_end: Sequence[Reduction] = self.buckets
         """The buckets in the order in which they end: a hook gets sparse ones only then."""
@@ -355,43 +320,43 @@ class GradientReducer:
             self._by_end = sorted(self.buckets, key=lambda bucket: bucket.layout.is_sparse)
         self._extra = self.buckets[-1].extra if self.buckets else None
         """The numbers behind the gradients by which all ranks know of each other's passes."""
-        self._sizes = [len(bucket.parameters) for bucket in self.buckets]
-        self._alone = tuple(b for b in self.buckets if b.layout.is_alone)
-        self._kinds = self._kinds_now()
+        self._large = [each for each in self.buckets if isinstance(each, LargeGradient)]
         self._homes: list[tuple[Reduction, int] | None] = [None] * len(self._parameters)
         counted: list[tuple[bytearray, int, int] | None] = [None] * len(self._parameters)
         for number, bucket in enumerate(self.buckets):
             for place, slot in enumerate(bucket.layout.slots):
                 self._homes[slot.index] = (bucket, place)
-                if self._static is None and not bucket.takes(place):
+                if self._static is None and not bucket.takes[place]:
                     counted[slot.index] = (bucket.arrived, place, number)
         for index in self.leaves.lent:
             counted[index] = None
-        self._arrivals.arrange(counted)
-        self._arrivals.start_over(self._sizes)
-        self.leaves.hook_trainable(self._arrivals, self._arrived, self._arrived_at_leaf)
+        self._counters.homes = counted
+        self._counters.missing = [len(bucket.parameters) for bucket in self.buckets]
+        self._counters.is_open = False
+        self.leaves.hook_trainable(self._counters, self._arrived, self._arrived_at_leaf)
 
     @apart
     def _arrived(self, index: int, parameter: torch.Tensor) -> None:
-        """Hook of a complete gradient: counts it in, see `Arrivals`, and launches full buckets."""
+        """Hook of a complete gradient: counts it in and launches full buckets."""
         if torch.compiler.is_compiling():
             if self.marking is not None:
                 self.marking.accumulated(index, parameter)
             return
         home = self._homes[index]
-        if self._is_strict and not self.is_in_backward and self._sharing.is_of_other(parameter):
-            return
         if not self.is_synchronizing:
             if not self.is_wanted and self.communicator.size > 1:
                 self.alignment.stays_local(index)
             if self.marking is not None:
                 self.marking.stays()
             return
+        is_idle = self.phase is ReductionPhase.IDLE
+        if is_idle and reducers_in_backward({id(parameter)}):
+            return  # the backward of another replica, which reduces it
         if home is None:
             if self._unused is not None and index in self._unused:
                 raise unexpected_gradient(self.named[index][0], rank=self._rank)
             return
-        if self.phase is not ReductionPhase.BACKWARD:
+        if is_idle:
             self.begin_backward()
         bucket, place = home
         if self._static is not None and not self._static.arrived(index):
@@ -400,10 +365,11 @@ class GradientReducer:
             if bucket.layout.index < self._next or bucket.taken[place]:
                 raise late_gradient(bucket, place, self.buckets, rank=self._rank)
             return
-        if bucket.takes(place):
-            self._take(bucket, place)
+        if bucket.takes[place]:
+            with torch.no_grad():
+                bucket.take(place, self._current_factor())
         bucket.arrived[place] = ARRIVED if parameter.grad is not None else came_empty(parameter)
-        number, missing = bucket.layout.index, self._arrivals.missing
+        number, missing = bucket.layout.index, self._counters.missing
         missing[number] -= 1
         if missing[number] == 0 and number == self._next:
             while self._next < len(self.buckets) and missing[self._next] == 0:
@@ -416,6 +382,8 @@ class GradientReducer:
             if self.marking is not None:
                 self.marking.accumulated_at_leaf(index, leaf)
             return
+        if self.phase is ReductionPhase.IDLE and reducers_in_backward({id(leaf)}):
+            return
         if self.is_synchronizing:
             self.begin_backward()
             self.leaves.collect(index)
@@ -423,34 +391,29 @@ class GradientReducer:
             self.leaves.keep(index)
         self._arrived(index, leaf)
 
-    @torch.no_grad()
-    def _take(self, bucket: Reduction, place: int) -> None:
-        bucket.take(place, self._current_factor())
-
     def _current_factor(self) -> Factor:
         if self._factor is None:
-            mean = self._mean
+            mean = 1.0 / self.communicator.size
             if self.on_reduction is not None:
                 mean = self.on_reduction() or mean
-            self._factor = mean if self._scale is None else self._scale()
+            self._factor = mean if self.scale is None else self.scale()
             if self.registered_hook is not None:
                 self._factor = self._factor * self.communicator.size  # which the hook divides by
         return self._factor
 
     @torch.no_grad()
-    def _launch_next(self) -> None:
+    def _launch_next(self, *, is_void: bool | None = None) -> None:
+        """Start the next reduction; without gradients of this rank where ``is_void`` is given."""
         bucket = self.buckets[self._next]
-        bucket.fill(self._current_factor())
-        self._lacks = self._lacks or bucket.lacks
-        if self._notes.values is not None:
-            bucket.look(self._notes.values)
-        if bucket.extra is not None:
-            self._notes.write(bucket.extra, lacks=self._lacks)
-        self._launch()
-
-    def _launch(self) -> None:
-        """Start the next reduction, whose bucket has been filled."""
-        bucket = self.buckets[self._next]
+        if is_void is not None:
+            bucket.stand_in(is_void=is_void)
+        else:
+            bucket.fill(self._current_factor())
+            self._lacks = self._lacks or bucket.lacks
+            if self._notes.values is not None:
+                bucket.look(self._notes.values)
+            if bucket.extra is not None:
+                self._notes.write(bucket.extra, lacks=self._lacks)
         is_hooked = self.registered_hook is not None and bucket.is_buffer
         if is_hooked and self._next and self.communicator.is_on_host:
             # Collectives of the hook before may go on in c10d's threads, in an order of their own.
@@ -458,15 +421,12 @@ class GradientReducer:
         bucket.launch(self.communicator)
         self._next += 1
 
-    def _launch_rest(self) -> None:
-        while self._next < len(self.buckets):
-            self._launch_next()
-
     @torch.no_grad()
     @apart
     def finish(self) -> None:
         """Launch what is left, wait, and set ``.grad``: the end of a backward pass, or `start`."""
-        self._launch_rest()
+        while self._next < len(self.buckets):
+            self._launch_next()
         if self._tells:
             self._tell(is_void=False)
         for bucket in self._by_end:
@@ -506,7 +466,7 @@ class GradientReducer:
         flags = [is_void or has for bucket in self.buckets for has in bucket.used()]
         used = iter(self._uses.on_any(flags, [self.communicator]))
         for bucket in self.buckets:
-            bucket.know([next(used) for _ in bucket.used()])
+            bucket.known = [next(used) for _ in bucket.used()]
 
     def _skip_unused(self) -> None:
         """Leave what no rank has used in the first reduction out of the next ones."""
@@ -564,9 +524,10 @@ class GradientReducer:
 
     def reset(self) -> None:
         """Close a backward pass; also one that all ranks give up before its first reduction."""
-        for bucket in self.buckets:
+        for number, bucket in enumerate(self.buckets):
             bucket.reset()
-        self._arrivals.start_over(self._sizes)
+            self._counters.missing[number] = len(bucket.parameters)
+        self._counters.is_open = False
         self._next = 0
         self._factor = None
         self._lacks = self._has_told = False
@@ -579,3 +540,34 @@ class GradientReducer:
     @property
     def _rank(self) -> int:
         return self.communicator.ranks[self.communicator.rank]
+
+
+def reducers_in_backward(ids: Set[int]) -> list[GradientReducer]:
+    """List the reducers in a backward that reduce parameters of ``ids``."""
+    return [
+        each
+        for each in list(PROCESS.reducers)
+        if each.phase is ReductionPhase.BACKWARD and not ids.isdisjoint(each.reduced)
+    ]
+
+
+def refuse_other_ranks(
+    named: Sequence[tuple[str, torch.Tensor]], communicator: Communicator
+) -> None:
+    """Raise ValueError where a reducer over other ranks has one of the parameters ``named``."""
+    names = {id(parameter): name for name, parameter in named}
+
+    def common(reducer: GradientReducer) -> str:
+        return next((names[id(p)] for p in reducer.leaves.parameters if id(p) in names), "")
+
+    if any(map(common, list(PROCESS.reducers))):
+        gc.collect()  # a wrapper that nobody holds must be gone on all ranks
+    for reducer in list(PROCESS.reducers):
+        name, ranks = common(reducer), sorted(reducer.communicator.ranks)
+        if name and ranks != sorted(communicator.ranks):
+            raise ValueError(
+                f"replicate: expected parameters that no replica over other ranks has, found "
+                f"{name!r}, which is reduced over ranks {ranks} and would be over "
+                f"{sorted(communicator.ranks)} here: each would undo the mean of the other. "
+                "Give both the same process group, or drop the other wrapper first"
+            )

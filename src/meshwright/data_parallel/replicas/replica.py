@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,9 +34,13 @@ from meshwright.data_parallel.modules.batch_norm import LocalStatistics
 from meshwright.data_parallel.modules.equal_buffers import EqualBuffers
 from meshwright.data_parallel.modules.module_tensors import ModuleParameters
 from meshwright.data_parallel.modules.nested import Loan, tensors_in
+from meshwright.data_parallel.replicas.gradient_bucket import CommunicationHook, check_hook
 from meshwright.data_parallel.replicas.options import ReplicateOptions
-from meshwright.data_parallel.replicas.reducer import GradientReducer
-from meshwright.data_parallel.replicas.reductions import refuse_other_ranks
+from meshwright.data_parallel.replicas.reducer import (
+    GradientReducer,
+    reducers_in_backward,
+    refuse_other_ranks,
+)
 from meshwright.data_parallel.replicas.traced import Marking, Route
 from meshwright.errors import CollectiveMismatchError
 from meshwright.gradients import mark_mean
@@ -54,71 +59,173 @@ ALIKE = (
 
 
 class Replica:
-    """One module on one axis, set up and running.
+    """The state of one module that is kept equal on all ranks of an axis, for both its doors.
 
-    Constructing it is collective: parameters are compared over the ranks, and with ``init_sync``
-    parameters and buffers are broadcast from the axis' rank 0.
+    It has its options at once, and all else from `set_up` on, which is collective: parameters are
+    compared over the ranks, and with ``init_sync`` parameters and buffers are broadcast from the
+    axis' rank 0.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        communicator: Communicator,
-        options: ReplicateOptions,
-        *,
-        may_be_frozen: bool = False,
-    ) -> None:
-        self.communicator = communicator
-        self.device_ids = None if options.device_ids is None else list(options.device_ids)
-        """The device that inputs are moved to, as a list of one; None on the CPU."""
-        self.broadcast_buffers = options.broadcast_buffers
+    communicator: Communicator
+    reducer: GradientReducer
+    marking: Marking
+    buffers: EqualBuffers
+
+    def __init__(self, module: nn.Module, options: ReplicateOptions) -> None:
+        self.options = options
+        self.is_set_up = False
+        self.is_wanted = True
+        """True when forward passes from now on lead to a reduction."""
+        self.hook: tuple[object, CommunicationHook] | None = None
+        """The communication hook, with its state."""
         self.is_driven = False
         """True when a pipeline schedule says when gradients are reduced and buffers broadcast."""
         self.on_buffers: Callable[[], int] | None = None
         """Called before buffers are broadcast in a forward pass; gives the rank to send from."""
+        # The module holds this state, so a strong reference back would be a cycle.
+        self._module = weakref.ref(module)
+        self._steps: StepWatch | None = self._watch_first_steps()
         self._has_equal_buffers = False
         """True while a forward pass has begun with equal buffers and not ended: after an exception
         the next one takes its place, since other ranks do not send a second time."""
-        self._options = options
-        apart = options.ignored, options.ignored_names
-        self.buffers = EqualBuffers(module, communicator, *apart)
-        self._held = ModuleParameters(module, *apart)
         self._was_lent = False
         """True when a forward pass ran with what a call lent it: what the module trains is then
         looked at when the backward begins, after that call."""
-        self._statistics = LocalStatistics(module, [communicator])
-        self._writes = ForwardWrites(communicator)
-        self._written = BatchBuffers(module, communicator, self.buffers.look())
         self._is_stepping = False
         """True while a backward pass runs that ends with steps of optimizers."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The module. Raises RuntimeError when it is gone."""
+        module = self._module()
+        if module is None:
+            raise RuntimeError("the replicated module is gone")
+        return module
+
+    @property
+    def device_ids(self) -> list[int | torch.device] | None:
+        """The device that inputs are moved to, as a list of one; None on the CPU."""
+        ids = self.options.device_ids
+        return None if ids is None else list(ids)
+
+    def ignored(self) -> frozenset[nn.Module]:
+        """List the modules that are left alone."""
+        return self.options.ignored
+
+    @apart
+    def set_up(self, *, may_be_frozen: bool = False) -> Replica:
+        """Return this replica, set up now where it was not: a collective then."""
+        if not self.is_set_up:
+            with torch.inference_mode(False), outside_of_transforms():  # an evaluation may be first
+                self._set_up(may_be_frozen=may_be_frozen)
+            self.is_set_up = True
+            if self._steps is not None:
+                self._steps.ask(None)  # a compiler may keep the watch alive
+            self._steps = None
+        return self
+
+    def _set_up(self, *, may_be_frozen: bool) -> None:
+        module, options = self.module, self.options
+        self.communicator = axis = communicator(options.process_group, options.axis)
+        left_alone = self.ignored(), options.ignored_names
+        self.buffers = EqualBuffers(module, axis, *left_alone)
+        self._held = ModuleParameters(module, *left_alone)
+        self._statistics = LocalStatistics(module, [axis])
+        self._writes = ForwardWrites(axis)
+        self._written = BatchBuffers(module, axis, self.buffers.look())
         parameters = self._held.named
         tensors = [parameter for _, parameter in parameters]
         self._stepped = take_over_steps(tensors)
         may_be_frozen = may_be_frozen or self._held.is_lent
-        _check(module, parameters, communicator, self.device_ids, may_be_frozen=may_be_frozen)
-        if not communicator.is_alone:
+        _check(module, parameters, axis, self.device_ids, may_be_frozen=may_be_frozen)
+        if not axis.is_alone:
             refuse_lookups(module, parameters)
-        mark_mean(tensors, [communicator])
+        mark_mean(tensors, [axis])
         sparse = _sparse_names(module, parameters)
         starts_alike = options.init_sync and options.init_buffers
         sends_buffers = starts_alike or options.broadcast_buffers
         buffers = self.buffers.look() if sends_buffers else {}
-        compare_parameters(communicator, parameters, sparse, buffers=buffers)
+        compare_parameters(axis, parameters, sparse, buffers=buffers)
         if options.init_sync:
             given = [*tensors, *(buffers.values() if starts_alike else ())]
             # Not what is equal already: a penalty may have been computed from it.
-            broadcast_tensors(communicator, given, label="broadcast parameters", only_changed=True)
+            broadcast_tensors(axis, given, label="broadcast parameters", only_changed=True)
         lent = {id(tensor) for tensor in (lent_now() or {}).values()}
         self._unsent = [name for name, each in buffers.items() if id(each) in lent]
         """Buffers in whose place a call had lent others when rank 0's were sent."""
-        self.reducer = GradientReducer(
-            communicator,
-            parameters,
-            replace(options.reduction, sparse=sparse),
-            local_parameters(module),
-        )
+        settings = replace(options.reduction, sparse=sparse)
+        self.reducer = GradientReducer(axis, parameters, settings, local_parameters(module))
+        self.reducer.is_wanted = self.is_wanted
         swaps = options.mixed_precision is not None
-        self.marking = Marking(module, self.reducer, communicator, swaps_parameters=swaps)
+        self.marking = Marking(module, self.reducer, axis, swaps_parameters=swaps)
+        if self.hook is not None:
+            self.reducer.register_hook(*self.hook)
+
+    def _watch_first_steps(self) -> StepWatch:
+        """A watch that raises before a step with gradients that were not reduced.
+
+        Gradients of zeros pass: with those, and a learning rate of zero, torch makes optimizers
+        build their state.
+        """
+        find = weakref.ref(self)  # which holds the watch
+
+        def named() -> Sequence[tuple[str, nn.Parameter]]:
+            replica = find()
+            module = None if replica is None else replica._module()
+            if replica is None or module is None:
+                return ()
+            return ModuleParameters(module, replica.ignored(), replica.options.ignored_names).named
+
+        def check(optimizer: torch.optim.Optimizer) -> None:
+            replica = find()
+            if replica is None:
+                return
+            axis = communicator(replica.options.process_group, replica.options.axis)
+            stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
+            for name, parameter in () if axis.is_alone else named():
+                gradient = parameter.grad if id(parameter) in stepped else None
+                if gradient is not None and local_of(gradient).abs().sum() != 0:
+                    raise RuntimeError(
+                        f"replicate: expected gradients that are means over axis {axis.axis}, "
+                        f"found one of rank {axis.ranks[axis.rank]} alone for parameter {name!r}: "
+                        "the first forward of the module sets its reductions up, and none has "
+                        "run. Call the module itself before the first backward, once is enough, "
+                        "or wrap it in DistributedDataParallel, which is set up when it is built"
+                    )
+
+        return StepWatch(lambda: [each for _, each in named()], check=partial(untraced, check))
+
+    def want(self, is_wanted: bool) -> None:
+        """Set whether gradients of later forward passes are reduced, or stay on this rank."""
+        self.is_wanted = is_wanted
+        if self.is_set_up:
+            self.reducer.is_wanted = is_wanted
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave gradients of forward passes in the block on this rank, to be reduced later."""
+        before = self.is_wanted
+        self.want(False)
+        try:
+            yield
+        finally:
+            self.want(before)
+
+    def register_hook(self, state: object, hook: object) -> None:
+        """Have ``hook`` reduce the gradients, from the set-up on when that is still to come."""
+        checked = check_hook(hook)
+        if self.hook is not None:
+            raise RuntimeError(
+                "register_comm_hook or register_builtin_comm_hook can only be called once. "
+                "Combine the hooks into one function"
+            )
+        if self.is_set_up:
+            self.reducer.register_hook(state, checked)
+        self.hook = (state, checked)
+
+    def _ddp_weakref(self) -> Replica | None:
+        """This replica, with its ``device_ids``; None before the first forward pass."""
+        return self if self.is_set_up else None
 
     def be_driven(self, is_driven: bool) -> None:
         """Set whether a pipeline's schedule drives reductions and broadcasts."""
@@ -129,21 +236,18 @@ class Replica:
             )
         self.is_driven = is_driven
 
-    def ask_for_buffers(self, ask: Callable[[], int] | None) -> None:
-        """Call ``ask`` before buffers are sent; it returns the rank to send from."""
-        self.on_buffers = ask
-
     @apart
-    def before_forward(
+    def enter(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Get ready for a forward pass of the module; returns inputs on the module's device."""
+        """Begin a forward pass of the module; returns inputs on the module's device."""
         # A forward pass inside a backward pass recomputes activations: it begins nothing.
         if running_backward() != -1:
             return None
         if not self.is_driven:
             self.begin()
-        return None if self.device_ids is None else move_inputs(self.device_ids, args, kwargs)
+        ids = self.options.device_ids
+        return None if ids is None else move_inputs(ids, args, kwargs)
 
     def route(self) -> Route:
         """Return where gradients of the pass that is traced are marked."""
@@ -160,13 +264,14 @@ class Replica:
             # A trace guards what it compares: its graph runs for these parameter objects only.
             held = dict(module.named_parameters())
             _ = [held.get(name) is parameter for name, parameter in self.reducer.named]
-        if self.broadcast_buffers and self.reducer.is_wanted:
+        if self.options.broadcast_buffers and self.reducer.is_wanted:
             known = self._buffer_names().split("\n")
             # Through the module, or a graph would keep the buffers that it was traced with.
             found = [buffer for name, buffer in module.named_buffers() if name in known]
             if found:
                 broadcast_traced(self.communicator, found)
-        return None if self.device_ids is None else move_inputs(self.device_ids, args, kwargs)
+        ids = self.options.device_ids
+        return None if ids is None else move_inputs(ids, args, kwargs)
 
     def begin(self) -> None:
         """Begin a forward pass, or a pipeline's step: with the tensors that the module holds now,
@@ -182,7 +287,9 @@ class Replica:
             if not self.reducer.named:
                 self._take_up()  # a call has hidden the module's own until now
         else:
-            self.reducer.abandon()
+            # A backward that raised, also one of another replica that reduces a parameter of ours.
+            for reducer in reducers_in_backward(self.reducer.reduced):
+                reducer.abandon()
             self._is_stepping = False
             self._take_up()
             self.reducer.begin_forward()
@@ -192,7 +299,7 @@ class Replica:
                 self._writes.begin(self.reducer.named)
         if not self.reducer.is_wanted:
             return
-        sends = self.broadcast_buffers and bool(self.buffers.follow())
+        sends = self.options.broadcast_buffers and bool(self.buffers.follow())
         if self._has_equal_buffers:
             return
         trains, written = torch.is_grad_enabled(), self._written
@@ -222,9 +329,9 @@ class Replica:
         sparse = _sparse_names(module, found)
         reason = _difference(reducer.named, found, fresh)
         compare_parameters(self.communicator, found, sparse, fresh=fresh, reason=reason)
-        if self._options.init_sync and was_lent:
+        if self.options.init_sync and was_lent:
             self._compare_values(fresh)
-        elif self._options.init_sync:
+        elif self.options.init_sync:
             broadcast_tensors(self.communicator, fresh.values(), label="broadcast parameters")
         mark_mean(fresh.values(), [self.communicator])
         self._stepped += take_over_steps(list(fresh.values()))
@@ -237,7 +344,7 @@ class Replica:
         names = tuple(self._unsent)
         self._unsent.clear()
         own = self.buffers.follow()
-        if self._options.init_sync and self._options.init_buffers:
+        if self.options.init_sync and self.options.init_buffers:
             found = [own[name] for name in names if name in own]
             broadcast_tensors(self.communicator, found, label="broadcast buffers")
 
@@ -263,7 +370,7 @@ class Replica:
             self._take_up()
             if self._statistics.is_due:
                 self._statistics.tell()
-        if self.broadcast_buffers and self.reducer.is_wanted:
+        if self.options.broadcast_buffers and self.reducer.is_wanted:
             self.buffers.follow()
         return not self._held.is_lent
 
@@ -272,8 +379,8 @@ class Replica:
         return "\n".join(self.buffers.look())
 
     @apart
-    def after_forward(self, output: object) -> None:
-        """Make the backward pass of ``output`` tell the reducer when it begins.
+    def leave(self, output: object) -> None:
+        """End a forward pass: make the backward pass of ``output`` tell the reducer when it begins.
 
         Without this a rank that uses none of the parameters would never join the reductions.
         """
@@ -312,41 +419,6 @@ class Replica:
         for parameter in self._stepped:
             if parameter.grad is not None:
                 step_in_backward(parameter)
-
-
-def watch_first_steps(
-    module: nn.Module,
-    options: ReplicateOptions,
-    ignored: Callable[[nn.Module], Collection[nn.Module]] = lambda _: (),
-) -> StepWatch:
-    """A watch that raises before a step with gradients of ``module`` that no `Replica` reduced.
-
-    Hold it until the replica is set up. Gradients of zeros pass: with those, and a learning rate
-    of zero, torch makes optimizers build their state.
-    """
-    find = weakref.ref(module)  # the module holds the watch
-
-    def named() -> Sequence[tuple[str, nn.Parameter]]:
-        module = find()
-        if module is None:
-            return ()
-        return ModuleParameters(module, ignored(module), options.ignored_names).named
-
-    def check(optimizer: torch.optim.Optimizer) -> None:
-        axis = communicator(options.process_group, options.axis)
-        stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        for name, parameter in () if axis.is_alone else named():
-            gradient = parameter.grad if id(parameter) in stepped else None
-            if gradient is not None and local_of(gradient).abs().sum() != 0:
-                raise RuntimeError(
-                    f"replicate: expected gradients that are means over axis {axis.axis}, found "
-                    f"one of rank {axis.ranks[axis.rank]} alone for parameter {name!r}: the first "
-                    "forward of the module sets its reductions up, and none has run. Call the "
-                    "module itself before the first backward, once is enough, or wrap it in "
-                    "DistributedDataParallel, which is set up when it is built"
-                )
-
-    return StepWatch(lambda: [each for _, each in named()], check=partial(untraced, check))
 
 
 def _difference(

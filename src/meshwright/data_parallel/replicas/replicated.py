@@ -2,39 +2,32 @@
 
 The module keeps its parameters, names and state dict. Its class becomes a subclass of its own
 that adds `set_requires_gradient_sync` and `no_sync`, so ``isinstance`` holds as before. Set-up
-happens in the first forward pass::
-
-    ReplicateOptions (what was asked for)  ──first forward──>  Replica (running)
+happens in the first forward pass.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from meshwright.comm import communicator, settle
+from meshwright.comm import settle
 from meshwright.comm.graphs.untraced import apart, constant, inlined, untraced
-from meshwright.data_parallel.checks.step_watch import StepWatch
 from meshwright.data_parallel.modules.of_this_process import OfThisProcess, home_of
 from meshwright.data_parallel.replicas.distributed import one_device
-from meshwright.data_parallel.replicas.gradient_bucket import CommunicationHook, check_hook
 from meshwright.data_parallel.replicas.join import uneven_inputs
 from meshwright.data_parallel.replicas.low_precision import LowPrecision, compute_in
 from meshwright.data_parallel.replicas.options import ReplicateOptions, UnusedGradient, resolved
-from meshwright.data_parallel.replicas.replica import Replica, watch_first_steps
+from meshwright.data_parallel.replicas.replica import Replica
 from meshwright.data_parallel.replicas.traced import Route, TracedForward
 from meshwright.data_parallel.residency import ReplicaResidency
 from meshwright.gradients import look_at_optimizers
 from meshwright.mesh import DeviceMesh
-from meshwright.torch_internals.autograd import outside_of_transforms
 from meshwright.torch_internals.modules import lent_now, require_module
 
 STATES = "_meshwright_states"
@@ -45,98 +38,48 @@ M = TypeVar("M", bound=nn.Module)
 NAME = "replicate"
 
 
-class ReplicateState:
-    """The state of one replicated module: options now, a `Replica` from the first forward on."""
+class ReplicateState(Replica):
+    """The state of a replicated module, with the hooks and the forward that drive it."""
 
     def __init__(self, module: nn.Module, options: ReplicateOptions) -> None:
-        self.options = options
-        self.is_synchronized = True
-        """True when forward passes lead to a reduction; taken over by the replica."""
-        # The module holds this state, so a strong reference back would be a cycle.
-        self._module = weakref.ref(module)
-        self._replica: Replica | None = None
-        self._hook: tuple[object, CommunicationHook] | None = None
-        self._body: TracedForward | None = None
-        self._steps: StepWatch | None = watch_first_steps(
-            module, options, lambda module: _with_managed(module, options.ignored)
-        )
-        """Looks at steps of optimizers until the replica is set up."""
         self._watched: list[RemovableHandle] = []
         """Hooks on the modules below, until one of them or the whole has run."""
+        super().__init__(module, options)
+        self._body: TracedForward | None = None
         self._is_called = False
         """True when the module was called, and its forward pass comes next."""
-        # A stage without anything to train may still have buffers to keep equal.
-        self.residency = ReplicaResidency(lambda: self._set_up(may_be_frozen=True))
+        self.residency = ReplicaResidency(self)
 
-    @property
-    def replica(self) -> Replica:
-        """The running half, set up now when there was no forward pass yet (a collective then)."""
-        return self._set_up(may_be_frozen=False)
+    def ignored(self) -> frozenset[nn.Module]:
+        """List the modules that are left alone, also those that composable functions manage."""
+        module = self.module
+        managed = {m for m in module.modules() if m is not module and m.__dict__.get(STATES)}
+        return self.options.ignored | managed
 
-    def _set_up(self, *, may_be_frozen: bool) -> Replica:
-        if self._replica is None:
-            module = self._module()
-            if module is None:
-                raise RuntimeError("the replicated module is gone")
-            options = self.options
-            options = replace(options, ignored=_with_managed(module, options.ignored))
-            with (
-                torch.inference_mode(False),
-                outside_of_transforms(),
-            ):  # an evaluation may come first
-                self._replica = Replica(
-                    module,
-                    communicator(options.process_group, options.axis),
-                    options,
-                    may_be_frozen=may_be_frozen,
-                )
-            for handle in self._watched:
-                handle.remove()
-            self._watched.clear()
-            if self._steps is not None:
-                self._steps.ask(None)  # a compiler may keep the watch alive
-            self._steps = None
-            self._replica.reducer.want(self.is_synchronized)
-            if self._hook is not None:
-                self._replica.reducer.register_hook(*self._hook)
-        return self._replica
+    @apart
+    def set_up(self, *, may_be_frozen: bool = False) -> Replica:
+        """Return this replica, set up now where it was not: a collective then."""
+        super().set_up(may_be_frozen=may_be_frozen)
+        for handle in self._watched:
+            handle.remove()
+        self._watched.clear()
+        return self
 
-    def watch_children(self, module: nn.Module) -> None:
-        """Set up before any module below ``module`` runs, which a program may call by itself."""
-        below = [part for part in module.modules() if part is not module]
+    def watch_children(self) -> None:
+        """Set up before any module below runs, which a program may call by itself."""
+        module = self.module
         self._watched = [
-            part.register_forward_pre_hook(self._begin_below, prepend=True) for part in below
+            part.register_forward_pre_hook(self._begin_below, prepend=True)
+            for part in module.modules()
+            if part is not module
         ]
 
     @apart
     def _begin_below(self, part: nn.Module, args: object) -> None:
-        """Set up: a module below runs before the whole one ever has."""
         if torch.compiler.is_compiling():
             untraced(self._begin_below, part, args)
         elif lent_now() is None:  # a call that lends tensors would hide the module's own
-            self._set_up(may_be_frozen=False)
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Set whether forward passes from now on lead to a reduction of their gradients."""
-        self.is_synchronized = requires_gradient_sync
-        if self._replica is not None:
-            self._replica.reducer.want(requires_gradient_sync)
-
-    def register_hook(self, state: object, hook: object) -> None:
-        """Have ``hook`` reduce the gradients, from the set-up on when that is still to come."""
-        checked = check_hook(hook)
-        if self._hook is not None:
-            raise RuntimeError(
-                "register_comm_hook or register_builtin_comm_hook can only be called once. "
-                "Combine the hooks into one function"
-            )
-        if self._replica is not None:
-            self._replica.reducer.register_hook(state, checked)
-        self._hook = (state, checked)
-
-    def _ddp_weakref(self) -> Replica | None:
-        """The live replica, with its ``device_ids``; None before the first forward pass."""
-        return self._replica
+            self.set_up()
 
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -146,24 +89,27 @@ class ReplicateState:
         if torch.compiler.is_compiling():
             if self._route() == "eager":
                 return untraced(self.before_forward, module, args, kwargs)
-            return self.replica.before_traced(module, args, kwargs)
-        return self.replica.before_forward(args, kwargs)
+            return self.before_traced(module, args, kwargs)
+        if not self.is_set_up:
+            self.set_up()
+        return self.enter(args, kwargs)
 
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         """Forward hook of the module: ends a pass."""
         if not torch.compiler.is_compiling():
-            self.replica.after_forward(output)
+            self.leave(output)
         elif self._route() == "eager":
             untraced(self.after_forward, module, args, output)
 
     @inlined
     def forward(
-        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        run: Callable[..., Any],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:  # noqa: ANN401
         """Call ``run``, the forward of the module's own class, compiled or not."""
-        module = self._module()
-        if module is None:
-            raise RuntimeError("the replicated module is gone")
         is_called, self._is_called = self._is_called, False
         if not is_called:  # the user has called `forward` itself, and so no hook of the module
             args, kwargs = self.before_forward(module, args, kwargs) or (args, kwargs)
@@ -171,22 +117,22 @@ class ReplicateState:
         if not torch.compiler.is_compiling() or self._route() != "forward" or self._body is None:
             output = run(module, *args, **kwargs)
         else:
-            output = self.replica.marking.call(self._body, (run, *args), kwargs)
+            output = self.marking.call(self._body, (run, *args), kwargs)
         if not is_called:
             self.after_forward(module, args, output)
         return output
 
     def _route(self) -> Route:
-        return self.replica.route() if self._is_traceable() else "eager"
+        return self.route() if self._is_traceable() else "eager"
 
     @constant
     def _is_traceable(self) -> bool:
         """Whether the module's class computes its forward; sets the replica up, a collective."""
-        module = self._module()
-        if self.replica is None or module is None or "forward" in vars(module):
+        self.set_up()
+        if "forward" in vars(self.module):
             return False
         if self._body is None:
-            self._body = TracedForward(module)
+            self._body = TracedForward(self.module)
         return True
 
 
@@ -202,23 +148,16 @@ class ReplicatedModule(OfThisProcess):
 
         Gradients of passes without one stay on this rank and are part of the next reduction.
         """
-        replica_state(self).set_requires_gradient_sync(requires_gradient_sync)
+        replica_state(self).want(requires_gradient_sync)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Leave gradients of forward passes in the block on this rank, to be reduced later.
 
         >>> with model.no_sync():
         ...     loss(model(first)).backward()
         >>> loss(model(second)).backward()  # reduces the sum of both
         """
-        state = replica_state(self)
-        before = state.is_synchronized
-        state.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            state.set_requires_gradient_sync(before)
+        return replica_state(self).no_sync()
 
     def join(
         self,
@@ -233,7 +172,7 @@ class ReplicatedModule(OfThisProcess):
         if not enable:
             return contextlib.nullcontext()
         return uneven_inputs(
-            replica_state(self).replica,
+            replica_state(self).set_up(),
             divides_by_all=divide_by_initial_world_size,
             throws_on_early_termination=throw_on_early_termination,
         )
@@ -377,13 +316,13 @@ def replicate_with(module: M, options: ReplicateOptions) -> M:
         compute_in(
             module,
             options.mixed_precision,
-            _with_managed(module, options.ignored),
+            state.ignored(),
             options.ignored_names,
         )
     module.register_forward_pre_hook(state.before_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(state.after_forward)
     module.register_state_dict_pre_hook(settle)
-    state.watch_children(module)
+    state.watch_children()
     check_names("replicate", before, _names(module))
     return module
 
@@ -427,7 +366,7 @@ def _traceable(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def traceable(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        return replica_state(self).forward(forward, args, kwargs)
+        return self.__dict__[STATES][NAME].forward(forward, self, args, kwargs)
 
     return traceable
 
@@ -450,9 +389,3 @@ def _device_ids(device_id: int | torch.device | None) -> tuple[int | torch.devic
             return None
         return (device_id if device_id.index is None else device_id.index,)
     return (device_id,)
-
-
-def _with_managed(module: nn.Module, ignored: Collection[nn.Module]) -> frozenset[nn.Module]:
-    """Add to ``ignored`` the submodules that a composable function has been applied to."""
-    own = {m for m in module.modules() if m is not module and m.__dict__.get(STATES)}
-    return frozenset(ignored) | own

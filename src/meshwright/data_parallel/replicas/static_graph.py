@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from meshwright.comm import Communicator
 from meshwright.comm.failures.sameness import told
-from meshwright.data_parallel.replicas.slots import Reduction
+from meshwright.data_parallel.replicas.buckets import Reduction
 
 
 class StaticGraph:

@@ -38,7 +38,7 @@ from meshwright.comm.graphs.untraced import apart, constant
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.comm.observing.late import Rows
 from meshwright.data_parallel.checks.alignment import PassPlace
-from meshwright.data_parallel.replicas.alone import KeptMemory
+from meshwright.data_parallel.replicas.buckets import KeptMemory
 from meshwright.data_parallel.replicas.gradient_bucket import compressed_dtype
 from meshwright.data_parallel.replicas.reducer import GradientReducer
 from meshwright.errors import CollectiveMismatchError
@@ -131,7 +131,7 @@ class Marking:
         """Of large gradients, by index."""
         self._told = ""
         self._token = torch.zeros((), device=communicator.device)
-        reducer.mark_with(self)
+        reducer.marking = self
         announce(self.name, self)
 
     def take_up(self) -> None:
@@ -146,7 +146,7 @@ class Marking:
         """Choose the route of the marks of the pass that is traced."""
         reducer = self._reducer
         # Read while tracing: compilers guard them, and trace again when they change.
-        is_scaled = reducer.on_reduction is not None or reducer.is_scaled
+        is_scaled = reducer.on_reduction is not None or reducer.scale is not None
         route = self._choose(is_scaled, reducer.registered_hook is not None, self.renewals)
         # One backward may bring both gradients, and a graph marks its own alone.
         return "eager" if route == "forward" and reducer.is_wanted and self.is_open else route
@@ -194,7 +194,7 @@ class Marking:
             "mixed_precision swaps the parameters": self._swaps_parameters,
             "gradients are reduced in another dtype": settings.reduce_dtype is not None,
             "values that are not finite are looked for": settings.is_watched,
-            "gradients are scaled by a factor of the step": reducer.is_scaled,
+            "gradients are scaled by a factor of the step": reducer.scale is not None,
             "uneven inputs or a pipeline drive the reductions": reducer.on_reduction is not None,
             "modules compute on DTensors": not all(
                 lent.local.is_local for lent in reducer.leaves.lent.values()
@@ -215,11 +215,6 @@ class Marking:
         self.has_begun = True
         if not reducer.is_wanted:
             self.keep()
-
-    def took_forward(self) -> bool:
-        """Return, and clear, whether a traced forward pass has begun that no hook has seen."""
-        has_begun, self.has_begun = self.has_begun, False
-        return has_begun
 
     def keep(self) -> None:
         """Begin a forward pass whose gradients stay on this rank."""

@@ -1,0 +1,192 @@
+"""The gradients that are reduced together, and their order: fixed by parameter index.
+
+Nothing here runs: the layouts are the same on every rank and in every run, because they depend on
+the model and the settings alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from meshwright.data_parallel.replicas.options import ReductionSettings
+from meshwright.layout import FlatLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientSlot:
+    """One trainable parameter as a bucket sees it. ``dtype`` is that of the reduction."""
+
+    index: int
+    """Position among all parameters, in registration order."""
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_alone: bool = False
+    """Reduced in its own memory and not in a bucket's buffer."""
+    is_sparse: bool = False
+    """Its gradients are sparse, see `SparseGradient`; it is alone too."""
+    turn: int = 0
+    """Reduced after all with a lower one."""
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of the gradient while it is reduced."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketLayout:
+    """The parameters of one reduction, and the places of their gradients in its buffer."""
+
+    index: int
+    """Position in the order of the launches."""
+    label: str
+    """The name of the reduction in records and reports."""
+    slots: tuple[GradientSlot, ...]
+    dtype: torch.dtype
+    flat: FlatLayout
+    is_alone: bool = False
+    """One gradient in its own memory; its use count rides elsewhere."""
+    is_sparse: bool = False
+    """One sparse gradient, which sends its own use count."""
+    notes: int = 0
+    """Numbers behind the gradients: use counts, and what else all ranks must know of each other."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the buffer: the gradients and the notes."""
+        return self.flat.numel + self.notes
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that one reduction moves on this rank."""
+        return self.numel * self.dtype.itemsize
+
+
+def slot_of(
+    index: int,
+    names: Sequence[str],
+    parameter: torch.nn.Parameter,
+    settings: ReductionSettings,
+    *,
+    may_be_alone: bool,
+) -> GradientSlot:
+    """Describe ``parameter``, which is number ``index`` of ``names``, as a bucket needs it."""
+    dtype = parameter.dtype
+    if settings.reduce_dtype is not None and dtype.is_floating_point:
+        dtype = settings.reduce_dtype
+    return GradientSlot(
+        index=index,
+        name=names[index],
+        shape=tuple(parameter.shape),
+        dtype=dtype,
+        is_alone=may_be_alone
+        and parameter.nbytes >= settings.alone_bytes
+        and parameter.dtype == dtype
+        and is_dense(parameter),
+        is_sparse=names[index] in settings.sparse,
+        turn=_turn(index, names, settings),
+    )
+
+
+def _turn(index: int, names: Sequence[str], settings: ReductionSettings) -> int:
+    """The turn that puts delayed parameters right after the bucket of the one they wait for."""
+    if not settings.delayed:
+        return 0
+    if names[index] in settings.delayed:
+        return 1
+    trigger = names.index(settings.trigger) if settings.trigger in names else 0
+    return 0 if index >= trigger else 2
+
+
+def plan_buckets(
+    slots: Sequence[GradientSlot],
+    *,
+    first_bytes: int,
+    cap_bytes: int,
+    listed_bytes: Sequence[int] = (),
+    extra_notes: int = 0,
+    is_packed: bool = False,
+) -> tuple[BucketLayout, ...]:
+    """Put ``slots`` into buckets, last registered parameter first.
+
+    The last layers' gradients come first in a backward pass. The first bucket of a dtype is small
+    (``first_bytes``), so that communication starts early; a bucket is closed once it has reached
+    its size, and reduced in the order of closing. ``listed_bytes`` gives the sizes one by one, the
+    last of them for all that follow. The last bucket carries the use counts of gradients that are
+    reduced alone and ``extra_notes`` more numbers. The result depends on nothing but the
+    arguments, so it is the same on every rank and in every run. With ``is_packed`` a gradient is
+    reduced alone only where its bucket would hold no other, and is not the last: a device takes
+    much longer for several operations than for one of as many bytes.
+
+    Alternatives considered: an order by arrival, measured in the first iteration, overlaps a
+    little better for models that are registered out of order, but changes the last bits of Gloo's
+    sums between the first and the second iteration, and a resumed run would differ.
+    """
+    closed: list[list[GradientSlot]] = []
+    open_by_dtype: dict[torch.dtype, list[GradientSlot]] = {}
+    limits = list(listed_bytes) or [first_bytes, cap_bytes]
+    counts: dict[torch.dtype, int] = {}
+    turn = (0, False)
+    # Sparse gradients come last in their turn: tables are where a backward pass ends.
+    for slot in sorted(slots, key=lambda slot: (slot.turn, slot.is_sparse, -slot.index)):
+        if (slot.turn, slot.is_sparse) > turn:
+            turn = (slot.turn, slot.is_sparse)
+            closed.extend(open_by_dtype.values())
+            open_by_dtype.clear()
+        if slot.is_sparse or (slot.is_alone and not is_packed):
+            closed.append([slot])
+            continue
+        current = open_by_dtype.setdefault(slot.dtype, [])
+        current.append(slot)
+        number = counts.get(slot.dtype, 0)
+        if sum(member.bytes for member in current) >= limits[min(number, len(limits) - 1)]:
+            counts[slot.dtype] = number + 1
+            closed.append(open_by_dtype.pop(slot.dtype))
+    closed.extend(open_by_dtype.values())
+    if is_packed and closed and extra_notes:
+        closed[-1] = [replace(slot, is_alone=False) for slot in closed[-1]]
+    layouts = [_layout(index, members) for index, members in enumerate(closed)]
+    riders = sum(layout.is_alone for layout in layouts) + extra_notes
+    if not riders:
+        return tuple(layouts)
+    if not layouts or layouts[-1].is_alone or layouts[-1].is_sparse:
+        layouts.append(_layout(len(layouts), []))
+    layouts[-1] = replace(layouts[-1], notes=layouts[-1].notes + riders)
+    return tuple(layouts)
+
+
+def _layout(index: int, members: Sequence[GradientSlot]) -> BucketLayout:
+    dtype = members[0].dtype if members else torch.float32
+    is_sparse = len(members) == 1 and members[0].is_sparse
+    is_alone = len(members) == 1 and members[0].is_alone and not is_sparse
+    flat = FlatLayout.pack(
+        [slot.name for slot in members],
+        [slot.shape for slot in members],
+        str(dtype).removeprefix("torch."),
+        1,
+    )
+    return BucketLayout(
+        index=index,
+        label=f"reduce bucket {index}",
+        slots=tuple(members),
+        dtype=dtype,
+        flat=flat,
+        is_alone=is_alone,
+        is_sparse=is_sparse,
+        notes=0 if is_alone or is_sparse else len(members),
+    )
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the strides cover ``tensor.numel()`` elements in a row, without holes."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
