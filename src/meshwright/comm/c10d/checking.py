@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from meshwright.comm.c10d.calls import CONTROL_TAGS, Call, call_of
 from meshwright.comm.collectives import Communicator
-from meshwright.comm.failures.attendance import Answers
+from meshwright.comm.failures.attendance import Answers, Need
 from meshwright.comm.failures.events import Event, EventCheck
 from meshwright.comm.failures.failure import FailureMonitor
 from meshwright.comm.failures.sameness import told
@@ -335,6 +335,10 @@ class _AwaitedMessage(Awaited):
     def topic(self, answers: Answers) -> str:
         """Name it for reports."""
         return self._meeting.key
+
+    def need(self) -> Need:
+        """Say whom it needs: the other side, until its words are there."""
+        return Need(ranks=[] if self._meeting.is_met else self.ranks)
 
     def has_come(self, rank: int, answer: Mapping[str, Any]) -> bool:
         """Tell whether the other side's words have come."""

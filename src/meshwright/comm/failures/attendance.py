@@ -14,7 +14,7 @@ import signal
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -25,6 +25,9 @@ from meshwright.comm.failures.whereabouts import answer_of, own_state
 
 PATIENCE = 2.0
 """Seconds within which a rank that can answer a roll call does so, given a core to run on."""
+
+LISTED = 64
+"""Ranks of a group that an answer names one by one."""
 
 KEPT = 4
 """Roll calls whose answers stay on the board, of those that a rank has read."""
@@ -44,14 +47,44 @@ class Describer(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """Whom a wait needs, so that each rank can tell who has not done its part.
+
+    A rank has done it when it waits at the same ``place``, or has counted past ``number`` under
+    ``key`` of ``channel``.
+    """
+
+    ranks: Sequence[int] | None = ()
+    """The world's numbers of the ranks; None for all that have the channel, where that are many."""
+    channel: str = ""
+    key: str = ""
+    number: int = 0
+    place: str = ""
+
+
+    @staticmethod
+    def listed(ranks: Sequence[int]) -> Sequence[int] | None:
+        """List ``ranks`` unless each answer of a large world would repeat them."""
+        return ranks if len(ranks) <= LISTED else None
+
+
+NOBODY = Need()
+"""The need of a wait of which no more is known than that this rank waits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
     """A wait of a rank, for others that ask."""
 
     what: str
     number: int
     """Different in every wait of this rank."""
-    collective: tuple[str, int] | None = None
-    """The channel and the number of the collective that is waited for, where it is one."""
+    need: Callable[[], Need] = lambda: NOBODY
+    """Tells, whenever it is asked, whom the wait needs."""
+
+    def values(self) -> dict[str, Any]:
+        """Return what others hear of it, as JSON can hold it."""
+        return {"what": self.what, "number": self.number, "need": asdict(self.need())}
 
 
 class Attendance:
@@ -131,11 +164,12 @@ class Attendance:
 
     # ---------------------------------------------------------------- waits of this rank
 
-    def begin_wait(self, what: str, collective: tuple[str, int] | None = None) -> None:
-        """Note that this thread waits for other ranks from now on, to `end_wait`."""
+    def begin_wait(self, what: str, need: Callable[[], Need]) -> int:
+        """Note that this thread waits for other ranks, to `end_wait`; returns the wait's number."""
         self._wait_count += 1
-        waiting = Waiting(what=what, number=self._wait_count, collective=collective)
+        waiting = Waiting(what=what, number=self._wait_count, need=need)
         self._waits.setdefault(threading.get_ident(), []).append(waiting)
+        return waiting.number
 
     def end_wait(self) -> None:
         """Note that this thread waits no longer."""
@@ -163,7 +197,7 @@ class Attendance:
         return {
             **own_state(),
             "leaving": self.is_leaving,
-            "waiting": {} if waiting is None else asdict(waiting),
+            "waiting": {} if waiting is None else waiting.values(),
             "described": {key: each.describe() for key, each in self.describers.items()},
             "seen": {str(rank): look for rank, look in looks.items() if look is not None},
         }

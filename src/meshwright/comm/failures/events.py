@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
 from meshwright.comm.collectives import Communicator
-from meshwright.comm.failures.attendance import Answers, Describer
+from meshwright.comm.failures.attendance import Answers, Describer, Need
 from meshwright.comm.failures.board import ALL, Gathering
 from meshwright.comm.failures.failure import FailureMonitor
 from meshwright.comm.failures.sameness import first_difference
@@ -330,8 +330,6 @@ class Coming(Awaited):
     ) -> None:
         self.communicator = communicator
         self.ranks = [r for n, r in enumerate(communicator.ranks) if n != communicator.rank]
-        # Who waits for a collective of the axis that this rank has not issued never comes.
-        self.collective = (communicator.name, sys.maxsize)
         self._place = place
         self._name = name
         self._come = come
@@ -343,6 +341,11 @@ class Coming(Awaited):
     def topic(self, answers: Answers) -> str:
         """Name it for reports."""
         return self._name
+
+    def need(self) -> Need:
+        """Say whom it needs: the ranks of the axis that do not wait at this place."""
+        ranks, channel = Need.listed(self.ranks), self.communicator.name
+        return Need(ranks=ranks, channel=channel, number=sys.maxsize, place=self._name)
 
     def has_come(self, rank: int, answer: Mapping[str, Any]) -> bool:
         """Tell whether ``rank``, which says ``answer``, has come."""

@@ -67,6 +67,7 @@ _OF_A_FAILURE: Mapping[str, type] = {
     "error": str,
     "line": str,
     "attempt": int,
+    "is_mismatch": bool,
 }
 _NOTICES: Mapping[str, Mapping[str, type]] = {
     "failed": {**_OF_A_FAILURE, "is_final": bool, "is_difference": bool, "past": list},
@@ -93,6 +94,8 @@ class Failure:
     line: str = ""
     attempt: int = 0
     """The number of times that the rank that says so had resumed after it raised."""
+    is_mismatch: bool = False
+    """True where ranks wait for different things: every rank raises that."""
 
     @property
     def what(self) -> tuple[str, str]:
@@ -284,6 +287,12 @@ class FailureMonitor:
         """The first failure that stands, as far as this rank has read it and not resumed since."""
         found = self._first(is_due=False)
         return None if found is None else found[1]
+
+    @property
+    def mismatch(self) -> str:
+        """The text that `check` raises for, where ranks wait for different things; else ""."""
+        found = self._first(of_others=True)
+        return found[1].error if found is not None and found[1].is_mismatch else ""
 
     def look(self) -> None:
         """Read the board, where it can be reached, and `check`."""

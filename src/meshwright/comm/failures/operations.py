@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from meshwright.comm.failures.attendance import Answers
+from meshwright.comm.failures.attendance import Answers, Need
 
 if TYPE_CHECKING:
     from meshwright.comm.collectives import Communicator
@@ -48,11 +48,9 @@ class AwaitedOperation:
         """``line`` is the user's that led to it, where that is not the one that waits."""
         self._communicator, self._issued, self._line = communicator, issued, line
         self._rank = communicator.ranks[communicator.rank]
-        self.collective: tuple[str, int] | None = None
         if issued.kind in _TRANSFERS and issued.peer is not None:
             self.ranks: Sequence[int] = [communicator.ranks[issued.peer]]
         else:
-            self.collective = (communicator.name, issued.sequence)
             self.ranks = [rank for rank in communicator.ranks if rank != self._rank]
 
     def topic(self, answers: Answers) -> str:
@@ -63,6 +61,12 @@ class AwaitedOperation:
         """Name it in one phrase."""
         called = f", called at {self._line}," if self._line else ""
         return f"{self._issued.describe(self._communicator.axis)}{called}"
+
+    def need(self) -> Need:
+        """Say whom it needs: the peer of a transfer, or the other ranks of the axis."""
+        ranks, channel = Need.listed(self.ranks), self._communicator.name
+        key = self._key(self.ranks[0]) if self.ranks else ""
+        return Need(ranks=ranks, channel=channel, key=key, number=self._issued.sequence)
 
     def has_come(self, rank: int, answer: Mapping[str, Any]) -> bool:
         """Check whether ``rank``, which says ``answer``, has issued it."""

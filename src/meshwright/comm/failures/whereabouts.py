@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from types import FrameType
+from types import FrameType, UnionType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -27,6 +27,7 @@ LIBRARIES = (
     os.path.dirname(os.path.abspath(dist.__file__)).removesuffix("distributed"),
 )
 """The folders of Meshwright and of torch: no line of theirs is the user's."""
+_COMMUNICATES = (LIBRARIES[0], os.path.join(LIBRARIES[1], "distributed") + os.sep)
 ENGINE = os.path.join(LIBRARIES[1], "autograd", "graph.py")
 """The file that waits for autograd's engine."""
 _PYTHON = os.path.dirname(os.__file__) + os.sep
@@ -58,8 +59,28 @@ def own_state() -> dict[str, Any]:
         "compiling": _is_compiling(frame) or _is_compiling(hook),
         "excused": any(record.excused_until > now for record in list(PROCESS.phases)),
         "alone": any(record.excused_until == math.inf for record in list(PROCESS.phases)),
+        "threads": _has_another_thread(frames),
         "groups": groups,
     }
+
+
+def _has_another_thread(frames: Mapping[int, FrameType]) -> bool:
+    """Tell whether another thread than the main one may issue what other ranks wait for.
+
+    Such a thread has issued operations before, or is in a call of this library or of
+    `torch.distributed`. It may go on while the main thread waits.
+    """
+    main = threading.main_thread()
+    others = [t for t in threading.enumerate() if t is not main]
+    for thread in others:
+        if isinstance(thread, threading._DummyThread) or thread.name.startswith("meshwright-"):
+            continue
+        if thread.ident in PROCESS.issuers:
+            return True
+        files = (frame.f_code.co_filename for frame in _frames(frames.get(thread.ident or 0)))
+        if any(file.startswith(_COMMUNICATES) for file in files):
+            return True
+    return False
 
 
 def _channels() -> list[Communicator]:
@@ -73,10 +94,19 @@ _OF_AN_ANSWER = {
     "excused": bool,
     "alone": bool,
     "leaving": bool,
+    "threads": bool,
     "waiting": dict,
     "groups": dict,
     "described": dict,
     "seen": dict,
+}
+_OF_A_WAIT = {"what": str, "number": int, "need": dict}
+_OF_A_NEED = {
+    "ranks": list | None,
+    "channel": str,
+    "key": str,
+    "number": int,
+    "place": str,
 }
 
 
@@ -85,8 +115,8 @@ def answer_of(text: str | None) -> Mapping[str, Any] | None:
     answer = object_of(text, _OF_AN_ANSWER)
     if answer is None:
         return None
-    collective = answer["waiting"].get("collective")
-    if collective is not None and not _is_numbered(collective):
+    waiting = answer["waiting"]
+    if waiting and not (_has(waiting, _OF_A_WAIT) and _has(waiting["need"], _OF_A_NEED)):
         return None
     for group in answer["groups"].values():
         if not _has(group, {"counts": dict, "last": list}):
@@ -99,11 +129,7 @@ def answer_of(text: str | None) -> Mapping[str, Any] | None:
     return answer
 
 
-def _is_numbered(value: object) -> bool:
-    return isinstance(value, list) and list(map(type, value)) == [str, int]
-
-
-def object_of(text: str | None, keys: Mapping[str, type]) -> dict[str, Any] | None:
+def object_of(text: str | None, keys: Mapping[str, type | UnionType]) -> dict[str, Any] | None:
     """Read a JSON object that has at least ``keys``, with values of these types; else None.
 
     What lies in the store may be a stranger's.
@@ -115,7 +141,7 @@ def object_of(text: str | None, keys: Mapping[str, type]) -> dict[str, Any] | No
     return found if _has(found, keys) else None
 
 
-def _has(found: object, keys: Mapping[str, type]) -> bool:
+def _has(found: object, keys: Mapping[str, type | UnionType]) -> bool:
     return isinstance(found, dict) and all(isinstance(found.get(k), t) for k, t in keys.items())
 
 

@@ -78,6 +78,8 @@ class ProcessState:
     """Publishes this rank's failure and answers for it; None before `connect`."""
     watcher: Watcher | None = None
     """Watches this process and its neighbors, as long as there is a monitor."""
+    issuers: set[int] = field(default_factory=set)
+    """Threads that have issued operations, by their numbers."""
     flights: Flights = field(default_factory=Flights)
     """Operations of devices that are under way."""
     stopped: CommunicationError | None = None
