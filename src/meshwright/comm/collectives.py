@@ -26,8 +26,8 @@ from meshwright.comm.c10d import gloo, lookup, shares
 from meshwright.comm.c10d.calls import CONTROL_TAGS, overwrite
 from meshwright.comm.c10d.lookup import Transfer
 from meshwright.comm.c10d.shares import works_of
-from meshwright.comm.failures.attendance import CONTROL
-from meshwright.comm.failures.operations import REMEMBERED, Issued
+from meshwright.comm.failures.liveness import CONTROL
+from meshwright.comm.failures.waiting import REMEMBERED, Issued
 from meshwright.comm.groups.python_group import PythonGroup
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.comm.observing import shown

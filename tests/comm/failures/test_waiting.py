@@ -32,7 +32,7 @@ from meshwright.errors import (
 )
 from meshwright.fsdp import FullyShardedDataParallel
 from meshwright.testing import Ending, Ranks, RanksFailed
-from support.internals.comm import Notices, membership, waiting, watching
+from support.internals.comm import Notices, membership, waiting, watchdog
 
 ON_BOTH = pytest.mark.parametrize(
     "ranks", ["shm", pytest.param("gloo", marks=pytest.mark.slow)], indirect=True
@@ -42,9 +42,9 @@ ON_BOTH = pytest.mark.parametrize(
 
 def shorten(seconds: float = 2.0) -> None:
     """Let the rule take seconds where it takes a minute."""
-    waiting.STILL = watching.STILL = waiting.DEADLOCK = seconds
+    waiting.STILL = watchdog.STILL = waiting.DEADLOCK = seconds
     waiting.CALL_EVERY, waiting.LINE_EVERY = 0.5, 1.0
-    watching.END_AFTER = membership.LEAVE_TIMEOUT = 1.0
+    watchdog.END_AFTER = membership.LEAVE_TIMEOUT = 1.0
 
 
 def logged() -> list[str]:

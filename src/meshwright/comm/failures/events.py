@@ -25,11 +25,11 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
 from meshwright.comm.collectives import Communicator
-from meshwright.comm.failures.attendance import Answers, Describer, Need
-from meshwright.comm.failures.board import ALL, Gathering
 from meshwright.comm.failures.failure import FailureMonitor
+from meshwright.comm.failures.liveness import Answers, Describer, Need
 from meshwright.comm.failures.sameness import first_difference
-from meshwright.comm.failures.waiting import Awaited, Watch
+from meshwright.comm.failures.store import ALL, Gathering
+from meshwright.comm.failures.waiting import Awaited, BoundedWait
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.errors import CollectiveMismatchError, CommunicationError, RankFailedError
 
@@ -312,7 +312,7 @@ class Axis(Protocol):
 
 
 class Coming(Awaited):
-    """The other ranks' coming to a ``place`` of the program, as a `Watch` sees it.
+    """The other ranks' coming to a ``place`` of the program, as a `BoundedWait` sees it.
 
     ``name`` tells it from every other place, the same on all ranks; ``come`` tells from the answer
     of a rank whether it has come.
@@ -392,7 +392,7 @@ def _wait(
     first, every, place = FIRST_ROLL_CALL, NEXT_ROLL_CALL, coming.key
     limit = awaited.communicator.timeout
     try:
-        with Watch(monitor, awaited, limit, first=first, every=every, place=place) as watch:
+        with BoundedWait(monitor, awaited, limit, first=first, every=every, place=place) as watch:
             while not coming.wait(watch.pause):
                 answers = watch.look()
                 if answers is not None and have_come(answers):

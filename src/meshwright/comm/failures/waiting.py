@@ -1,6 +1,6 @@
 """The wait for other ranks: how long it lasts, what it says meanwhile, and what ends it.
 
-Every wait of Meshwright is watched by a `Watch`, and ends in the same way, whatever is waited for::
+Every wait of Meshwright is a `BoundedWait`, and ends in the same way, whatever is waited for::
 
     the board names a failure                    raise that
     a missing rank's process has ended           it failed first
@@ -24,13 +24,14 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Protocol, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self
 
-from meshwright.comm.failures.attendance import CONTROL, NOBODY, PATIENCE, Answers, Need
-from meshwright.comm.failures.board import EVERY
 from meshwright.comm.failures.failure import Failure, FailureMonitor
+from meshwright.comm.failures.liveness import CONTROL, NOBODY, PATIENCE, Answers, Need
 from meshwright.comm.failures.processes import Look, Stillness
-from meshwright.comm.failures.whereabouts import one_line
+from meshwright.comm.failures.status import one_line
+from meshwright.comm.failures.store import EVERY
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.errors import (
     CollectiveMismatchError,
@@ -38,6 +39,9 @@ from meshwright.errors import (
     CommunicationError,
     RankFailedError,
 )
+
+if TYPE_CHECKING:
+    from meshwright.comm.collectives import Communicator
 
 MISMATCH_AFTER = 3.0
 """Seconds after which a wait looks whether the other ranks do something else or have left."""
@@ -62,6 +66,11 @@ UNSEEN = 600.0
 
 GRACE = 1.0
 """Seconds in which a rank that closed its connections may still say why."""
+
+REMEMBERED = 16
+"""The number of last operations that a rank can name in a hang report."""
+
+_TRANSFERS = ("send", "recv")
 
 _AWAKE = 5.0
 """Seconds between two looks that count at most: a process that is stopped does not wait."""
@@ -100,7 +109,102 @@ class Awaited(Protocol):
         return ""
 
 
-class Watch:
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """The record of an operation that a rank has issued."""
+
+    sequence: int
+    kind: str
+    label: str
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        label = f' "{self.label}"' if self.label else ""
+        return f"{self.kind} #{self.sequence}{label}"
+
+    def describe(self, axis: str) -> str:
+        """Describe it in one phrase: kind, number, label, ``axis``."""
+        peer = ""
+        if self.peer is not None:
+            side = {"send": "to", "recv": "from"}.get(self.kind, "of")
+            peer = f" {side} rank {self.peer}"
+        return f"{self}{peer} on axis {axis}"
+
+
+class AwaitedOperation(Awaited):
+    """An operation that has been issued, as a `BoundedWait` sees it."""
+
+    lacks = "has not issued it"
+
+    def __init__(self, communicator: Communicator, issued: Issued, line: str = "") -> None:
+        """``line`` is the user's that led to it, where that is not the one that waits."""
+        self._communicator, self._issued, self._line = communicator, issued, line
+        self._rank = communicator.ranks[communicator.rank]
+        if issued.kind in _TRANSFERS and issued.peer is not None:
+            self.ranks: Sequence[int] = [communicator.ranks[issued.peer]]
+        else:
+            self.ranks = [rank for rank in communicator.ranks if rank != self._rank]
+
+    def topic(self, answers: Answers) -> str:
+        """Name it alike on all ranks."""
+        return f"{self._communicator.name}/{self._key(self._rank)}/{self._issued.sequence}"
+
+    def describe(self) -> str:
+        """Name it in one phrase."""
+        called = f", called at {self._line}," if self._line else ""
+        return f"{self._issued.describe(self._communicator.axis)}{called}"
+
+    def need(self) -> Need:
+        """Say whom it needs: the peer of a transfer, or the other ranks of the axis."""
+        ranks, channel = Need.listed(self.ranks), self._communicator.name
+        key = self._key(self.ranks[0]) if self.ranks else ""
+        return Need(ranks=ranks, channel=channel, key=key, number=self._issued.sequence)
+
+    def has_come(self, rank: int, answer: Mapping[str, Any]) -> bool:
+        """Check whether ``rank``, which says ``answer``, has issued it."""
+        counts = self._group(answer).get("counts", {})
+        return int(counts.get(self._key(rank), 0)) > self._issued.sequence
+
+    def differences(self, answers: Answers) -> list[str]:
+        """List what other ranks have issued at this number, where it is another operation."""
+        issued = self._issued
+        found: list[str] = []
+        if issued.kind in _TRANSFERS:
+            return []
+        for rank in self.ranks:
+            for entry in self._group(answers.get(rank, {})).get("last", ()):
+                at_this_number = entry["sequence"] == issued.sequence
+                if entry["kind"] in _TRANSFERS or not at_this_number:
+                    continue
+                if (entry["kind"], entry["label"]) != (issued.kind, issued.label):
+                    label = f' "{entry["label"]}"' if entry["label"] else ""
+                    found.append(f"rank {rank} issued {entry['kind']} #{issued.sequence}{label}")
+        return found
+
+    def last_of(self, answer: Mapping[str, Any]) -> str:
+        """Say what a rank has issued last on the same axis."""
+        last = self._group(answer).get("last", ())
+        if not last:
+            return ", nothing issued on this axis yet"
+        label = f' "{last[-1]["label"]}"' if last[-1]["label"] else ""
+        return f", last issued {last[-1]['kind']} #{last[-1]['sequence']}{label}"
+
+    def _group(self, answer: Mapping[str, Any]) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = answer.get("groups", {}).get(self._communicator.name, {})
+        return found
+
+    def _key(self, rank: int) -> str:
+        """Name the count under which ``rank`` numbers its side of the operation."""
+        issued = self._issued
+        if issued.kind not in _TRANSFERS:
+            return ""
+        if rank == self._rank:
+            return f"{issued.kind}:{issued.peer}"
+        other = "recv" if issued.kind == "send" else "send"
+        return f"{other}:{self._communicator.rank}"
+
+
+class BoundedWait:
     """The watch over one wait of this rank. Use it in a ``with``, and `look` now and then."""
 
     def __init__(
@@ -159,7 +263,7 @@ class Watch:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._monitor.ranks.end_wait()
         if error is not None:
-            self._monitor.note_raised()
+            self._monitor.has_raised = True
 
     def look(self) -> Answers | None:
         """Raise when the wait must end. Returns what ranks say, where they were asked now."""
@@ -646,5 +750,5 @@ def watched(
     if monitor is None:
         yield lambda: None
         return
-    with Watch(monitor, OutsideCall(monitor, what, missing), monitor.limit) as watch:
+    with BoundedWait(monitor, OutsideCall(monitor, what, missing), monitor.limit) as watch:
         yield watch.look

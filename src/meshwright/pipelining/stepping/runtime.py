@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from meshwright.comm import Communicator
-from meshwright.comm.failures.board import Notices
 from meshwright.comm.failures.sameness import first_difference
-from meshwright.comm.failures.whereabouts import object_of
+from meshwright.comm.failures.status import object_of
+from meshwright.comm.failures.store import Notices
 from meshwright.errors import CommunicationError, InternalError, PipelinePeerError
 from meshwright.pipelining.failures import Failures, Turns
 from meshwright.pipelining.messages.batch import Identities, Known, Microbatches

@@ -109,8 +109,7 @@ class OrderedQueue:
         self._counts: Counter[tuple[bool, int]] = Counter()
         self._random = random.Random(name)
         self._open: list[Job] = []
-        name = f"meshwright-device {name}"
-        self._thread = threading.Thread(target=self._work_off, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._work_off, name=f"device {name}", daemon=True)
         self._thread.start()
 
     def put(self, job: Job) -> None:

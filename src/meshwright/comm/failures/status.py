@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from types import FrameType, UnionType
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -27,6 +27,7 @@ LIBRARIES = (
     os.path.dirname(os.path.abspath(dist.__file__)).removesuffix("distributed"),
 )
 """The folders of Meshwright and of torch: no line of theirs is the user's."""
+_TESTING = os.path.join(LIBRARIES[0], "testing") + os.sep
 _COMMUNICATES = (LIBRARIES[0], os.path.join(LIBRARIES[1], "distributed") + os.sep)
 ENGINE = os.path.join(LIBRARIES[1], "autograd", "graph.py")
 """The file that waits for autograd's engine."""
@@ -70,15 +71,16 @@ def _has_another_thread(frames: Mapping[int, FrameType]) -> bool:
     Such a thread has issued operations before, or is in a call of this library or of
     `torch.distributed`. It may go on while the main thread waits.
     """
-    main = threading.main_thread()
-    others = [t for t in threading.enumerate() if t is not main]
-    for thread in others:
-        if isinstance(thread, threading._DummyThread) or thread.name.startswith("meshwright-"):
+    for thread in threading.enumerate():
+        is_ours = thread.name.startswith("meshwright-") or isinstance(
+            thread, threading._DummyThread
+        )
+        if thread is threading.main_thread() or is_ours:
             continue
-        if thread.ident in PROCESS.issuers:
-            return True
-        files = (frame.f_code.co_filename for frame in _frames(frames.get(thread.ident or 0)))
-        if any(file.startswith(_COMMUNICATES) for file in files):
+        files = {frame.f_code.co_filename for frame in _frames(frames.get(thread.ident or 0))}
+        # The thread of a simulated device runs what the main thread has issued.
+        is_inside = any(f.startswith(_COMMUNICATES) and not f.startswith(_TESTING) for f in files)
+        if is_inside or thread.ident in PROCESS.issuers:
             return True
     return False
 
@@ -101,8 +103,8 @@ _OF_AN_ANSWER = {
     "seen": dict,
 }
 _OF_A_WAIT = {"what": str, "number": int, "need": dict}
-_OF_A_NEED = {
-    "ranks": list | None,
+_OF_A_NEED: Mapping[str, type | tuple[type, ...]] = {
+    "ranks": (list, type(None)),
     "channel": str,
     "key": str,
     "number": int,
@@ -129,7 +131,9 @@ def answer_of(text: str | None) -> Mapping[str, Any] | None:
     return answer
 
 
-def object_of(text: str | None, keys: Mapping[str, type | UnionType]) -> dict[str, Any] | None:
+def object_of(
+    text: str | None, keys: Mapping[str, type | tuple[type, ...]]
+) -> dict[str, Any] | None:
     """Read a JSON object that has at least ``keys``, with values of these types; else None.
 
     What lies in the store may be a stranger's.
@@ -141,7 +145,7 @@ def object_of(text: str | None, keys: Mapping[str, type | UnionType]) -> dict[st
     return found if _has(found, keys) else None
 
 
-def _has(found: object, keys: Mapping[str, type | UnionType]) -> bool:
+def _has(found: object, keys: Mapping[str, type | tuple[type, ...]]) -> bool:
     return isinstance(found, dict) and all(isinstance(found.get(k), t) for k, t in keys.items())
 
 

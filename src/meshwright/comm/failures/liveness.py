@@ -1,27 +1,34 @@
-"""Attendance in a run: roll calls, and looks at processes that do not answer.
+"""Liveness of ranks: who has come, roll calls, and looks at processes that do not answer.
 
-A rank signs in to the roll with its process. From then on its board's thread answers roll calls,
+A rank signs in with its process and its words. From then on its board's thread answers roll calls,
 also while the main thread computes or waits; who cannot answer is looked at by the ranks of its
-host.
+host. Who comes last reads the words of all, and leaves them under one key, for which each rank
+waits and which it reads once::
+
+    rank 0   ──words──> roll/1/0   ─┐
+     ...                            ├─ by the last to come ──> roll/1/all ──> every rank
+    rank W   ──words──> roll/1/W   ─┘
+
+Processes matter to the ranks of their own host alone, which have a list of theirs.
 """
 
 from __future__ import annotations
 
+import base64
 import functools
+import hashlib
 import json
-import os
-import signal
 import threading
 import weakref
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from meshwright.comm.failures.board import Board, Gathering
 from meshwright.comm.failures.processes import Look, Process
-from meshwright.comm.failures.roll import Roll
-from meshwright.comm.failures.whereabouts import answer_of, own_state
+from meshwright.comm.failures.status import answer_of, own_state
+from meshwright.comm.failures.store import Arrival, Gathering, StoreClient
 
 PATIENCE = 2.0
 """Seconds within which a rank that can answer a roll call does so, given a core to run on."""
@@ -34,6 +41,12 @@ KEPT = 4
 
 CONTROL = " (control)"
 """The end of the name of a control channel, behind that of its group."""
+
+_LONGEST = 1 << 26
+"""Bytes that the words of all ranks may have when they are unpacked: they may be a stranger's."""
+
+Entry = Mapping[str, Any]
+"""The words of a rank about itself."""
 
 Answers = Mapping[int, Mapping[str, Any]]
 """The answers of ranks, by rank; those that have not answered are missing."""
@@ -61,7 +74,6 @@ class Need:
     number: int = 0
     place: str = ""
 
-
     @staticmethod
     def listed(ranks: Sequence[int]) -> Sequence[int] | None:
         """List ``ranks`` unless each answer of a large world would repeat them."""
@@ -87,14 +99,20 @@ class Waiting:
         return {"what": self.what, "number": self.number, "need": asdict(self.need())}
 
 
-class Attendance:
-    """The ranks of the run as this one, ``rank``, knows them."""
+class Liveness:
+    """The ranks of the run as this one, ``rank`` in ``process``, knows them."""
 
-    def __init__(self, board: Board, rank: int, world_size: int, process: Process) -> None:
+    def __init__(self, board: StoreClient, rank: int, world_size: int, process: Process) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.roll = Roll(board, rank, world_size, process)
-        """The ranks that have come."""
+        self.entries: Sequence[Entry] = ()
+        """The words of all ranks, in rank order; empty until all have come."""
+        self.processes: dict[int, Process] = {rank: process}
+        """The processes of this host that have come."""
+        self.run = 0
+        """The number of this run among those of this rank on the same store; 0 before `claim`."""
+        self._arrival: Arrival | None = None
+        """The coming of the last rank; None for the last, and before this one has come."""
         self.left: dict[int, float] = {}
         """The times, by the wall clock, at which ranks have said that they are done, as far as
         `read_left` has found."""
@@ -115,15 +133,88 @@ class Attendance:
     @functools.cached_property
     def end(self) -> Gathering:
         """The coming of all ranks to the end of the run."""
-        return Gathering(self._board, f"end/{self.roll.meeting}", self.world_size)
+        return Gathering(self._board, f"end/{self.run}", self.world_size)
 
     @functools.cached_property
     def gone(self) -> Gathering:
         """The parting of all ranks, when each has seen that all have come to the end."""
-        return Gathering(self._board, f"gone/{self.roll.meeting}", self.world_size)
+        return Gathering(self._board, f"gone/{self.run}", self.world_size)
+
+    # ---------------------------------------------------------------- coming and leaving
+
+    def claim(self) -> bool:
+        """Take this rank's place in the run; False when it has been taken before."""
+        self.run = self._board.add(f"roll/count/{self.rank}", 1)
+        return self.run == 1
+
+    def sign_in(self, entry: Entry, *, is_hosting: bool) -> None:
+        """Tell the others that this rank has come, whether it hosts the store, and ``entry``."""
+        if not self.run:
+            self.claim()
+        board, process = self._board, self.processes[self.rank]
+        board.append(
+            self._at_host(), f"{self.rank} {process.pid} {process.started} {is_hosting:d}\n"
+        )
+        board.set(self._at(self.rank), json.dumps([is_hosting, entry]))
+        if board.add(self._at("count"), 1) < self.world_size:
+            self._arrival = board.arrival(self._at("all"))
+            return
+        words = board.multi_get([self._at(rank) for rank in range(self.world_size)])
+        data = zlib.compress(f"[{','.join(words)}]".encode(), 9)
+        board.set(self._at("all"), text := base64.b85encode(data).decode())
+        self._read_host()
+        self._take(text)
+
+    def wait(self, seconds: float) -> None:
+        """Wait at most so long for the others; nothing is asked of the store until all are here."""
+        if self._arrival is not None and not self.entries and self._arrival.wait(seconds):
+            self._board.run(self.read)
+
+    def read(self) -> None:
+        """Take in who has come, as far as two requests of the store tell."""
+        if self.entries or self._arrival is None:
+            return
+        is_complete = self._arrival.has_come  # so is the list of this host then
+        self._read_host()
+        if is_complete:
+            self._take(self._board.get(self._at("all")) or "")
+
+    def absent(self) -> list[int]:
+        """List the ranks that have not come; a request for each, so ask only to name them."""
+        ranks = () if self.entries else range(self.world_size)
+        return [rank for rank in ranks if not self._board.check([self._at(rank)])]
+
+    def _read_host(self) -> None:
+        place = self.processes[self.rank].place
+        for line in (self._board.get(self._at_host()) or "").splitlines():
+            rank, *values = (int(word) if word.isdecimal() else -1 for word in line.split())
+            if len(values) == 3 and 0 <= rank < self.world_size:
+                pid, started, is_hosting = values
+                self.processes.setdefault(rank, Process(place=place, pid=pid, started=started))
+                if is_hosting == 1:
+                    self._board.host = rank
+
+    def _take(self, text: str) -> None:
+        """Take in the words of all ranks, where ``text`` has them."""
+        words = _words_of(text)
+        if len(words) != self.world_size:
+            return
+        self.entries = [entry for _, entry in words]
+        host = next((rank for rank, (is_hosting, _) in enumerate(words) if is_hosting), None)
+        if host is not None:
+            self._board.host = host
+
+    def _at(self, what: int | str) -> str:
+        return f"roll/{self.run}/{what}"
+
+    def _at_host(self) -> str:
+        place = self.processes[self.rank].place.encode()
+        return self._at(f"at/{hashlib.blake2b(place, digest_size=8).hexdigest()}")
 
     def leave(self) -> None:
         """Tell the others that this rank is done."""
+        if self.is_leaving:
+            return
         self.is_leaving = True
         self.end.come(f"{self.rank} {self._board.clock.wall():.0f}")
 
@@ -160,7 +251,7 @@ class Attendance:
         self._board.append(self._answers(slot), f"{self.rank} {text}\n")
 
     def _answers(self, slot: int) -> str:
-        return f"answers/{self.roll.meeting}/{slot}"
+        return f"answers/{self.run}/{slot}"
 
     # ---------------------------------------------------------------- waits of this rank
 
@@ -177,10 +268,6 @@ class Attendance:
         mine.pop()
         if not mine:
             del self._waits[threading.get_ident()]
-
-    def note_stuck(self, call: Waiting | None) -> None:
-        """Note the call of c10d that does not return on this rank; None once it has."""
-        self.stuck = call
 
     def is_watched(self, thread: int) -> bool:
         """Tell whether ``thread`` is in a wait of ours, which ends by itself."""
@@ -206,18 +293,20 @@ class Attendance:
 
     def look_at(self, rank: int) -> Look | None:
         """Look at the process of ``rank``; None where this process cannot."""
-        process = self.roll.processes.get(rank)
+        process = self.processes.get(rank)
         return process.look() if process is not None and process.is_visible else None
 
     def has_ended(self, rank: int) -> bool:
         """Tell whether ``rank`` was a process of this host that is known to have ended."""
-        process = self.roll.processes.get(rank)
+        process = self.processes.get(rank)
         return process is not None and process.has_ended
 
-    def kill_stopped(self, rank: int) -> bool:
-        """Kill ``rank`` if it is a stopped process of this host; tells whether it was."""
-        process, look = self.roll.processes.get(rank), self.look_at(rank)
-        if process is None or look is None or not look.is_stopped:
-            return False
-        os.kill(process.pid, signal.SIGKILL)
-        return True
+
+@functools.lru_cache(maxsize=1)  # simulated ranks, thousands in a process, read the same
+def _words_of(text: str) -> Sequence[tuple[bool, Entry]]:
+    """Unpack the words of all ranks, and whether each hosts the store; none from another text."""
+    try:
+        data = zlib.decompressobj().decompress(base64.b85decode(text), _LONGEST)
+        return [(bool(is_hosting), dict(entry)) for is_hosting, entry in json.loads(data)]
+    except (ValueError, TypeError, RecursionError, zlib.error):
+        return ()
