@@ -38,13 +38,13 @@ import torch.distributed as dist
 from meshwright import comm
 from meshwright.comm.failures import membership
 from meshwright.comm.failures import waiting
-from meshwright.comm.failures import watching
+from meshwright.comm.failures import watchdog
 
 logging.basicConfig(format="%(message)s", level=logging.WARNING)
 SCALE = float(os.environ["SCALE"])
 for name in ("STILL", "DEADLOCK", "UNSEEN", "LINE_EVERY", "CALL_EVERY"):
     setattr(waiting, name, getattr(waiting, name) * SCALE)
-watching.STILL, watching.UNSEEN = waiting.STILL, waiting.UNSEEN
+watchdog.STILL, watchdog.UNSEEN = waiting.STILL, waiting.UNSEEN
 membership.LEAVE_TIMEOUT *= SCALE
 limit = float(os.environ["LIMIT"]) * SCALE or None
 world = comm.connect(os.environ["BACKEND"], timeout=limit, hang_after=10 * SCALE)

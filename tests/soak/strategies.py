@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 import meshwright as mw
 from meshwright import comm
-from meshwright.comm.failures import attendance
+from meshwright.comm.failures import liveness
 
 logging.basicConfig(format="%(message)s")
 R, N = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -26,13 +26,13 @@ LIMIT = float(os.environ["SOAK_LIMIT"]) if os.environ.get("SOAK_LIMIT") else Non
 BACKEND, FOLDER = os.environ["SOAK_BACKEND"], os.environ["SOAK_FOLDER"]
 STEPS, PAUSE = int(os.environ["SOAK_STEPS"]), float(os.environ["SOAK_PAUSE"])
 os.environ["MESHWRIGHT_CPU_BACKEND"] = BACKEND
-sign_in = attendance.Attendance.sign_in
+sign_in = liveness.Liveness.sign_in
 
 def signs_in(*args, **more):
     sign_in(*args, **more)
     print("SIGNED IN", flush=True)
 
-attendance.Attendance.sign_in = signs_in
+liveness.Liveness.sign_in = signs_in
 
 def built():
     torch.manual_seed(0)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from threading import get_ident
 from typing import Any, Self
 
 import torch
@@ -25,8 +26,8 @@ from meshwright.comm.c10d import gloo, lookup, shares
 from meshwright.comm.c10d.calls import CONTROL_TAGS, overwrite
 from meshwright.comm.c10d.lookup import Transfer
 from meshwright.comm.c10d.shares import works_of
-from meshwright.comm.failures.attendance import CONTROL
-from meshwright.comm.failures.operations import REMEMBERED, Issued
+from meshwright.comm.failures.liveness import CONTROL
+from meshwright.comm.failures.waiting import REMEMBERED, Issued
 from meshwright.comm.groups.python_group import PythonGroup
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.comm.observing import shown
@@ -528,6 +529,7 @@ class Communicator:
         group: Any = self._group()
         if group not in self._living:
             group = self.group  # raises; where it does not, the property would cost a call more
+        PROCESS.issuers.add(get_ident())
         self.issued.append(issued := Issued(self._next(kind, peer), kind, label, peer))
         value = tensor if value is None else value
         if value.grad_fn is not None and not self._is_labeled:  # or the group does so

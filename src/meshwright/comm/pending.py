@@ -12,9 +12,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.distributed import DistBackendError
 
-from meshwright.comm.failures.operations import AwaitedOperation, Issued
-from meshwright.comm.failures.waiting import Watch, is_of_a_transport
-from meshwright.comm.failures.whereabouts import users_line
+from meshwright.comm.failures.status import users_line
+from meshwright.comm.failures.waiting import (
+    AwaitedOperation,
+    BoundedWait,
+    Issued,
+    is_of_a_transport,
+)
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.comm.streams import record
 from meshwright.errors import InternalError
@@ -287,7 +291,9 @@ class Pending:
         PROCESS.refuse()
         monitor = PROCESS.monitor
         if monitor is not None:
-            Watch(monitor, AwaitedOperation(self.communicator, self.issued), None).explain(error)
+            BoundedWait(monitor, AwaitedOperation(self.communicator, self.issued), None).explain(
+                error
+            )
 
     def _wait_on(self, work: Work, timeout: float | None, watch: Callable[[], None] | None) -> None:
         """Continue a wait whose first slice has passed or whose work has failed."""
@@ -296,7 +302,7 @@ class Pending:
         if monitor is None:
             self._wait_alone(work, limit, watch)
             return
-        with Watch(monitor, AwaitedOperation(self.communicator, self.issued), limit) as peers:
+        with BoundedWait(monitor, AwaitedOperation(self.communicator, self.issued), limit) as peers:
             while not work.is_completed():
                 if watch is not None:
                     watch()

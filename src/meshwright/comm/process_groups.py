@@ -27,12 +27,12 @@ from meshwright.comm import shared_memory
 from meshwright.comm.c10d import nccl
 from meshwright.comm.c10d.checking import CallChecks
 from meshwright.comm.collectives import Communicator
-from meshwright.comm.failures import membership, watching
-from meshwright.comm.failures.board import STORE
+from meshwright.comm.failures import membership, watchdog
 from meshwright.comm.failures.failure import FailureMonitor
 from meshwright.comm.failures.sameness import require_equal
+from meshwright.comm.failures.status import one_line
+from meshwright.comm.failures.store import STORE
 from meshwright.comm.failures.waiting import explain
-from meshwright.comm.failures.whereabouts import one_line
 from meshwright.comm.groups import device_choice, rendezvous
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.comm.memory.heap import keep_freed
@@ -438,7 +438,7 @@ def _join(
 def _take_place(monitor: FailureMonitor) -> None:
     """Take this rank's place in the run. Raises `CommunicationError` where it has none."""
     rank, size = monitor.rank, monitor.world_size
-    if not monitor.ranks.roll.claim():
+    if not monitor.ranks.claim():
         membership.resign()
         raise CommunicationError(
             f"rank {rank} has joined this run already: two processes have the same RANK, or "
@@ -522,7 +522,7 @@ def _abort_devices() -> list[dist.ProcessGroup]:
     groups = groups_to_abort()
     if groups and PROCESS.stopped is None:
         PROCESS.stop(CommunicationError("this process has left its run without the other ranks"))
-        abort_together(groups, watching.ABORT_WITHIN)
+        abort_together(groups, watchdog.ABORT_WITHIN)
     return [group for group, _ in groups]
 
 

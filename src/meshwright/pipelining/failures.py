@@ -23,8 +23,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.comm import Communicator
-from meshwright.comm.failures.board import Notices
-from meshwright.comm.failures.whereabouts import object_of
+from meshwright.comm.failures.status import object_of
+from meshwright.comm.failures.store import Notices
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.errors import CollectiveMismatchError, PipelinePeerError, PipeliningShapeError
 

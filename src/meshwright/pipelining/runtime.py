@@ -14,9 +14,9 @@ import torch
 from torch.profiler import record_function
 
 from meshwright.comm import Clock, Communicator, Mark, hears_actions, tell_ran
-from meshwright.comm.failures.board import Notices
 from meshwright.comm.failures.sameness import first_difference
-from meshwright.comm.failures.whereabouts import object_of
+from meshwright.comm.failures.status import object_of
+from meshwright.comm.failures.store import Notices
 from meshwright.errors import CommunicationError, InternalError, PipelinePeerError
 from meshwright.pipelining.edges import Tie
 from meshwright.pipelining.failures import Failures, Turns

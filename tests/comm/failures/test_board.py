@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from support.internals.comm import STORE, Board, Notices
+from support.internals.comm import STORE, Notices, StoreClient
 
 
 class _Group:
@@ -15,7 +15,7 @@ class _Group:
     name = "group"
 
     def __init__(self, store: dist.Store) -> None:
-        self.kept = {"board": Board(store, host=STORE)}
+        self.kept = {"board": StoreClient(store, host=STORE)}
 
 
 def _notices(store: dist.Store) -> Notices:

@@ -24,12 +24,12 @@ from meshwright.comm import process_groups
 from meshwright.errors import CollectiveTimeoutError, LaunchError, RankFailedError
 from meshwright.testing import Ending, Outcome, Ranks, RanksFailed
 from support.comm import late_device
-from support.internals.comm import launch, nccl, registry, waiting, watching
+from support.internals.comm import launch, nccl, registry, waiting, watchdog
 
 
 def shorten() -> None:
     waiting.CALL_EVERY, waiting.LINE_EVERY, waiting.MISMATCH_AFTER = 0.5, 1.0, 0.5
-    watching.END_AFTER, watching.RECOVER_AFTER, watching.TELL_AFTER = 1.0, 4.0, 0.5
+    watchdog.END_AFTER, watchdog.RECOVER_AFTER, watchdog.TELL_AFTER = 1.0, 4.0, 0.5
 
 
 def train(
@@ -232,7 +232,7 @@ def test_nothing_is_asked_while_a_graph_is_captured(ranks: Ranks) -> None:
 def test_a_process_whose_monitor_is_dead_ends(ranks: Ranks, ended_by: str) -> None:
     def body() -> None:
         if ended_by == "our lease":
-            watching.LEASE, watching.RENEW_EVERY = 2.0, 0.1
+            watchdog.LEASE, watchdog.RENEW_EVERY = 2.0, 0.1
         else:
             process_groups.TRANSPORT_TIMEOUT = timedelta(seconds=2)
 

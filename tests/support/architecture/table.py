@@ -54,7 +54,7 @@ ROOM_LINES: dict[str, int] = {
     "axes": 138,
     "checkpoint": 5560,
     "cli": 855,
-    "comm": 16256,
+    "comm": 16164,
     "compiler": 1255,
     "composition": 4679,
     "data": 417,

@@ -77,6 +77,11 @@ class CountingStore:
             self._server.put(key, _bytes(value))
         return self._read(self._server.values[key])
 
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of ``keys``, all of which are there."""
+        self.operations["multi_get"] += len(keys)
+        return [self._read(self._server.values[key]) for key in keys]
+
     def delete_key(self, key: str) -> bool:
         """Remove a key; tells whether it was there."""
         self.operations["delete_key"] += 1

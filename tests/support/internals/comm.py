@@ -25,19 +25,18 @@ __getattr__ = names_inside(
             "is_distributed, singles_of, spread_of, spread_over"
         ),
         "meshwright.comm.dtensors.unreadable": "Unreadable",
-        "meshwright.comm.failures": "membership, waiting, watching",
-        "meshwright.comm.failures.board": "Board, Notices, STORE",
-        "meshwright.comm.failures.clock": "Arrival, Clock, Worker",
+        "meshwright.comm.failures": "membership, waiting, watchdog",
         "meshwright.comm.failures.events": "Coming, wait_for_all",
         "meshwright.comm.failures.failure": "FailureMonitor",
+        "meshwright.comm.failures.liveness": "Entry",
         "meshwright.comm.failures.membership": "LEAVE_TIMEOUT, record_failure",
-        "meshwright.comm.failures.operations": "Issued",
         "meshwright.comm.failures.processes": "Process",
-        "meshwright.comm.failures.roll": "Entry",
         "meshwright.comm.failures.sameness": "differing, first_difference, require_equal",
-        "meshwright.comm.failures.whereabouts": (
+        "meshwright.comm.failures.status": (
             "ENGINE, hook_frame, line_of as whereabouts_line_of, one_line, own_state"
         ),
+        "meshwright.comm.failures.store": "Arrival, StoreClient, Clock, Notices, STORE, Worker",
+        "meshwright.comm.failures.waiting": "Issued",
         "meshwright.comm.graphs": "functional, marks",
         "meshwright.comm.graphs.marks": (
             "AGREE, ALL_REDUCE, ALL_REDUCE_COALESCED, ALL_REDUCE_IN_PLACE, DIVIDED, "

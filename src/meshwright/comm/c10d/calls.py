@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from meshwright.comm.failures.whereabouts import users_line
+from meshwright.comm.failures.status import users_line
 from meshwright.errors import CommunicationError
 from meshwright.torch_internals.tensors import may_be_rewritten
 

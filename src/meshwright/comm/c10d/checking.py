@@ -32,12 +32,12 @@ import torch.distributed as dist
 
 from meshwright.comm.c10d.calls import CONTROL_TAGS, Call, call_of
 from meshwright.comm.collectives import Communicator
-from meshwright.comm.failures.attendance import Answers
 from meshwright.comm.failures.events import Event, EventCheck
 from meshwright.comm.failures.failure import FailureMonitor
+from meshwright.comm.failures.liveness import Answers, Need
 from meshwright.comm.failures.sameness import told
-from meshwright.comm.failures.waiting import Awaited, Watch
-from meshwright.comm.failures.whereabouts import line_of, object_of
+from meshwright.comm.failures.status import line_of, object_of
+from meshwright.comm.failures.waiting import Awaited, BoundedWait
 from meshwright.comm.groups.python_group import PythonGroup
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.comm.pending import TransferWaiter
@@ -320,7 +320,7 @@ class _Meeting:
 
 
 class _AwaitedMessage(Awaited):
-    """The other side of a message, as a `Watch` sees it: its words tell whether it has come."""
+    """The other side of a message, for a `BoundedWait`: its words tell whether it has come."""
 
     lacks = "has not called the other side of it"
 
@@ -335,6 +335,10 @@ class _AwaitedMessage(Awaited):
     def topic(self, answers: Answers) -> str:
         """Name it for reports."""
         return self._meeting.key
+
+    def need(self) -> Need:
+        """Say whom it needs: the other side, until its words are there."""
+        return Need(ranks=[] if self._meeting.is_met else self.ranks)
 
     def has_come(self, rank: int, answer: Mapping[str, Any]) -> bool:
         """Tell whether the other side's words have come."""
@@ -364,7 +368,7 @@ class CheckedMessage(Work):
             self._wait(time.monotonic() + seconds, self._meeting.group.monitor.check)
             return True
         monitor = self._meeting.group.monitor
-        with Watch(monitor, _AwaitedMessage(self._meeting), monitor.limit) as watch:
+        with BoundedWait(monitor, _AwaitedMessage(self._meeting), monitor.limit) as watch:
             try:
                 self._wait(float("inf"), watch.look)
             except RuntimeError as error:

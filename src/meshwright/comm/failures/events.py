@@ -25,11 +25,11 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
 from meshwright.comm.collectives import Communicator
-from meshwright.comm.failures.attendance import Answers, Describer
-from meshwright.comm.failures.board import ALL, Gathering
 from meshwright.comm.failures.failure import FailureMonitor
+from meshwright.comm.failures.liveness import Answers, Describer, Need
 from meshwright.comm.failures.sameness import first_difference
-from meshwright.comm.failures.waiting import Awaited, Watch
+from meshwright.comm.failures.store import ALL, Gathering
+from meshwright.comm.failures.waiting import Awaited, BoundedWait
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.errors import CollectiveMismatchError, CommunicationError, RankFailedError
 
@@ -312,7 +312,7 @@ class Axis(Protocol):
 
 
 class Coming(Awaited):
-    """The other ranks' coming to a ``place`` of the program, as a `Watch` sees it.
+    """The other ranks' coming to a ``place`` of the program, as a `BoundedWait` sees it.
 
     ``name`` tells it from every other place, the same on all ranks; ``come`` tells from the answer
     of a rank whether it has come.
@@ -330,8 +330,6 @@ class Coming(Awaited):
     ) -> None:
         self.communicator = communicator
         self.ranks = [r for n, r in enumerate(communicator.ranks) if n != communicator.rank]
-        # Who waits for a collective of the axis that this rank has not issued never comes.
-        self.collective = (communicator.name, sys.maxsize)
         self._place = place
         self._name = name
         self._come = come
@@ -343,6 +341,11 @@ class Coming(Awaited):
     def topic(self, answers: Answers) -> str:
         """Name it for reports."""
         return self._name
+
+    def need(self) -> Need:
+        """Say whom it needs: the ranks of the axis that do not wait at this place."""
+        ranks, channel = Need.listed(self.ranks), self.communicator.name
+        return Need(ranks=ranks, channel=channel, number=sys.maxsize, place=self._name)
 
     def has_come(self, rank: int, answer: Mapping[str, Any]) -> bool:
         """Tell whether ``rank``, which says ``answer``, has come."""
@@ -389,7 +392,7 @@ def _wait(
     first, every, place = FIRST_ROLL_CALL, NEXT_ROLL_CALL, coming.key
     limit = awaited.communicator.timeout
     try:
-        with Watch(monitor, awaited, limit, first=first, every=every, place=place) as watch:
+        with BoundedWait(monitor, awaited, limit, first=first, every=every, place=place) as watch:
             while not coming.wait(watch.pause):
                 answers = watch.look()
                 if answers is not None and have_come(answers):

@@ -27,22 +27,22 @@ import functools
 import json
 import logging
 import os
+import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.comm.failures.attendance import PATIENCE, Answers, Attendance
-from meshwright.comm.failures.board import EVERY, STORE, Board, hosts
-from meshwright.comm.failures.clock import Clock, Store
+from meshwright.comm.failures.liveness import PATIENCE, Answers, Liveness
 from meshwright.comm.failures.processes import Process
-from meshwright.comm.failures.whereabouts import (
+from meshwright.comm.failures.status import (
     last_operation,
     object_of,
     one_line,
     phase_text,
     source_line,
 )
+from meshwright.comm.failures.store import EVERY, STORE, Clock, Store, StoreClient, hosts
 from meshwright.errors import CommunicationError, RankFailedError
 
 _log = logging.getLogger("meshwright")
@@ -67,6 +67,7 @@ _OF_A_FAILURE: Mapping[str, type] = {
     "error": str,
     "line": str,
     "attempt": int,
+    "is_mismatch": bool,
 }
 _NOTICES: Mapping[str, Mapping[str, type]] = {
     "failed": {**_OF_A_FAILURE, "is_final": bool, "is_difference": bool, "past": list},
@@ -93,6 +94,8 @@ class Failure:
     line: str = ""
     attempt: int = 0
     """The number of times that the rank that says so had resumed after it raised."""
+    is_mismatch: bool = False
+    """True where ranks wait for different things: every rank raises that."""
 
     @property
     def what(self) -> tuple[str, str]:
@@ -136,9 +139,9 @@ class FailureMonitor:
         self.clock = clock or Clock()
         """The time that all waits go by."""
         every = max(interval, world_size / 2000)
-        self.board = Board(store, host=host, every=every, clock=self.clock)
+        self.board = StoreClient(store, host=host, every=every, clock=self.clock)
         """The store on which the notices stand."""
-        self.ranks = Attendance(self.board, rank, world_size, process or Process.own())
+        self.ranks = Liveness(self.board, rank, world_size, process or Process.own())
         """The ranks, and their processes."""
         self.pid = os.getpid()
         self.has_raised = False
@@ -183,13 +186,8 @@ class FailureMonitor:
 
     def sign_in(self, entry: Mapping[str, Any]) -> None:
         """Tell the others that this rank has come, and ``entry``; follow the board from now on."""
-        self.ranks.roll.sign(entry, is_hosting=self._is_hosting)
-        self.board.begin_looking(self.read)
-
-    def leave(self) -> None:
-        """Tell the others that this rank is done with the run."""
-        if not self.ranks.is_leaving:
-            self.ranks.leave()
+        self.ranks.sign_in(entry, is_hosting=self._is_hosting)
+        self.board.look = self.read
 
     def stop(self) -> None:
         """End the thread. The board stays as it is."""
@@ -220,7 +218,7 @@ class FailureMonitor:
 
     def end(self, error: BaseException) -> None:
         """Tell the other ranks that ``error`` ends this one's part in the run."""
-        self.note_raised()
+        self.has_raised = True
         failure = self._failure_of(error)
         with self._publishing(failure):
             if not self._posted:
@@ -228,10 +226,6 @@ class FailureMonitor:
                 self._posted = self.board.run(post)
             if self._posted:
                 self._post({"kind": "ended", "rank": self.rank})
-
-    def note_raised(self) -> None:
-        """Note that an error that names another rank, or ends the process, is raised here."""
-        self.has_raised = True
 
     def post_failure(self, failure: Failure) -> None:
         """Put ``failure`` on the board, for good; the first one standing counts for every rank."""
@@ -285,6 +279,12 @@ class FailureMonitor:
         found = self._first(is_due=False)
         return None if found is None else found[1]
 
+    @property
+    def mismatch(self) -> str:
+        """The text that `check` raises for, where ranks wait for different things; else ""."""
+        found = self._first(of_others=True)
+        return found[1].error if found is not None and found[1].is_mismatch else ""
+
     def look(self) -> None:
         """Read the board, where it can be reached, and `check`."""
         with contextlib.suppress(RankFailedError):  # what stands already comes before that
@@ -310,7 +310,9 @@ class FailureMonitor:
 
         Only a stopped process: one that is merely slow to answer may still end by itself.
         """
-        if self.ranks.kill_stopped(rank):
+        process, look = self.ranks.processes.get(rank), self.ranks.look_at(rank)
+        if process is not None and look is not None and look.is_stopped:
+            os.kill(process.pid, signal.SIGKILL)
             _log.warning("rank %d kills rank %d, a stopped process", self.rank, rank)
 
     def report(self, topic: str, text: str, *, everywhere: bool = True) -> None:
@@ -469,7 +471,7 @@ class FailureMonitor:
             self._raised.add(slot)
 
     def _read(self) -> None:
-        self.ranks.roll.read()
+        self.ranks.read()
         while (text := self.board.get(f"slot/{self._seen + 1}")) is not None:
             self._seen += 1
             self._attend(self._seen, text)

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from meshwright.comm.failures.attendance import Answers
-from meshwright.comm.failures.board import STORE, Gathering
 from meshwright.comm.failures.failure import FailureMonitor
-from meshwright.comm.failures.waiting import AllOthers, Watch, blame, chain_of
-from meshwright.comm.failures.watching import Watcher
-from meshwright.comm.failures.whereabouts import is_the_users, one_line, source_line
+from meshwright.comm.failures.liveness import Answers
+from meshwright.comm.failures.status import is_the_users, one_line, source_line
+from meshwright.comm.failures.store import STORE, Gathering
+from meshwright.comm.failures.waiting import AllOthers, BoundedWait, blame, chain_of
+from meshwright.comm.failures.watchdog import Watchdog
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.errors import CommunicationError, RankFailedError
 
@@ -54,7 +54,7 @@ def enter(
 ) -> FailureMonitor:
     """Watch this rank, and those of its host, from now on."""
     monitor = FailureMonitor(store, rank, world_size, hang_after=hang_after, limit=limit, host=host)
-    PROCESS.enter(monitor, Watcher(monitor, end_process))
+    PROCESS.enter(monitor, Watchdog(monitor, end_process))
     return monitor
 
 
@@ -84,7 +84,7 @@ def leave() -> bool:
         is_clean = not had_raised and leave_together(monitor)
     if not is_clean:
         with contextlib.suppress(RankFailedError):
-            monitor.leave()
+            monitor.ranks.leave()
             monitor.ranks.gone.come()  # nobody who leaves in order need wait for this rank
             if monitor.rank == 0:
                 _erased(monitor).come()  # nor for what it does not do
@@ -113,7 +113,7 @@ def end_process(error: BaseException) -> None:
 
 
 class _End(AllOthers):
-    """The end of the run, to which all ranks come, as a `Watch` sees it."""
+    """The end of the run, to which all ranks come, as a `BoundedWait` sees it."""
 
     lacks = "has not come to it"
 
@@ -139,9 +139,9 @@ def leave_together(monitor: FailureMonitor) -> bool:
         seconds = clock.wall() - when
         if seconds > LEAVE_TIMEOUT:
             _log.warning("rank %d left the run %.0f s before rank %d", other, seconds, rank)
-    monitor.leave()
+    monitor.ranks.leave()
     begun, is_host = clock.now(), monitor.board.host == rank
-    with Watch(monitor, _End(monitor), None) as watch:
+    with BoundedWait(monitor, _End(monitor), None) as watch:
         while not ranks.end.wait(watch.pause):
             if monitor.ending is not None:
                 ranks.end.close("a failure")
@@ -160,7 +160,7 @@ def leave_together(monitor: FailureMonitor) -> bool:
         if is_host or rank == 0:
             _wait_for(monitor, ranks.gone, LEAVE_TIMEOUT)
         if rank == 0:
-            monitor.board.end_looking()
+            monitor.board.look = None
             monitor.erase()
             _erased(monitor).come()
         _wait_for(monitor, _erased(monitor), 1.0)
@@ -169,7 +169,7 @@ def leave_together(monitor: FailureMonitor) -> bool:
 
 def _erased(monitor: FailureMonitor) -> Gathering:
     """Make the place to which rank 0 comes when it has erased what the run has left."""
-    return Gathering(monitor.board, f"erased/{monitor.ranks.roll.meeting}", 1)
+    return Gathering(monitor.board, f"erased/{monitor.ranks.run}", 1)
 
 
 def _linger(monitor: FailureMonitor) -> None:
@@ -203,7 +203,7 @@ def _tell(monitor: FailureMonitor, error: BaseException) -> None:
     """Tell the other ranks of the ``error`` that ends this one, or note on it who failed first."""
     first = blame(monitor, error)
     if first:
-        monitor.note_raised()
+        monitor.has_raised = True
         error.add_note(first)
     elif not monitor.has_raised or not isinstance(error, CommunicationError):
         monitor.end(error)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import socket
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -64,18 +63,6 @@ class Process:
         except OSError:
             started = -1
         return cls(place=place(), pid=os.getpid(), started=started)
-
-    @classmethod
-    def of(cls, values: Mapping[str, object]) -> Process | None:
-        """Read what `values` gave; None for anything else."""
-        match values:
-            case {"place": str(name), "pid": int(pid), "started": int(started)}:
-                return cls(place=name, pid=pid, started=started)
-        return None
-
-    def values(self) -> dict[str, str | int]:
-        """Return the fields as JSON can hold them."""
-        return asdict(self)
 
     @property
     def is_visible(self) -> bool:

@@ -1,6 +1,6 @@
 """The wait for other ranks: how long it lasts, what it says meanwhile, and what ends it.
 
-Every wait of Meshwright is watched by a `Watch`, and ends in the same way, whatever is waited for::
+Every wait of Meshwright is a `BoundedWait`, and ends in the same way, whatever is waited for::
 
     the board names a failure                    raise that
     a missing rank's process has ended           it failed first
@@ -9,8 +9,8 @@ Every wait of Meshwright is watched by a `Watch`, and ends in the same way, what
     a missing rank does not answer               look at its process: one that is stopped or uses no
                                                  CPU time for STILL seconds is lost; one at work is
                                                  waited for; where nobody can look, UNSEEN seconds
-    all ranks of a collective wait, each for     they never come: give up at the second roll call
-      one that others have not issued
+    it waits for a rank that waits, directly or  a mismatch: none of them ever comes; seen at two
+      through others, for it                     roll calls, CONFIRM_AFTER seconds apart
     every rank answers, and waits itself         nothing moves for DEADLOCK seconds: give up
     the user's limit has passed                  give up
 
@@ -24,13 +24,14 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Protocol, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self
 
-from meshwright.comm.failures.attendance import CONTROL, PATIENCE, Answers
-from meshwright.comm.failures.board import EVERY
 from meshwright.comm.failures.failure import Failure, FailureMonitor
+from meshwright.comm.failures.liveness import CONTROL, NOBODY, PATIENCE, Answers, Need
 from meshwright.comm.failures.processes import Look, Stillness
-from meshwright.comm.failures.whereabouts import one_line
+from meshwright.comm.failures.status import one_line
+from meshwright.comm.failures.store import EVERY
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.errors import (
     CollectiveMismatchError,
@@ -38,6 +39,9 @@ from meshwright.errors import (
     CommunicationError,
     RankFailedError,
 )
+
+if TYPE_CHECKING:
+    from meshwright.comm.collectives import Communicator
 
 MISMATCH_AFTER = 3.0
 """Seconds after which a wait looks whether the other ranks do something else or have left."""
@@ -51,14 +55,22 @@ LINE_EVERY = 30.0
 STILL = 60.0
 """Seconds for which the process of a rank that does not answer may do nothing."""
 
+CONFIRM_AFTER = 2.0
+"""Seconds from a roll call that finds ranks waiting crosswise to the one that confirms it."""
+
 DEADLOCK = 60.0
-"""Seconds for which all ranks may wait for each other."""
+"""Seconds for which all ranks may wait, where it is not known whom each of them needs."""
 
 UNSEEN = 600.0
 """Seconds for which a rank may be silent that nobody can look at, or data may be on its way."""
 
 GRACE = 1.0
 """Seconds in which a rank that closed its connections may still say why."""
+
+REMEMBERED = 16
+"""The number of last operations that a rank can name in a hang report."""
+
+_TRANSFERS = ("send", "recv")
 
 _AWAKE = 5.0
 """Seconds between two looks that count at most: a process that is stopped does not wait."""
@@ -74,8 +86,6 @@ class Awaited(Protocol):
     """Words for a rank that has not done its part: `rank 1 has not issued it`."""
     ranks: Sequence[int]
     """The world's numbers of the other ranks that have a part in it."""
-    collective: tuple[str, int] | None = None
-    """Its channel and number, where it is a collective."""
 
     def describe(self) -> str:
         """Name it in one phrase."""
@@ -86,6 +96,10 @@ class Awaited(Protocol):
     def has_come(self, rank: int, answer: Mapping[str, Any]) -> bool:
         """Tell whether ``rank``, which says ``answer``, has done its part."""
 
+    def need(self) -> Need:
+        """Say whom it needs, for ranks that are asked; called from the monitor's thread."""
+        return NOBODY
+
     def differences(self, answers: Answers) -> list[str]:
         """Say what other ranks do in its place, where the two can never fit."""
         return []
@@ -95,7 +109,102 @@ class Awaited(Protocol):
         return ""
 
 
-class Watch:
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """The record of an operation that a rank has issued."""
+
+    sequence: int
+    kind: str
+    label: str
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        label = f' "{self.label}"' if self.label else ""
+        return f"{self.kind} #{self.sequence}{label}"
+
+    def describe(self, axis: str) -> str:
+        """Describe it in one phrase: kind, number, label, ``axis``."""
+        peer = ""
+        if self.peer is not None:
+            side = {"send": "to", "recv": "from"}.get(self.kind, "of")
+            peer = f" {side} rank {self.peer}"
+        return f"{self}{peer} on axis {axis}"
+
+
+class AwaitedOperation(Awaited):
+    """An operation that has been issued, as a `BoundedWait` sees it."""
+
+    lacks = "has not issued it"
+
+    def __init__(self, communicator: Communicator, issued: Issued, line: str = "") -> None:
+        """``line`` is the user's that led to it, where that is not the one that waits."""
+        self._communicator, self._issued, self._line = communicator, issued, line
+        self._rank = communicator.ranks[communicator.rank]
+        if issued.kind in _TRANSFERS and issued.peer is not None:
+            self.ranks: Sequence[int] = [communicator.ranks[issued.peer]]
+        else:
+            self.ranks = [rank for rank in communicator.ranks if rank != self._rank]
+
+    def topic(self, answers: Answers) -> str:
+        """Name it alike on all ranks."""
+        return f"{self._communicator.name}/{self._key(self._rank)}/{self._issued.sequence}"
+
+    def describe(self) -> str:
+        """Name it in one phrase."""
+        called = f", called at {self._line}," if self._line else ""
+        return f"{self._issued.describe(self._communicator.axis)}{called}"
+
+    def need(self) -> Need:
+        """Say whom it needs: the peer of a transfer, or the other ranks of the axis."""
+        ranks, channel = Need.listed(self.ranks), self._communicator.name
+        key = self._key(self.ranks[0]) if self.ranks else ""
+        return Need(ranks=ranks, channel=channel, key=key, number=self._issued.sequence)
+
+    def has_come(self, rank: int, answer: Mapping[str, Any]) -> bool:
+        """Check whether ``rank``, which says ``answer``, has issued it."""
+        counts = self._group(answer).get("counts", {})
+        return int(counts.get(self._key(rank), 0)) > self._issued.sequence
+
+    def differences(self, answers: Answers) -> list[str]:
+        """List what other ranks have issued at this number, where it is another operation."""
+        issued = self._issued
+        found: list[str] = []
+        if issued.kind in _TRANSFERS:
+            return []
+        for rank in self.ranks:
+            for entry in self._group(answers.get(rank, {})).get("last", ()):
+                at_this_number = entry["sequence"] == issued.sequence
+                if entry["kind"] in _TRANSFERS or not at_this_number:
+                    continue
+                if (entry["kind"], entry["label"]) != (issued.kind, issued.label):
+                    label = f' "{entry["label"]}"' if entry["label"] else ""
+                    found.append(f"rank {rank} issued {entry['kind']} #{issued.sequence}{label}")
+        return found
+
+    def last_of(self, answer: Mapping[str, Any]) -> str:
+        """Say what a rank has issued last on the same axis."""
+        last = self._group(answer).get("last", ())
+        if not last:
+            return ", nothing issued on this axis yet"
+        label = f' "{last[-1]["label"]}"' if last[-1]["label"] else ""
+        return f", last issued {last[-1]['kind']} #{last[-1]['sequence']}{label}"
+
+    def _group(self, answer: Mapping[str, Any]) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = answer.get("groups", {}).get(self._communicator.name, {})
+        return found
+
+    def _key(self, rank: int) -> str:
+        """Name the count under which ``rank`` numbers its side of the operation."""
+        issued = self._issued
+        if issued.kind not in _TRANSFERS:
+            return ""
+        if rank == self._rank:
+            return f"{issued.kind}:{issued.peer}"
+        other = "recv" if issued.kind == "send" else "send"
+        return f"{other}:{self._communicator.rank}"
+
+
+class BoundedWait:
     """The watch over one wait of this rank. Use it in a ``with``, and `look` now and then."""
 
     def __init__(
@@ -139,17 +248,22 @@ class Watch:
         """Ranks that worked alone when they answered last."""
         self._serials: Mapping[int, object] = {}
         self._serials_since = 0.0
-        self._crossed: Mapping[int, object] = {}
-        """The waits in which ranks waited for each other when they were last asked."""
+        self._number = 0
+        """The number of this wait."""
+        self._is_crossed = False
+        """True where ranks waited crosswise, this one among them, when they were last asked."""
+        self._waits: Mapping[int, object] = {}
+        """The number of the wait in which each rank was then."""
 
     def __enter__(self) -> Self:
-        self._monitor.ranks.begin_wait(self._awaited.describe(), self._awaited.collective)
+        ranks = self._monitor.ranks
+        self._number = ranks.begin_wait(self._awaited.describe(), self._awaited.need)
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._monitor.ranks.end_wait()
         if error is not None:
-            self._monitor.note_raised()
+            self._monitor.has_raised = True
 
     def look(self) -> Answers | None:
         """Raise when the wait must end. Returns what ranks say, where they were asked now."""
@@ -163,20 +277,25 @@ class Watch:
                 return None
             answers = self._ask()
             if not self._put_off(answers):
-                self._end(answers)
+                self._end(answers, is_mismatch=self._differs(answers))
             return answers
         if self._waited < self._ask_at:
             return None
-        answers = self._ask() if self._monitor.leads(self._place) else None
+        is_asking = self._is_crossed or self._monitor.leads(self._place)
+        answers = self._ask() if is_asking else None
         self._ask_at = self._waited + CALL_EVERY
         if self._waited < self._monitor.hang_after:
             until = min(self._waited + self._every, self._monitor.hang_after)
             self._ask_at = min(self._ask_at, until)
         if answers is None:
             return None
-        is_stuck = self._is_crossed(answers) or self._is_deadlocked(answers)
-        if is_stuck or self._differs(answers) or self._lost(answers):
+        is_crossed = self._cross(answers)
+        if is_crossed or self._differs(answers):
+            self._end(answers, is_mismatch=True)
+        if self._is_deadlocked(answers) or self._lost(answers):
             self._end(answers)
+        if self._is_crossed:
+            self._ask_at = min(self._ask_at, self._waited + CONFIRM_AFTER)
         if self._waited >= self._report_at:
             self._report(answers)
         return answers
@@ -208,10 +327,11 @@ class Watch:
         try:
             self._monitor.check()
         except RankFailedError as failed:
-            raise RankFailedError(
-                f"{failed}; rank {self._monitor.rank} was waiting for {self._awaited.describe()}",
-                failed.rank,
-            ) from None
+            here = f"rank {self._monitor.rank} was waiting for {self._awaited.describe()}"
+            mismatch = self._monitor.mismatch
+            if mismatch:
+                raise CollectiveMismatchError(f"{mismatch}; {here}") from None
+            raise RankFailedError(f"{failed}; {here}", failed.rank) from None
 
     def _ask(self) -> Answers:
         """Call the roll, and look at the processes of those that do not answer."""
@@ -248,12 +368,13 @@ class Watch:
         self._give_up = self._waited + (self._limit or 0.0)
         return True
 
-    def _end(self, answers: Answers) -> NoReturn:
+    def _end(self, answers: Answers, *, is_mismatch: bool = False) -> NoReturn:
         """Give up, naming the culprits on the board."""
         monitor = self._monitor
         text = self._describe(answers)
         silent = self._unanswering(answers)
         lost = self._lost(answers)
+        is_mismatch = is_mismatch and not lost
         culprit = next(iter([*lost, *silent, *self._missing(answers)]), monitor.rank)
         state = answers.get(culprit, {})
         failure = Failure(
@@ -262,6 +383,7 @@ class Watch:
             phase=str(state.get("phase", "")),
             error=text,
             line=str(state.get("line", "")),
+            is_mismatch=is_mismatch,
         )
         monitor.post_failure(failure)
         for rank in silent:
@@ -269,7 +391,7 @@ class Watch:
         if lost and self._silent[lost[0]].has_ended:
             self._check()  # who found it before may have ended it
             raise RankFailedError(str(failure), culprit)
-        raise (CollectiveMismatchError if self._differs(answers) else CollectiveTimeoutError)(text)
+        raise (CollectiveMismatchError if is_mismatch else CollectiveTimeoutError)(text)
 
     def _report(self, answers: Answers) -> None:
         """Tell who is missing: the first time on every rank, then on one."""
@@ -326,24 +448,19 @@ class Watch:
     def _differs(self, answers: Answers) -> bool:
         return bool(self._awaited.differences(answers) or self._leaving(answers))
 
-    def _is_crossed(self, answers: Answers) -> bool:
-        """Tell whether all ranks of a group wait, each for a collective that others did not issue.
+    def _cross(self, answers: Answers) -> bool:
+        """Tell whether this rank and others have waited for each other since the last roll call.
 
-        They issue the next when their wait has ended, so that none ever does. True when it was so
-        at the last roll call, too: an answer is of a moment.
+        Then they have all waited at one moment between the two calls, each for what another has not
+        issued since, so none ever will. One call does not show it: each answer is of its own time.
         """
-        if self._awaited.collective is None or not self._missing(answers):
-            return False
-        group = self._awaited.collective[0].removesuffix(CONTROL)
-        ranks = [self._monitor.rank, *self._awaited.ranks]
-        waits = {rank: answers[rank]["waiting"] for rank in ranks if rank in answers}
-        is_crossed = len(waits) == len(ranks) and all(
-            any(_lacks(answers[other], wait, group) for other in ranks if other != rank)
-            for rank, wait in waits.items()
-        )
-        before, now = self._crossed, {rank: wait.get("number") for rank, wait in waits.items()}
-        self._crossed = now if is_crossed else {}
-        return is_crossed and before == now
+        waits = {r: a["waiting"]["number"] for r, a in answers.items() if a["waiting"]}
+        before, self._waits = self._waits, waits
+        own, missing = self._monitor.rank, self._missing(answers)
+        is_main = waits.get(own) == self._number  # else the main thread does something else
+        self._is_crossed = is_main and own in crossed(answers, waits, own, missing)
+        same = {rank for rank, number in waits.items() if before.get(rank) == number}
+        return self._is_crossed and own in crossed(answers, same, own, missing)
 
     def _is_deadlocked(self, answers: Answers) -> bool:
         """Tell whether all ranks have waited, each in the same wait, for too long."""
@@ -397,13 +514,38 @@ class Watch:
         return f"rank {rank} does not answer (stopped, killed or cut off){why and ': '}{why}"
 
 
-def _lacks(answer: Mapping[str, Any], wait: Mapping[str, Any], group: str) -> bool:
-    """Tell whether the rank of ``answer`` lacks the collective of ``group`` named in ``wait``."""
-    channel, number = wait.get("collective") or ("", 0)
-    if channel.removesuffix(CONTROL) != group:
-        return False
-    counts = answer["groups"].get(channel, {}).get("counts", {})
-    return int(counts.get("", 0)) <= number
+def crossed(answers: Answers, waiting: Iterable[int], own: int, missing: Iterable[int]) -> set[int]:
+    """Find the ranks of those ``waiting`` that wait for each other, directly or through others.
+
+    Each of them waits for one of them at least, which has not done its part: so none can end its
+    wait before another one has. Rank ``own`` waits for those ``missing``. A rank in which another
+    thread than the main one may do its part is waited for.
+    """
+    found = {rank for rank in waiting if not answers[rank]["threads"]}
+    needed = {rank: _needed(answers, rank) for rank in found if rank != own} | {own: set(missing)}
+    while True:
+        stuck = {rank for rank in found if needed[rank] & found}
+        if stuck == found:
+            return found
+        found = stuck
+
+
+def _needed(answers: Answers, rank: int) -> set[int]:
+    """List the ranks that have not done their part in what ``rank`` waits for."""
+    need = answers[rank]["waiting"]["need"]
+    channel, ranks = need["channel"], need["ranks"]
+    if ranks is None:
+        name = channel.removesuffix(CONTROL)
+        ranks = [other for other, answer in answers.items() if name in answer["groups"]]
+
+    def lacks(answer: Mapping[str, Any]) -> bool:
+        if need["place"] and answer["waiting"].get("need", {}).get("place") == need["place"]:
+            return False
+        counts = answer["groups"].get(channel, {}).get("counts", {})
+        return int(counts.get(need["key"], 0)) <= need["number"]
+
+    others = [other for other in ranks if other in answers and other != rank]
+    return {other for other in others if lacks(answers[other])}
 
 
 class _Silence:
@@ -573,6 +715,17 @@ class OutsideCall(AllOthers):
 
     lacks = "is busy"
 
+    def __init__(
+        self, monitor: FailureMonitor, what: str, missing: Callable[[], Sequence[int]] | None = None
+    ) -> None:
+        """``missing`` lists the ranks that are known to be waited for."""
+        super().__init__(monitor, what)
+        self._missing = missing
+
+    def need(self) -> Need:
+        """Say whom it needs, where that is known."""
+        return NOBODY if self._missing is None else Need(ranks=list(self._missing()))
+
     def topic(self, answers: Answers) -> str:
         """Name it by the first rank that waits, which is the same for all that do."""
         waiting = {r: answer["waiting"] for r, answer in answers.items() if answer["waiting"]}
@@ -585,14 +738,17 @@ class OutsideCall(AllOthers):
 
 
 @contextlib.contextmanager
-def watched(what: str) -> Iterator[Callable[[], object]]:
+def watched(
+    what: str, missing: Callable[[], Sequence[int]] | None = None
+) -> Iterator[Callable[[], object]]:
     """Watch over a wait in the block, which calls what it is given now and then; that may raise.
 
+    ``missing`` lists the ranks of the world that it waits for, where that is known.
     Nothing happens where nobody watches the run.
     """
     monitor = PROCESS.monitor
     if monitor is None:
         yield lambda: None
         return
-    with Watch(monitor, OutsideCall(monitor, what), monitor.limit) as watch:
+    with BoundedWait(monitor, OutsideCall(monitor, what, missing), monitor.limit) as watch:
         yield watch.look

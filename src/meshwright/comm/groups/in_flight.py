@@ -21,7 +21,7 @@ from meshwright.comm.streams import Event, captures, current_stream, is_capturin
 
 if TYPE_CHECKING:
     from meshwright.comm.collectives import Communicator
-    from meshwright.comm.failures.operations import Issued
+    from meshwright.comm.failures.waiting import Issued
 
 
 class Asked(Protocol):

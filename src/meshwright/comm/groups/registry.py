@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from meshwright.comm.c10d.checking import CallChecks
     from meshwright.comm.collectives import Communicator
     from meshwright.comm.failures.failure import FailureMonitor
-    from meshwright.comm.failures.watching import Watcher
+    from meshwright.comm.failures.watchdog import Watchdog
     from meshwright.comm.graphs.marks import MarkedModel
     from meshwright.comm.graphs.units import TracedRoot
 
@@ -76,8 +76,10 @@ class ProcessState:
     """The phases that the main thread is in, outermost first."""
     monitor: FailureMonitor | None = None
     """Publishes this rank's failure and answers for it; None before `connect`."""
-    watcher: Watcher | None = None
+    watcher: Watchdog | None = None
     """Watches this process and its neighbors, as long as there is a monitor."""
+    issuers: set[int] = field(default_factory=set)
+    """Threads that have issued operations, by their numbers."""
     flights: Flights = field(default_factory=Flights)
     """Operations of devices that are under way."""
     stopped: CommunicationError | None = None
@@ -113,7 +115,7 @@ class ProcessState:
     holding: threading.RLock = field(default_factory=threading.RLock)
     """Whoever changes ``held`` has this; a fork waits for it."""
 
-    def enter(self, monitor: FailureMonitor, watcher: Watcher) -> None:
+    def enter(self, monitor: FailureMonitor, watcher: Watchdog) -> None:
         """Enter a run, in which ``monitor`` speaks for this process and ``watcher`` looks on."""
         self.monitor, self.watcher = monitor, watcher
 
@@ -121,7 +123,7 @@ class ProcessState:
         """Tell the run nothing more; this process is still watched."""
         self.monitor = None
 
-    def leave(self) -> tuple[FailureMonitor | None, Watcher | None]:
+    def leave(self) -> tuple[FailureMonitor | None, Watchdog | None]:
         """Leave the run; returns the monitor and the watcher, which the caller stops."""
         found = self.monitor, self.watcher
         self.monitor = self.watcher = None
@@ -149,7 +151,7 @@ class ProcessState:
             return
         self.has_refused = True
         if self.monitor is not None:
-            self.monitor.note_raised()
+            self.monitor.has_raised = True
         # Raised many times: old tracebacks would pile up and keep the tensors of their frames.
         raise self.stopped.with_traceback(None)
 

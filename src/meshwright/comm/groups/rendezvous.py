@@ -23,10 +23,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from meshwright.comm.failures.clock import carry_out
 from meshwright.comm.failures.failure import FailureMonitor
+from meshwright.comm.failures.status import one_line
+from meshwright.comm.failures.store import carry_out
 from meshwright.comm.failures.waiting import LINE_EVERY, UNSEEN
-from meshwright.comm.failures.whereabouts import one_line
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.environment import cluster
 from meshwright.errors import CommunicationError
@@ -135,20 +135,20 @@ def sign_in(
     """
     ranks, rank, world_size = monitor.ranks, monitor.rank, monitor.world_size
     monitor.sign_in(entry)
-    clock, roll = monitor.clock, ranks.roll
+    clock = monitor.clock
     begun, lines = clock.now(), 0
     limit = UNSEEN if timeout is None else timeout
-    while not roll.entries:
+    while not ranks.entries:
         until = min(limit, LINE_EVERY * (lines + 1))
-        roll.wait(max(0.0, begun + until - clock.now()))
+        ranks.wait(max(0.0, begun + until - clock.now()))
         monitor.check()
         waited = clock.now() - begun
-        if roll.entries or waited < until:
+        if ranks.entries or waited < until:
             continue
         lines += 1
         if waited < limit and monitor.board.add(f"reports/roll/{lines}", 1) > 1:
             continue
-        names = f"rank {', '.join(map(str, roll.absent()))}"
+        names = f"rank {', '.join(map(str, ranks.absent()))}"
         if waited >= limit:
             raise CommunicationError(
                 f"rank {rank} waited {limit:g} s for {world_size} ranks: {names} did not come: "
@@ -156,4 +156,4 @@ def sign_in(
                 "one MASTER_ADDR and MASTER_PORT"
             )
         _log.warning("%s has not come after %.0f s: the others wait", names, waited)
-    return list(roll.entries)
+    return list(ranks.entries)

@@ -101,7 +101,8 @@ def _await_first(
     store: dist.Store, ranks: Sequence[int], limit: float, known: Mapping[int, tuple[int, int]]
 ) -> None:
     pause, look_at = 0.0002, time.monotonic() + LOOK_EVERY
-    with watched(f"the opening of the group of ranks {_listed(ranks)}") as look:
+    what = f"the opening of the group of ranks {_listed(ranks)}"
+    with watched(what, lambda: ranks[:1]) as look:
         while not store.check([ARENA]):
             now = time.monotonic()
             if now >= look_at:
@@ -125,7 +126,9 @@ def _await_all(
     known: Mapping[int, tuple[int, int]],
 ) -> None:
     pause, look_at = 0.0001, time.monotonic() + LOOK_EVERY
-    with watched(f"the opening of the group of ranks {_listed(ranks)}") as look:
+    missing: list[int] = []
+    what = f"the opening of the group of ranks {_listed(ranks)}"
+    with watched(what, lambda: missing) as look:
         while True:
             missing = [
                 number

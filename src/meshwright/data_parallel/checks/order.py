@@ -32,9 +32,9 @@ from typing import Any, NoReturn
 import torch
 
 from meshwright.comm import Communicator
-from meshwright.comm.failures.attendance import Answers
 from meshwright.comm.failures.events import Coming, Registration, wait_for_all
 from meshwright.comm.failures.failure import FailureMonitor
+from meshwright.comm.failures.liveness import Answers
 from meshwright.comm.failures.sameness import first_difference, sides, told
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.comm.observing.late import note

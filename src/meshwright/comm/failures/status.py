@@ -27,6 +27,8 @@ LIBRARIES = (
     os.path.dirname(os.path.abspath(dist.__file__)).removesuffix("distributed"),
 )
 """The folders of Meshwright and of torch: no line of theirs is the user's."""
+_TESTING = os.path.join(LIBRARIES[0], "testing") + os.sep
+_COMMUNICATES = (LIBRARIES[0], os.path.join(LIBRARIES[1], "distributed") + os.sep)
 ENGINE = os.path.join(LIBRARIES[1], "autograd", "graph.py")
 """The file that waits for autograd's engine."""
 _PYTHON = os.path.dirname(os.__file__) + os.sep
@@ -58,8 +60,29 @@ def own_state() -> dict[str, Any]:
         "compiling": _is_compiling(frame) or _is_compiling(hook),
         "excused": any(record.excused_until > now for record in list(PROCESS.phases)),
         "alone": any(record.excused_until == math.inf for record in list(PROCESS.phases)),
+        "threads": _has_another_thread(frames),
         "groups": groups,
     }
+
+
+def _has_another_thread(frames: Mapping[int, FrameType]) -> bool:
+    """Tell whether another thread than the main one may issue what other ranks wait for.
+
+    Such a thread has issued operations before, or is in a call of this library or of
+    `torch.distributed`. It may go on while the main thread waits.
+    """
+    for thread in threading.enumerate():
+        is_ours = thread.name.startswith("meshwright-") or isinstance(
+            thread, threading._DummyThread
+        )
+        if thread is threading.main_thread() or is_ours:
+            continue
+        files = {frame.f_code.co_filename for frame in _frames(frames.get(thread.ident or 0))}
+        # The thread of a simulated device runs what the main thread has issued.
+        is_inside = any(f.startswith(_COMMUNICATES) and not f.startswith(_TESTING) for f in files)
+        if is_inside or thread.ident in PROCESS.issuers:
+            return True
+    return False
 
 
 def _channels() -> list[Communicator]:
@@ -73,10 +96,19 @@ _OF_AN_ANSWER = {
     "excused": bool,
     "alone": bool,
     "leaving": bool,
+    "threads": bool,
     "waiting": dict,
     "groups": dict,
     "described": dict,
     "seen": dict,
+}
+_OF_A_WAIT = {"what": str, "number": int, "need": dict}
+_OF_A_NEED: Mapping[str, type | tuple[type, ...]] = {
+    "ranks": (list, type(None)),
+    "channel": str,
+    "key": str,
+    "number": int,
+    "place": str,
 }
 
 
@@ -85,8 +117,8 @@ def answer_of(text: str | None) -> Mapping[str, Any] | None:
     answer = object_of(text, _OF_AN_ANSWER)
     if answer is None:
         return None
-    collective = answer["waiting"].get("collective")
-    if collective is not None and not _is_numbered(collective):
+    waiting = answer["waiting"]
+    if waiting and not (_has(waiting, _OF_A_WAIT) and _has(waiting["need"], _OF_A_NEED)):
         return None
     for group in answer["groups"].values():
         if not _has(group, {"counts": dict, "last": list}):
@@ -99,11 +131,9 @@ def answer_of(text: str | None) -> Mapping[str, Any] | None:
     return answer
 
 
-def _is_numbered(value: object) -> bool:
-    return isinstance(value, list) and list(map(type, value)) == [str, int]
-
-
-def object_of(text: str | None, keys: Mapping[str, type]) -> dict[str, Any] | None:
+def object_of(
+    text: str | None, keys: Mapping[str, type | tuple[type, ...]]
+) -> dict[str, Any] | None:
     """Read a JSON object that has at least ``keys``, with values of these types; else None.
 
     What lies in the store may be a stranger's.
@@ -115,7 +145,7 @@ def object_of(text: str | None, keys: Mapping[str, type]) -> dict[str, Any] | No
     return found if _has(found, keys) else None
 
 
-def _has(found: object, keys: Mapping[str, type]) -> bool:
+def _has(found: object, keys: Mapping[str, type | tuple[type, ...]]) -> bool:
     return isinstance(found, dict) and all(isinstance(found.get(k), t) for k, t in keys.items())
 
 

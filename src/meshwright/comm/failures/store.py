@@ -2,8 +2,8 @@
 
 A store answers only while its host lives. One that has ended closes the connection; one that is
 stopped leaves a request without an answer, and c10d waits for it without a bound. So requests are
-made by one daemon thread, and those who need them wait for the thread: until `Board.give_up` says
-that the host is lost. Whatever the store does, its users see `RankFailedError` naming the host.
+made by one daemon thread, and those who need them wait for the thread, until
+`StoreClient.give_up` says that the host is lost. Its users see `RankFailedError`, naming the host.
 """
 
 from __future__ import annotations
@@ -11,13 +11,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import queue
 import re
+import threading
+import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
-from meshwright.comm.failures.clock import Arrival, Clock, Store
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.errors import RankFailedError
 from meshwright.torch_internals.distributed import default_store
@@ -26,6 +30,9 @@ if TYPE_CHECKING:
     from meshwright.comm.collectives import Communicator
 
 T = TypeVar("T")
+
+Store = Any
+"""A client of a store: c10d's, or one of a test that counts requests."""
 
 STORE = -1
 """Stands for the host of the store in place of a rank, where that is none of the ranks."""
@@ -41,8 +48,14 @@ _NOTHING = "\x01nothing"
 
 _SERVER = re.compile(r"server=(?!<nullptr>)")
 
+_SLICE = 0.2
+"""Seconds of one wait for the thread; after each, whether it can still answer is looked at."""
 
-class Board:
+_NEVER = timedelta(days=1)
+"""c10d's bound of a wait in the server. c10d prints a warning where one passes."""
+
+
+class StoreClient:
     """The keys of a store, for all threads of this process.
 
     Every method raises `RankFailedError` when the store's host is lost: `host` says who that is.
@@ -102,21 +115,9 @@ class Board:
         """Have the thread call ``work`` when it comes to it; nobody waits."""
         self._worker.later(work)
 
-    def learn_host(self, rank: int) -> None:
-        """Learn that the store lives in the process of ``rank``."""
-        self.host = rank
-
-    def begin_looking(self, look: Callable[[], None]) -> None:
-        """Have the thread call ``look`` now and then."""
-        self.look = look
-
-    def end_looking(self) -> None:
-        """Stop calling `look` in the thread; it still does what it is given."""
-        self.look = None
-
     def stop(self) -> None:
         """End the thread after what it has been given, unless the store is silent."""
-        self.end_looking()
+        self.look = None
         self._worker.stop(0.1 if self.lost is not None else 5.0)
 
     # ---------------------------------------------------------------- requests
@@ -129,6 +130,10 @@ class Board:
         """Find the value under ``key``; None when there is none."""
         return self._request(lambda: self._found(key))
 
+    def multi_get(self, keys: Sequence[str]) -> list[str]:
+        """Read the values under ``keys``, all of which are there, in one request."""
+        return self._request(lambda: list(map(_text, self._store.multi_get(list(keys)))))
+
     def check(self, keys: Sequence[str]) -> bool:
         """Tell whether all ``keys`` have values."""
         return self._request(lambda: self._store.check(list(keys)))
@@ -139,7 +144,7 @@ class Board:
 
     def append(self, key: str, value: str) -> None:
         """Put ``value`` behind what stands under ``key``."""
-        self._request(lambda: self._store.append(key, value))  # pyrefly: ignore[missing-attribute]
+        self._request(lambda: self._store.append(key, value))
 
     def arrival(self, key: str) -> Arrival:
         """Begin to wait for ``key`` in the server, where nobody else is kept waiting.
@@ -181,8 +186,7 @@ class Board:
         """
         try:
             self._given.check(["host"])  # raises at once where the host has gone
-            client: Store = self._given.clone()  # pyrefly: ignore[missing-attribute]
-            return client
+            return self._given.clone()
         except RuntimeError as error:
             # A store that is written in Python has no `clone`; it is shared, and has its own locks.
             if "pure virtual function" not in str(error):
@@ -250,7 +254,7 @@ class Notices:
         return self._board.get(f"{self._prefix}/{key}") or None
 
 
-def _board(communicator: Communicator) -> Board:
+def _board(communicator: Communicator) -> StoreClient:
     """Find the run's board, or one kept with the communicator where nobody watches the run."""
     if PROCESS.monitor is not None:
         return PROCESS.monitor.board
@@ -258,8 +262,8 @@ def _board(communicator: Communicator) -> Board:
         # The store of ranks that are no processes answers nothing.
         is_fake = communicator.backend == "fake"
         store = dist.HashStore() if is_fake else default_store()
-        communicator.kept["board"] = Board(store, host=STORE)
-    board: Board = communicator.kept["board"]
+        communicator.kept["board"] = StoreClient(store, host=STORE)
+    board: StoreClient = communicator.kept["board"]
     return board
 
 
@@ -282,7 +286,7 @@ class Gathering:
         rank ──line──> key/said ──one more──> key ──the last of all──> key/all
     """
 
-    def __init__(self, board: Board, key: str, size: int) -> None:
+    def __init__(self, board: StoreClient, key: str, size: int) -> None:
         self.key = key
         self._board, self._size = board, size
         self._arrival: Arrival | None = None
@@ -321,3 +325,118 @@ class Gathering:
         """Remove all of it, when every rank has come, waited and read."""
         for key in (f"{self.key}/said", f"{self.key}/all", self.key):
             self._board.delete_key(key)
+
+
+# ---------------------------------------------------------------- time and threads
+
+
+class Clock:
+    """The system's time and threads."""
+
+    def now(self) -> float:
+        """Return seconds on a clock that only goes forward."""
+        return time.monotonic()
+
+    def wall(self) -> float:
+        """Return seconds on a clock that all hosts roughly share."""
+        return time.time()
+
+    def sleep(self, seconds: float) -> None:
+        """Pause this thread."""
+        time.sleep(seconds)
+
+    def worker(self, look: Callable[[], object], every: float) -> Worker:
+        """Begin a thread that does what it is given, and calls ``look`` every so many seconds."""
+        return Worker(look, every)
+
+    def arrival(self, store: Store, key: str, done: Callable[[], None]) -> Arrival:
+        """Begin to wait for ``key`` in the server, through ``store``, a client that nobody uses.
+
+        ``done`` is called when the client is free again.
+        """
+        return Arrival(store, key, done)
+
+
+class Worker:
+    """A daemon thread: whoever waits in vain for an answer of a store can leave it behind."""
+
+    def __init__(self, look: Callable[[], object], every: float) -> None:
+        self._look = look
+        self._every = every
+        self._has_stopped = False
+        self._orders: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._main, name="meshwright-board", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Callable[[], T], refuse: Callable[[], None]) -> T:
+        """Have ``work`` done and return its value; ``refuse`` may raise meanwhile."""
+        if self._has_stopped or threading.current_thread() is self._thread:
+            return work()
+        order: Future[T] = Future()
+        self._orders.put(functools.partial(carry_out, work, order))
+        while not wait([order], timeout=_SLICE).done:
+            refuse()
+        return order.result()
+
+    def later(self, work: Callable[[], object]) -> None:
+        self._orders.put(functools.partial(carry_out, work, Future()))
+
+    def stop(self, seconds: float) -> None:
+        self._orders.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=seconds)
+        self._has_stopped = not self._thread.is_alive()
+
+    def _main(self) -> None:
+        next_look = time.monotonic() + self._every
+        while True:
+            try:
+                order = self._orders.get(timeout=max(0.0, next_look - time.monotonic()))
+                if order is None:
+                    return
+                order()
+            except queue.Empty:
+                pass
+            if time.monotonic() >= next_look:
+                self._look()
+                next_look = time.monotonic() + self._every
+
+
+class Arrival:
+    """A key of a store that is waited for in the server: one request, however long it takes."""
+
+    def __init__(self, store: Store, key: str, done: Callable[[], None]) -> None:
+        self._store = store
+        self._key = key
+        self._done = done
+        self.has_come = False
+        """True when the key is there."""
+        self._bell = threading.Event()
+        threading.Thread(target=self._main, name="meshwright-arrival", daemon=True).start()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the key, a `nudge`, or ``seconds``; tells whether the key is there."""
+        if not self.has_come:
+            self._bell.wait(seconds)
+            self._bell.clear()
+        return self.has_come
+
+    def nudge(self) -> None:
+        """End a wait of the thread that waits, or the next one: there is something to look at."""
+        self._bell.set()
+
+    def _main(self) -> None:
+        # A store that cannot be reached any more is for the board to find: it keeps asking.
+        with contextlib.suppress(RuntimeError):
+            self._store.wait([self._key], _NEVER)
+            self._done()
+            self.has_come = True
+            self._bell.set()
+
+
+def carry_out(work: Callable[[], T], order: Future[T]) -> None:
+    """Do ``work``, and give its value or error to those who wait for ``order``."""
+    try:
+        order.set_result(work())
+    except BaseException as error:  # whoever waits gets it
+        order.set_exception(error)
