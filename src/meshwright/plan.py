@@ -64,7 +64,7 @@ class PipelinePlan:
     microbatches: Annotated[int, AtLeast(1)] = 1
     """Equal parts of each rank's batch, which pass through the stages one after another."""
     split: Literal["auto", "parameters"] | tuple[str, ...] = "auto"
-    """First modules of the stages by name, or stages balanced by cost (auto) or by parameters."""
+    """auto balances by cost, parameters by their number; or names of the stages' first modules."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +98,9 @@ class TrainPlan:
     compile: bool = False
     """Compile the model, its stages, or each unit of axis shard with `torch.compile`."""
     batch_norm: Literal["local", "sync"] | None = None
-    """Statistics of each rank's own share or of all ranks; required for BatchNorm on data axes."""
+    """Statistics of each rank's share (local) or of all; required for BatchNorm on data axes."""
     dropout: Literal["local", "global"] = "local"
-    """Each rank draws its own masks, or any layout draws those of one process."""
+    """local: each rank draws its own masks; global: every layout draws those of one process."""
     per_rank: tuple[str, ...] = ()
     """Patterns of modules that draw on each rank although dropout is global."""
     seed: Annotated[int, AtLeast(0)] = 0
