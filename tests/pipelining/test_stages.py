@@ -341,6 +341,8 @@ def body_edges() -> None:
             (Source(0, 0),), (("scale", Source(None, "factor")), ("shift", Source(None, 1)))
         ),
     ]
+    with pytest.raises(ValueError, match="edges of all 3 stages, found 2"):
+        PipelineStage(layers[world.rank], world.rank, 3, CPU, edges=edges)
     stage = PipelineStage(layers[world.rank], world.rank, world.size, CPU, edges=edges)
     schedule = ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
     x, shift, target = torch.randn(3, 4, 8)

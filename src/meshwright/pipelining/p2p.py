@@ -54,8 +54,8 @@ from meshwright.schedule.actions import SEND_F, Schedule
 Contents = dict[str, Any]
 Sent = list[tuple[Pending, torch.Tensor]]
 """Sends in flight, each with the memory that it reads from."""
-Known = dict[object, tuple[int, ...]]
-"""A stage's ids, by its inputs."""
+IdCache = dict[object, tuple[int, ...]]
+"""The ids of a stage's outputs by microbatch, by what they follow from."""
 
 ROOM = 512
 """Bytes in a control message."""
@@ -264,7 +264,7 @@ class StepIds:
         stages: Mapping[int, PipelineStage],
         schedule: Schedule,
         batch: Microbatches,
-        cache: Known,
+        cache: IdCache,
         *,
         training: bool,
     ) -> None:
@@ -359,7 +359,7 @@ class Transport:
         self.channels = P2PChannels(communicator, pairs, number)
         self.control = ControlMessages(communicator, number)
         self.signatures = SignatureCache()
-        self.ids: Known = {}
+        self.ids: IdCache = {}
         self.can_look = communicator.backend != "gloo"
         """True when checking that a send has completed is cheap."""
         self.posts_ahead = communicator.is_on_host and not self.can_look
