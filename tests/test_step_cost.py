@@ -14,7 +14,7 @@ MOST = {"replicate": 90, "fully_shard": 1798, "1F1B": 323, "Trainable": 196}
 WALKS = {
     "fully_shard": Walk(above=147, files_above=19, functions=188, files=31),
     "replicate": Walk(above=80, files_above=14, functions=96, files=21),
-    "1F1B": Walk(above=103, files_above=17, functions=126, files=22),
+    "1F1B": Walk(above=64, files_above=8, functions=87, files=13),
 }
 
 
