@@ -21,6 +21,10 @@ from meshwright.testing import Ranks, RanksFailed
 from support.internals.axes import Axes
 from support.internals.comm import Unreadable
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # of what else torch loads with it
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
 SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "zb1p", "zbv", "dualpipev")
 RULES = {"layers.*.0": "colwise_gathered", "head": "colwise_gathered"}
 STEPS = 3
@@ -116,6 +120,10 @@ def step_in_backward(model: nn.Module) -> None:
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(step)
+
+
+def stepped_by_torch(model: nn.Module) -> None:
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
 
 
 def gradients_anew(model: nn.Module) -> None:
@@ -265,7 +273,7 @@ def test_flat_gradients_of_shards_are_what_hooks_have_made_of_them(ranks: Ranks)
 def body_hooks_on_gradients() -> None:
     plan = plan_of("zbv", pipeline=2)
     for kind in (Chain, Graph, Tied):
-        for change in (hooks_on_gradients, step_in_backward):
+        for change in (hooks_on_gradients, step_in_backward, stepped_by_torch):
             with pytest.raises(
                 PlanError, match=r"parameter '\w.*weight' has a hook on its gradient"
             ):

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from meshwright.comm.dtensors.after_hooks import has_after_hooks
 from meshwright.composition.pipelines.stages import CutModel
 from meshwright.errors import LayoutError
 from meshwright.torch_internals.autograd import after_hooks_of, backward_hooks_of
-from meshwright.torch_internals.modules import HOOKS
+from meshwright.torch_internals.modules import HOOKS, STEPPERS
 
 
 class CutGuard:
@@ -85,23 +86,25 @@ class CutGuard:
                 )
         for parameter, count, name in self._parameters:
             after = after_hooks_of(parameter)
-            if backward_hooks_of(parameter) or (after and len(after) > count):
+            is_hooked = backward_hooks_of(parameter) or (after and len(after) > count)
+            if is_hooked or STEPPERS in vars(parameter):
                 raise LayoutError(hooked(name))
 
 
 def hooked(name: str) -> str:
     """The text of the error for hooks on a parameter's gradient."""
     return (
-        f"parameter {name!r} has a hook on its gradient. A backward under axis pipeline has the "
-        "gradient of one microbatch on one rank, which the hook would take for the whole: remove "
-        "the hook, and change the gradients of `Trainable.named_parameters` between "
-        "forward_backward and optimizer_step, or clip them by [train] clip_norm"
+        f"parameter {name!r} has a hook on its gradient, or an optimizer that steps in the "
+        "backward. A backward under axis pipeline has the gradient of one microbatch on one rank, "
+        "which the hook would take for the whole: remove it, and change the gradients of "
+        "`Trainable.named_parameters` between forward_backward and optimizer_step, or clip them by "
+        "[train] clip_norm"
     )
 
 
 def hooked_parameters(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     """List the names of parameters that have hooks on their gradients."""
-    return [name for name, p in named if backward_hooks_of(p) or after_hooks_of(p)]
+    return [name for name, p in named if backward_hooks_of(p) or has_after_hooks(p)]
 
 
 def _called(name: str, part: nn.Module) -> str:
