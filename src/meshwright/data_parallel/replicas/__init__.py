@@ -3,12 +3,12 @@
 Bottom-up:
 
     gradient_bucket  a bucket as a communication hook sees it
-    bucket_layout    the gradients that are reduced together, and their order
-    static_graph     the check that every pass uses what the first one used
     low_precision    computation in a narrower dtype
     options          the options of `replicate` and `DistributedDataParallel`
+    bucket_layout    the gradients that are reduced together, and their order
     buckets          the reductions: several gradients in one buffer, a large or a sparse one alone
-    reducer          hooks that count gradients in, and the reductions
+    static_graph     the check that every pass uses what the first one used
+    reducer          hooks that count gradients in, and launch the reductions
     traced           a replica under `torch.compile`
     replica          the state of a module that is kept equal, around its reducer
     join             ranks that have run out of batches

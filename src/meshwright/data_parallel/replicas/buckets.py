@@ -100,6 +100,10 @@ class Reduction(ABC):
         self.arrived[:] = self.taken[:] = bytes(len(self.parameters))
         self.known = None
 
+    def begin(self) -> None:
+        """Look at what a backward pass that begins finds: called where the layout is alone."""
+        return
+
     def used(self) -> Sequence[bool]:
         """By parameter, whether this rank has a gradient, where others need to know."""
         return ()

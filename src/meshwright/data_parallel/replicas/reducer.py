@@ -48,7 +48,6 @@ from meshwright.data_parallel.distributed_parameters import (
 )
 from meshwright.data_parallel.replicas.bucket_layout import BucketLayout, plan_buckets, slot_of
 from meshwright.data_parallel.replicas.buckets import (
-    LargeGradient,
     Reduction,
     build_reductions,
     came_empty,
@@ -320,7 +319,7 @@ class GradientReducer:
             self._by_end = sorted(self.buckets, key=lambda bucket: bucket.layout.is_sparse)
         self._extra = self.buckets[-1].extra if self.buckets else None
         """The numbers behind the gradients by which all ranks know of each other's passes."""
-        self._large = [each for each in self.buckets if isinstance(each, LargeGradient)]
+        self._large = [bucket for bucket in self.buckets if bucket.layout.is_alone]
         self._homes: list[tuple[Reduction, int] | None] = [None] * len(self._parameters)
         counted: list[tuple[bytearray, int, int] | None] = [None] * len(self._parameters)
         for number, bucket in enumerate(self.buckets):
