@@ -146,6 +146,8 @@ def test_every_type_is_read() -> None:
         ("inner = 3", "key 'inner': expected a table, found 3"),
         ("name = 1979-05-27", "key 'name': expected text in quotes"),
         ("table = { a = 1979-05-27 }", "another value, found 1979-05-27"),
+        ("names = [{ a = 1979-05-27 }]", "another value, found 1979-05-27"),
+        ("names = [{ a = 1 }]", "key 'names': expected text, found the table { a = 1 }"),
         ("plan = 3", "unknown key 'plan'"),
         ("origin = {}", "unknown table [origin]"),
         ("count = 9223372036854775808", "expected a number of at most 64 bits, found"),

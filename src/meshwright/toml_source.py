@@ -247,21 +247,24 @@ def _usable(value: object, key: Key, problems: list[Problem]) -> Any:  # noqa: A
 
 
 def _remove(data: dict[str, Any], key: Key) -> None:
-    for part in key[:-1]:
-        data = data.get(part, {})
-    data.pop(key[-1] if key else "", None)
+    """Take a key out, or the outer one that holds it in a list."""
+    for length, part in enumerate(key, 1):
+        inner = data.get(part)
+        if length == len(key) or not isinstance(inner, dict):
+            data.pop(part, None)
+            return
+        data = inner
 
 
 def _validated(data: dict[str, Any], kind: type[T]) -> tuple[T | None, list[Problem]]:
     """Make a ``kind`` of a tree, or list what hinders that."""
     from pydantic import ValidationError
 
-    tree, inline = dict(data), [""]
+    tree = dict(data)
     for item, hint in fields_of(kind):
         if marked(hint, Inline):
             keys = keys_of(cast(type, unmarked(hint)))
             tree[item.name] = {name: tree.pop(name) for name in keys if name in tree}
-            inline.append(item.name)
     try:
         return adapter(kind).validate_json(json.dumps([tree], default=str))[0], []
     except ValidationError as error:
@@ -324,7 +327,9 @@ def _problem(
         return Problem(key, f"missing {_named(key)}")
     words: list[str] = []
     for each in errors:
-        expected = _EXPECTED.get(each["type"], each["msg"]).format_map(each.get("ctx", {}))
+        expected = each["msg"]
+        if each["type"] in _EXPECTED:
+            expected = _EXPECTED[each["type"]].format_map(each.get("ctx", {}))
         words += re.split(", | or ", expected.replace("'", '"')) if "'" in expected else [expected]
     if first["type"] == "missing":
         words = ["another item"]
