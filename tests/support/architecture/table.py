@@ -81,7 +81,7 @@ ROOM_LINES: dict[str, int] = {
     "tensor_parallel": 3334,
     "testing": 3447,
     "timeline": 242,
-    "toml_source": 550,
+    "toml_source": 555,
     "torch_internals": 1420,
 }
 
