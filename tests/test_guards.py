@@ -15,8 +15,8 @@ SOURCE = ROOT / "src" / "meshwright"
 COLUMNS = {"name", "promise", "class", "place", "step", "test"}
 CLASSES = {"A", "B", "C", "D"}
 
-SHARE = 0.117
-"""The share of guards in the lines of `src`: at most 15 % is the aim. Each reduction lowers it."""
+SHARE, LINES = 0.15, 9834
+"""The most share of guards in the lines of `src`, and their lines. Each reduction lowers these."""
 
 GUARDS: list[dict[str, Any]] = tomllib.loads((TESTS / "guards.toml").read_text("utf-8"))["guard"]
 
@@ -106,6 +106,7 @@ def test_guards_are_a_bounded_share_of_the_source() -> None:
     lines = len(lines_of_all(GUARDS))
     share = lines / total
     assert share <= SHARE, f"guards have {lines} lines of {total}, which is {share:.2%}"
+    assert lines <= LINES
 
 
 def test_what_does_not_exist_has_no_lines() -> None:
