@@ -22,7 +22,7 @@ from torch import nn
 
 from meshwright.comm import connect
 from meshwright.testing import Ranks
-from support.internals.recipes import Outcome, read_config, train
+from support.internals.recipes import RunOutcome, read_config, train
 from support.recipes.runs import CONFIG, write_text
 
 ROOT = Path(__file__).parents[1]
@@ -100,7 +100,7 @@ def test_the_example_of_hugging_face_is_loaded_by_it(ranks: Ranks, tmp_path: Pat
     assert (tmp_path / "exported/config.json").exists()
 
 
-def run_of(name: str, folder: Path, *overrides: str) -> Outcome:
+def run_of(name: str, folder: Path, *overrides: str) -> RunOutcome:
     """A run of a configuration of examples/ on this rank."""
     given = [f"run.folder={folder / 'run'}", *overrides]
     return train(read_config(EXAMPLES / name, given), connect(), lambda line: None)

@@ -23,7 +23,7 @@ from torch.utils import data as of_torch
 from meshwright.comm import communicator
 from meshwright.errors import CommunicationError
 from meshwright.randomness import name_seed
-from meshwright.sampling import PackedSampler, Piece, Sampler, whole_number
+from meshwright.sampling import PackedSampler, Sampler, TokenRange, whole_number
 
 __all__ = ["DataLoader", "Dataset", "PackedDataLoader"]
 
@@ -267,7 +267,7 @@ class PackedDataLoader(DataLoader[dict[str, Tensor]]):
                 return len(_tokens_of(documents[document]))
 
         find = read if self._lengths is None else self._lengths.__getitem__
-        return _Rows(
+        return _DocumentRows(
             find,
             self._size,
             self.row_length,
@@ -292,7 +292,7 @@ class _Samples(Sampler):
         return list(enumerate(self.next_indices(), first))
 
 
-class _Rows(PackedSampler):
+class _DocumentRows(PackedSampler):
     """An order of documents, drawn as rows of pieces."""
 
     def draw(self) -> list[object]:
@@ -359,14 +359,14 @@ class _RowReader(_Reader):
     """A reader of rows."""
 
     def _sample(self, drawn: object) -> object:
-        pieces = cast("list[Piece]", drawn)
+        pieces = cast("list[TokenRange]", drawn)
         tokens = torch.cat([self._piece(piece) for piece in pieces])
         counts = (piece.end - piece.begin for piece in pieces)
         places = torch.cat([torch.arange(count, device=tokens.device) for count in counts])
         labels = tokens.where(places > 0, IGNORED)
         return {"input_ids": tokens, "position_ids": places, "labels": labels}
 
-    def _piece(self, piece: Piece) -> Tensor:
+    def _piece(self, piece: TokenRange) -> Tensor:
         document = _tokens_of(self._read(piece.place, piece.document))
         count = len(document)
         if count != piece.length:

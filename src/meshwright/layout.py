@@ -161,7 +161,7 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FlatPiece:
     """The part of one tensor that lies in one shard of a flat line."""
 
     index: int
@@ -384,20 +384,20 @@ class FlatLayout(LineLayout):
             raise LayoutError(f"expected a part from 0 to {self.parts - 1}, found {part}")
         return part * self.shard_size, (part + 1) * self.shard_size
 
-    def owned(self, part: int) -> tuple[Piece, ...]:
+    def owned(self, part: int) -> tuple[FlatPiece, ...]:
         """List the pieces of tensors that lie in shard ``part``, in order, without empty ones."""
         begin, end = self.shard_range(part)
-        pieces: list[Piece] = []
+        pieces: list[FlatPiece] = []
         for index in range(max(bisect_right(self.offsets, begin) - 1, 0), len(self.offsets)):
             first, last = self.range(index)
             if first >= end:
                 break
             start, stop = max(first, begin), min(last, end)
             if start < stop:
-                pieces.append(Piece(index, start - first, stop - first, start - begin))
+                pieces.append(FlatPiece(index, start - first, stop - first, start - begin))
         return tuple(pieces)
 
-    def boxes(self, piece: Piece) -> list[Box]:
+    def boxes(self, piece: FlatPiece) -> list[Box]:
         """List the boxes of the piece in its tensor; see the function ``boxes``."""
         return boxes(self.shapes[piece.index], piece.start, piece.stop)
 

@@ -41,7 +41,7 @@ class ReferenceRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class RunDifference:
     """The first tensor in which two runs differ by more than was allowed."""
 
     kind: str
@@ -165,7 +165,7 @@ def record(trainee: Trainee, batches: Batches, *, dtype: torch.dtype | None = No
 
 def first_difference(
     parallel: ReferenceRun, reference: ReferenceRun, tolerance: float
-) -> Difference | None:
+) -> RunDifference | None:
     """Find the first loss, gradient, norm or weight whose relative error exceeds ``tolerance``.
 
     Compared in order: for each step the loss, the gradients and the norm of all of them; at the
@@ -178,9 +178,9 @@ def first_difference(
 
 def _differences(
     parallel: ReferenceRun, reference: ReferenceRun, tolerance: float
-) -> Iterator[Difference]:
+) -> Iterator[RunDifference]:
     steps = len(reference.losses)
-    number = partial(Difference, name="", tolerance=tolerance)
+    number = partial(RunDifference, name="", tolerance=tolerance)
     if len(parallel.losses) != steps:
         note = f"{len(parallel.losses)} steps against {steps}"
         yield number(kind="loss", step=0, error=math.inf, note=note)
@@ -188,20 +188,20 @@ def _differences(
     for step in range(steps):
         loss, expected = (run.losses[step] for run in both)
         yield number(kind="loss", step=step, error=_number_error(loss, expected))
-        make = partial(Difference, kind="gradient", step=step, tolerance=tolerance)
+        make = partial(RunDifference, kind="gradient", step=step, tolerance=tolerance)
         yield from _tensor_differences(make, *(run.gradients[step] for run in both))
         norm, expected = (run.norms[step] for run in both)
         if norm is not None and expected is not None:
             yield number(kind="norm", step=step, error=_number_error(norm, expected))
-    make = partial(Difference, kind="weight", step=max(steps - 1, 0), tolerance=tolerance)
+    make = partial(RunDifference, kind="weight", step=max(steps - 1, 0), tolerance=tolerance)
     yield from _tensor_differences(make, parallel.weights, reference.weights)
 
 
 def _tensor_differences(
-    make: Callable[..., Difference],
+    make: Callable[..., RunDifference],
     found: Mapping[str, torch.Tensor],
     wanted: Mapping[str, torch.Tensor],
-) -> Iterator[Difference]:
+) -> Iterator[RunDifference]:
     floor = FLOOR * max((_largest(tensor) for tensor in wanted.values()), default=0.0)
     for name in [*wanted, *(name for name in found if name not in wanted)]:
         error, note = math.inf, ""

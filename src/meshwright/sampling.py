@@ -162,7 +162,7 @@ class Sampler:
         return self
 
 
-class Piece(NamedTuple):
+class TokenRange(NamedTuple):
     """The tokens ``begin`` to ``end`` of a document, in a row."""
 
     place: int
@@ -227,15 +227,15 @@ class PackedSampler:
         """The number of completed epochs."""
         return self._position // self.documents
 
-    def next_rows(self) -> list[list[Piece]]:
+    def next_rows(self) -> list[list[TokenRange]]:
         """Return the pieces of this rank's rows of the next global batch, and advance by one batch.
 
         Raises ``ValueError`` when no document has a token, or the cursor is past the end of one.
         """
         return [self._next_row() for _ in range(self.batch_size)][self._own]
 
-    def _next_row(self) -> list[Piece]:
-        pieces: list[Piece] = []
+    def _next_row(self) -> list[TokenRange]:
+        pieces: list[TokenRange] = []
         missing, empty = self.row_length, 0
         while missing:
             place, document, length = self._document()
@@ -247,7 +247,7 @@ class PackedSampler:
                 )
             end = min(length, begin + missing)
             if end > begin:
-                pieces.append(Piece(place, document, begin, end, length))
+                pieces.append(TokenRange(place, document, begin, end, length))
             empty = 0 if end > begin else empty + 1
             if empty > self.documents:
                 raise ValueError(f"none of the {self.documents} documents has a token")

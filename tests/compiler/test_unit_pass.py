@@ -11,14 +11,24 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from meshwright.errors import InternalError
-from support.internals.comm import DRIVE, FREE, REDUCE, SEND, START, UNSHARD, WHOLE, Part, UnitForm
+from support.internals.comm import (
+    DRIVE,
+    FREE,
+    REDUCE,
+    SEND,
+    START,
+    UNSHARD,
+    WHOLE,
+    UnitForm,
+    UnitPart,
+)
 from support.internals.compiler import check_units, keep_apart, place_units
 
 SIZE = 4
 
 
 def form(name: str, *around: int) -> UnitForm:
-    part = Part(0, 0, (SIZE, SIZE), trains=True)
+    part = UnitPart(0, 0, (SIZE, SIZE), trains=True)
     return UnitForm(name, around, (("float32", SIZE * SIZE),), (part,), has_backward=True)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.comm import connect
 from meshwright.testing import Ranks
-from support.internals.recipes import Outcome, read_config, train
+from support.internals.recipes import RunOutcome, read_config, train
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train.toml"
 
@@ -20,7 +20,7 @@ LAYOUTS = {
 }
 
 
-def train_briefly(folder: Path, layout: str) -> Outcome:
+def train_briefly(folder: Path, layout: str) -> RunOutcome:
     overrides = [
         *LAYOUTS[layout],
         f"run.folder={folder}",

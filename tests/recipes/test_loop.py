@@ -27,7 +27,7 @@ from meshwright.report import read_chrome_trace, read_metrics
 from meshwright.report import read_run as report_of
 from meshwright.testing import Ranks
 from support.checkpoint.jobs import job
-from support.internals.recipes import Outcome, flops_a_token, train
+from support.internals.recipes import RunOutcome, flops_a_token, train
 from support.recipes.runs import (
     FailingTracker,
     losses,
@@ -66,7 +66,7 @@ def test_a_run_leaves_metrics_checkpoint_summary_and_trace(ranks: Ranks, tmp_pat
     assert "validation_loss" in (folder / "metrics.jsonl").read_text()
 
 
-def run_large_on_rank_1(folder: Path) -> Outcome:
+def run_large_on_rank_1(folder: Path) -> RunOutcome:
     if connect().rank == 1:
         torch.ones(2**26)  # 256 MiB, which the other rank does not have
     return run_tiny(folder, "axes.shard=2", "run.peak_tflops=0.001")
@@ -177,7 +177,7 @@ def test_the_loss_falls(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def test_numbers_do_not_depend_on_the_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    outcomes: list[Outcome] = []
+    outcomes: list[RunOutcome] = []
     for count in (1, 2, 4):
         folder = tmp_path / str(count)
         folder.mkdir()
@@ -236,7 +236,7 @@ def test_a_folder_that_another_run_writes_to_is_refused(ranks: Ranks, tmp_path: 
 IN_DOUBLE = ("precision.parameters=float64", "train.clip_norm=0.5")
 
 
-def go_on(folder: Path, *overrides: str) -> Outcome:
+def go_on(folder: Path, *overrides: str) -> RunOutcome:
     return run_tiny(folder, *IN_DOUBLE, *overrides, "run.accept_changes=true")
 
 

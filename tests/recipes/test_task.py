@@ -18,7 +18,7 @@ from meshwright.comm import connect
 from meshwright.errors import PlanError
 from meshwright.testing import Ranks, RanksFailed
 from support.internals.recipes import (
-    Outcome,
+    RunOutcome,
     TrainConfig,
     cross_entropy,
     sketch,
@@ -39,7 +39,7 @@ def config_of(folder: Path, *overrides: str) -> TrainConfig:
     return read(CONFIG, TrainConfig, source="own.toml", overrides=given)
 
 
-def run_own(folder: Path, *overrides: str) -> Outcome:
+def run_own(folder: Path, *overrides: str) -> RunOutcome:
     return train(config_of(folder, *overrides), connect(), lambda line: None)
 
 
@@ -131,7 +131,7 @@ def test_a_row_of_tokens_is_read_in_windows(ranks: Ranks, tmp_path: Path) -> Non
     numpy.save(file, (numpy.arange(900) ** 2 % 251).astype(numpy.uint16))
     text = CONFIG_OF_BYTES.format(file=file, run=tmp_path / "run")
 
-    def body() -> Outcome:
+    def body() -> RunOutcome:
         return train(read(text, TrainConfig), connect(), lambda line: None)
 
     outcome = ranks(2, body)[0]

@@ -11,7 +11,7 @@ from meshwright.schedule import Action, Schedule
 from support.internals.schedule import (
     BUILDERS,
     Message,
-    Transfer,
+    OrderedTransfer,
     build,
     check_ordered,
     check_rows,
@@ -68,7 +68,7 @@ def test_each_side_of_a_lane_has_its_order() -> None:
                     told = [
                         each.message
                         for each in rows[rank]
-                        if isinstance(each, Transfer)
+                        if isinstance(each, OrderedTransfer)
                         and each.is_send == is_send
                         and (each.message.source_rank, each.message.target_rank) == (source, target)
                     ]
@@ -89,13 +89,13 @@ def test_one_communicator_for_both_directions_deadlocks(lane: object) -> None:
         check_ordered(lower(build("1f1b", 2, 4)), lane=lane)  # type: ignore[arg-type]
 
 
-def planted(rank: int, is_send: bool) -> list[list[Action | Transfer]]:
+def planted(rank: int, is_send: bool) -> list[list[Action | OrderedTransfer]]:
     """What ranks give to their devices, with the first two sends or receives of one swapped."""
     schedule = lower(build("gpipe", 2, 4))
     rows = [issued(schedule, number) for number in range(2)]
     row = rows[rank]
     one, two, *_ = [
-        n for n, e in enumerate(row) if isinstance(e, Transfer) and e.is_send == is_send
+        n for n, e in enumerate(row) if isinstance(e, OrderedTransfer) and e.is_send == is_send
     ]
     row[one], row[two] = row[two], row[one]
     return rows

@@ -22,7 +22,7 @@ from torch import Tensor
 from meshwright.checkpoint.checksums import OURS, algorithm
 from meshwright.checkpoint.manifest import Piece
 from meshwright.checkpoint.tensor_file import DTYPES, file_name, item_size
-from meshwright.comm.streams import Event, record
+from meshwright.comm.streams import DeviceEvent, record
 from meshwright.layout import Box
 
 _HOST = torch.device("cpu")
@@ -214,7 +214,7 @@ def byte_views(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
 
     Device tensors are copied through pinned memory, each while the one before is used.
     """
-    coming: tuple[Tensor, Event | None] | None = None
+    coming: tuple[Tensor, DeviceEvent | None] | None = None
     for tensor in tensors:
         before, coming = coming, _started(tensor)
         del tensor  # do not keep a tensor alive while the next is read
@@ -228,7 +228,7 @@ def byte_views(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
         yield _bytes(*coming)
 
 
-def _started(tensor: Tensor) -> tuple[Tensor, Event | None]:
+def _started(tensor: Tensor) -> tuple[Tensor, DeviceEvent | None]:
     """Start to copy ``tensor`` to the host if it is on a device."""
     if is_plain_host(tensor):
         return tensor, None
@@ -239,7 +239,7 @@ def _started(tensor: Tensor) -> tuple[Tensor, Event | None]:
     return here, record(plain.device)
 
 
-def _bytes(here: Tensor, event: Event | None) -> memoryview:
+def _bytes(here: Tensor, event: DeviceEvent | None) -> memoryview:
     if event is not None:
         event.synchronize()
     return memoryview(memory_of(here))

@@ -133,7 +133,7 @@ class ExportCommand:
         _known("--to", self.to)
         if self.shard_mb < 1:
             raise PlanError(f"--shard-mb: expected a number of at least 1, found {self.shard_mb}")
-        with _Ranks() as ranks:
+        with _LaunchedRanks() as ranks:
             try:
                 checkpoint.export_weights(
                     _checkpoint(self.folder),
@@ -177,7 +177,7 @@ class ImportCommand:
     def run(self, words: list[str]) -> int:
         """Write the checkpoint, and print what is in it."""
         _known("--from", self.source_format)
-        with _Ranks() as ranks:
+        with _LaunchedRanks() as ranks:
             try:
                 path = checkpoint.import_weights(
                     self.source,
@@ -196,12 +196,12 @@ class ImportCommand:
         return 0
 
 
-class _Ranks:
+class _LaunchedRanks:
     """The ranks that torchrun started, or this process alone."""
 
     is_first = True
 
-    def __enter__(self) -> _Ranks:
+    def __enter__(self) -> _LaunchedRanks:
         if is_launched():
             self.is_first = connect().rank == 0
         return self

@@ -32,7 +32,7 @@ from meshwright.gradients import call_module
 from meshwright.integrations.trackers import tracker_of
 from meshwright.plan import Plan
 from meshwright.recipes.config import TrainConfig, option_lines, read_config
-from meshwright.recipes.loop import Outcome, carrier, nats, train
+from meshwright.recipes.loop import RunOutcome, carrier, nats, train
 from meshwright.recipes.run_folder import (
     describe_run,
     folder_of,
@@ -201,7 +201,7 @@ def _train_here(config: TrainConfig) -> int:
     return 0
 
 
-def _summary(outcome: Outcome) -> list[str]:
+def _summary(outcome: RunOutcome) -> list[str]:
     minutes, seconds = divmod(round(outcome.seconds), 60)
     state = "finished" if outcome.is_finished else "stopped on request"
     of = nats(outcome.unit)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from meshwright.comm.collectives import Communicator
     from meshwright.comm.groups.in_flight import Flight
-    from meshwright.comm.streams import Event, Mark
+    from meshwright.comm.streams import DeviceEvent, Mark
 
 SLICE = timedelta(seconds=0.5)
 """The length of one wait inside c10d, after which failures of the peers are checked."""
@@ -185,7 +185,7 @@ class Pending:
         self._value = value
         self._works: Sequence[Work] = ()
         self._finish: Callable[[], None] | None = None
-        self._finished: Event | None = None
+        self._finished: DeviceEvent | None = None
         """The point of a device's stream at which its value was there."""
         self._flight: Flight | None = None
         self._collective: Collective | None = None

@@ -28,7 +28,7 @@ def is_host(device: torch.device) -> bool:
     return device.type == "cpu" and device.index is None
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A point of a device's stream that the host and other streams may ask about."""
 
     def query(self) -> bool:
@@ -41,7 +41,7 @@ class Event(Protocol):
         """Have the current stream wait for it."""
 
 
-def record(device: torch.device) -> Event:
+def record(device: torch.device) -> DeviceEvent:
     """Mark what this thread has given to the current stream of ``device`` by now."""
     event = torch.get_device_module(device).Event()
     event.record(current_stream(device))
@@ -60,12 +60,12 @@ class SideStream:
         """Make it the current stream of this thread within the block."""
         return self._module.stream(self._stream)
 
-    def mark(self) -> Event:
+    def mark(self) -> DeviceEvent:
         """Mark what was given to it by now."""
         with self.used():
             return record(self._device)
 
-    def wait_for(self, event: Event) -> None:
+    def wait_for(self, event: DeviceEvent) -> None:
         """Begin what is given to it from now on when the device has passed ``event``."""
         with self.used():
             event.wait()

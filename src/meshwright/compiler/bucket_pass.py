@@ -32,8 +32,8 @@ from meshwright.comm.graphs.marks import (
 )
 from meshwright.compiler.bucket_plan import (
     ALONE_BYTES,
-    BucketPlan,
-    Mark,
+    CompiledBucket,
+    GradientMark,
     describe,
     marks_of,
     plan_marks,
@@ -52,14 +52,14 @@ _IN_PLACE = (*_REDUCTIONS, WAIT, operator.getitem)
 class _Emitted:
     """The nodes of one bucket."""
 
-    plan: BucketPlan
+    plan: CompiledBucket
     send: list[fx.Node]
     receive: list[fx.Node]
     results: list[fx.Node]
     """The means, in the order of the marks."""
 
 
-def fuse_marks(graph: fx.Graph) -> list[BucketPlan]:
+def fuse_marks(graph: fx.Graph) -> list[CompiledBucket]:
     """Replace all marks of ``graph`` by reductions of buckets; returns the buckets.
 
     Raises InternalError if a gradient is computed from a mean, which no backward graph does.
@@ -101,14 +101,14 @@ class Writer:
             node.meta["val"] = target(*values, **constants)
         return node
 
-    def bucket(self, plan: BucketPlan) -> _Emitted:
+    def bucket(self, plan: CompiledBucket) -> _Emitted:
         """Insert the nodes that reduce ``plan``."""
         return self._concat(plan) if plan.marks[0].mode == "concat" else self._coalesced(plan)
 
-    def _coalesced(self, plan: BucketPlan) -> _Emitted:
+    def _coalesced(self, plan: CompiledBucket) -> _Emitted:
         send: list[fx.Node] = []
         receive: list[fx.Node] = []
-        means: dict[Mark, fx.Node] = {}
+        means: dict[GradientMark, fx.Node] = {}
         for part in plan.parts:
             group = part[0].group
             if len(part) == 1 and part[0].bytes >= ALONE_BYTES:
@@ -126,14 +126,14 @@ class Writer:
                 receive.append(means[mark])
         return _Emitted(plan, send, receive, [means[mark] for mark in plan.marks])
 
-    def _alone(self, mark: Mark) -> fx.Node:
+    def _alone(self, mark: GradientMark) -> fx.Node:
         if mark.mode != "shared":  # else generated code divides in place
             divided = self.call(_ATEN.div.Tensor, mark.gradient, mark.ranks)
             return self.call(ALL_REDUCE, divided, "sum", mark.group)
         divided = self.call(DIVIDED, mark.gradient, mark.index, mark.ranks, mark.model)
         return self.call(ALL_REDUCE_IN_PLACE, divided, "sum", mark.group)
 
-    def _concat(self, plan: BucketPlan) -> _Emitted:
+    def _concat(self, plan: CompiledBucket) -> _Emitted:
         marks = plan.marks
         flat = [self.call(_ATEN.flatten.using_ints, mark.gradient) for mark in marks]
         line = self.call(_ATEN.cat.default, flat)
@@ -209,7 +209,7 @@ def _with_dependents(old: Iterable[fx.Node], means: set[fx.Node]) -> set[fx.Node
     return found
 
 
-def check_buckets(graph: fx.Graph, plans: Sequence[BucketPlan], before: int) -> None:
+def check_buckets(graph: fx.Graph, plans: Sequence[CompiledBucket], before: int) -> None:
     """Check ``graph`` after its marks have become ``plans``; its `peak_bytes` was ``before``.
 
     The graph is well formed, each group reduces the planned bytes in the planned order, and memory

@@ -23,7 +23,7 @@ ALONE_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class GradientMark:
     """One marked gradient of a graph, with the arguments of its `grad_reduce`."""
 
     node: fx.Node
@@ -47,10 +47,10 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class BucketPlan:
+class CompiledBucket:
     """Gradients of one model and dtype that one collective reduces, descending in index."""
 
-    marks: tuple[Mark, ...]
+    marks: tuple[GradientMark, ...]
 
     @property
     def indices(self) -> tuple[int, ...]:
@@ -68,7 +68,7 @@ class BucketPlan:
         return sum(mark.bytes for mark in self.marks)
 
     @property
-    def parts(self) -> tuple[tuple[Mark, ...], ...]:
+    def parts(self) -> tuple[tuple[GradientMark, ...], ...]:
         """The marks of each collective: small gradients together, then large ones in place.
 
         Gloo copies coalesced gradients into a buffer and back. In mode "concat" all are in one
@@ -81,22 +81,22 @@ class BucketPlan:
         return (small, *large) if small else large
 
 
-def marks_of(graph: fx.Graph) -> list[Mark]:
+def marks_of(graph: fx.Graph) -> list[GradientMark]:
     """List the marks of ``graph``, in the order of its nodes."""
-    found: list[Mark] = []
+    found: list[GradientMark] = []
     for node in graph.find_nodes(op="call_function", target=GRAD_REDUCE):
         *others, sizes = cast("tuple[Any, ...]", node.args)
-        found.append(Mark(node, *others, sizes=tuple(sizes)))
+        found.append(GradientMark(node, *others, sizes=tuple(sizes)))
     return found
 
 
-def plan_marks(marks: Iterable[Mark]) -> list[BucketPlan]:
+def plan_marks(marks: Iterable[GradientMark]) -> list[CompiledBucket]:
     """Assign ``marks`` to buckets, in the order in which each group reduces them.
 
     If a graph has several gradients of one parameter, one for each call of its module, they go into
     separate rounds.
     """
-    rounds: dict[tuple[str, str, int], list[Mark]] = {}
+    rounds: dict[tuple[str, str, int], list[GradientMark]] = {}
     met: dict[tuple[str, str, int], int] = {}
     for mark in marks:
         key = (mark.group, mark.model, mark.index)
@@ -105,7 +105,7 @@ def plan_marks(marks: Iterable[Mark]) -> list[BucketPlan]:
     return [bucket for key in sorted(rounds) for bucket in _buckets(rounds[key])]
 
 
-def _buckets(marks: Sequence[Mark]) -> list[BucketPlan]:
+def _buckets(marks: Sequence[GradientMark]) -> list[CompiledBucket]:
     by_index = {mark.index: mark for mark in marks}
     first = marks[0].sizes
     slots = [
@@ -118,12 +118,12 @@ def _buckets(marks: Sequence[Mark]) -> list[BucketPlan]:
         for mark in marks
     ]
     layouts = plan_buckets(slots, first_bytes=0, cap_bytes=0, listed_bytes=first)
-    found = [BucketPlan(tuple(by_index[s.index] for s in layout.slots)) for layout in layouts]
+    found = [CompiledBucket(tuple(by_index[s.index] for s in layout.slots)) for layout in layouts]
     # Buckets with larger indices complete first in a backward pass.
     return sorted(found, key=lambda bucket: -min(bucket.indices))
 
 
-def describe(buckets: Sequence[BucketPlan]) -> str:
+def describe(buckets: Sequence[CompiledBucket]) -> str:
     """Describe plans as a text that ranks compare: mode, and dtype and indices of each bucket."""
     rows = [[str(b.dtype).removeprefix("torch."), list(b.indices)] for b in buckets]
     return json.dumps([buckets[0].marks[0].mode, rows], separators=(",", ":"))

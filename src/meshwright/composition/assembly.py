@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from meshwright import comm
 from meshwright.composition.checks import check_model
-from meshwright.composition.data_layout import DataLayout, Peers
+from meshwright.composition.data_layout import DataLayout, LayoutCommunicators
 from meshwright.composition.example_run import Inputs
 from meshwright.composition.given_parameters import GivenParameters
 from meshwright.composition.laying_out import (
@@ -87,7 +87,7 @@ def parallelize(
     _require_example(plan, example)
     is_empty = is_on_meta(model)
     check_own_parameters(loss, model)
-    peers = Peers.of(plan, everyone)
+    peers = LayoutCommunicators.of(plan, everyone)
     given = GivenParameters(model)
     if plan.axes.size("pipeline") > 1:
         return pipelined(model, plan, optimizer, loss, inputs, peers, given)

@@ -157,7 +157,7 @@ class LoneLayout(DataLayout):
     Either no other rank has it, or it trains nothing; then its buffers follow the first rank's.
     """
 
-    def __init__(self, module: nn.Module, peers: Peers) -> None:
+    def __init__(self, module: nn.Module, peers: LayoutCommunicators) -> None:
         alone = peers.data.is_alone
         super().__init__(module, {}, () if alone else (EqualBuffers(module, peers.data),))
         self._rank = peers.everyone.rank
@@ -197,7 +197,7 @@ _MESHED = ("replicate", "shard", "tensor")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Peers:
+class LayoutCommunicators:
     """The communicators of one rank, along and across the axes of a plan."""
 
     everyone: Communicator
@@ -214,7 +214,7 @@ class Peers:
     """The mesh of those `_MESHED` axes that have more than one rank; None for replicate alone."""
 
     @classmethod
-    def of(cls, plan: Plan, everyone: Communicator) -> Peers:
+    def of(cls, plan: Plan, everyone: Communicator) -> LayoutCommunicators:
         """Make the peers of the calling rank. All ranks of ``everyone`` must call this."""
 
         def along(axes: Sequence[str], name: str) -> Communicator:

@@ -24,7 +24,7 @@ from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import check_ties, mesh_communicators
 from meshwright.comm.dtensors.gather_dtensor import held_boxes
 from meshwright.composition.checks import recomputed
-from meshwright.composition.data_layout import Peers, ReplicatedLayout, ShardedLayout
+from meshwright.composition.data_layout import LayoutCommunicators, ReplicatedLayout, ShardedLayout
 from meshwright.composition.example_run import Inputs
 from meshwright.composition.tensor_axis.tensor_rules import STYLES, ModelCut
 from meshwright.data_parallel import ReductionSettings, ReplicateOptions, flat_groups
@@ -130,7 +130,7 @@ def equalize(model: nn.Module, everyone: Communicator) -> None:
     broadcast_tensors(everyone, tensors, label="broadcast parameters")
 
 
-def cut_over_tensor(module: nn.Module, cut: ModelCut, peers: Peers) -> None:
+def cut_over_tensor(module: nn.Module, cut: ModelCut, peers: LayoutCommunicators) -> None:
     """Shard modules of a model, or of one stage, over the ranks of axis tensor, in place."""
     mesh = peers.mesh_of("tensor")
     here = {name for name, _ in module.named_modules()}
@@ -152,7 +152,7 @@ def cut_over_tensor(module: nn.Module, cut: ModelCut, peers: Peers) -> None:
             part.take_part(DimPart(dim=-1, index=axis.rank, parts=axis.size))
 
 
-def replicate_module(model: nn.Module, plan: Plan, peers: Peers) -> ReplicatedLayout:
+def replicate_module(model: nn.Module, plan: Plan, peers: LayoutCommunicators) -> ReplicatedLayout:
     """Replicate ``model`` over all ranks that read different shares of a batch."""
     cap_bytes, reduce = int(plan.buckets.cap_mb * 2**20), plan.precision.reduce
     options = ReplicateOptions(
@@ -173,7 +173,7 @@ def replicate_module(model: nn.Module, plan: Plan, peers: Peers) -> ReplicatedLa
     return ReplicatedLayout(replica_state(model).set_up(), model, is_cut=is_cut)
 
 
-def shard_module(model: nn.Module, plan: Plan, peers: Peers) -> ShardedLayout:
+def shard_module(model: nn.Module, plan: Plan, peers: LayoutCommunicators) -> ShardedLayout:
     """Shard a module that is equal on its ranks, unit by unit."""
     mesh = peers.mesh_of("replicate", "shard")
     if mesh is None:

@@ -26,9 +26,9 @@ from meshwright.checkpoint.training.named_optimizer import NamedOptimizer
 from meshwright.checkpoint.training.wrapped import ModelState
 from meshwright.comm import Communicator, LateNumbers, phase, settle
 from meshwright.comm.dtensors.gather_dtensor import part_like, whole
-from meshwright.comm.failures.events import Event, EventCheck
+from meshwright.comm.failures.events import EventCheck, GroupEvent
 from meshwright.comm.failures.sameness import require_equal
-from meshwright.composition.data_layout import DataLayout, Peers
+from meshwright.composition.data_layout import DataLayout, LayoutCommunicators
 from meshwright.composition.description import Description
 from meshwright.composition.example_run import evaluating
 from meshwright.composition.pipelines.loss_sources import LossSources
@@ -97,7 +97,7 @@ class Trainable:
         module: nn.Module,
         plan: Plan,
         *,
-        peers: Peers,
+        peers: LayoutCommunicators,
         layout: DataLayout,
         optimizer: Optimizer | None,
         loss: Loss,
@@ -195,7 +195,7 @@ class Trainable:
             self._compare_plans()
         if self.plan.axes.size("pipeline") == 1:  # else its schedule compares steps
             after, self._raised_in = self._raised_in, ""
-            self._passes.happens(Event("a pass"), after=after)
+            self._passes.happens(GroupEvent("a pass"), after=after)
         if is_due(self._calls):
             self._compare_batches(batch, target)
         parts = cut_batch(batch, target, self.plan.train.accumulate)
@@ -279,7 +279,7 @@ class Trainable:
         If parameters are sharded, all ranks must call this.
         """
         settle()
-        self._passes.happens(Event("an evaluation"))
+        self._passes.happens(GroupEvent("an evaluation"))
         with evaluating(self.module), self._autocast():
             output = call_module(self.module, batch)
             local = apply_loss(self._loss, output, target)
@@ -495,7 +495,7 @@ class Trainable:
             error=ValueError,
             remedy="All ranks that differ only on the axes tensor and pipeline get the same share, "
             "that of their data_rank",
-            exchange=partial(self._passes.exchange, Event(f"batch {number}")),
+            exchange=partial(self._passes.exchange, GroupEvent(f"batch {number}")),
         )
 
     def _compare_gradients(self, loss: torch.Tensor) -> None:
@@ -509,7 +509,7 @@ class Trainable:
         ranks, step = self._peers.alike.ranks, self.steps
 
         def exchange(what: str, said: str) -> list[str]:
-            everyone = self._passes.exchange(Event(f"{what} of step {step + 1}"), said)
+            everyone = self._passes.exchange(GroupEvent(f"{what} of step {step + 1}"), said)
             return [
                 each for rank, each in zip(ranks, everyone, strict=True) if rank in tensor.ranks
             ]

@@ -61,7 +61,7 @@ its steps from some 16 MiB on: AdamW takes 36 ms for 32 MiB in pieces of 4 MiB, 
 """
 
 
-class _Member:
+class _GroupMember:
     """One parameter and its place in the flat tensors."""
 
     __slots__ = ("address", "gradient", "local_gradient", "name", "parameter", "start")
@@ -113,12 +113,12 @@ class _Member:
         return gradient if local is None else local
 
 
-class _Place:
+class _FlatPlace:
     """The flat parameter that a parameter lies in; its copies lie in none."""
 
     __slots__ = ("flat",)
 
-    def __init__(self, flat: FlatParameter) -> None:
+    def __init__(self, flat: FlatGroupParameter) -> None:
         self.flat = flat
 
     def __deepcopy__(self, memo: object) -> None:
@@ -128,10 +128,10 @@ class _Place:
         return type(None), ()
 
 
-class FlatParameter(ManyInOne):
+class FlatGroupParameter(ManyInOne):
     """Several parameters, or this rank's parts of them, as one of 1 dim over the same memory."""
 
-    members: tuple[_Member, ...]
+    members: tuple[_GroupMember, ...]
     _gradient: torch.Tensor | None
 
     def has_changed(self) -> None:
@@ -160,7 +160,7 @@ class FlatParameter(ManyInOne):
             given = gradient.clone()  # it may be the line itself, which is zeroed next
             self._gathered([None] * len(self.members)).copy_(given)
 
-    def __deepcopy__(self, memo: object) -> FlatParameter:
+    def __deepcopy__(self, memo: object) -> FlatGroupParameter:
         raise TypeError(
             "a flat parameter is the memory of a model, so it cannot be copied alone: copy the "
             "model, and call flat_groups on the copy"
@@ -246,11 +246,11 @@ def _not_computed_with() -> TypeError:
 def _stepped(optimizer: Optimizer, args: object, kwargs: object) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if isinstance(parameter, FlatParameter):
+            if isinstance(parameter, FlatGroupParameter):
                 parameter.has_changed()
 
 
-def flat_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> list[FlatParameter]:
+def flat_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> list[FlatGroupParameter]:
     """Make one for each dtype, device and set of axes that parts lie on, in order of names.
 
     On a CPU several, see `PIECE_BYTES`. The memory of the parameters becomes theirs.
@@ -295,27 +295,27 @@ def _bytes_on_any_rank(parameter: nn.Parameter) -> int:
     return -(-parameter.numel() // ranks) * parameter.element_size()
 
 
-def _flat_of(named: Sequence[tuple[str, nn.Parameter]]) -> FlatParameter:
+def _flat_of(named: Sequence[tuple[str, nn.Parameter]]) -> FlatGroupParameter:
     first = named[0][1]
     place = vars(first).get(_PLACE)
-    if isinstance(place, _Place):
+    if isinstance(place, _FlatPlace):
         held = [id(member.parameter) for member in place.flat.members if member.is_in_place]
         if held == [id(parameter) for _, parameter in named]:
             return place.flat
     axes: tuple[Communicator, ...] = spread_of(first)
     sizes = [local_of(parameter).numel() for _, parameter in named]
     line = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
-    members: list[_Member] = []
+    members: list[_GroupMember] = []
     start = 0
     for (name, parameter), size in zip(named, sizes, strict=True):
-        members.append(_Member(name, parameter, line, start))
+        members.append(_GroupMember(name, parameter, line, start))
         start += size
-    flat = FlatParameter(line)
+    flat = FlatGroupParameter(line)
     flat.members, flat._gradient = tuple(members), None
     flat.singles = tuple(member.parameter for member in members)
     spread_over(flat, axes, is_line=True)
     for _, parameter in named:
-        vars(parameter)[_PLACE] = _Place(flat)
+        vars(parameter)[_PLACE] = _FlatPlace(flat)
     return flat
 
 
@@ -373,7 +373,7 @@ def parts_of_flat(
     That lies in the memory of ``line``, and is a DTensor where the parameter is one. None when
     ``flat`` is none of the `flat_groups` of ``model``.
     """
-    if isinstance(flat, FlatParameter):
+    if isinstance(flat, FlatGroupParameter):
         return flat.parts_of(line)
     for unit in _units(model):
         for group in unit.groups:

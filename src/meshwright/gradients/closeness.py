@@ -15,7 +15,7 @@ import torch
 
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import local_of
-from meshwright.comm.failures.sameness import Difference, refusal, require_equal
+from meshwright.comm.failures.sameness import RowDifference, refusal, require_equal
 
 Held = tuple[str, torch.Tensor | None]
 """A tensor by name, as this rank has it."""
@@ -62,7 +62,7 @@ def beyond_rounding_first(
     digests: Sequence[Sequence[object]],
     *,
     share: float = 1.0,
-) -> Difference | None:
+) -> RowDifference | None:
     """Find the first tensor that differs by more than rounding. Collective.
 
     Asked are those of which ``digests``, the ones of each rank, differ. Kinds are alike. For
@@ -77,7 +77,7 @@ def beyond_rounding_first(
         else:
             found = [*map(str, said)]
         if len(set(found)) > 1:
-            return Difference(name, axis.ranks, found)
+            return RowDifference(name, axis.ranks, found)
     return None
 
 

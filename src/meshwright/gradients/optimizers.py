@@ -167,10 +167,10 @@ def _marked(parameters: Iterable[torch.Tensor], name: str) -> tuple[Communicator
 @functools.cache
 def look_at_optimizers() -> None:
     """Check every optimizer of this process before its first step, from now on."""
-    register_optimizer_step_pre_hook(_Watch())
+    register_optimizer_step_pre_hook(_OptimizerWatch())
 
 
-class _Watch:
+class _OptimizerWatch:
     def __init__(self) -> None:
         self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._warned: weakref.WeakSet[type] = weakref.WeakSet()

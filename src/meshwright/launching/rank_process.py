@@ -65,7 +65,7 @@ def run(request: wire.Request, post: Post) -> NoReturn:
     _redirect(post)
     try:
         value = _body_value(request, post)
-        message = wire.Message(kind="returned", time=time.monotonic(), payload=wire.pack(value))
+        message = wire.RankMessage(kind="returned", time=time.monotonic(), payload=wire.pack(value))
     except BaseException as error:
         message = _message_of(error)
     _flush()
@@ -76,14 +76,14 @@ def run(request: wire.Request, post: Post) -> NoReturn:
     _leave(0 if message.kind in {"returned", "skipped"} else 1)
 
 
-def _message_of(error: BaseException) -> wire.Message:
+def _message_of(error: BaseException) -> wire.RankMessage:
     now = time.monotonic()
     if _is_skip(error):
         # Send the name: pytest's outcomes cannot be unpickled from the module that they name.
         said = wire.pack((type(error).__name__, str(error)))
-        return wire.Message(kind="skipped", time=now, payload=said)
+        return wire.RankMessage(kind="skipped", time=now, payload=said)
     _publish(error)
-    return wire.Message(
+    return wire.RankMessage(
         kind="raised", time=now, payload=wire.exception_bytes(error), traceback=_trace_of(error)
     )
 

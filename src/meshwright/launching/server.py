@@ -132,8 +132,8 @@ class _Child:
     channel: socket.socket
     output: int
     stack: int
-    inbox: wire.Inbox = field(default_factory=wire.Inbox)
-    message: wire.Message | None = None
+    inbox: wire.MessageReader = field(default_factory=wire.MessageReader)
+    message: wire.RankMessage | None = None
     exit_code: int | None = None
     end: float = 0.0
     well_until: float = 0.0
@@ -146,7 +146,7 @@ class _Child:
     def running(self) -> bool:
         return self.exit_code is None
 
-    def say(self, message: wire.Message) -> None:
+    def say(self, message: wire.RankMessage) -> None:
         """Record the rank's ``message`` that its body has ended."""
         self.message = message
         self.end = self.well_until = message.time
@@ -198,12 +198,12 @@ def supervise(call: socket.socket) -> Step | int:
     store = host_store()
     for child in children:
         wire.send(child.channel, store.port)
-    outcomes = _Watch(request, call, children, start).run()
+    outcomes = _RankWatch(request, call, children, start).run()
     wire.send(call, outcomes)
     os._exit(0)
 
 
-class _Watch:
+class _RankWatch:
     """Watches the ranks of one call until they end."""
 
     def __init__(
@@ -277,7 +277,7 @@ class _Watch:
         if child.killed_for is not None:
             return  # it is being killed, and was only continued to dump its stacks
         for message in child.inbox.feed(data):
-            said = cast("wire.Message", message)
+            said = cast("wire.RankMessage", message)
             child.say(said)
             if said.kind == "raised":
                 self._shorten(self._request.grace)

@@ -47,7 +47,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class RankMessage:
     """The message of a rank at the end of its body."""
 
     kind: str
@@ -140,7 +140,7 @@ def _exactly(channel: socket.socket, count: int) -> bytes:
     return bytes(data)
 
 
-class Inbox:
+class MessageReader:
     """Assembles messages from bytes that arrive in pieces."""
 
     def __init__(self) -> None:

@@ -55,7 +55,7 @@ class _Microbatch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Call:
+class _DropoutCall:
     """One call of dropout in a forward pass, to be found again in a recomputation."""
 
     samples: torch.Tensor
@@ -83,7 +83,7 @@ class Draws:
         self.is_drawing = False
         """True while this object itself draws from torch's generator."""
         self._microbatches: dict[int, _Microbatch] = {}
-        self._recorded: dict[int, list[_Call]] = {}
+        self._recorded: dict[int, list[_DropoutCall]] = {}
         self._now: _Microbatch | None = None
         self.is_rehearsal = False
         """True within `rehearsal`, where nothing is dropped."""
@@ -170,7 +170,7 @@ class Draws:
         box = Box(tuple(offset), tuple(local[1:]))
         return random_bits(seed, call.samples, box, tuple(shape), device)
 
-    def _count(self, site: str) -> _Call:
+    def _count(self, site: str) -> _DropoutCall:
         now = self._now
         if now is None:
             raise RuntimeError(
@@ -178,12 +178,12 @@ class Draws:
                 "given: run the forward pass inside `with draws.microbatch(number, samples)`, or "
                 "the module in evaluation mode"
             )
-        call = _Call(now.samples, site, now.calls[site])
+        call = _DropoutCall(now.samples, site, now.calls[site])
         now.calls[site] += 1
         self._recorded.setdefault(self._token(), []).append(call)
         return call
 
-    def _recall(self, site: str) -> _Call:
+    def _recall(self, site: str) -> _DropoutCall:
         """Find the forward call that is being recomputed in a backward pass."""
         now = self._now
         known = [call for call in self._recorded.get(self._token(), ()) if call.site == site]
@@ -191,7 +191,7 @@ class Draws:
             known = [call for call in known if call.samples is now.samples]
             # A single call is unique even if the checkpoint has not restored the generator.
             if not known and now.calls[site] == 1:
-                return _Call(now.samples, site, 0)
+                return _DropoutCall(now.samples, site, 0)
         if len(known) != 1:
             raise RuntimeError(
                 f"dropout {site!r} runs again in a backward pass, and which of its calls that is "

@@ -64,7 +64,7 @@ Write = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RunOutcome:
     """The result of a run; equal on all ranks except for the speed."""
 
     step: int
@@ -107,7 +107,7 @@ class Outcome:
         return self.step >= self.steps
 
 
-def train(config: TrainConfig, communicator: Communicator, write: Write) -> Outcome:
+def train(config: TrainConfig, communicator: Communicator, write: Write) -> RunOutcome:
     """Train as ``config`` says; every rank calls it. ``write`` shows a line, on rank 0 only."""
     with phase("set up"):
         task = open_task(config)
@@ -231,7 +231,7 @@ class _Training:
                     file.close()
             self._track(lambda tracker: tracker.finish())
 
-    def finish(self) -> Outcome:
+    def finish(self) -> RunOutcome:
         """Validate, write trace, summary, report and export; return how the run ended."""
         with phase("finish"):
             is_finished = self._step >= self._config.run.steps
@@ -243,7 +243,7 @@ class _Training:
         is_exported = is_finished and is_sound and self._saved is not None
         count = len(self._losses)
         parity = self._parity
-        outcome = Outcome(
+        outcome = RunOutcome(
             step=self._step,
             steps=self._config.run.steps,
             ranks=self._world.size,
@@ -279,7 +279,7 @@ class _Training:
             )
         return outcome
 
-    def _tell(self, outcome: Outcome) -> Outcome:
+    def _tell(self, outcome: RunOutcome) -> RunOutcome:
         """Write the summary and draw the report; a report that fails does not fail the run."""
         self._write("summary.json", asdict(outcome))
         if outcome.report:

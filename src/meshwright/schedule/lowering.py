@@ -137,7 +137,7 @@ def _add_residency(
 
 
 @dataclass(slots=True)
-class _Place:
+class _RankProgress:
     """The progress of a rank: its next compute action, and what it must send first."""
 
     index: int = 0
@@ -185,7 +185,7 @@ class _Posts:
 
     def _unblock(self) -> None:
         """Simulate rows with sends that wait for their receive; post blocked receives earlier."""
-        places = [_Place() for _ in self._compute]
+        places = [_RankProgress() for _ in self._compute]
         arrived: set[Message] = set()
         while True:
             if sum(self._run(rank, places, arrived) for rank in range(len(places))):
@@ -209,7 +209,7 @@ class _Posts:
         for recv in wanted(action, self._schedule):
             yield from read(recv, self._schedule)
 
-    def _run(self, rank: int, places: list[_Place], arrived: set[Message]) -> bool:
+    def _run(self, rank: int, places: list[_RankProgress], arrived: set[Message]) -> bool:
         """Advance one rank as far as possible; returns whether it has moved."""
         place, row, has_moved = places[rank], self._compute[rank], False
         while True:

@@ -37,14 +37,14 @@ def one_way(message: Message) -> Hashable:
     return message.source_rank, message.target_rank
 
 
-class Transfer(NamedTuple):
+class OrderedTransfer(NamedTuple):
     """One side of a message, as a rank issues it to its device."""
 
     message: Message
     is_send: bool
 
 
-def issued(schedule: Schedule, rank: int, *, late: bool = False) -> list[Action | Transfer]:
+def issued(schedule: Schedule, rank: int, *, late: bool = False) -> list[Action | OrderedTransfer]:
     """List all that ``rank`` issues to its device, in order.
 
     With ``late``, receives are posted only once an action needs them, in the order of the sender:
@@ -52,27 +52,27 @@ def issued(schedule: Schedule, rank: int, *, late: bool = False) -> list[Action 
     """
     posts = received(schedule, rank)
     unposted: deque[Message] = deque()
-    found: list[Action | Transfer] = []
+    found: list[Action | OrderedTransfer] = []
     for action in schedule.actions(rank):
         if action.operation is RECV_F or action.operation is RECV_B:
             unposted.extend(posts[action])
             if not late:
                 found += _posted(unposted, set(unposted))
         elif action.operation is SEND_F or action.operation is SEND_B:
-            found += [Transfer(message, is_send=True) for message in sent(action, schedule)]
+            found += [OrderedTransfer(message, is_send=True) for message in sent(action, schedule)]
         elif action.operation in COMPUTE:
             found += _posted(unposted, set(needed(action, schedule)))
             found.append(action)
     return found
 
 
-def _posted(unposted: deque[Message], wanted: set[Message]) -> list[Transfer]:
+def _posted(unposted: deque[Message], wanted: set[Message]) -> list[OrderedTransfer]:
     """Remove ``wanted`` receives, and all before them in their lanes, from ``unposted``."""
     last = {m.source_rank: n for n, m in enumerate(unposted) if m in wanted}
     taken = [m for n, m in enumerate(unposted) if n <= last.get(m.source_rank, -1)]
     for message in taken:
         unposted.remove(message)
-    return [Transfer(message, is_send=False) for message in taken]
+    return [OrderedTransfer(message, is_send=False) for message in taken]
 
 
 def needed(action: Action, schedule: Schedule) -> list[Message]:
@@ -98,7 +98,7 @@ def check_ordered(schedule: Schedule, *, lane: Lane = one_way) -> None:
 
 
 def check_rows(
-    schedule: Schedule, rows: list[list[Action | Transfer]], *, lane: Lane = one_way
+    schedule: Schedule, rows: list[list[Action | OrderedTransfer]], *, lane: Lane = one_way
 ) -> None:
     """Check ``rows``, what each rank issues to its device. Raises as `check_ordered` does."""
     devices = [_Device(schedule, row, lane) for row in rows]
@@ -118,10 +118,10 @@ class _Device:
     """The device of one rank."""
 
     schedule: Schedule
-    row: list[Action | Transfer]
+    row: list[Action | OrderedTransfer]
     lane: Lane
     actions: deque[Action] = field(default_factory=deque)
-    queues: dict[Hashable, deque[tuple[int, Transfer]]] = field(default_factory=dict)
+    queues: dict[Hashable, deque[tuple[int, OrderedTransfer]]] = field(default_factory=dict)
     """By communicator, transfers with the number of compute actions issued before them."""
     done: int = 0
     here: set[Message] = field(default_factory=set)
@@ -142,7 +142,7 @@ class _Device:
             self.done += 1
         return self.done > before
 
-    def head(self, communicator: Hashable) -> Transfer | None:
+    def head(self, communicator: Hashable) -> OrderedTransfer | None:
         """The transfer at the head of a queue, if it may begin."""
         queue = self.queues.get(communicator)
         return queue[0][1] if queue and queue[0][0] <= self.done else None
@@ -153,7 +153,7 @@ class _Device:
         words = [f"{'send' if each.is_send else 'receive'} {_text(each.message)}" for each in first]
         return ", ".join(words) or "nothing"
 
-    def end(self, communicator: Hashable, transfer: Transfer) -> None:
+    def end(self, communicator: Hashable, transfer: OrderedTransfer) -> None:
         """End the transfer at the head of a queue."""
         self.queues[communicator].popleft()
         if not transfer.is_send:

@@ -62,7 +62,7 @@ def _computes_locally(module: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class PlacedTensor:
     """A local tensor with its placement and global shape."""
 
     local: torch.Tensor
@@ -96,7 +96,7 @@ class Site:
         *,
         features: int | None = None,
         is_copied: bool = False,
-    ) -> Arrival:
+    ) -> PlacedTensor:
         """Convert an input: a DTensor has its own layout, any other tensor the ``declared`` one.
 
         ``features`` is the full size of the last dim, if known. Other sharded dims of a local
@@ -111,7 +111,7 @@ class Site:
         if placement is not None:
             is_whole = isinstance(placement, Replicate)
             partial = is_copied and is_whole and tensor.grad_fn is not None
-            return Arrival(
+            return PlacedTensor(
                 entered(tensor, partial=partial), placement, tuple(tensor.shape), is_summed=partial
             )
         placement = normal(declared, tensor.ndim)
@@ -124,9 +124,11 @@ class Site:
             shape[dim] *= self.axis.size
             if features is not None and dim == tensor.ndim - 1:
                 shape[dim] = features
-        return Arrival(tensor, placement, tuple(shape))
+        return PlacedTensor(tensor, placement, tuple(shape))
 
-    def move(self, given: Arrival, wanted: Placement, *, complete: bool = False) -> Arrival:
+    def move(
+        self, given: PlacedTensor, wanted: Placement, *, complete: bool = False
+    ) -> PlacedTensor:
         """Convert ``given`` to ``wanted``; ``complete`` as in `reduce_from`.
 
         Raises ValueError for a conversion to Partial.
@@ -152,9 +154,9 @@ class Site:
                     f"{labels.name}: a tensor placed {found} cannot be made {wanted}: it would "
                     "have to be taken apart into a sum. Ask for Replicate or Shard"
                 )
-        return Arrival(x, wanted, shape)
+        return PlacedTensor(x, wanted, shape)
 
-    def leave(self, given: Arrival, wanted: Placement, *, is_local: bool) -> torch.Tensor:
+    def leave(self, given: PlacedTensor, wanted: Placement, *, is_local: bool) -> torch.Tensor:
         """Return ``given`` converted to ``wanted``, as a local tensor or DTensor.
 
         Raises ValueError for a local tensor of unequal chunks, see `check_equal`.
@@ -175,7 +177,7 @@ class Site:
         shape: Sequence[int],
         is_backward: bool,
     ) -> torch.Tensor:
-        given = Arrival(local, normal(found, local.ndim), tuple(shape))
+        given = PlacedTensor(local, normal(found, local.ndim), tuple(shape))
         if not is_backward:
             return self.move(given, wanted).local
         turned = replace(self, labels=self.labels.turned())
@@ -198,7 +200,7 @@ class Site:
             )
 
 
-class Cut(nn.Module):
+class WithAxis(nn.Module):
     """The base of the classes that styles give to modules; its repr shows the axis."""
 
     _tensor_parallel: Any

@@ -18,7 +18,7 @@ from meshwright.comm import Clock, Communicator, Pending, Transfer
 from meshwright.comm.c10d.shares import Pair, amount_of
 from meshwright.errors import LayoutError
 from meshwright.launching.outcome import Ending, Outcome, RanksFailed
-from meshwright.testing.meeting import Call, FakeWork, World
+from meshwright.testing.meeting import FakeWork, RankCall, World
 from meshwright.timeline import Collective
 
 P = ParamSpec("P")
@@ -163,7 +163,7 @@ class FakeCommunicator(Communicator):
             )
             self.collectives.append(collective)
             calls = [
-                Call(
+                RankCall(
                     rank=self.rank,
                     ranks=self.ranks,
                     collective=collective,

@@ -26,7 +26,7 @@ from meshwright.timeline import Collective
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class RankCall:
     """One rank's part in an operation."""
 
     rank: int
@@ -63,7 +63,7 @@ class Call:
 class FakeWork:
     """The handle that a fake rank waits on."""
 
-    def __init__(self, world: World, call: Call) -> None:
+    def __init__(self, world: World, call: RankCall) -> None:
         self.call = call
         self.error: CommunicationError | None = None
         self.is_done = False
@@ -90,7 +90,7 @@ class FakeWork:
 class _Meeting:
     """The calls of one collective that have arrived so far."""
 
-    calls: dict[int, Call] = field(default_factory=dict)
+    calls: dict[int, RankCall] = field(default_factory=dict)
     works: list[FakeWork] = field(default_factory=list)
 
 
@@ -107,7 +107,7 @@ class World:
 
     # ------------------------------------------------------------------------ what ranks do
 
-    def join(self, place: object, call: Call) -> FakeWork:
+    def join(self, place: object, call: RankCall) -> FakeWork:
         """Join the collective at ``place``; the last rank to arrive computes it for all."""
         work = FakeWork(self, call)
         with self._changed:
@@ -119,7 +119,7 @@ class World:
                 self._finish(meeting.works, _perform, [c for _, c in sorted(meeting.calls.items())])
         return work
 
-    def transfer(self, group: object, call: Call) -> FakeWork:
+    def transfer(self, group: object, call: RankCall) -> FakeWork:
         """Send or receive one message; both calls end when they are matched."""
         work = FakeWork(self, call)
         peer = call.collective.peer or 0
@@ -157,8 +157,8 @@ class World:
     def _finish(
         self,
         works: Sequence[FakeWork],
-        compute: Callable[[Sequence[Call]], None],
-        calls: list[Call],
+        compute: Callable[[Sequence[RankCall]], None],
+        calls: list[RankCall],
     ) -> None:
         error: CommunicationError | None = None
         try:
@@ -187,7 +187,7 @@ class World:
         self._changed.notify_all()
 
 
-def _perform(calls: Sequence[Call]) -> None:
+def _perform(calls: Sequence[RankCall]) -> None:
     """Compute one collective from the calls of all its ranks, in rank order."""
     _check_equal(calls)
     kind = calls[0].collective.kind
@@ -212,20 +212,20 @@ def _perform(calls: Sequence[Call]) -> None:
             _exchange(calls)
 
 
-def _check_equal(calls: Sequence[Call]) -> None:
+def _check_equal(calls: Sequence[RankCall]) -> None:
     if len({call.form() for call in calls}) > 1:
         found = told((c.world_rank for c in calls), (f"issued {c}" for c in calls))
         raise CollectiveMismatchError(f"the ranks issued different operations: {found}")
 
 
-def _reduced(calls: Sequence[Call]) -> torch.Tensor:
+def _reduced(calls: Sequence[RankCall]) -> torch.Tensor:
     total = torch.empty_like(calls[0].tensor)
     values = [call.tensor.view_as(total) for call in calls]
     accumulate(total, values, calls[0].collective.reduction or "sum")
     return total
 
 
-def _exchange(calls: Sequence[Call]) -> None:
+def _exchange(calls: Sequence[RankCall]) -> None:
     size = len(calls)
     pieces = [_cut(call.tensor, call.input_splits, size) for call in calls]
     for receiver, call in enumerate(calls):
@@ -247,7 +247,7 @@ def _cut(
     return tensor.split(list(splits)) if splits is not None else tensor.chunk(parts)
 
 
-def _deliver(calls: Sequence[Call]) -> None:
+def _deliver(calls: Sequence[RankCall]) -> None:
     send, recv = calls
     if send.tensor.numel() != recv.output.numel() or send.tensor.dtype != recv.output.dtype:
         raise CollectiveMismatchError(

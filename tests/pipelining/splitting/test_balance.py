@@ -13,7 +13,7 @@ from torch import fx, nn
 from meshwright.pipelining import balanced, pipeline
 from support.internals.pipelining import (
     SLACK,
-    Costs,
+    OperatorCosts,
     Placement,
     best_cuts,
     cuttable,
@@ -22,7 +22,7 @@ from support.internals.pipelining import (
 )
 
 
-def largest(costs: Costs, cuts: tuple[int, ...]) -> float:
+def largest(costs: OperatorCosts, cuts: tuple[int, ...]) -> float:
     edges = [0, *cuts, len(costs.each)]
     return max(costs.of(a, b) for a, b in itertools.pairwise(edges))
 
@@ -35,13 +35,13 @@ def test_cuts_against_all_splits() -> None:
     draw = random.Random(0)
     for trial in range(300):
         count, stages = draw.randint(3, 9), draw.randint(1, 3)
-        costs = Costs(
+        costs = OperatorCosts(
             [draw.choice([0, 1, draw.random(), 10 * draw.random()]) for _ in range(count)]
         )
         for number in range(draw.randint(0, 2)):
             for at in draw.sample(range(count), 2):
                 costs.shared.setdefault(at, []).append((number, 5.0))
-        limit = Costs([draw.random() for _ in range(count)]) if trial % 3 == 0 else None
+        limit = OperatorCosts([draw.random() for _ in range(count)]) if trial % 3 == 0 else None
         bound = 0.8 * limit.total() if limit else 0.0
         sent = [
             draw.choice([1.0, 2.0, 7.0, float("inf") if trial % 2 else 3.0]) for _ in range(count)

@@ -129,6 +129,11 @@ _MANY: list[tuple[str, str, Files]] = [
             "def f(x: object) -> int:\n    match x:\n        case Flat(): return 1",
         )
     ),
+    (
+        "class_names",
+        "plan.py",
+        {"layout.py": "class Piece: ...", "plan.py": "def f() -> None:\n    class Piece: ..."},
+    ),
     ("listings", "comm/__init__.py", {"comm/__init__.py": "", "comm/a.py": ""}),
     (
         "listings",

@@ -258,6 +258,17 @@ def own_unions(tree: Tree) -> Found:
                 yield source.path, node.lineno, f"it is asked for {name}: give the union a method"
 
 
+def class_names(tree: Tree) -> Found:
+    """No two classes have one name."""
+    known: dict[str, str] = {}
+    for source in tree.sources:
+        for node in source.nodes:
+            if isinstance(node, ast.ClassDef):
+                first = known.setdefault(node.name, f"{source.path}:{node.lineno}")
+                if first != f"{source.path}:{node.lineno}":
+                    yield source.path, node.lineno, f"{node.name} is a class of {first}, too"
+
+
 def torch_free(tree: Tree) -> Found:
     """The rooms that describe hold values only and start without torch."""
     for source, line, _ in _uses_under(
@@ -529,6 +540,7 @@ RULES: dict[str, Rule] = {
         private_torch,
         said_devices,
         own_unions,
+        class_names,
         torch_free,
         function_imports,
         optional_imports,

@@ -10,7 +10,7 @@ from _thread import start_new_thread
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from support.internals.comm import Arrival, Clock, Worker
+from support.internals.comm import KeyWait, SystemClock, Worker
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ _GOLDEN = 0.618034
 """Spreads the looks of the ranks' boards over the time between two, as chance does."""
 
 
-class SimulatedClock(Clock):
+class SimulatedClock(SystemClock):
     """Time that passes only while every rank pauses or waits."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class SimulatedClock(Clock):
         """Do what is given at once, and ``look`` every so many seconds."""
         return _Inline(self, look, every, self._now + every * (next(self._numbers) * _GOLDEN % 1))
 
-    def arrival(self, store: Any, key: str, done: Callable[[], None]) -> Arrival:
+    def arrival(self, store: Any, key: str, done: Callable[[], None]) -> KeyWait:
         """Begin to wait for ``key`` of a `CountingStore`."""
         found = _Awaited(self)
         store.tell(key, found.ring)

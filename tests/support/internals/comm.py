@@ -35,7 +35,9 @@ __getattr__ = names_inside(
         "meshwright.comm.failures.status": (
             "ENGINE, hook_frame, line_of as whereabouts_line_of, one_line, own_state"
         ),
-        "meshwright.comm.failures.store": "Arrival, StoreClient, Clock, Notices, STORE, Worker",
+        "meshwright.comm.failures.store": (
+            "KeyWait, Notices, STORE, StoreClient, SystemClock, Worker"
+        ),
         "meshwright.comm.failures.waiting": "Issued",
         "meshwright.comm.graphs": "functional, marks",
         "meshwright.comm.graphs.marks": (
@@ -43,7 +45,7 @@ __getattr__ = names_inside(
             "GRAD_REDUCE, WAIT, grad_reduce"
         ),
         "meshwright.comm.graphs.units": (
-            "DRIVE, FREE, Part, REDUCE, SEND, START, UNSHARD, UnitForm, WHOLE"
+            "DRIVE, FREE, UnitPart, REDUCE, SEND, START, UNSHARD, UnitForm, WHOLE"
         ),
         "meshwright.comm.groups": "device_choice, registry, rendezvous",
         "meshwright.comm.groups.device_choice": "choose, device_of, own_entry, require_own_devices",

@@ -14,7 +14,7 @@ __getattr__ = names_inside(
         "meshwright.pipelining.schedules": "_is_compiled",
         "meshwright.pipelining.signature": "Signature, Values, signature_of",
         "meshwright.pipelining.splitting.balance": (
-            "Costs, SLACK, best_cuts, cuttable, flops, parameters"
+            "OperatorCosts, SLACK, best_cuts, cuttable, flops, parameters"
         ),
         "meshwright.pipelining.splitting.placement": "Placement",
         "meshwright.pipelining.ties": "TiedParameters",

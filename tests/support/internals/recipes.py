@@ -13,7 +13,7 @@ __getattr__ = names_inside(
         "meshwright.recipes.language_model": (
             "LanguageModel, adamw, initialize, learning_rate, set_learning_rate"
         ),
-        "meshwright.recipes.loop": "Outcome, StopRequest, train",
+        "meshwright.recipes.loop": "RunOutcome, StopRequest, train",
         "meshwright.recipes.metrics": "LineProgress, LiveProgress, MetricsFile, show_progress",
         "meshwright.recipes.parity": "Parity, TOLERANCE, check_parity",
         "meshwright.recipes.task": "Data, cross_entropy, open_task, sketch, without_dropout",

@@ -15,7 +15,7 @@ __getattr__ = names_inside(
         "meshwright.schedule.lowering": "forward_part, lower, with_residency",
         "meshwright.schedule.measured": "bubble, compare, costs_of, last_step, schedule_of",
         "meshwright.schedule.messages": "Message, lanes, parts_of, received",
-        "meshwright.schedule.ordered": "Transfer, check_ordered, check_rows, issued",
+        "meshwright.schedule.ordered": "OrderedTransfer, check_ordered, check_rows, issued",
         "meshwright.schedule.simulate": "Costs, simulate",
         "meshwright.schedule.text": "dump_csv, load_csv, parse_csv, to_csv",
     }

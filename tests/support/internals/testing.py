@@ -14,7 +14,9 @@ __getattr__ = names_inside(
         ),
         "meshwright.testing.simulated.memory": "Extent",
         "meshwright.testing.simulated.streams": "Stamp",
-        "meshwright.testing.simulated.transport": "CommunicationStream, Message, SimulatedWork",
+        "meshwright.testing.simulated.transport": (
+            "CommunicationStream, SimulatedWork, TransferSide"
+        ),
         "meshwright.testing.training": "momentum",
     }
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy
 
 from meshwright.comm import connect
-from support.internals.recipes import Outcome, TrainConfig, train
+from support.internals.recipes import RunOutcome, TrainConfig, train
 from support.internals.toml_source import read
 
 SHAPE = {
@@ -54,7 +54,7 @@ def write_llama(folder: Path, **more: object) -> None:
     numpy.save(folder / "tokens.npy", (numpy.cumsum(steps) % 64).astype(numpy.uint16))
 
 
-def run_llama(folder: Path, *overrides: str) -> Outcome:
+def run_llama(folder: Path, *overrides: str) -> RunOutcome:
     """A whole run on this rank."""
     given = [f"model.hugging_face={folder / 'model'}", f"data.tokens={folder / 'tokens.npy'}"]
     given += [f"run.folder={folder / 'run'}", *overrides]

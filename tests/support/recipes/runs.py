@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from meshwright.checkpoint import latest, load_tensors
 from meshwright.comm import connect
-from support.internals.recipes import Outcome, TrainConfig, train
+from support.internals.recipes import RunOutcome, TrainConfig, train
 from support.internals.toml_source import read
 
 CONFIG = """
@@ -54,14 +54,14 @@ def read_run(folder: Path, *overrides: str) -> TrainConfig:
 
 def run_tiny(
     folder: Path, *overrides: str, tell: Callable[[str], None] = lambda line: None
-) -> Outcome:
+) -> RunOutcome:
     """A whole tiny run on this rank."""
     world = connect()
     config = read_run(folder, *overrides)
     return train(config, world, tell if world.rank == 0 else lambda line: None)
 
 
-def stop_in_step(folder: Path, step: int, *overrides: str) -> Outcome:
+def stop_in_step(folder: Path, step: int, *overrides: str) -> RunOutcome:
     """A run in which rank 1 alone is asked to stop, while ``step`` runs on rank 0."""
     world = connect()
     config = read_run(folder, *overrides)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from support.control_plane import SimulatedRank, Used, simulate
 from support.control_plane.store import CountingStore, Server
-from support.internals.comm import Arrival
+from support.internals.comm import KeyWait
 
 
 def test_requests_are_counted_by_key_and_answered_as_c10d_does() -> None:
@@ -33,7 +33,7 @@ def test_who_waits_for_a_key_goes_on_when_it_comes_or_at_the_limit() -> None:
             me.store.set("here", "")
             return True, me.clock.now(), me.used
 
-        def wait(arrival: Arrival, seconds: float) -> bool:
+        def wait(arrival: KeyWait, seconds: float) -> bool:
             return arrival.wait(seconds)
 
         found = wait(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from meshwright.testing import Ranks
 from meshwright.testing.simulated import SimulatedDevice, SimulationError, simulated
-from support.internals.testing import CommunicationStream, Message, SimulatedWork, transport
+from support.internals.testing import CommunicationStream, SimulatedWork, TransferSide, transport
 
 
 def stream_of(device: SimulatedDevice, name: str) -> CommunicationStream:
@@ -23,7 +23,7 @@ def stream_of(device: SimulatedDevice, name: str) -> CommunicationStream:
     )
 
 
-def moved(stream: CommunicationStream, *messages: Message) -> SimulatedWork:
+def moved(stream: CommunicationStream, *messages: TransferSide) -> SimulatedWork:
     """Issue ``messages`` at once."""
     reads = [message.tensor for message in messages if message.is_send]
     writes = [message.tensor for message in messages if not message.is_send]
@@ -33,13 +33,13 @@ def moved(stream: CommunicationStream, *messages: Message) -> SimulatedWork:
 
 def send(stream: CommunicationStream, value: float) -> SimulatedWork:
     """Send a value to the other rank."""
-    return moved(stream, Message(True, torch.full((4,), value), 1 - dist.get_rank()))
+    return moved(stream, TransferSide(True, torch.full((4,), value), 1 - dist.get_rank()))
 
 
 def receive(stream: CommunicationStream) -> tuple[torch.Tensor, SimulatedWork]:
     """Receive a value from the other rank."""
     into = torch.zeros(4)
-    return into, moved(stream, Message(False, into, 1 - dist.get_rank()))
+    return into, moved(stream, TransferSide(False, into, 1 - dist.get_rank()))
 
 
 def body_in_order() -> None:
@@ -77,7 +77,7 @@ def body_at_once() -> None:
     with simulated() as device:
         stream = stream_of(device, "one")
         given, into = torch.full((4,), me + 1.0), torch.zeros(4)
-        moved(stream, Message(True, given, 1 - me), Message(False, into, 1 - me)).wait()
+        moved(stream, TransferSide(True, given, 1 - me), TransferSide(False, into, 1 - me)).wait()
         assert into.tolist() == [2.0 - me] * 4
         ways = [stream_of(device, name) for name in ("up", "down")]
         out = send(ways[me], me + 5.0)
@@ -94,7 +94,7 @@ def body_unwaited() -> None:
         stream = stream_of(device, "one")
         if dist.get_rank() == 0:
             given = torch.ones(4)
-            work = moved(stream, Message(True, given, 1))
+            work = moved(stream, TransferSide(True, given, 1))
             given.zero_()
         else:
             given, work = receive(stream)

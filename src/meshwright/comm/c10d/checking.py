@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from meshwright.comm.c10d.calls import CONTROL_TAGS, Call, call_of
 from meshwright.comm.collectives import Communicator
-from meshwright.comm.failures.events import Event, EventCheck
+from meshwright.comm.failures.events import EventCheck, GroupEvent
 from meshwright.comm.failures.failure import FailureMonitor
 from meshwright.comm.failures.liveness import Answers, Need
 from meshwright.comm.failures.sameness import told
@@ -194,7 +194,7 @@ def _tensors(given: Any) -> list[torch.Tensor]:  # noqa: ANN401 - arguments of a
 # --------------------------------------------------------------------------- the comparison
 
 
-class _Thread(threading.local):
+class _ThreadNotes(threading.local):
     """The notes of one thread."""
 
     label = ""
@@ -233,7 +233,7 @@ class _Group:
         """Compare a collective that is next with those of the other ranks."""
         with self._lock:
             number, self._number = self._number, self._number + 1
-            event = Event("a call", shown=f"{words.call}, called at {words.line},")
+            event = GroupEvent("a call", shown=f"{words.call}, called at {words.line},")
             rows = [json.loads(row) for row in self._events.exchange(event, words.to_json())]
         if differ(rows):
             raise self.error(self.axis.ranks, rows, f"number {number}")
@@ -242,7 +242,7 @@ class _Group:
         """Note that so many more messages are received from whoever sends."""
         self._messages["recv"][_ANY] += count
 
-    def message(self, side: str, peer: int, words: Words) -> _Meeting:
+    def message(self, side: str, peer: int, words: Words) -> _MessageSides:
         """Leave this side's words of the next message, and look for those of the other side."""
         axis, messages = self.axis, self._messages[side]
         source, target = (axis.rank, peer) if side == "send" else (peer, axis.rank)
@@ -251,7 +251,7 @@ class _Group:
         lane = f"{source}>{target}/{words.tag if is_by_tag else 'any tag'}"
         key = f"calls/{axis.name}/{lane}/{messages[lane]}"
         messages[lane] += 1
-        meeting = _Meeting(self, key, side, peer, words)
+        meeting = _MessageSides(self, key, side, peer, words)
         meeting.look()
         return meeting
 
@@ -290,7 +290,7 @@ _ANY = "from any rank"
 """Counts receives from any source that nobody has waited for yet."""
 
 
-class _Meeting:
+class _MessageSides:
     """Both sides of one message, as far as they have come."""
 
     def __init__(self, group: _Group, key: str, side: str, peer: int, words: Words) -> None:
@@ -324,7 +324,7 @@ class _AwaitedMessage(Awaited):
 
     lacks = "has not called the other side of it"
 
-    def __init__(self, meeting: _Meeting) -> None:
+    def __init__(self, meeting: _MessageSides) -> None:
         self._meeting = meeting
         self.ranks = [meeting.ranks[1]]
 
@@ -348,7 +348,7 @@ class _AwaitedMessage(Awaited):
 class CheckedMessage(Work):
     """The handle of a message whose other side is looked at while it is waited for."""
 
-    def __init__(self, work: Any, meeting: _Meeting) -> None:  # noqa: ANN401 - c10d's or ours
+    def __init__(self, work: Any, meeting: _MessageSides) -> None:  # noqa: ANN401 - c10d's or ours
         super().__init__()
         self._work = work
         self._meeting = meeting
@@ -442,7 +442,7 @@ class CallChecks:
     def __init__(self, find: Callable[[Any], Communicator]) -> None:
         """``find`` gives the communicator of a group."""
         self._find = find
-        self._thread = _Thread()
+        self._thread = _ThreadNotes()
         self._is_labeled = True
         self._groups: weakref.WeakKeyDictionary[Any, _Group] = weakref.WeakKeyDictionary()
         self._undo: list[Callable[[], object]] = []

@@ -51,7 +51,7 @@ State = Mapping[str, list[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class GroupEvent:
     """Something that all ranks do together."""
 
     text: str
@@ -81,19 +81,19 @@ class EventCheck:
         self._axes = tuple(axes)
         self._number = 0
         self._tail: tuple[tuple[int, str, int, list[int]], ...] = ()
-        self._last: tuple[Event | None, Event | None] = (None, None)
-        self._known: set[tuple[Event | None, ...]] = set()
+        self._last: tuple[GroupEvent | None, GroupEvent | None] = (None, None)
+        self._known: set[tuple[GroupEvent | None, ...]] = set()
         self._said: Gathering | None = None
         """The last words of all ranks."""
         self._key = Registration("events", communicator, self)
 
-    def is_new(self, event: Event) -> bool:
+    def is_new(self, event: GroupEvent) -> bool:
         """Check whether ``event`` has never followed the two events before it."""
         return (*self._last, event) not in self._known
 
     def happens(
         self,
-        event: Event,
+        event: GroupEvent,
         *,
         asks: bool = False,
         after: str = "",
@@ -119,7 +119,7 @@ class EventCheck:
             self._ask(monitor, event, after, instead)
             self._known.add(turn)
 
-    def exchange(self, event: Event, said: str) -> list[str]:
+    def exchange(self, event: GroupEvent, said: str) -> list[str]:
         """Exchange the words of all ranks at ``event``, which is next, in rank order.
 
         For a few words now and then. It goes through the board, beside the collectives; a
@@ -152,7 +152,7 @@ class EventCheck:
 
     # --------------------------------------------------------------------------- private
 
-    def _count(self, event: Event) -> None:
+    def _count(self, event: GroupEvent) -> None:
         self._number += 1
         here = (self._number, event.text, event.state, self._issued())
         self._tail = (*self._tail[1 - REMEMBERED :], here)
@@ -170,7 +170,7 @@ class EventCheck:
     def _ask(
         self,
         monitor: FailureMonitor,
-        event: Event,
+        event: GroupEvent,
         after: str,
         instead: Callable[[Mapping[str, Any]], str],
     ) -> None:
@@ -194,7 +194,7 @@ class EventCheck:
         wait_for_all(monitor, votes, self._coming(event, after), have_come)
 
     def _have_come(
-        self, monitor: FailureMonitor, event: Event, after: str, answers: Answers
+        self, monitor: FailureMonitor, event: GroupEvent, after: str, answers: Answers
     ) -> bool:
         """Check whether nobody is left to wait for. Raises when a rank does something else."""
         number, is_complete = self._number, True
@@ -215,7 +215,7 @@ class EventCheck:
                 self._fail(monitor, event, rank, tail[number][0], theirs["state"])
         return is_complete
 
-    def _coming(self, event: Event, after: str = "") -> Coming:
+    def _coming(self, event: GroupEvent, after: str = "") -> Coming:
         number, place = self._number, f"{event.shown or event.text} of {self._root}"
         if after:
             place += f", which rank {self._rank} begins after it raised in {after}"
@@ -258,7 +258,7 @@ class EventCheck:
                 raise error
 
     def _fail(
-        self, monitor: FailureMonitor, event: Event, rank: int, other: str, state: State
+        self, monitor: FailureMonitor, event: GroupEvent, rank: int, other: str, state: State
     ) -> NoReturn:
         if other != event.text:
             found = f"{event.text} on rank {self._rank}, {other} on rank {rank}"

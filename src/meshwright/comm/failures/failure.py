@@ -42,7 +42,7 @@ from meshwright.comm.failures.status import (
     phase_text,
     source_line,
 )
-from meshwright.comm.failures.store import EVERY, STORE, Clock, Store, StoreClient, hosts
+from meshwright.comm.failures.store import EVERY, STORE, Store, StoreClient, SystemClock, hosts
 from meshwright.errors import CommunicationError, RankFailedError
 
 _log = logging.getLogger("meshwright")
@@ -123,7 +123,7 @@ class FailureMonitor:
         limit: float | None = None,
         host: int = STORE,
         interval: float = EVERY,
-        clock: Clock | None = None,
+        clock: SystemClock | None = None,
         process: Process | None = None,
     ) -> None:
         """``host`` is the rank in whose process the store lives; `STORE` for none or unknown.
@@ -136,7 +136,7 @@ class FailureMonitor:
         """Seconds after which a wait is reported as a hang."""
         self.limit = limit
         """Seconds after which a wait ends whatever the others do; None without such a limit."""
-        self.clock = clock or Clock()
+        self.clock = clock or SystemClock()
         """The time that all waits go by."""
         every = max(interval, world_size / 2000)
         self.board = StoreClient(store, host=host, every=every, clock=self.clock)

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 
 from meshwright.comm.failures.processes import Look, Process
 from meshwright.comm.failures.status import answer_of, own_state
-from meshwright.comm.failures.store import Arrival, Gathering, StoreClient
+from meshwright.comm.failures.store import Gathering, KeyWait, StoreClient
 
 PATIENCE = 2.0
 """Seconds within which a rank that can answer a roll call does so, given a core to run on."""
@@ -111,7 +111,7 @@ class Liveness:
         """The processes of this host that have come."""
         self.run = 0
         """The number of this run among those of this rank on the same store; 0 before `claim`."""
-        self._arrival: Arrival | None = None
+        self._arrival: KeyWait | None = None
         """The coming of the last rank; None for the last, and before this one has come."""
         self.left: dict[int, float] = {}
         """The times, by the wall clock, at which ranks have said that they are done, as far as

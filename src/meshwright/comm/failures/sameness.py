@@ -29,7 +29,7 @@ NOTHING = "nothing"
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class RowDifference:
     """The first row in which ranks differ: a number, or a dotted key."""
 
     place: int | str
@@ -63,7 +63,7 @@ def told(ranks: Iterable[int], found: Iterable[Hashable]) -> str:
 
 def first_difference(
     ranks: Sequence[int], everyone: Sequence[Any], *, of_all: bool = False
-) -> Difference | None:
+) -> RowDifference | None:
     """Find the first row in which ``ranks`` differ; ``everyone`` has the rows of each, as JSON.
 
     With ``of_all`` rows that a rank lacks, or has as None, are not compared.
@@ -72,7 +72,7 @@ def first_difference(
         found = [NOTHING if value is NOTHING else json.dumps(value) for value in values]
         is_known = NOTHING not in found and "null" not in found
         if len(set(found)) > 1 and (is_known or not of_all):
-            return Difference(place, ranks, found)
+            return RowDifference(place, ranks, found)
     return None
 
 
@@ -129,7 +129,7 @@ def require_equal(
         raise error(refusal(axis, meaning, found, remedy))
 
 
-def refusal(axis: Communicator, meaning: str, found: Difference | str, remedy: str) -> str:
+def refusal(axis: Communicator, meaning: str, found: RowDifference | str, remedy: str) -> str:
     """Return the text of an error for ranks of ``axis`` that differ, in the form that all have."""
     return (
         f"axis {axis.axis}: expected {meaning} to be the same on ranks {list(axis.ranks)}, but "

@@ -63,12 +63,12 @@ class StoreClient:
     """
 
     def __init__(
-        self, store: Store, *, host: int, every: float = EVERY, clock: Clock | None = None
+        self, store: Store, *, host: int, every: float = EVERY, clock: SystemClock | None = None
     ) -> None:
         """Begin the thread. ``host`` is the rank in whose process the store lives, or `STORE`."""
         self.host = host
         self.every = every
-        self.clock = clock or Clock()
+        self.clock = clock or SystemClock()
         self.look: Callable[[], None] | None = None
         """Called in the thread now and then."""
         self._given = store  # with it goes the server, where this process is the host
@@ -76,7 +76,7 @@ class StoreClient:
         """The client of the thread, which makes it with its first request."""
         self._free: list[Store] = []
         """Clients that wait for nothing now."""
-        self._arrivals: list[Arrival] = []
+        self._arrivals: list[KeyWait] = []
         self.lost: RankFailedError | None = None
         """The error of every request from now on; None while the store answers."""
         self._busy_since: float | None = None
@@ -146,7 +146,7 @@ class StoreClient:
         """Put ``value`` behind what stands under ``key``."""
         self._request(lambda: self._store.append(key, value))
 
-    def arrival(self, key: str) -> Arrival:
+    def arrival(self, key: str) -> KeyWait:
         """Begin to wait for ``key`` in the server, where nobody else is kept waiting.
 
         Each wait has a client of its own, since it blocks all other calls of that; one whose wait
@@ -289,7 +289,7 @@ class Gathering:
     def __init__(self, board: StoreClient, key: str, size: int) -> None:
         self.key = key
         self._board, self._size = board, size
-        self._arrival: Arrival | None = None
+        self._arrival: KeyWait | None = None
 
     def come(self, line: str = "") -> bool:
         """Come, with ``line``, which has no end of a line; tells whether all others had come."""
@@ -330,7 +330,7 @@ class Gathering:
 # ---------------------------------------------------------------- time and threads
 
 
-class Clock:
+class SystemClock:
     """The system's time and threads."""
 
     def now(self) -> float:
@@ -349,12 +349,12 @@ class Clock:
         """Begin a thread that does what it is given, and calls ``look`` every so many seconds."""
         return Worker(look, every)
 
-    def arrival(self, store: Store, key: str, done: Callable[[], None]) -> Arrival:
+    def arrival(self, store: Store, key: str, done: Callable[[], None]) -> KeyWait:
         """Begin to wait for ``key`` in the server, through ``store``, a client that nobody uses.
 
         ``done`` is called when the client is free again.
         """
-        return Arrival(store, key, done)
+        return KeyWait(store, key, done)
 
 
 class Worker:
@@ -402,7 +402,7 @@ class Worker:
                 next_look = time.monotonic() + self._every
 
 
-class Arrival:
+class KeyWait:
     """A key of a store that is waited for in the server: one request, however long it takes."""
 
     def __init__(self, store: Store, key: str, done: Callable[[], None]) -> None:

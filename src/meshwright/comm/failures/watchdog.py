@@ -129,7 +129,7 @@ class StuckCall:
         return f"{self.what}, called at {self.line}"
 
 
-class _Place(NamedTuple):
+class _ThreadPlace(NamedTuple):
     """The place at which a thread stands."""
 
     frames: tuple[object, ...] | None
@@ -146,7 +146,7 @@ class CallWatch:
     def __init__(self, is_watched: Callable[[int], bool]) -> None:
         """``is_watched`` tells of a thread whether it is in a wait of ours that ends by itself."""
         self._is_watched = is_watched
-        self._places: dict[int, _Place] = {}
+        self._places: dict[int, _ThreadPlace] = {}
         self._count = 0
         self.stands_still = False
         """True where the main thread has not run between the last two looks."""
@@ -189,7 +189,7 @@ class CallWatch:
             self._places[ident] = before._replace(frames=here, work=work)
             return True
         self._count += 1
-        self._places[ident] = _Place(here, work, time.monotonic(), self._count)
+        self._places[ident] = _ThreadPlace(here, work, time.monotonic(), self._count)
         return False
 
 

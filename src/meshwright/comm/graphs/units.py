@@ -46,7 +46,7 @@ NEEDED = "needed"
 NO_UNIT = -1
 
 
-class Part(NamedTuple):
+class UnitPart(NamedTuple):
     """The place of one full parameter in a line of its unit."""
 
     line: int
@@ -66,7 +66,7 @@ class UnitForm:
     """The numbers of the units whose modules contain its module."""
     lines: tuple[tuple[str, int], ...]
     """The dtype and the elements of each."""
-    parts: tuple[Part, ...]
+    parts: tuple[UnitPart, ...]
     has_backward: bool
     """True when gradients were enabled."""
 
@@ -79,7 +79,8 @@ class UnitForm:
         """Read what `text` has written."""
         read = json.loads(text)
         parts = tuple(
-            Part(line, start, tuple(shape), trains) for line, start, shape, trains in read["parts"]
+            UnitPart(line, start, tuple(shape), trains)
+            for line, start, shape, trains in read["parts"]
         )
         lines = tuple((dtype, numel) for dtype, numel in read["lines"])
         return cls(read["name"], tuple(read["around"]), lines, parts, read["has_backward"])

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from meshwright.comm.streams import Event, captures, current_stream, is_capturing, record
+from meshwright.comm.streams import DeviceEvent, captures, current_stream, is_capturing, record
 
 if TYPE_CHECKING:
     from meshwright.comm.collectives import Communicator
@@ -45,7 +45,7 @@ class Flight:
         """The time of the call, or at which those before it on its communicator had ended."""
         self.is_over = False
         self._works: Sequence[Asked] = ()
-        self._end: Event | None = None
+        self._end: DeviceEvent | None = None
 
     def __str__(self) -> str:
         at = f", called at {self.line}" if self.line else ""
@@ -57,7 +57,7 @@ class Flight:
         if isinstance(works, tuple) and not works:  # c10d has made the current stream wait
             self.waited(record(self.communicator.device))
 
-    def waited(self, end: Event) -> None:
+    def waited(self, end: DeviceEvent) -> None:
         """Take the event behind the stream's wait for it, in place of its works."""
         self._end, self._works = end, ()
 

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from meshwright.comm.groups.registry import PROCESS, Outstanding
-from meshwright.comm.streams import Event, is_host, record
+from meshwright.comm.streams import DeviceEvent, is_host, record
 
 Judge = Callable[[list[float]], object]
 """Raises where the numbers say so."""
@@ -83,7 +83,7 @@ class LateNumbers:
             judge()
 
 
-def _read(here: torch.Tensor, event: Event, judge: Judge) -> None:
+def _read(here: torch.Tensor, event: DeviceEvent, judge: Judge) -> None:
     if not event.query():
         event.synchronize()
     judge(here.tolist())

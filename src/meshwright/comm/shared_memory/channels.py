@@ -40,7 +40,7 @@ _copy = ctypes.memmove
 
 
 @dataclass(slots=True)
-class Message:
+class TakenMessage:
     """A message that the receiver has taken from the ring and not yet delivered."""
 
     number: int
@@ -76,7 +76,7 @@ def _described(kind: str, dtype: torch.dtype, shape: tuple[int, ...], tag: int, 
     return f"{kind} {str(dtype).removeprefix('torch.')}{list(shape)} tag {tag}{label}"
 
 
-class Transfer(SharedWork):
+class ChannelTransfer(SharedWork):
     """A send or a receive under way."""
 
     def __init__(
@@ -105,7 +105,7 @@ class Transfer(SharedWork):
         """Find the rank of the group that the message came from."""
         return self.source
 
-    def take(self, message: Message, address: int | None) -> bool:
+    def take(self, message: TakenMessage, address: int | None) -> bool:
         """Take the bytes of ``message``, from ``address`` where it still lies in its entry.
 
         False for a large one, whose bytes the stream is to bring.
@@ -160,9 +160,9 @@ class Outbox:
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self.waiting: deque[Transfer] = deque()
+        self.waiting: deque[ChannelTransfer] = deque()
         """Not posted yet, because the ring was full."""
-        self.posted: dict[int, Transfer] = {}
+        self.posted: dict[int, ChannelTransfer] = {}
         """Large messages by number, waiting for their grant."""
         self._count = 0
         """Messages posted."""
@@ -171,10 +171,10 @@ class Outbox:
         self._moved = 0
         """Bytes in the stream of the message that was granted last."""
 
-    def move(self) -> list[Transfer] | None:
+    def move(self) -> list[ChannelTransfer] | None:
         """Advance the sends; returns those that have ended, or None when nothing has moved."""
         channel, words = self.channel, self.channel.words
-        ended: list[Transfer] = []
+        ended: list[ChannelTransfer] = []
         moved = False
         while self.waiting and self._count - words[TAKEN] < ENTRIES:
             send = self.waiting.popleft()
@@ -199,7 +199,7 @@ class Outbox:
                 break
         return ended if moved else None
 
-    def _post(self, send: Transfer) -> None:
+    def _post(self, send: ChannelTransfer) -> None:
         channel = self.channel
         start = channel.entry(self._count)
         text = str(send).encode()[:TEXT_BYTES]
@@ -222,7 +222,7 @@ class Inbox:
     def __init__(self, channel: Channel, source: int) -> None:
         self.channel = channel
         self.source = source
-        self.granted: deque[tuple[int, Transfer]] = deque()
+        self.granted: deque[tuple[int, ChannelTransfer]] = deque()
         """Receives of large messages, with the numbers of these; the first one has the stream."""
         self._count = 0
         """Messages taken."""
@@ -231,7 +231,7 @@ class Inbox:
         self._moved = 0
         """Bytes of the first of ``granted`` that were drained."""
 
-    def take(self) -> tuple[Message, int] | None:
+    def take(self) -> tuple[TakenMessage, int] | None:
         """Return the next message of the ring, and its address, which is valid until `release`."""
         channel = self.channel
         if channel.words[POSTED] <= self._count:
@@ -240,7 +240,7 @@ class Inbox:
         tag, nbytes, kind, label, length = HEAD.unpack_from(channel.bytes, start)
         first = start + HEAD.size
         words = bytes(channel.bytes[first : first + min(length, TEXT_BYTES)])
-        message = Message(self._count, self.source, tag, nbytes, kind, label, words, None)
+        message = TakenMessage(self._count, self.source, tag, nbytes, kind, label, words, None)
         return message, channel.address + start + HEAD_BYTES
 
     def release(self) -> bool:
@@ -251,16 +251,16 @@ class Inbox:
         words[TAKEN] = self._count
         return was_full
 
-    def grant(self, receive: Transfer, message: Message) -> None:
+    def grant(self, receive: ChannelTransfer, message: TakenMessage) -> None:
         """Allow the sender to fill the stream with ``message``, after those granted before."""
         self.granted.append((message.number, receive))
         if len(self.granted) == 1:
             self.channel.words[GRANTED] = message.number + 1
 
-    def drain(self) -> list[Transfer] | None:
+    def drain(self) -> list[ChannelTransfer] | None:
         """Copy the blocks that are there; returns receives that have ended, None if none is."""
         channel, words = self.channel, self.channel.words
-        ended: list[Transfer] = []
+        ended: list[ChannelTransfer] = []
         moved = False
         while self.granted and words[FILLED] > self._blocks:
             moved = True

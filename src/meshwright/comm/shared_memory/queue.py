@@ -178,7 +178,7 @@ class JoinedWork(SharedWork):
         return True
 
 
-class _Operation(SharedWork):
+class _QueuedCollective(SharedWork):
     """A collective in the queue."""
 
     def __init__(
@@ -226,10 +226,10 @@ class _Announcer(threading.Thread):
     def __init__(self, idle: list[_Announcer], name: str) -> None:
         super().__init__(name=name, daemon=True)
         self._idle = idle
-        self._inbox: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_QueuedCollective | None] = queue.SimpleQueue()
         self.start()
 
-    def take(self, operation: _Operation | None) -> None:
+    def take(self, operation: _QueuedCollective | None) -> None:
         """Announce ``operation``; None ends the thread."""
         self._inbox.put(operation)
 
@@ -320,8 +320,8 @@ class OperationQueue:
     def __init__(self, meeting: Meeting, name: str) -> None:
         self._meeting = meeting
         self._lock = threading.Lock()
-        self._pending: deque[_Operation] = deque()
-        self._ended: deque[_Operation] = deque()
+        self._pending: deque[_QueuedCollective] = deque()
+        self._ended: deque[_QueuedCollective] = deque()
         self._checked = 0.0
         self._name = name
         self._announcers: list[_Announcer] = []
@@ -340,7 +340,7 @@ class OperationQueue:
         run_now: bool,
     ) -> SharedWork:
         """Run the operation now, to its end or to its first wait, or after those ahead of it."""
-        operation = _Operation(self, call, body, outputs, held)
+        operation = _QueuedCollective(self, call, body, outputs, held)
         if self._meeting.broken is not None:
             raise unusable(self._meeting.broken)
         if not self._pending and self._lock.acquire(blocking=False):
@@ -363,7 +363,7 @@ class OperationQueue:
             self._background.call(urgent=nbytes >= URGENT_BYTES)
         return operation
 
-    def drive(self, operation: _Operation, until: float) -> bool:
+    def drive(self, operation: _QueuedCollective, until: float) -> bool:
         """Bring operations forward until ``operation`` has ended; False at ``until``."""
         while not operation.done:
             if not self._lock.acquire(timeout=max(0.0, until - time.monotonic())):
@@ -398,7 +398,7 @@ class OperationQueue:
                 self._announcers.append(announcer)
             announcer.take(operation)
 
-    def describe_missing(self, operation: _Operation, seconds: float) -> str:
+    def describe_missing(self, operation: _QueuedCollective, seconds: float) -> str:
         """Describe who is missing in ``operation``."""
         return self._meeting.describe_missing(operation.call, seconds)
 
@@ -415,7 +415,7 @@ class OperationQueue:
     # ------------------------------------------------------------------ with the lock held
 
     def _advance(
-        self, operation: _Operation, until: float | None, awake_for: float | None = None
+        self, operation: _QueuedCollective, until: float | None, awake_for: float | None = None
     ) -> bool:
         """Bring the first operation of the queue to its end; False when ``until`` comes first.
 
@@ -441,7 +441,7 @@ class OperationQueue:
         self.end(operation, None)
         return True
 
-    def end(self, operation: _Operation, error: BaseException | None) -> None:
+    def end(self, operation: _QueuedCollective, error: BaseException | None) -> None:
         """End ``operation``, the first of the queue, by ``error`` where it has failed."""
         if error is not None:
             self._meeting.break_with(error)
@@ -471,7 +471,7 @@ class OperationQueue:
         self._announce(elsewhere=True)
         return moved
 
-    def _is_troubled(self, operation: _Operation) -> bool:
+    def _is_troubled(self, operation: _QueuedCollective) -> bool:
         """Check whether it is time to look at the peers' lives and at the limit."""
         now = time.monotonic()
         if now < self._checked:

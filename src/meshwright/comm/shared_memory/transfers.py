@@ -22,10 +22,10 @@ import torch
 from meshwright.comm.shared_memory.channels import (
     EAGER_BYTES,
     Channel,
+    ChannelTransfer,
     Inbox,
-    Message,
     Outbox,
-    Transfer,
+    TakenMessage,
     dtype_digest,
 )
 from meshwright.comm.shared_memory.queue import Background, SharedWork
@@ -41,7 +41,7 @@ CHECK_EVERY = 0.1
 """Seconds between two looks of the background thread at the peers' lives."""
 
 
-class _OwnedTransfer(Transfer):
+class _OwnedTransfer(ChannelTransfer):
     """A transfer that is moved by the engine of its group."""
 
     def __init__(
@@ -79,13 +79,13 @@ class Transfers:
         self._lock = threading.Lock()
         self._outboxes = [Outbox(Channel(meeting, me, peer)) for peer in range(size)]
         self._inboxes = [Inbox(Channel(meeting, peer, me), peer) for peer in range(size)]
-        self._receives: list[Transfer] = []
-        self._unexpected: list[Message] = []
-        self._open: list[Transfer] = []
+        self._receives: list[ChannelTransfer] = []
+        self._unexpected: list[TakenMessage] = []
+        self._open: list[ChannelTransfer] = []
         self._checked = 0.0
         self._rings = 0
         self._drivers = 0
-        self._ended: deque[Transfer] = deque()
+        self._ended: deque[ChannelTransfer] = deque()
         self._background = Background(
             name, lambda: bool(self._open), self._look_behind, self._break
         )
@@ -114,7 +114,7 @@ class Transfers:
             self._lock.release()
             self._announce()
 
-    def drive(self, transfer: Transfer, until: float) -> bool:
+    def drive(self, transfer: ChannelTransfer, until: float) -> bool:
         """Move messages until ``transfer`` has ended; False when ``until`` comes first."""
         meeting = self._meeting
         with self._lock:
@@ -139,7 +139,7 @@ class Transfers:
 
     # ------------------------------------------------------------------ steps
 
-    def _begin(self, transfer: Transfer) -> SharedWork:
+    def _begin(self, transfer: ChannelTransfer) -> SharedWork:
         meeting = self._meeting
         if meeting.broken is not None:
             raise unusable(meeting.broken)
@@ -180,7 +180,7 @@ class Transfers:
                 self._check(transfer)
         return False
 
-    def _check(self, transfer: Transfer) -> None:
+    def _check(self, transfer: ChannelTransfer) -> None:
         """Fail all transfers when the peer of ``transfer`` is gone or its time is over."""
         if transfer.done:
             return
@@ -202,14 +202,14 @@ class Transfers:
             self._fail(error)
         self._announce()
 
-    def _awaited(self, transfer: Transfer) -> list[int]:
+    def _awaited(self, transfer: ChannelTransfer) -> list[int]:
         if transfer.peer != ANY_SOURCE:
             return [transfer.peer]
         meeting = self._meeting
         others = [rank for rank in range(meeting.layout.size) if rank != meeting.peers.me]
         return [rank for rank in others if meeting.state(rank) != LEFT] or others
 
-    def late(self, transfer: Transfer, seconds: float) -> str:
+    def late(self, transfer: ChannelTransfer, seconds: float) -> str:
         """Describe who is missing in ``transfer`` after ``seconds``."""
         peers = self._meeting.peers
         names = ", ".join(peers.name(rank) for rank in self._awaited(transfer))
@@ -225,7 +225,7 @@ class Transfers:
 
     # ------------------------------------------------------------------ with the lock held
 
-    def _end(self, transfer: Transfer, error: BaseException | None = None) -> None:
+    def _end(self, transfer: ChannelTransfer, error: BaseException | None = None) -> None:
         transfer.finish(error)
         self._open.remove(transfer)
         self._ended.append(transfer)
@@ -286,7 +286,7 @@ class Transfers:
             moved = True
         return moved
 
-    def _receive_for(self, message: Message) -> Transfer | None:
+    def _receive_for(self, message: TakenMessage) -> ChannelTransfer | None:
         # Messages of one source and tag stay in order: an earlier one is still unclaimed.
         if self._unexpected and any(
             held.source == message.source and held.tag == message.tag for held in self._unexpected
@@ -310,7 +310,9 @@ class Transfers:
                     break
         return moved
 
-    def _deliver(self, message: Message, receive: Transfer, address: int | None) -> None:
+    def _deliver(
+        self, message: TakenMessage, receive: ChannelTransfer, address: int | None
+    ) -> None:
         numbers, dtype = self._meeting.peers.ranks, receive.buffer.dtype
         if message.nbytes != receive.nbytes or message.dtype != dtype_digest(dtype):
             self._end(
@@ -328,5 +330,5 @@ class Transfers:
             self._ring(message.source)
 
 
-def _fits(receive: Transfer, message: Message) -> bool:
+def _fits(receive: ChannelTransfer, message: TakenMessage) -> bool:
     return receive.tag == message.tag and receive.peer in (ANY_SOURCE, message.source)

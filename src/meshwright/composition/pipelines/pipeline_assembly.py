@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.composition.data_layout import DataLayout, LoneLayout, Peers
+from meshwright.composition.data_layout import DataLayout, LayoutCommunicators, LoneLayout
 from meshwright.composition.example_run import Inputs, copied
 from meshwright.composition.given_parameters import GivenParameters
 from meshwright.composition.laying_out import (
@@ -48,7 +48,7 @@ def pipelined(
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None,
     loss: Loss,
     example: Inputs,
-    peers: Peers,
+    peers: LayoutCommunicators,
     given: GivenParameters,
 ) -> Trainable:
     """Split the model into stages, and lay this rank's out over the other axes."""
@@ -101,7 +101,7 @@ def pipelined(
 
 
 def _lay_out(
-    found: CutModel, mine: Sequence[int], plan: Plan, cut: ModelCut, peers: Peers
+    found: CutModel, mine: Sequence[int], plan: Plan, cut: ModelCut, peers: LayoutCommunicators
 ) -> tuple[list[DataLayout], list[PipelineStage]]:
     """Lay the stages that are ``mine`` out over the other axes."""
     layouts: list[DataLayout] = []
@@ -128,7 +128,7 @@ def _checked(
     plan: Plan,
     example: Inputs,
     cut: ModelCut,
-    peers: Peers,
+    peers: LayoutCommunicators,
     draws: Draws | None,
 ) -> TensorTraffic:
     """Check that ``model`` computes the same when sharded as ``cut``; returns its traffic."""
@@ -144,7 +144,7 @@ def _stages_of(
     plan: Plan,
     example: Inputs,
     cut: ModelCut,
-    peers: Peers,
+    peers: LayoutCommunicators,
     draws: Draws | None,
 ) -> CutModel:
     """Split ``model``, which has been checked against its sharding ``cut``, into all stages."""
@@ -157,7 +157,7 @@ def _stages_of(
     return found
 
 
-def _stage_layout(module: nn.Module, plan: Plan, peers: Peers) -> DataLayout:
+def _stage_layout(module: nn.Module, plan: Plan, peers: LayoutCommunicators) -> DataLayout:
     if plan.axes.size("shard") > 1:
         return shard_module(module, plan, peers)
     if not peers.data.is_alone and any(p.requires_grad for p in module.parameters()):

@@ -13,7 +13,7 @@ from torch import nn
 from meshwright.checkpoint.nested import flatten, unflatten
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import local_of
-from meshwright.composition.data_layout import DataLayout, Peers
+from meshwright.composition.data_layout import DataLayout, LayoutCommunicators
 from meshwright.composition.description import Description
 from meshwright.errors import InternalError, PipelinePeerError
 from meshwright.gradients import Factor, SpreadGradients, group_by_spread, multiply_
@@ -72,7 +72,7 @@ class PipelinedLayout(DataLayout):
         self,
         layouts: Sequence[DataLayout],
         modules: StageModules,
-        peers: Peers,
+        peers: LayoutCommunicators,
         copies: Collection[int],
         *,
         dtype: torch.dtype,

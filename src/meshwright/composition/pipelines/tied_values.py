@@ -29,7 +29,7 @@ _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
 _COARSE = 5e-2
 
 
-class _Place(NamedTuple):
+class _TiePlace(NamedTuple):
     """Where a module of this rank has a copy during a step."""
 
     table: dict[str, Any]
@@ -64,7 +64,7 @@ class TiedValues:
         """Replace copies in this rank's ``stages`` by the first; ``stage_ranks`` are global."""
         self._ranks = tuple(stage_ranks)
         self._data_size = data_size
-        self._places: list[_Place] = []
+        self._places: list[_TiePlace] = []
         self._spread: list[_Spread] = []
         self._directions: dict[torch.Size, tuple[torch.Tensor, torch.Tensor]] = {}
         for tie in ties:
@@ -82,7 +82,7 @@ class TiedValues:
         for part in module.modules():
             for leaf, parameter in part._parameters.items():
                 if parameter is copied:
-                    self._places.append(_Place(part._parameters, leaf, owner, copied, name))
+                    self._places.append(_TiePlace(part._parameters, leaf, owner, copied, name))
 
     # ---------------------------------------------------------------------------- one rank
 

@@ -22,7 +22,7 @@ import torch
 from meshwright.comm import Communicator, LateNumbers
 from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.comm.dtensors.subclasses import values_of
-from meshwright.comm.failures.sameness import Difference, first_difference, refusal
+from meshwright.comm.failures.sameness import RowDifference, first_difference, refusal
 from meshwright.data_parallel.checks.starting_state import digest_of_all, digests_of
 from meshwright.errors import CollectiveMismatchError, warn
 from meshwright.gradients import beyond_rounding_first, is_due
@@ -169,7 +169,7 @@ class SameWeights:
         if place is None:
             return None
         name = names[int(place.place)]
-        beyond: Difference | str | None
+        beyond: RowDifference | str | None
         if len(said) < axis.size:
             beyond = f"{name!r} has some values on {place.sides}"
         else:

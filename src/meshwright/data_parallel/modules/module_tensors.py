@@ -21,7 +21,7 @@ from meshwright.torch_internals.modules import lent_now
 _END = object()
 
 
-class _Held:
+class _HeldTensors:
     """The tensors that a module and those below it hold in one dict, but for those left alone.
 
     To see that nothing has changed takes no Python call for each tensor or module.
@@ -88,7 +88,7 @@ class _Held:
         return found
 
 
-class ModuleParameters(_Held):
+class ModuleParameters(_HeldTensors):
     """The parameters of a module."""
 
     named: tuple[tuple[str, nn.Parameter], ...] = ()
@@ -127,7 +127,7 @@ class ModuleParameters(_Held):
         return not is_own or lent_now() is not None
 
 
-class ModuleBuffers(_Held):
+class ModuleBuffers(_HeldTensors):
     """The buffers of a module."""
 
     named: Mapping[str, torch.Tensor]

@@ -32,7 +32,7 @@ class LowPrecision(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MixedPrecision:
+class ReplicaPrecision:
     """Dtypes of computation, of gradient reduction and of buffers; None leaves them.
 
     They are those of floating-point tensors: complex ones keep their own.
@@ -41,6 +41,10 @@ class MixedPrecision:
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     buffer_dtype: torch.dtype | None = None
+
+
+MixedPrecision = ReplicaPrecision
+"""The name in `meshwright.data_parallel`, as torch's classes have it."""
 
 
 Place = tuple[nn.Module, str, nn.Parameter]

@@ -20,7 +20,7 @@ from torch import nn
 
 from meshwright import comm
 from meshwright.comm import Communicator
-from meshwright.comm.failures.events import Event, EventCheck
+from meshwright.comm.failures.events import EventCheck, GroupEvent
 from meshwright.comm.graphs.untraced import apart
 from meshwright.comm.groups.registry import go_on
 from meshwright.data_parallel.checks.alignment import NonFinite, UseCounts
@@ -159,7 +159,7 @@ class Iteration:
         is_training = training and torch.is_grad_enabled()
         # In evaluation nothing depends on settings, and ranks enter and leave it together.
         text = "a forward pass in training" if is_training else "a forward pass in evaluation"
-        event = Event(text, self._states.digest() if is_training else 0)
+        event = GroupEvent(text, self._states.digest() if is_training else 0)
         turns = is_training is not self._was_training
         self._events.happens(event, asks=turns, after=raised_in)
         self._was_training = is_training
@@ -206,7 +206,7 @@ class Iteration:
         self.take_waiting()
         self.finished.clear()
         if self._events is not None:
-            event = Event(what, self._states.digest() if training else 0)
+            event = GroupEvent(what, self._states.digest() if training else 0)
             turns = training is not self._was_training
             self._events.happens(event, asks=turns, after=raised_in)
             self._was_training = training
@@ -235,7 +235,7 @@ class Iteration:
     def begin_graph(self, what: str) -> None:
         """Compare ``what``, which a compiled graph is about to do, with the other ranks."""
         if self._events is not None:
-            self._events.happens(Event(what), instead=self._outside_of_graphs)
+            self._events.happens(GroupEvent(what), instead=self._outside_of_graphs)
 
     def _outside_of_graphs(self, answer: Mapping[str, Any]) -> str:
         unit = "" if self._check is None else self._check.passed(answer)
@@ -355,7 +355,7 @@ class Iteration:
         if not self.is_in_backward:
             self.is_of_inputs = self.keeps_sums and not self._reaches_parameters()
             if self._events is not None:
-                self._events.happens(Event(OF_INPUTS if self.is_of_inputs else OF_PARAMETERS))
+                self._events.happens(GroupEvent(OF_INPUTS if self.is_of_inputs else OF_PARAMETERS))
             for unit in self.units:
                 if unit.is_at_rest:
                     unit.show_at_rest(False)

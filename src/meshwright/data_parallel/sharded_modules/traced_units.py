@@ -28,8 +28,8 @@ from meshwright.comm.graphs.units import (
     NO_UNIT,
     START,
     START_BACKWARD,
-    Part,
     UnitForm,
+    UnitPart,
     unshard,
 )
 from meshwright.comm.graphs.untraced import apart, constant
@@ -215,12 +215,12 @@ class GraphedRoot:
         """The number of ``unit`` and its current form."""
         names = [each.name for each in self._drivers]
         around = [n for n, name in enumerate(names) if n and driver.name.startswith(f"{name}.")]
-        parts: list[Part] = []
+        parts: list[UnitPart] = []
         for line, group in enumerate(unit.groups):
             trains = unit.exposure.trains(unit, group)
             for index, shape in enumerate(group.buffer.layout.shapes):
                 start = group.buffer.layout.whole_start(index)
-                parts.append(Part(line, start, tuple(shape), trains[index]))
+                parts.append(UnitPart(line, start, tuple(shape), trains[index]))
         fulls = [group.buffer.full for group in unit.groups]
         lines = [(str(full.dtype).removeprefix("torch."), full.numel()) for full in fulls]
         form = UnitForm(unit.name, tuple(around), tuple(lines), tuple(parts), has_backward)

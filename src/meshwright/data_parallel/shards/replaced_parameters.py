@@ -22,7 +22,7 @@ from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import is_dtensor
 from meshwright.comm.dtensors.unreadable import make_unreadable, retire
 from meshwright.data_parallel.shards.gradient_lines import COUNTS, OURS
-from meshwright.data_parallel.shards.slot import HOME, Memory, Slot, memory_of_plain
+from meshwright.data_parallel.shards.slot import HOME, Slot, StorageKey, memory_of_plain
 from meshwright.torch_internals.tensors import is_view, viewed_by
 
 BEFORE = (
@@ -102,7 +102,7 @@ def refuse_views(modules: Iterable[nn.Module], slots: Iterable[Slot]) -> None:
     What a hook recomputes in each forward from ``<name>_orig`` is allowed. A tensor that a
     parameter was made of may be kept, but is made unreadable.
     """
-    lying: dict[int, list[tuple[str, Memory]]] = {}
+    lying: dict[int, list[tuple[str, StorageKey]]] = {}
     places: set[tuple[nn.Module, str]] = set()
     for slot in slots:
         places.update(slot.places)
@@ -147,7 +147,7 @@ def refuse_views(modules: Iterable[nn.Module], slots: Iterable[Slot]) -> None:
             _refuse_overlap(together)
 
 
-def _refuse_overlap(named: Iterable[tuple[str, Memory]]) -> None:
+def _refuse_overlap(named: Iterable[tuple[str, StorageKey]]) -> None:
     """Raise ValueError where parameters of one storage share elements of it."""
     dense = [(name, memory.bytes) for name, memory in named if memory.bytes is not None]
     dense.sort(key=lambda each: each[1].start)

@@ -25,7 +25,7 @@ ALONE = 2
 """Uses, seen from a function, of a storage that one tensor has."""
 
 
-class Memory(NamedTuple):
+class StorageKey(NamedTuple):
     """The memory that a tensor lies in, known also when the tensor has been given other memory."""
 
     storage: weakref.ref[torch.UntypedStorage]
@@ -33,23 +33,25 @@ class Memory(NamedTuple):
     bytes: range | None
     """Those that are the tensor's; None where they are not side by side."""
 
-    def meets(self, other: Memory) -> bool:
+    def meets(self, other: StorageKey) -> bool:
         """Whether ``other``, in the same storage, may share bytes with it."""
         if self.bytes is None or other.bytes is None:
             return True
         return self.bytes.start < other.bytes.stop and other.bytes.start < self.bytes.stop
 
 
-def memory_of_plain(tensor: torch.Tensor) -> Memory | None:
+def memory_of_plain(tensor: torch.Tensor) -> StorageKey | None:
     """The memory that ``tensor`` lies in; None where it has none, as on the meta device."""
     if tensor.layout is not torch.strided or not tensor.numel() or tensor.is_meta:
         return None
     size, first = tensor.element_size(), tensor.storage_offset()
     found = range(first * size, (first + tensor.numel()) * size)
-    return Memory(weakref.ref(tensor.untyped_storage()), found if tensor.is_contiguous() else None)
+    return StorageKey(
+        weakref.ref(tensor.untyped_storage()), found if tensor.is_contiguous() else None
+    )
 
 
-def _shared_memory(parameter: nn.Parameter) -> Memory | None:
+def _shared_memory(parameter: nn.Parameter) -> StorageKey | None:
     """The memory of ``parameter``, if another tensor lies there, or did; else None."""
     if type(parameter) is not nn.Parameter or not has_storage(parameter):
         return None
@@ -86,7 +88,7 @@ class Slot:
     """True where modules of other units use it too."""
     given: weakref.ref[nn.Parameter] | None = None
     """The parameter object that the user had, as long as somebody holds it."""
-    memory: Memory | None = None
+    memory: StorageKey | None = None
     """The memory that this object lay in with others, where it was a plain parameter."""
     extension: Extension | None = None
     """The way of its gather, for a tensor subclass that has one of its own."""

@@ -30,7 +30,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from meshwright.comm import Communicator, Pending
-from meshwright.comm.streams import Event, SideStream, captures, current_stream, record
+from meshwright.comm.streams import DeviceEvent, SideStream, captures, current_stream, record
 from meshwright.data_parallel.shards.buffer import FlatBuffer, Moves
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup, UnitSettings
 from meshwright.data_parallel.shards.replaced_parameters import written
@@ -204,11 +204,11 @@ class Unit:
         self._waits = False  # with gradients, for a later pass
         self.streams: UnitStreams | None = None
         """None on the host."""
-        self._is_there: Event | None = None
+        self._is_there: DeviceEvent | None = None
         """The end of the gather under way, on its stream."""
         self._last: SideStream | None = None
         """The stream on which the sums under way end."""
-        self._is_summed: Event | None = None
+        self._is_summed: DeviceEvent | None = None
         """The first sums have been made: nothing reads whole gradients any more."""
         self._gathers: list[Pending] = []
         self._sums: list[Pending] = []
@@ -575,7 +575,7 @@ class UnitStreams:
         """The stream that the last pass began on, in a list: `_leave` must not hold this object."""
         end = weakref.finalize(self, _leave, device, self._computation, self._all, os.getpid())
         end.atexit = False  # pyrefly: ignore[missing-attribute]
-        self._left: deque[tuple[Event, Sequence[ParameterGroup], list[FlatBuffer]]] = deque()
+        self._left: deque[tuple[DeviceEvent, Sequence[ParameterGroup], list[FlatBuffer]]] = deque()
         """Units to free once these events have passed, with the buffers whose memory that is: a
         group may have been given another buffer since."""
         self._is_running = False

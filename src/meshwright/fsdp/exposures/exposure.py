@@ -27,7 +27,7 @@ from meshwright.data_parallel.shards.slot import Slot
 from meshwright.data_parallel.shards.unit import Exposure, Unit
 from meshwright.errors import InternalError
 from meshwright.gradients import mark_mean, warn_of_zeros
-from meshwright.layout import FlatLayout, Piece
+from meshwright.layout import FlatLayout, FlatPiece
 from meshwright.torch_internals.autograd import backward_hooks_of
 from meshwright.torch_internals.modules import FLAT
 from meshwright.torch_internals.tensors import version_of
@@ -464,7 +464,7 @@ def _unused_in(group: ParameterGroup, mean: torch.Tensor, used: Sequence[bool]) 
     return found
 
 
-def own_pieces(group: ParameterGroup) -> dict[int, Piece]:
+def own_pieces(group: ParameterGroup) -> dict[int, FlatPiece]:
     """List this rank's piece of each parameter that it has one of, by the parameter's index.
 
     Every rank has the whole of a parameter that has no elements anywhere.
@@ -473,7 +473,7 @@ def own_pieces(group: ParameterGroup) -> dict[int, Piece]:
     pieces = {piece.index: piece for piece in layout.owned(group.axes.part)}
     for index, shape in enumerate(layout.shapes):
         if 0 in shape:
-            pieces[index] = Piece(index, 0, 0, 0)
+            pieces[index] = FlatPiece(index, 0, 0, 0)
     return pieces
 
 

@@ -29,7 +29,7 @@ from meshwright.data_parallel.shards.parameter_group import ParameterGroup
 from meshwright.data_parallel.shards.unit import Unit
 from meshwright.fsdp.exposures.exposure import exposed_of, flat_layout, own_pieces
 from meshwright.fsdp.groups import Groups
-from meshwright.layout import Piece, Replicate, Shard
+from meshwright.layout import FlatPiece, Replicate, Shard
 from meshwright.mesh import DeviceMesh
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class Part:
     names: tuple[str, ...]
     group: ParameterGroup
     index: int
-    piece: Piece | None
+    piece: FlatPiece | None
     """This rank's elements in its shard of the group."""
     groups: Groups
     exposed: nn.Parameter

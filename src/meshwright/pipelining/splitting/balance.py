@@ -37,7 +37,7 @@ _COPIES = 4
 
 
 @dataclass(slots=True)
-class Costs:
+class OperatorCosts:
     """The cost of each operator that a cut can precede, including nodes that belong to it."""
 
     each: list[float]
@@ -129,7 +129,7 @@ def _hint(extent: Any) -> int:  # noqa: ANN401
 # ------------------------------------------------------------------------------ parameters
 
 
-def parameters(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Costs:
+def parameters(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> OperatorCosts:
     """Count the parameters that each operator uses alone, and those that several share."""
     return _weighed(module, nodes, lambda parameter: float(parameter.numel()), "parameters")
 
@@ -139,7 +139,7 @@ def _weighed(
     nodes: Sequence[fx.Node],
     weight: Callable[[nn.Parameter], float],
     unit: str,
-) -> Costs:
+) -> OperatorCosts:
     users: dict[int, tuple[float, list[int]]] = {}
     for position, node in enumerate(nodes):
         for argument in node.all_input_nodes:
@@ -147,7 +147,7 @@ def _weighed(
             if held is not None:
                 _, where = users.setdefault(id(held), (weight(held), []))
                 where.append(position)
-    costs = Costs([0.0] * len(nodes), {}, unit)
+    costs = OperatorCosts([0.0] * len(nodes), {}, unit)
     for number, (size, where) in enumerate(users.values()):
         if len(where) == 1:
             costs.each[where[0]] += size
@@ -167,7 +167,7 @@ def _held(module: nn.Module, node: fx.Node) -> nn.Parameter | None:
 # ------------------------------------------------------------------------------ operations
 
 
-def flops(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Costs:
+def flops(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> OperatorCosts:
     """Count the floating point operations of matrix products and convolutions in a forward."""
     found: dict[fx.Node, float] = {}
     for node in module.graph.nodes:
@@ -182,7 +182,7 @@ def flops(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Costs:
             with next(iter(modes.values())), torch.no_grad(), counter:
                 node.target(*args, **kwargs)
             found[node] = float(counter.get_total_flops())
-    return Costs(_by_position(nodes, module, found), {}, "operations")
+    return OperatorCosts(_by_position(nodes, module, found), {}, "operations")
 
 
 def _traced(module: nn.Module, node: fx.Node) -> Any:  # noqa: ANN401
@@ -205,7 +205,7 @@ def _by_position(
 # -------------------------------------------------------------------------------- measured
 
 
-def measured(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Costs:
+def measured(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> OperatorCosts:
     """Measure the seconds of each operator's forward and backward, and the bytes it saves."""
     runner = _Timed(module)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -221,10 +221,12 @@ def measured(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Costs:
     seconds, saved = (
         _by_position(nodes, module, found) for found in (runner.seconds, runner.saved)
     )
-    return Costs(seconds, {}, "seconds", saved)
+    return OperatorCosts(seconds, {}, "seconds", saved)
 
 
-def memory(costs: Costs, module: fx.GraphModule, nodes: Sequence[fx.Node], flying: int) -> Costs:
+def memory(
+    costs: OperatorCosts, module: fx.GraphModule, nodes: Sequence[fx.Node], flying: int
+) -> OperatorCosts:
     """Count the bytes of each operator's parameters in training and of ``flying`` microbatches."""
 
     def weight(parameter: nn.Parameter) -> float:
@@ -330,13 +332,15 @@ def _wait(result: object) -> None:
 # ------------------------------------------------------------------------------------ cuts
 
 
-_MEASURES: Mapping[str, Callable[[fx.GraphModule, Sequence[fx.Node]], Costs]] = MappingProxyType(
-    {"parameters": parameters, "flops": flops, "time": measured, "memory": measured}
+_MEASURES: Mapping[str, Callable[[fx.GraphModule, Sequence[fx.Node]], OperatorCosts]] = (
+    MappingProxyType(
+        {"parameters": parameters, "flops": flops, "time": measured, "memory": measured}
+    )
 )
 
 
 @dataclass(slots=True)
-class _Window:
+class _CostWindow:
     """The cost of the operators from one position to another, kept while both move."""
 
     costs: Sequence[float]
@@ -362,7 +366,11 @@ class _Window:
 
 
 def best_cuts(
-    costs: Costs, stages: int, sent: Sequence[float], limit: Costs | None = None, bound: float = 0.0
+    costs: OperatorCosts,
+    stages: int,
+    sent: Sequence[float],
+    limit: OperatorCosts | None = None,
+    bound: float = 0.0,
 ) -> list[int]:
     """List the positions at which ``stages`` stages begin, the first of them left out.
 
@@ -394,7 +402,7 @@ def best_cuts(
 
 
 def _chosen(
-    costs: Sequence[Costs], bounds: Sequence[float], stages: int, sent: Sequence[float]
+    costs: Sequence[OperatorCosts], bounds: Sequence[float], stages: int, sent: Sequence[float]
 ) -> list[int] | None:
     """Find the cuts of least traffic with all stages within the bounds, if there are any."""
     starts = _first_starts(costs, bounds)
@@ -428,12 +436,12 @@ def _chosen(
     return cuts[-2::-1]
 
 
-def _first_starts(costs: Sequence[Costs], bounds: Sequence[float]) -> list[int]:
+def _first_starts(costs: Sequence[OperatorCosts], bounds: Sequence[float]) -> list[int]:
     """For each last position of a stage, the first position at which it may start."""
     count = len(costs[0].each)
     found = [0] * count
     for cost, bound in zip(costs, bounds, strict=True):
-        window, start = _Window(cost.each, cost.shared), 0
+        window, start = _CostWindow(cost.each, cost.shared), 0
         for end in range(count):
             window.add(end)
             while start <= end and window.total > bound * (1 + 1e-12):
@@ -491,7 +499,7 @@ def balanced(
     return policy
 
 
-def _agreed(by: str, module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Costs:
+def _agreed(by: str, module: fx.GraphModule, nodes: Sequence[fx.Node]) -> OperatorCosts:
     """Return the costs of operators; measured ones are the first rank's, on all ranks."""
     costs = _MEASURES[by](module, nodes)
     if by in ("parameters", "flops"):

@@ -32,8 +32,8 @@ from meshwright.pipelining.splitting.dropped import (
 from meshwright.pipelining.splitting.split_points import SplitPoint, SplitPolicy, marked
 from meshwright.pipelining.splitting.splitting import (
     Argument,
-    Cut,
     Expected,
+    SplitModel,
     Traced,
     cut,
     expected,
@@ -262,7 +262,7 @@ def _ordered(arguments: Iterable[Argument]) -> list[Argument]:
     return sorted(arguments, key=lambda argument: argument.has_default)
 
 
-def _calls(found: Traced, stages: Cut) -> fx.Graph:
+def _calls(found: Traced, stages: SplitModel) -> fx.Graph:
     """Build the graph that calls the stages in order."""
     graph = fx.Graph()
     batch: dict[int | str | None, fx.Node] = {}

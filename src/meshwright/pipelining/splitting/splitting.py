@@ -90,7 +90,7 @@ class Traced:
 
 
 @dataclass(slots=True)
-class Cut:
+class SplitModel:
     """The stages of a model."""
 
     stages: list[StageModule]
@@ -118,7 +118,7 @@ class _Stage:
     """By name, the tensors of ``root``."""
 
 
-def cut(traced: Traced) -> Cut:
+def cut(traced: Traced) -> SplitModel:
     """Split a graph at its markers. Raises ``ValueError`` where it cannot be split."""
     return _Cutter(traced).run()
 
@@ -140,14 +140,14 @@ class _Cutter:
                 self.leaf[placeholders[len(self.leaf)]] = (argument, number)
         (self.output,) = (n for n in self.graph.nodes if n.op == "output")
 
-    def run(self) -> Cut:
+    def run(self) -> SplitModel:
         self._read_across()
         for stage in self.stages:
             self._begin(stage)
         for stage in self.stages:
             self._fill(stage)
         modules = [self._finish(stage) for stage in self.stages]
-        return Cut(
+        return SplitModel(
             modules,
             tuple(StageEdges(tuple(s.args), tuple(s.kwargs.items())) for s in self.stages),
             tuple(self._expected(stage) for stage in self.stages),

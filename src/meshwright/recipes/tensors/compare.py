@@ -33,7 +33,7 @@ _Key = tuple[str, str, int, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class TensorFinding:
     """A difference between two runs, or between two ranks of one that should hold the same."""
 
     step: int
@@ -67,11 +67,11 @@ class RunComparison:
     """Compared tensors by kind, over all steps."""
     tolerance: float = 0.0
     """The largest tolerance of any step."""
-    divergence: Finding | None = None
+    divergence: TensorFinding | None = None
     """The first difference beyond the tolerance. Nothing after its step is compared."""
-    first_bits: Finding | None = None
+    first_bits: TensorFinding | None = None
     """The first difference in any bit."""
-    largest: Finding | None = None
+    largest: TensorFinding | None = None
     """The largest difference within the tolerance."""
     others: int = 0
     """Later tensors of the divergent step that also differ beyond the tolerance."""
@@ -83,7 +83,7 @@ class RunComparison:
         self.steps.append(step)
         self.tolerance = max(self.tolerance, tolerance)
 
-    def add(self, finding: Finding, allowed: float) -> None:
+    def add(self, finding: TensorFinding, allowed: float) -> None:
         """Add the next difference in the order of comparison; up to ``allowed`` it is rounding."""
         if self.first_bits is None:
             self.first_bits = finding
@@ -205,10 +205,10 @@ class _StepComparison:
 
     def _finding(
         self, row: TensorRow, samples: tuple[int, int] | None, a: Sums, b: Sums, detail: str
-    ) -> Finding:
+    ) -> TensorFinding:
         if a.nonfinite or b.nonfinite:
             detail += f"; not finite: {a.nonfinite} in A, {b.nonfinite} in B"
-        return Finding(
+        return TensorFinding(
             step=row.step,
             kind=row.kind,
             name=f"{row.name}, call {row.call + 1}" if row.call else row.name,
@@ -217,7 +217,7 @@ class _StepComparison:
             detail=detail,
         )
 
-    def _copies(self, number: int, rows: _Rows) -> Iterator[Finding]:
+    def _copies(self, number: int, rows: _Rows) -> Iterator[TensorFinding]:
         """Find ranks of one run that hold the same elements with different values."""
         first: dict[object, tuple[int, TensorRow]] = {}
         for rank, row in rows:
@@ -256,7 +256,7 @@ class _StepComparison:
             self._note(f"outputs that only {'AB'[number]} has are not compared, such as {name!r}")
             return
         detail = f"{'AB'[1 - number]} has none"
-        finding = Finding(
+        finding = TensorFinding(
             step=row.step, kind=kind, name=name, samples=None, error=math.inf, detail=detail
         )
         self._add(finding)
@@ -280,7 +280,7 @@ class _StepComparison:
         if not any(note.startswith(start) for note in self._found.notes):
             self._found.notes.append(text)
 
-    def _add(self, finding: Finding) -> None:
+    def _add(self, finding: TensorFinding) -> None:
         self._found.add(finding, 0.0 if finding.kind == "input" else self._tolerance)
 
 

@@ -76,7 +76,7 @@ _PASSING = frozenset(
 )
 
 
-class _Mark(NamedTuple):
+class _FollowMark(NamedTuple):
     placement: AnyPlacement
     axis: Communicator
     name: str
@@ -177,7 +177,7 @@ def mark(
 ) -> torch.Tensor:
     """Mark the output ``tensor`` of module ``name``, while layouts are followed."""
     if _is_following() and not isinstance(placement, Partial):
-        vars(tensor)[_MARK] = _Mark(placement, axis, name)
+        vars(tensor)[_MARK] = _FollowMark(placement, axis, name)
     return tensor
 
 

@@ -32,7 +32,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from meshwright.comm import Communicator, LateNumbers, settle
 from meshwright.comm.dtensors.dtensor import is_dtensor, known_at_rest, mesh_communicators
 from meshwright.comm.dtensors.sharded_axes import singles_of
-from meshwright.comm.failures.events import Event, EventCheck
+from meshwright.comm.failures.events import EventCheck, GroupEvent
 from meshwright.gradients import (
     is_due,
     look_at_optimizers,
@@ -107,7 +107,7 @@ class Passes:
         self._trains = self._trains or torch.is_grad_enabled()
         kind = "" if torch.is_grad_enabled() else " without gradients"
         since = f"{issued - self._issued} collectives after the one before"
-        event = Event(f"a forward pass of {root}{kind}, {since}")
+        event = GroupEvent(f"a forward pass of {root}{kind}, {since}")
         self._issued = issued
         is_new = self._check.is_new(event)
         after = "a pass or left out a part of one" if is_new else ""
@@ -132,7 +132,7 @@ class Passes:
 
     def exchange(self, what: str) -> Exchange:
         """Make an exchange through the store, at the event ``what``."""
-        return partial(self._check.exchange, Event(what))
+        return partial(self._check.exchange, GroupEvent(what))
 
     def step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         """Compare gradients before a step of ``optimizer``, if a comparison is due.

@@ -15,7 +15,7 @@ from torch.autograd.function import FunctionCtx
 from meshwright.comm.dtensors.local_leaves import local_part_of
 from meshwright.comm.streams import is_host
 from meshwright.layout import Partial, Replicate, Shard, chunk
-from meshwright.tensor_parallel.layouts import Arrival, Cut, Site, untraced
+from meshwright.tensor_parallel.layouts import PlacedTensor, Site, WithAxis, untraced
 from meshwright.torch_internals.tensors import assert_soon
 
 
@@ -33,7 +33,7 @@ def check_embedding(module: nn.Embedding, name: str, *, is_by_rows: bool) -> Non
         )
 
 
-class ColumnEmbedding(Cut, nn.Embedding):
+class ColumnEmbedding(WithAxis, nn.Embedding):
     """An embedding with some of the features of every row. Made by `ColwiseParallel`."""
 
     @untraced
@@ -48,11 +48,11 @@ class ColumnEmbedding(Cut, nn.Embedding):
             self.padding_idx,
             scale_grad_by_freq=self.scale_grad_by_freq,
         )
-        given = Arrival(y, Shard(y.ndim - 1), (*ids.shape, self.embedding_dim))
+        given = PlacedTensor(y, Shard(y.ndim - 1), (*ids.shape, self.embedding_dim))
         return site.leave(given, settings.output, is_local=settings.is_local)
 
 
-class RowEmbedding(Cut, nn.Embedding):
+class RowEmbedding(WithAxis, nn.Embedding):
     """An embedding with some of the rows. Made by `RowwiseParallel`."""
 
     @untraced
@@ -84,7 +84,7 @@ class RowEmbedding(Cut, nn.Embedding):
                 torch.embedding_renorm_(weight.detach(), kept, self.max_norm, self.norm_type)
         lookup = local.masked_fill(outside, rows)
         y = _Lookup.apply(weight, lookup, outside, padding, self.scale_grad_by_freq)
-        given = Arrival(y, Partial(), (*ids.shape, self.embedding_dim))
+        given = PlacedTensor(y, Partial(), (*ids.shape, self.embedding_dim))
         return site.leave(given, settings.output, is_local=settings.is_local)
 
     def _check_ids(self, ids: torch.Tensor, site: Site) -> None:

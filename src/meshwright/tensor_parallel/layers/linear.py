@@ -50,7 +50,7 @@ from meshwright.tensor_parallel.functions import (
     start_sum,
     start_sum_part,
 )
-from meshwright.tensor_parallel.layouts import Arrival, Cut, Site, normal, untraced
+from meshwright.tensor_parallel.layouts import PlacedTensor, Site, WithAxis, normal, untraced
 from meshwright.torch_internals.tensors import version_of
 
 
@@ -123,7 +123,7 @@ def is_conv1d(module: nn.Module) -> bool:
     return isinstance(weight, torch.Tensor) and tuple(weight.shape) == shape
 
 
-class ColumnLinear(Cut, nn.Linear):
+class ColumnLinear(WithAxis, nn.Linear):
     """A linear layer with some of the output features. Made by `ColwiseParallel`."""
 
     @untraced
@@ -133,7 +133,7 @@ class ColumnLinear(Cut, nn.Linear):
         return _by_columns(self, self._tensor_parallel, input, features)
 
 
-class RowLinear(Cut, nn.Linear):
+class RowLinear(WithAxis, nn.Linear):
     """A linear layer with some of the input features. Made by `RowwiseParallel`."""
 
     @untraced
@@ -146,7 +146,7 @@ class RowLinear(Cut, nn.Linear):
 ColumnLinear.__name__ = RowLinear.__name__ = "Linear"  # which a printed model shows
 
 
-class _Conv1D(Cut):
+class _Conv1D(WithAxis):
     """The base of the classes that are mixed in before a ``Conv1D``."""
 
     nx: int
@@ -195,7 +195,7 @@ def _by_columns(
     if settings.parts > 1:
         # No layout of a style matches this, so a style that takes it as Shard raises.
         return mark(y, side_by_side(y.ndim - 1, settings.parts), site.axis, site.labels.name)
-    found = Arrival(y, Shard(y.ndim - 1), (*y.shape[:-1], features[1]))
+    found = PlacedTensor(y, Shard(y.ndim - 1), (*y.shape[:-1], features[1]))
     return site.leave(found, settings.output, is_local=settings.is_local)
 
 
@@ -218,14 +218,14 @@ def _by_rows(
         if bias is not None:
             # Only rank 0 adds the value, but every rank gets the gradient.
             y = y + (bias if site.axis.rank == 0 else bias - bias.detach())
-        return site.leave(Arrival(y, output, shape), output, is_local=settings.is_local)
+        return site.leave(PlacedTensor(y, output, shape), output, is_local=settings.is_local)
     dim = output.dim if isinstance(output, Shard) else None
     if dim is not None and dim != x.ndim - 1 and settings.is_local:
         site.check_equal(shape, dim)
     total = 0 if dim is None else shape[dim]
     passage = _Passage(site.axis, site.labels, dim, total, _Saved.of(module, site.labels.name))
     y = _Rows.apply(x, weight, bias, passage)
-    return site.leave(Arrival(y, output, shape), output, is_local=settings.is_local)
+    return site.leave(PlacedTensor(y, output, shape), output, is_local=settings.is_local)
 
 
 def _leaves(module: nn.Module, settings: Settings) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -250,7 +250,7 @@ def _check_part(weight: torch.Tensor, dim: int, whole: int, site: Site) -> None:
         )
 
 
-def _check_features(whole: int, given: Arrival, site: Site, style: str) -> None:
+def _check_features(whole: int, given: PlacedTensor, site: Site, style: str) -> None:
     """Raise ValueError, before sending, if the input's features do not fit its layout."""
     found = given.local.shape[-1]
     last = given.local.ndim - 1

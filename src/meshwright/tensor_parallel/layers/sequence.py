@@ -19,7 +19,7 @@ from meshwright.comm.dtensors.dtensor import is_dtensor
 from meshwright.comm.dtensors.local_leaves import PartialGradient, forget_unsummed, local_part_of
 from meshwright.layout import Shard
 from meshwright.randomness import Dropout
-from meshwright.tensor_parallel.layouts import Arrival, Cut, Site, normal, untraced
+from meshwright.tensor_parallel.layouts import PlacedTensor, Site, WithAxis, normal, untraced
 
 _DROPPING = (
     nn.Dropout,
@@ -46,7 +46,7 @@ class Sequence:
         return self
 
 
-class SequencePart(Cut):
+class SequencePart(WithAxis):
     """The mixin that `SequenceParallel` puts before a module's own class."""
 
     @untraced
@@ -102,7 +102,7 @@ class SequencePart(Cut):
             raise TypeError(f"{name}: expected one tensor as output, found {type(output).__name__}")
         shape = list(output.shape)
         shape[dim] = given.shape[dim]
-        found = Arrival(output, normal(placement, output.ndim), tuple(shape))
+        found = PlacedTensor(output, normal(placement, output.ndim), tuple(shape))
         return site.leave(found, placement, is_local=settings.is_local)
 
     @contextmanager

@@ -23,7 +23,7 @@ from meshwright.testing.simulated import transport
 from meshwright.testing.simulated.device import DEVICE, SimulatedDevice, SimulationError
 from meshwright.testing.simulated.memory import caller
 from meshwright.testing.simulated.seen import simulated
-from meshwright.testing.simulated.transport import CommunicationStream, Gloo, Message
+from meshwright.testing.simulated.transport import CommunicationStream, Gloo, TransferSide
 from meshwright.torch_internals.distributed import (
     Work,
     default_group,
@@ -40,11 +40,11 @@ Handle = Any
 """A handle of c10d, or an object of ours with ``wait``."""
 
 
-class _Issuing(threading.local):
+class _SimulatedIssuing(threading.local):
     """The state of one thread that issues operations on a group."""
 
     label = ""
-    messages: list[Message] | None = None
+    messages: list[TransferSide] | None = None
     """The transfers of an open batch; None outside of one."""
     collectives: list[Work] | None = None
 
@@ -58,11 +58,11 @@ class _Issuing(threading.local):
 
     def begin(self) -> None:
         """Begin a batch."""
-        messages: list[Message] = []
+        messages: list[TransferSide] = []
         works: list[Work] = []
         self.messages, self.collectives = messages, works
 
-    def end(self) -> tuple[list[Message], list[Work]]:
+    def end(self) -> tuple[list[TransferSide], list[Work]]:
         """End the batch and return it."""
         kept = self.messages or [], self.collectives or []
         self.messages = self.collectives = None
@@ -112,7 +112,7 @@ class SimulatedGroup(PythonGroup):
         self._host, moved = halves
         self._stream = CommunicationStream(device, moved, str(options.group_id))
         self._store, self._splits = options.store, 0
-        self._issuing = _Issuing()
+        self._issuing = _SimulatedIssuing()
         self.label_next: Callable[[str], None] = self._issuing.label_next
         """Labels the next operation of this thread, for reports of faults."""
 
@@ -281,13 +281,13 @@ class SimulatedGroup(PythonGroup):
         if self._device.memory.is_host(tensor):
             post = self._host.send if is_send else self._host.recv
             return post([tensor], peer, tag)
-        message = Message(is_send, tensor, peer, tag, self._issuing.label, caller())
+        message = TransferSide(is_send, tensor, peer, tag, self._issuing.label, caller())
         if self._issuing.messages is not None:
             self._issuing.messages.append(message)
             return None
         return self._issue([message])
 
-    def _issue(self, messages: Sequence[Message]) -> Work:
+    def _issue(self, messages: Sequence[TransferSide]) -> Work:
         reads = [message.tensor for message in messages if message.is_send]
         writes = [message.tensor for message in messages if not message.is_send]
         run = self._stream.queue.transfers(messages)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from meshwright.testing.simulated.memory import Fault, Memory, Place, caller
+from meshwright.testing.simulated.memory import Fault, Memory, OperationPlace, caller
 from meshwright.testing.simulated.operators import calls_a_group, lacks_memory, tensors_in, uses_of
 from meshwright.testing.simulated.streams import DeviceTime, Event, Stamp, WorkLine
 from meshwright.torch_internals.tensors import OpOverload, schema_of
@@ -182,11 +182,11 @@ class SimulatedDevice:
         reads: Sequence[torch.Tensor] = (),
         writes: Sequence[torch.Tensor] = (),
         line: WorkLine | None = None,
-    ) -> tuple[Stamp, Place]:
+    ) -> tuple[Stamp, OperationPlace]:
         """Queue work on ``line`` (default: current stream), after all that this thread knows of."""
         line = line or self.current
         line.wait_for(self.host)
-        place = Place(what, line, caller())
+        place = OperationPlace(what, line, caller())
         stamp = line.advance()
         for tensors, is_write in ((reads, False), (writes, True)):
             for tensor in tensors:
@@ -209,7 +209,7 @@ class SimulatedDevice:
         Some views of freed memory are valid; for the others, torch itself raises.
         """
         if lacks_memory(func, args, kwargs, is_view=is_view):
-            place = Place(str(func), self.current, caller())
+            place = OperationPlace(str(func), self.current, caller())
             fault = Fault("no memory", f"{place} uses memory that was given back")
             self.faults.append(fault)
             raise SimulationError(str(fault))
@@ -257,7 +257,7 @@ class SimulatedDevice:
         if uses.stops or (is_copy and len(where) == 2 and not (is_late and self._is_pinned(used))):
             self.stop(place)
 
-    def stop(self, place: Place) -> None:
+    def stop(self, place: OperationPlace) -> None:
         """Make the host wait for the work at ``place``, which it just launched."""
         self.stops.append(Stop(place.what, place.where))
         self.host.wait_for(place.line)

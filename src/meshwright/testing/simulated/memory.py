@@ -30,7 +30,7 @@ MOST_RUNS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class OperationPlace:
     """An operation, for reports."""
 
     what: str
@@ -44,7 +44,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class AccessFault:
     """A misuse of the device's memory or order."""
 
     kind: str
@@ -53,6 +53,10 @@ class Fault:
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.text}"
+
+
+Fault = AccessFault
+"""The name in `meshwright.testing.simulated`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +133,12 @@ class Extent:
 @dataclass(frozen=True, slots=True)
 class _Access:
     stamp: Stamp
-    place: Place
+    place: OperationPlace
     extent: Extent
     writes: bool
 
 
-class _Block:
+class _StorageBlock:
     """One storage."""
 
     def __init__(
@@ -181,27 +185,27 @@ class _Block:
 class Memory:
     """All storages of a program on the simulated device and its host."""
 
-    def __init__(self, report: Callable[[Fault], None], host: Callable[[], WorkLine]) -> None:
+    def __init__(self, report: Callable[[AccessFault], None], host: Callable[[], WorkLine]) -> None:
         """``report`` receives faults; ``host`` returns the work line of the calling thread."""
         self._report = report
         self._host = host
-        self._blocks: dict[int, _Block] = {}
+        self._blocks: dict[int, _StorageBlock] = {}
         self._parts: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         """For storages inside another one: the offset in bytes there."""
         self.allocated = 0
         self.peak = 0
         """Bytes on the device."""
 
-    def block(self, tensor: torch.Tensor, home: WorkLine) -> _Block:
+    def block(self, tensor: torch.Tensor, home: WorkLine) -> _StorageBlock:
         """Return the block of ``tensor``; tensors from before the simulation are on the device."""
         key = storage_id(tensor.untyped_storage())
         if key not in self._blocks:
             self.share(tensor)
         return self._blocks.get(key) or self.allocate(tensor, home, is_host=False)
 
-    def allocate(self, tensor: torch.Tensor, home: WorkLine, *, is_host: bool) -> _Block:
+    def allocate(self, tensor: torch.Tensor, home: WorkLine, *, is_host: bool) -> _StorageBlock:
         """Register the storage of ``tensor``, which is new."""
-        found = _Block(tensor, home, is_host, self._drop)
+        found = _StorageBlock(tensor, home, is_host, self._drop)
         self._blocks[storage_id(tensor.untyped_storage())] = found
         if not is_host:
             self._count(found.nbytes)
@@ -240,7 +244,13 @@ class Memory:
         self._blocks[storage_id(tensor.untyped_storage())].pin()
 
     def access(
-        self, tensor: torch.Tensor, line: WorkLine, stamp: Stamp, place: Place, *, writes: bool
+        self,
+        tensor: torch.Tensor,
+        line: WorkLine,
+        stamp: Stamp,
+        place: OperationPlace,
+        *,
+        writes: bool,
     ) -> None:
         """Record that the work at ``stamp`` of ``line`` reads or writes ``tensor``."""
         block = self.block(tensor, line)
@@ -249,7 +259,7 @@ class Memory:
         if extent.start == extent.end:
             return
         if not block.nbytes:
-            self._report(Fault("no memory", f"{place} uses memory that was given back"))
+            self._report(AccessFault("no memory", f"{place} uses memory that was given back"))
             return
 
         def is_past(earlier: _Access) -> bool:
@@ -257,7 +267,7 @@ class Memory:
             if not is_before and (writes or earlier.writes) and extent.overlaps(earlier.extent):
                 verbs = [("reads", "writes")[flag] for flag in (writes, earlier.writes)]
                 text = f"{place} {verbs[0]} what {earlier.place} {verbs[1]}, and waits for nothing"
-                self._report(Fault("unordered", text))
+                self._report(AccessFault("unordered", text))
             return is_before and (writes or not earlier.writes) and extent.covers(earlier.extent)
 
         block.add(_Access(stamp, place, extent, writes), is_past)
@@ -285,7 +295,7 @@ class Memory:
         if block is not None:
             self._release(block, "the end of its last tensor")
 
-    def _release(self, block: _Block, where: str) -> None:
+    def _release(self, block: _StorageBlock, where: str) -> None:
         nbytes = block.give_back()
         if block.is_host or not nbytes:
             return
@@ -295,7 +305,7 @@ class Memory:
         for access in block.accesses:
             if not any(line.comes_after(access.stamp) for line in lines):
                 text = f"{where} gives memory back to {block.home}, and {access.place} may use it"
-                self._report(Fault("early free", text))
+                self._report(AccessFault("early free", text))
 
     def _count(self, nbytes: int) -> None:
         self.allocated += nbytes

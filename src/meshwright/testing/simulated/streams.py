@@ -57,13 +57,17 @@ class WorkLine:
 
 
 @dataclass(slots=True)
-class Event:
+class SimulatedEvent:
     """A point of a stream, which the device passes some time after the host recorded it."""
 
     name: str
     clock: dict[int, int]
     passes_at: int
     """A time of `DeviceTime`."""
+
+
+Event = SimulatedEvent
+"""The name that torch looks up in a device's module."""
 
 
 class DeviceTime:

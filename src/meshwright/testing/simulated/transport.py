@@ -41,7 +41,7 @@ PATIENCE = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class TransferSide:
     """One side of a transfer; ``peer`` is a rank of the group."""
 
     is_send: bool
@@ -124,7 +124,7 @@ class OrderedQueue:
         """List the operations that have not ended, in order."""
         return ", then ".join(job.text for job in list(self._open))
 
-    def transfers(self, messages: Sequence[Message]) -> Callable[[Gloo], None]:
+    def transfers(self, messages: Sequence[TransferSide]) -> Callable[[Gloo], None]:
         """Make a function that runs ``messages`` together. Must be called in program order."""
         numbered = []
         for message in messages:
@@ -135,7 +135,7 @@ class OrderedQueue:
         def run(gloo: Gloo) -> None:
             # A send ends when its receiver acknowledges it.
             works: list[Any] = []
-            came: list[tuple[Message, int, torch.Tensor, Any]] = []
+            came: list[tuple[TransferSide, int, torch.Tensor, Any]] = []
             for message, tag in numbered:
                 peer = message.peer
                 if message.is_send:
