@@ -294,12 +294,20 @@ def check(strategy: str, name: str, said: list[tuple[str, float]]) -> None:
         (strategy, name)
         for strategy in (*STRATEGIES, "ddp", "flat")
         for name in CASES
-        if name != "writes its weights"
+        if name not in ("writes its weights", "one more step")
         if not (strategy in REPLICAS and name == "keeps whole parameters")
     ],
 )
 def test_ranks_that_differ_are_named(ranks: Ranks, strategy: str, name: str) -> None:
     check(strategy, name, ranks(2, body, strategy, name, timeout=SOON + 15))
+
+
+@pytest.mark.few(1)
+@pytest.mark.backends("shm", "gloo")
+@pytest.mark.devices("host", reason="a device waits for its peer, where no host looks")
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "ddp", "flat"])
+def test_a_rank_that_steps_once_more_is_told_who_left(ranks: Ranks, strategy: str) -> None:
+    check(strategy, "one more step", ranks(2, body, strategy, "one more step", timeout=SOON + 15))
 
 
 @pytest.mark.few(2)

@@ -10,6 +10,8 @@ was gathered, so that the other ranks need not notice. Otherwise it discards wha
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import nn
 
@@ -29,7 +31,8 @@ class ReplicaResidency:
     """The residency of a replica, which the first step sets up: a collective then."""
 
     def __init__(self, replica: Replica) -> None:
-        self._replica = replica
+        # The replica may hold this residency, so a strong reference back would be a cycle.
+        self._replica: Replica = weakref.proxy(replica)
         self._compared: set[str] = set()
         self._has_begun = False
         """True when the next step continues one that has raised before any backward."""
