@@ -150,6 +150,7 @@ def body_step(wrap: Callable[[nn.Module], nn.Module], backend: str) -> None:
     assert own <= {"before_forward", "traceable", "after_forward"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("wrap", [replicate, DistributedDataParallel])
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_hooks_of_replicas_are_no_frames_of_a_compiled_step(

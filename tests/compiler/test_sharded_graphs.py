@@ -244,6 +244,7 @@ def body_cases(*cases: Case, compiler: Any = None, exactly: bool = True) -> None
         same(found, train(alone), exactly=False, case=case)
 
 
+@pytest.mark.slow
 def test_twelve_blocks_are_one_graph_and_two_of_them_whole(ranks: Ranks) -> None:
     ranks(2, body_cases, Case(blocks=12))
 

@@ -173,6 +173,7 @@ def test_a_recomputed_forward_leaves_buffers(
     ranks(2 if sizes else 1, body, middle, sizes, batch_norm)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("middle", ["counting", "moving"])
 @pytest.mark.parametrize("layout", ["alone", "replicate", "shard"])
 @pytest.mark.devices("host", reason="nothing is compiled under a dispatch mode")

@@ -442,7 +442,7 @@ def test_a_store_whose_host_has_left_is_named_at_once(
         assert outcome.value is not None and outcome.value < 5, outcome
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow  # it stands still for a minute
 def test_a_host_that_is_stopped_before_ranks_come_is_named(ranks: Ranks, free_port: int) -> None:
     def body() -> None:
         own_store(free_port)

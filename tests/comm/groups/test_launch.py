@@ -168,6 +168,7 @@ mw.fully_shard(layer)(torch.ones(1, 2)).sum().backward()
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("mode", "cause", "follower"),
     [
