@@ -58,7 +58,7 @@ ROOM_LINES: dict[str, int] = {
     "compiler": 1255,
     "composition": 4682,
     "data": 417,
-    "data_parallel": 16220,
+    "data_parallel": 16225,
     "doctor": 699,
     "environment": 219,
     "errors": 150,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from meshwright.comm import Communicator
-from meshwright.comm.failures.sameness import differing, first_difference
+from meshwright.comm.failures.sameness import differing
 from meshwright.data_parallel.checks.starting_state import digests_of
 from meshwright.data_parallel.modules.batch_norm import with_statistics
 from meshwright.errors import warn
@@ -121,19 +121,24 @@ class BatchBuffers:
             return
         before, self.is_due = {**self._before}, False
         self._before.clear()
-        written = {
-            name: buffer
-            for name, (buffer, version) in self._now().items()
-            if name not in before or before[name][0] is not buffer or before[name][1] != version
-        }
-        digests = digests_of([*written.values()])
+        held = self._now()
+        digests = digests_of([buffer for buffer, _ in held.values()])
         numbers = [None if digest is None else digest.item() for digest in digests]
-        rows = dict(zip(written, numbers, strict=True))
+        rows = {}
+        for (name, (buffer, version)), number in zip(held.items(), numbers, strict=True):
+            known, at = before.get(name, (None, 0))
+            rows[name] = known is not buffer or at != version, number
         everyone = differing(self._axis, rows, label="compare buffers")
-        difference = first_difference(self._axis.ranks, everyone)
-        if difference is not None and self._axis.rank == 0:
+        # A rank's buffer may have been written alone, by what another rank has sent it.
+        found = [
+            name
+            for name in (rows if everyone else ())
+            if any(each[name][0] for each in everyone if name in each)
+            and len({each[name][1] for each in everyone if name in each}) > 1
+        ]
+        if found and self._axis.rank == 0:
             warn(
-                f"the forward pass has written buffer {difference.place!r} by the batch of each of "
+                f"the forward pass has written buffer {found[0]!r} by the batch of each of "
                 f"{self._axis.size} ranks alone, and not by those of all ranks, as in one process. "
                 "Reduce what it takes from a batch over the ranks before it is written, or "
                 "register it with persistent=False where it is to be each rank's own"
