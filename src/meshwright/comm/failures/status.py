@@ -32,6 +32,17 @@ _COMMUNICATES = (LIBRARIES[0], os.path.join(LIBRARIES[1], "distributed") + os.se
 ENGINE = os.path.join(LIBRARIES[1], "autograd", "graph.py")
 """The file that waits for autograd's engine."""
 _PYTHON = os.path.dirname(os.__file__) + os.sep
+_IDLE = tuple(
+    os.path.join(_PYTHON, *path)
+    for path in (
+        ("threading.py",),
+        ("queue.py",),
+        ("selectors.py",),
+        ("multiprocessing", "connection.py"),
+        ("concurrent", "futures", "thread.py"),
+    )
+)
+"""Files in which threads wait for work."""
 
 LONGEST_ERROR, HEAD = 600, 200
 """Characters of an error that are shown, and how many of them from its beginning."""
@@ -68,7 +79,7 @@ def own_state() -> dict[str, Any]:
 def _has_another_thread(frames: Mapping[int, FrameType]) -> bool:
     """Tell whether another thread than the main one may issue what other ranks wait for.
 
-    Such a thread has issued operations before, or is in a call of this library or of
+    Such a thread is at work, has issued operations before, or is in a call of this library or of
     `torch.distributed`. It may go on while the main thread waits.
     """
     for thread in threading.enumerate():
@@ -77,7 +88,10 @@ def _has_another_thread(frames: Mapping[int, FrameType]) -> bool:
         )
         if thread is threading.main_thread() or is_ours:
             continue
-        files = {frame.f_code.co_filename for frame in _frames(frames.get(thread.ident or 0))}
+        found = [frame.f_code.co_filename for frame in _frames(frames.get(thread.ident or 0))]
+        if found and not found[0].endswith(_IDLE):
+            return True  # at work: it may issue something next
+        files = set(found)
         # The thread of a simulated device runs what the main thread has issued.
         is_inside = any(f.startswith(_COMMUNICATES) and not f.startswith(_TESTING) for f in files)
         if is_inside or thread.ident in PROCESS.issuers:

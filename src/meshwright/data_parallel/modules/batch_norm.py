@@ -159,7 +159,7 @@ def _forward(
     dims = [0, *range(2, x.ndim)]
     channels = x.shape[1]
     count = x.numel() // channels
-    if count * communicator.size < 2:
+    if count == 1 and communicator.is_alone:
         raise ValueError(
             f"{label}: expected more than one value per channel over all ranks in training, got "
             f"input size {list(x.shape)}: their variance is not known"

@@ -173,12 +173,15 @@ class DistributedDataParallel(SteppedOver):
 
     def _set_up(self) -> Replica:
         """Return the replica; a collective where a copy is not set up yet."""
+        self._check_hook()
+        return self._replica.set_up()
+
+    def _check_hook(self) -> None:
         if self._lacks_hook and not self._replica.is_set_up:
             raise RuntimeError(
                 "the DistributedDataParallel that this one is a copy of reduces by a "
                 "communication hook, which no copy has: call register_comm_hook on it, too"
             )
-        return self._replica.set_up()
 
     @inlined
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
@@ -280,6 +283,7 @@ class DistributedDataParallel(SteppedOver):
 
     def pipeline_residency(self) -> ReplicaResidency:
         """Return the switch by which a pipeline's schedule drives reductions and broadcasts."""
+        self._check_hook()
         return self._residency
 
     def state_dict(  # pyrefly: ignore[bad-override] # torch overloads it by arguments

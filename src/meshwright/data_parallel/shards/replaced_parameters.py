@@ -27,7 +27,8 @@ from meshwright.torch_internals.tensors import is_view, viewed_by
 
 BEFORE = (
     "Change modules before they are sharded (weight_norm, parametrizations, pruning, adapters and "
-    "ties too). To change values, write to the sharded parameter or load a state dict. Of replicas "
+    "ties too). To change values, write to the sharded parameter or load a state dict without "
+    "assign=True. Of replicas "
     "torch.func.functional_call takes any tensors, of shards their own parameters only"
 )
 

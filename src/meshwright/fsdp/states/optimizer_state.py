@@ -267,7 +267,7 @@ def _agreed(
     if not (OWN in kinds or kinds == {MADE} if answers else own and part.counts):
         return {}, {}
     for _, told, counted in reversed(answers):  # the first rank's counts
-        dtypes = {**{key: getattr(torch, name) for key, name in told.items()}, **dtypes}
+        dtypes |= {key: getattr(torch, name) for key, name in told.items()}
         rest.update({key: unpacked(value) for key, value in counted.items()})
     return rest, dtypes
 
