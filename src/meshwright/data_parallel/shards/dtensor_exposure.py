@@ -487,9 +487,7 @@ class ExposedTensors(Exposure):
             found = cells.get(name)
             if found is held is entry.exposed:
                 continue
-            # Stages of one rank that share a parameter hold that of the first outside of steps.
-            is_ours = isinstance(found, nn.Parameter) and HOME in found.__dict__
-            is_late = (self._has_run and not is_ours) or lent_now() is not None
+            is_late = self._has_run or lent_now() is not None
             is_alike = isinstance(found, nn.Parameter) and is_dtensor(found)
             is_same = found is held or (is_alike and is_dtensor(held) and _have_same(found, held))
             if is_late or not is_alike or not is_same or _belongs_elsewhere(entry, found):
