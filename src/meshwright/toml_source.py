@@ -396,7 +396,12 @@ def _apply(tree: dict[str, Any], override: str, kind: type, given: dict[Key, str
             name = dotted(key[:length])
             return [Problem((), f"override '{override}': {name} is a value, not a table")]
     given[key] = override
-    # What parses as TOML may have been meant as text: run.name=123.
+    # What parses as TOML may have been meant as text: run.name=123. Not in a table of any keys,
+    # which takes every text: there a date, or a number of over 64 bits, raises as in a file.
+    problems: list[Problem] = []
+    _usable(value, key, problems)
+    if problems and len(key) > 2:
+        return problems
     for node[key[-1]] in (value, None, raw) if raw.lower() == "none" else (value, raw):
         found = _read(tree, kind, Origin())[1]
         if not any(_touch(problem.key, key) for problem in found):

@@ -144,3 +144,9 @@ def test_the_help_has_a_meaning_for_each_key() -> None:
 def test_the_example_of_the_package_is_that_of_the_repository() -> None:
     shown = Path(__file__).parents[2] / "examples/train.toml"
     assert read_config("example") == read_config(shown)
+
+
+@pytest.mark.parametrize("value", ["18446744073709551615", "2020-01-01", "[18446744073709551615]"])
+def test_values_of_free_tables_are_never_taken_for_text(value: str) -> None:
+    with pytest.raises(PlanError, match=r"key 'seed' in \[model.options\]: expected"):
+        read('[model]\nfactory = "a:b"', TrainConfig, overrides=[f"model.options.seed={value}"])
