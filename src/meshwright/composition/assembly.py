@@ -6,6 +6,7 @@ has split the model into stages), batch norm, recomputation, the data axes, the 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -117,7 +118,7 @@ def parallelize(
         plan,
         peers=peers,
         layout=layout,
-        optimizer=given.optimizer(optimizer, model, plan),
+        optimizer=given.optimizer(optimizer, model, plan, contextlib.nullcontext()),
         loss=loss,
         draws=draws,
         traffic=traffic,

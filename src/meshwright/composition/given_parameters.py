@@ -6,6 +6,7 @@ the user's attributes and hooks, and an optimizer that was built before is check
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -75,8 +76,11 @@ class GivenParameters:
         make: Callable[[Iterable[nn.Parameter]], Optimizer] | None,
         module: nn.Module,
         plan: Plan,
+        copies: contextlib.AbstractContextManager[object],
     ) -> Optimizer | None:
         """Call ``make`` with this rank's parameters; it may return an existing optimizer.
+
+        Inside of ``copies`` each stage holds its own copy of a tied parameter.
 
         Parameters of other stages are removed from it. Raises PlanError for an optimizer of
         replaced parameters, whose steps would have no effect, TypeError for one that may lack this
@@ -86,7 +90,7 @@ class GivenParameters:
             return None
         # torch rejects an empty list, but the groups must be those of the other ranks.
         nothing = nn.Parameter(torch.empty(0, device="cpu"))
-        optimizer = make([*optimized_parameters(module, plan)] or [nothing])
+        optimizer = make([*optimized_parameters(module, plan, copies)] or [nothing])
         check_optimizer(optimizer, has_closure=False)
         groups: list[dict[str, Any]] = getattr(optimizer, "param_groups", [])
         held = {id(parameter) for parameter in module.parameters()}

@@ -45,14 +45,21 @@ Buffers = dict[str, torch.Tensor | None]
 """The buffers of one module, by name."""
 
 
-def optimized_parameters(module: nn.Module, plan: Plan) -> Iterable[nn.Parameter]:
-    """Return the parameters for the optimizer: flat ones if the plan says so."""
+def optimized_parameters(
+    module: nn.Module, plan: Plan, copies: contextlib.AbstractContextManager[object]
+) -> Iterable[nn.Parameter]:
+    """Return the parameters for the optimizer: flat ones if the plan says so.
+
+    Inside of ``copies`` each stage of this rank holds its own copy of a tied parameter.
+    """
     trains = any(parameter.requires_grad for parameter in module.parameters())
     if not (plan.train.flat and trains):
         return module.parameters()
     held = {id(parameter) for parameter in module.parameters()}
     # A unit may consist of copies of tied parameters, which each pipeline step overwrites.
-    return [flat for flat in flat_groups(module) if _has_any(module, flat, held)]
+    with copies:  # a unit looks for what it has put into its modules
+        flats = flat_groups(module)
+    return [flat for flat in flats if _has_any(module, flat, held)]
 
 
 def _has_any(module: nn.Module, flat: nn.Parameter, held: Collection[int]) -> bool:

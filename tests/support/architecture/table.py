@@ -56,7 +56,7 @@ ROOM_LINES: dict[str, int] = {
     "cli": 855,
     "comm": 16181,
     "compiler": 1255,
-    "composition": 4682,
+    "composition": 4694,
     "data": 417,
     "data_parallel": 16230,
     "doctor": 699,
@@ -81,7 +81,7 @@ ROOM_LINES: dict[str, int] = {
     "tensor_parallel": 3336,
     "testing": 3461,
     "timeline": 242,
-    "toml_source": 555,
+    "toml_source": 560,
     "torch_internals": 1420,
 }
 

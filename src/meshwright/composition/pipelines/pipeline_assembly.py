@@ -93,7 +93,7 @@ def pipelined(
         copies={n: t.names[0][1] for t in found.ties for _, n in t.names if n != t.names[0][1]},
         tied=tied,
         guard=guard,
-        optimizer=given.optimizer(optimizer, modules, plan),
+        optimizer=given.optimizer(optimizer, modules, plan, tied.inside()),
         loss=loss,
         draws=draws,
         traffic=None if traffic is None else traffic.inside(modules.stages),
