@@ -58,7 +58,7 @@ ROOM_LINES: dict[str, int] = {
     "compiler": 1255,
     "composition": 4694,
     "data": 417,
-    "data_parallel": 16230,
+    "data_parallel": 16226,
     "doctor": 699,
     "environment": 219,
     "errors": 150,

@@ -169,10 +169,6 @@ class Exposure(ABC):
         """
         return []
 
-    def follow_gradients(self, group: ParameterGroup) -> None:
-        """Make the flat gradient of ``group`` what ``.grad`` of its parameters is now."""
-        return
-
 
 class Unit:
     """Parameters that are gathered together and whose gradients are reduced together."""
