@@ -80,7 +80,7 @@ def objects() -> Counter[str]:
     ]
     # The last few operations and their descriptions, places in shared memory, and where threads
     # stood at the last look.
-    bounded = ("Call", "Issued", "c_char_Array", "_Place")
+    bounded = ("Call", "Issued", "c_char_Array", "_ThreadPlace")
     return Counter(name for name in ours if not name.startswith(bounded))
 
 
