@@ -84,7 +84,8 @@ class Runtime:
         self._failures = Failures(communicator, self._notices, has_replicas=bool(self._driven))
         ties = next(iter(stages.values())).ties
         modules = {index: stage.submod for index, stage in stages.items()}
-        tied = TiedParameters(modules, ties, training.stage_ranks, residencies)
+        ranks, trains = training.stage_ranks, loss_fn is not None
+        tied = TiedParameters(modules, ties, ranks, residencies, trains=trains)
         self.tied = tied if tied.stages else None
         """The tied parameters of this rank's stages; None without any."""
         self.transport = Transport(communicator, self.schedules.values(), tied_pairs(ties), number)

@@ -94,7 +94,8 @@ class _TiedParameter:
 class TiedParameters:
     """The tied parameters of the stages of one rank.
 
-    Raises ``ValueError`` for ties whose stages or parameters do not exist.
+    Raises ``ValueError`` for ties whose stages or parameters do not exist, and for a parameter of
+    several stages of this rank whose gradient would be summed twice.
     """
 
     def __init__(
@@ -103,6 +104,8 @@ class TiedParameters:
         ties: Sequence[Tie],
         stage_ranks: Sequence[int],
         residencies: Mapping[int, Residencies],
+        *,
+        trains: bool,
     ) -> None:
         """``modules`` are this rank's, by stage; ``stage_ranks`` gives the rank of each stage."""
         self._residencies = residencies
@@ -119,6 +122,9 @@ class TiedParameters:
             if places:
                 self._held.append(_TiedParameter(tie, places, {}, {}))
         self._look_up()
+        if trains:
+            self._check_owners()
+            _check_replicas(modules, residencies)
         pairs = tied_pairs(held.tie for held in self._held)
         mine = [pair for pair in pairs if pair[0] in modules and pair[1] not in modules]
         # One order for all ranks, so that exchanges never wait in a circle.
@@ -136,11 +142,24 @@ class TiedParameters:
                     raise ValueError(f"stage {stage} has lost its parameter {name!r}")
                 held.parameters[stage] = found
 
+    def _check_owners(self) -> None:
+        """Raise ``ValueError`` where stages of this rank hold one object, not copies."""
+        for held in self._held:
+            trained = [id(p) for p in held.parameters.values() if p.requires_grad]
+            if len({*trained}) < len(trained):
+                raise ValueError(
+                    f"stages {list(held.places)} of this rank hold one object as parameter "
+                    f"{dict(held.tie.names)[min(held.places)]!r}, and {held.tie} would add its "
+                    "gradient once for each: give each stage a copy (copy.deepcopy of the module, "
+                    "before it is wrapped), or leave all but one of them out of the tie"
+                )
+
     # -------------------------------------------------------------------------- steps
 
     def begin(self) -> None:
         """Begin a training step: put the gradients of earlier ones aside."""
         self._look_up()
+        self._check_owners()
         for held in self._held:
             held.before = {stage: _gradient(p) for stage, p in held.parameters.items()}
             for parameter in held.parameters.values():
@@ -342,6 +361,24 @@ def _check(tie: Tie, stages: int) -> None:
             f"expected a tie of different stages below {stages}, one of them its owner, found "
             f"{tie}: for one stage share the parameter itself"
         )
+
+
+def _check_replicas(
+    modules: Mapping[int, nn.Module], residencies: Mapping[int, Residencies]
+) -> None:
+    """Raise ``ValueError`` for a parameter that replicas of several stages would each reduce."""
+    seen: dict[int, int] = {}
+    for stage, module in modules.items():
+        for name, parameter in module.named_parameters() if residencies[stage] else ():
+            if not parameter.requires_grad:
+                continue
+            first = seen.setdefault(id(parameter), stage)
+            if first != stage and not {*residencies[first]} & {*residencies[stage]}:
+                raise ValueError(
+                    f"stages {first} and {stage} of this rank share parameter {name!r}, which the "
+                    "data-parallel module of each stage would reduce: give each stage a copy "
+                    "(copy.deepcopy of the module, before it is wrapped), and name both in ties="
+                )
 
 
 def _parameter(module: nn.Module, stage: int, name: str) -> nn.Parameter:

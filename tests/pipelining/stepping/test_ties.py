@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -20,6 +21,7 @@ from meshwright.pipelining import (
     PipelineStage,
     PipeliningShapeError,
     ScheduleGPipe,
+    ScheduleInterleaved1F1B,
     SplitPoint,
     Tie,
     clip_grad_norm_,
@@ -196,6 +198,44 @@ def body_refused() -> None:
 @pytest.mark.devices("host", reason="no host waits for a device's message, and looks")
 def test_what_is_no_tie(ranks: Ranks) -> None:
     ranks(2, body_refused)
+
+
+def body_one_object() -> None:
+    """Two stages of one rank that hold one object, not copies: its gradient would count twice."""
+    world = communicator()
+    first, last = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+    last.weight = first.weight
+    tie = Tie(0, ((0, "weight"), (1, "weight")))
+    alone = [dist.new_group([rank]) for rank in range(world.size)][world.rank]
+
+    def made(*modules: nn.Module, ties: tuple[Tie, ...] = (), **options: Any) -> Any:
+        stages = [
+            PipelineStage(module, index, 2, world.device, group=alone, ties=ties)
+            for index, module in enumerate(modules)
+        ]
+        return ScheduleInterleaved1F1B(stages, 2, **options)
+
+    training = {"loss_fn": nn.functional.mse_loss}
+    with pytest.raises(ValueError, match=r"stages \[0, 1\] of this rank hold one object as"):
+        made(first, last, ties=(tie,), **training)
+    x, y = torch.randn(4, 3, device=world.device), torch.randn(4, 3, device=world.device)
+    first.to(world.device)
+    made(first, last, **training).step(x, target=y)
+    shared = first.weight.grad
+    assert shared is not None
+    expected = first.weight.detach().clone().requires_grad_()
+    nn.functional.mse_loss(x @ expected.T @ expected.T, y).backward()
+    torch.testing.assert_close(shared, expected.grad)
+    made(first, last, ties=(tie,)).eval(x)  # which has no gradients
+    replicas = [mw.replicate(module) for module in (first, last)]
+    with pytest.raises(ValueError, match="stages 0 and 1 of this rank share parameter 'weight'"):
+        made(*replicas, **training)
+    first.requires_grad_(False)
+    made(*replicas, **training)
+
+
+def test_stages_of_one_rank_that_hold_one_object(ranks: Ranks) -> None:
+    ranks(2, body_one_object)
 
 
 def body_frozen() -> None:
