@@ -11,15 +11,12 @@ from meshwright.schedule import Action, Schedule
 from support.internals.schedule import (
     BUILDERS,
     Message,
-    OrderedTransfer,
     build,
-    check_ordered,
-    check_rows,
     forward_part,
-    issued,
     lanes,
     lower,
 )
+from support.schedule import OrderedTransfer, check_ordered, check_rows, issued
 
 
 def found(name: str) -> list[Schedule]:

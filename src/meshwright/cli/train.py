@@ -23,8 +23,8 @@ from meshwright.comm.failures.membership import record_failure
 from meshwright.comm.groups.launch import launch
 from meshwright.composition import check_model
 from meshwright.composition.example_run import Inputs, left_as_it_is
-from meshwright.composition.pipelines.stages import cut_model
-from meshwright.composition.tensor_axis.tensor_rules import ModelCut
+from meshwright.composition.stages import cut_model
+from meshwright.composition.tensor_rules import ModelCut
 from meshwright.doctor.survey import usable_cores
 from meshwright.environment import cluster, is_launched
 from meshwright.errors import CheckpointMismatchError, LaunchError, MeshwrightError, PlanError

@@ -2,16 +2,19 @@
 
 Bottom-up:
 
-    example_run       a run of a copy of the model on its example
-    description       descriptions of layouts, in words and numbers
-    data_layout       the ranks along axes, and those that read different data
-    tensor_axis       layers that are sharded over axis tensor, and their check
-    checks            contradictions of a plan and a model
-    laying_out        the acts: values, dropout, layers, data axes and graphs of a module
-    given_parameters  the user's parameters before the layout, and their optimizer
-    trainable         a model that has been laid out, and its step
-    pipelines         models whose stages lie on different ranks
-    assembly          `parallelize`: the only file that knows all strategies
+    example_run   a run of a copy of the model on its example
+    description   descriptions of layouts, in words and numbers
+    data_layout   the ranks along axes, and those that read different data
+    tensor_rules  axis tensor: styles by name, and sets of them for known models
+    tensor_check  axis tensor: compares the sharded model with the full one, records its traffic
+    stages        axis pipeline: a model split into stages
+    own_model     axis pipeline: the user's model beside its stages
+    loss_sources  parameters that a loss may read
+    trainable     a model that has been laid out, and its step
+    pipelined     the same over stages of several ranks
+    checks        contradictions of a plan and a model
+    laying_out    the acts: values, dropout, layers, data axes and graphs of a module
+    assembly      `parallelize`: the only file that knows all strategies
 """
 
 from __future__ import annotations

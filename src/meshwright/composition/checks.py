@@ -10,10 +10,10 @@ from torch import nn
 from meshwright.axes import DATA_AXES
 from meshwright.comm.dtensors.dtensor import is_dtensor
 from meshwright.composition.example_run import Inputs, evaluating, left_as_it_is, same_numbers
-from meshwright.composition.pipelines.cut_guard import hooked, hooked_parameters
-from meshwright.composition.pipelines.pipelined import schedule_of
-from meshwright.composition.pipelines.stages import chunks_of
-from meshwright.composition.tensor_axis.tensor_rules import rule_problems
+from meshwright.composition.own_model import hooked, hooked_parameters
+from meshwright.composition.pipelined import schedule_of
+from meshwright.composition.stages import chunks_of
+from meshwright.composition.tensor_rules import rule_problems
 from meshwright.data_parallel import batch_norms
 from meshwright.data_parallel.modules.batch_norm import running_instance_norms
 from meshwright.errors import PlanError

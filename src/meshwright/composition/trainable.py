@@ -31,8 +31,8 @@ from meshwright.comm.failures.sameness import require_equal
 from meshwright.composition.data_layout import DataLayout, LayoutCommunicators
 from meshwright.composition.description import Description
 from meshwright.composition.example_run import evaluating
-from meshwright.composition.pipelines.loss_sources import LossSources
-from meshwright.composition.tensor_axis.tensor_check import TensorTraffic, add_traffic
+from meshwright.composition.loss_sources import LossSources
+from meshwright.composition.tensor_check import TensorTraffic, add_traffic
 from meshwright.errors import LayoutError, NonFiniteError, PlanError
 from meshwright.gradients import (
     UNTOUCHED,

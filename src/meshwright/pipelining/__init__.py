@@ -11,10 +11,8 @@ Bottom-up:
     residency   parameters and gradients of a stage that are replicated or sharded
     ties        parameters that several stages have
     failures    a step that fails on one rank, and ranks in different steps
-    program     a rank's row of a schedule, with all lookups done
-    runtime     one step: the interpreter of all schedules
-    schedules   the classes that users call
-    clipping    the norm over all stages
+    runtime     one step: a rank's row with all lookups done, and its interpreter
+    schedules   the classes that users call, and the norm over all stages
     splitting   from a model to its stages
 """
 
@@ -24,7 +22,6 @@ from meshwright.pipelining.backward import (
     stage_backward_input,
     stage_backward_weight,
 )
-from meshwright.pipelining.clipping import clip_grad_norm_
 from meshwright.pipelining.edges import Source, StageEdges, Tie
 from meshwright.pipelining.microbatch import (
     Replicated,
@@ -50,6 +47,7 @@ from meshwright.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
+    clip_grad_norm_,
     generate_rank_to_stage_mapping,
     generate_stage_to_rank_mapping,
     get_schedule_class,

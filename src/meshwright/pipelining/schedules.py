@@ -1,6 +1,7 @@
 """The schedules as classes, with torch's names and constructors. All run on one `Runtime`.
 
-The class of all schedules splits a batch, runs it, and merges its outputs.
+The class of all schedules splits a batch, runs it, and merges its outputs. `clip_grad_norm_` takes
+one norm over all stages after a step.
 """
 
 from __future__ import annotations
@@ -15,6 +16,13 @@ import torch
 from torch import nn
 
 from meshwright.errors import warn
+from meshwright.gradients import (
+    SpreadGradients,
+    global_norm,
+    group_by_spread,
+    require_finite_norm,
+    scale_to_norm,
+)
 from meshwright.pipelining.edges import edges_of
 from meshwright.pipelining.microbatch import (
     Microbatches,
@@ -26,10 +34,10 @@ from meshwright.pipelining.microbatch import (
     merge_chunks,
     split_args_kwargs_into_chunks,
 )
-from meshwright.pipelining.program import CustomFunction
 from meshwright.pipelining.residency import find_residencies
-from meshwright.pipelining.runtime import PipelineContext, Runtime, check_custom
+from meshwright.pipelining.runtime import CustomFunction, PipelineContext, Runtime, check_custom
 from meshwright.pipelining.stage import PipelineStage, check_declared
+from meshwright.pipelining.ties import counted
 from meshwright.schedule import builders
 from meshwright.schedule.actions import (
     RECV_B,
@@ -82,6 +90,7 @@ __all__ = [
     "ScheduleLoopedBFS",
     "ScheduleZBVZeroBubble",
     "W",
+    "clip_grad_norm_",
     "generate_rank_to_stage_mapping",
     "generate_stage_to_rank_mapping",
     "get_schedule_class",
@@ -143,10 +152,18 @@ class PipelineSchedule:
         kwargs_chunk_spec: Mapping[str, TensorChunkSpec] | None = None,
         output_merge_spec: object = None,
         scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
+        use_full_backward: bool | None = None,
         *,
         target_chunk_spec: object = None,
         unsharded: int = 3,
     ) -> None:
+        if use_full_backward is not None:
+            warn(
+                "use_full_backward is deprecated: the schedule says which backward it runs",
+                FutureWarning,
+            )
         _check_arguments(stages, n_microbatches, loss_fn)
         self._stages = {stage.stage_index: stage for stage in stages}
         self._n_microbatches = n_microbatches
@@ -449,39 +466,6 @@ class PipelineScheduleMulti(PipelineSchedule):
     ``backward_requires_autograd`` nor ``defer_pp_recv``: posting a receive never blocks.
     """
 
-    def __init__(
-        self,
-        stages: Sequence[PipelineStage],
-        n_microbatches: int,
-        loss_fn: Callable[..., Any] | None = None,
-        args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
-        kwargs_chunk_spec: Mapping[str, TensorChunkSpec] | None = None,
-        output_merge_spec: object = None,
-        scale_grads: bool = True,
-        backward_requires_autograd: bool = True,
-        defer_pp_recv: bool = False,
-        use_full_backward: bool | None = None,
-        *,
-        target_chunk_spec: object = None,
-        unsharded: int = 3,
-    ) -> None:
-        if use_full_backward is not None:
-            warn(
-                "use_full_backward is deprecated: the schedule says which backward it runs",
-                FutureWarning,
-            )
-        super().__init__(
-            stages,
-            n_microbatches,
-            loss_fn,
-            args_chunk_spec,
-            kwargs_chunk_spec,
-            output_merge_spec,
-            scale_grads,
-            target_chunk_spec=target_chunk_spec,
-            unsharded=unsharded,
-        )
-
     def _load_csv(self, filename: str | Path, format: str = "compute_only") -> None:
         """Load the order from a file of compute actions.
 
@@ -618,3 +602,43 @@ _Action, _ComputationType = Action, Operation
 _add_unshard_reshard = with_residency
 FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FULL_BACKWARD = F, I, W, B
 OVERLAP_F_B = Operation.OVERLAP_F_B
+
+
+def clip_grad_norm_(
+    stages: PipelineStage | Sequence[PipelineStage],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale the gradients of all stages so that their joint norm is at most ``max_norm``.
+
+    Returns the norm that one process would find, as a 0-dim tensor: over all stages on all ranks,
+    over the axes on which a stage's parameters are sharded, with tied parameters counted once.
+    Every rank of the pipeline calls it with all of its stages, after a step.
+
+    Raises ``ValueError`` for a negative ``max_norm``, ``RuntimeError`` when the norm is not finite
+    and ``error_if_nonfinite`` is set, naming the first rank, stage and parameter.
+    """
+    if max_norm < 0:
+        raise ValueError(f"expected max_norm >= 0, found {max_norm}")
+    listed = [stages] if isinstance(stages, PipelineStage) else list(stages)
+    modules = {stage.stage_index: stage.submod for stage in listed}
+    communicator = listed[0].communicator
+    own = global_norm(group_by_spread(counted(modules, listed[0].ties)), norm_type)
+    both = SpreadGradients(
+        gradients=(own.to(communicator.device).reshape(1),),
+        communicators=(communicator,),
+        dtype=own.dtype,
+    )
+    norm = global_norm([both], norm_type)
+    named = [
+        (f"stage {index}: {name}", parameter)
+        for index, module in modules.items()
+        for name, parameter in module.named_parameters()
+    ]
+    if error_if_nonfinite:
+        require_finite_norm(norm, norm_type, named, communicator)
+    spread = group_by_spread(parameter for _, parameter in named)
+    scale_to_norm([gradient for group in spread for gradient in group.gradients], norm, max_norm)
+    return norm

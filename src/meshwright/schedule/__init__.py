@@ -5,7 +5,6 @@ Bottom-up:
     actions   actions of a rank, and the one rule of their dependencies
     builders  schedules as functions of ranks, microbatches and chunks
     messages  the messages of a SEND and a RECV
-    ordered   proof that a lowered schedule ends on a transport that matches by order
     lowering  adds transfers, gathers and reductions to compute actions
     text      schedules as CSV, or drawn
     checks    checks of a schedule before it runs

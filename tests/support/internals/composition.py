@@ -8,9 +8,8 @@ __getattr__ = names_inside(
     {
         "meshwright.composition.data_layout": "ReplicatedLayout",
         "meshwright.composition.example_run": "copied, observe",
-        "meshwright.composition.pipelines.pipelined": "PipelinedTrainable",
-        "meshwright.composition.pipelines.pipelined_layout": "PipelinedLayout",
-        "meshwright.composition.pipelines.stages": "_keep_unused, _partition, chunks_of, cut_model",
-        "meshwright.composition.tensor_axis.tensor_rules": "ModelCut, RULES",
+        "meshwright.composition.pipelined": "PipelinedLayout, PipelinedTrainable",
+        "meshwright.composition.stages": "_keep_unused, _partition, chunks_of, cut_model",
+        "meshwright.composition.tensor_rules": "ModelCut, RULES",
     }
 )

@@ -7,15 +7,14 @@ from support.internals import names_inside
 __getattr__ = names_inside(
     {
         "meshwright.schedule.actions": (
-            "B, F, I, PER_MICROBATCH, RECV_B, RECV_F, REDUCE_GRAD, RESHARD, SEND_B, SEND_F, "
-            "UNSHARD, overlap"
+            "B, BACKWARD, COMPUTE, F, I, PER_MICROBATCH, RECV_B, RECV_F, REDUCE_GRAD, RESHARD, "
+            "SEND_B, SEND_F, UNSHARD, W, overlap"
         ),
         "meshwright.schedule.builders": "BUILDERS, build, one_f_one_b, stage_ranks, zbv",
         "meshwright.schedule.checks": "check, check_lowered",
         "meshwright.schedule.lowering": "forward_part, lower, with_residency",
         "meshwright.schedule.measured": "bubble, compare, costs_of, last_step, schedule_of",
-        "meshwright.schedule.messages": "Message, lanes, parts_of, received",
-        "meshwright.schedule.ordered": "OrderedTransfer, check_ordered, check_rows, issued",
+        "meshwright.schedule.messages": "Message, lanes, parts_of, read, received, sent",
         "meshwright.schedule.simulate": "Costs, simulate",
         "meshwright.schedule.text": "dump_csv, load_csv, parse_csv, to_csv",
     }

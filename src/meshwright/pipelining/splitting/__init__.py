@@ -7,8 +7,8 @@ Bottom-up:
     placement     the stage of each operator
     splitting     the graphs and edges of all stages
     balance       the cost of operators, and stages of equal cost
-    traced_stage  a stage that checks its values against the trace
-    pipe          `pipeline`: traces a module into a graph, and splits it
+    pipe          `pipeline`: traces a module, splits the graph, and makes stages that check
+                  their values against the trace
 """
 
 from __future__ import annotations

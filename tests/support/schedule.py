@@ -14,19 +14,24 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from meshwright.errors import ScheduleError
-from meshwright.schedule.actions import (
+from meshwright.schedule import Action, Schedule
+from support.internals.schedule import (
     BACKWARD,
     COMPUTE,
     RECV_B,
     RECV_F,
     SEND_B,
     SEND_F,
-    Action,
     F,
-    Schedule,
+    Message,
     W,
+    parts_of,
+    read,
+    received,
+    sent,
 )
-from meshwright.schedule.messages import Message, parts_of, read, received, sent
+
+__all__ = ["OrderedTransfer", "check_ordered", "check_rows", "issued"]
 
 Lane = Callable[[Message], Hashable]
 """A function that returns the communicator of a message."""
