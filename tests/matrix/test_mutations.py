@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-import meshwright.tensor_parallel.layers.embedding as embedding
 from matrix.cells import Cell
 from matrix.refusals import refusal_of
 from matrix.training import Outcome, body, expected_of
 from meshwright.comm import Communicator
 from meshwright.composition import Trainable
 from meshwright.gradients import LossWindow
+from meshwright.tensor_parallel import layers
 from meshwright.testing import Ranks
 from support.internals.composition import PipelinedLayout, PipelinedTrainable, ReplicatedLayout
 from support.internals.gradients import norm
@@ -77,7 +77,7 @@ def copies_not_clipped(patch: Patch) -> None:
 
 def unmasked(patch: Patch) -> None:
     """Rows that another rank holds are looked up here too."""
-    real = embedding._Lookup.apply
+    real = layers._Lookup.apply
 
     class Lookup:
         @staticmethod
@@ -86,7 +86,7 @@ def unmasked(patch: Patch) -> None:
         ) -> Any:
             return real(weight, ids % len(weight), torch.zeros_like(outside), *more)
 
-    patch.setattr(embedding, "_Lookup", Lookup)
+    patch.setattr(layers, "_Lookup", Lookup)
 
 
 def same_samples(patch: Patch) -> None:

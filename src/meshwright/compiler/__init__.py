@@ -2,8 +2,7 @@
 
 Bottom-up:
 
-    bucket_plan  buckets of marked gradients
-    bucket_pass  replaces marks by fused reductions, and checks the graph
+    bucket_pass  plans buckets of marked gradients, fuses their reductions, and checks the graph
     unit_pass    places gathers of shards, and checks the graph
     marking      the pass, its settings and ways to compile, loaded by the first traced replica
     breaks       graph breaks, with reasons

@@ -19,7 +19,7 @@ from weakref import WeakSet
 import torch
 from torch import fx, nn
 
-from meshwright.compiler import bucket_pass, bucket_plan, unit_pass
+from meshwright.compiler import bucket_pass, unit_pass
 from meshwright.torch_internals import compile as internals
 from meshwright.torch_internals.modules import call_of, set_compiled_call
 from meshwright.torch_internals.tensors import version_of
@@ -40,7 +40,7 @@ _COALESCED = "fuse_ddp_with_coalesced_op"
 def _fuse(graph: fx.Graph) -> None:
     """Place the units of ``graph``, fuse its marks if it has any, and check the result."""
     MARKING.counters["gathers"] += unit_pass.place_units(graph)
-    if not bucket_plan.marks_of(graph):
+    if not bucket_pass.marks_of(graph):
         return
     before = bucket_pass.peak_bytes(graph)
     plans = bucket_pass.fuse_marks(graph)
@@ -57,7 +57,7 @@ class _FusePass(internals.CustomGraphPass):
 
     def uuid(self) -> str:
         """Name the version of the pass: compiled graphs are cached under it."""
-        return "".join(inspect.getsource(part) for part in (bucket_plan, bucket_pass, unit_pass))
+        return "".join(inspect.getsource(part) for part in (bucket_pass, unit_pass))
 
 
 class _ApartPass(internals.CustomGraphPass):

@@ -113,7 +113,7 @@ def parallelize(
     if plan.train.batch_norm == "sync":
         synchronize_batch_norm(model, peers.data)
     recompute_modules(model, plan)
-    traffic = None if whole is None else whole.traffic(model, autocast_of(plan, everyone.device))
+    traffic = None if whole is None else whole.traffic(model, autocast_of(plan, everyone.device)())
     if plan.axes.size("shard") > 1:
         if plan.axes.size("tensor") == 1 and not is_on_meta(model):
             equalize(model, everyone)
@@ -249,7 +249,7 @@ def _checked(
     cut_over_tensor(trial, cut, peers)
     whole.compare(trial)
     recompute_modules(trial, plan)
-    return whole.traffic(trial, autocast_of(plan, peers.everyone.device, keeps_casts=False))
+    return whole.traffic(trial, autocast_of(plan, peers.everyone.device, keeps_casts=False)())
 
 
 def _stages_of(
@@ -263,7 +263,7 @@ def _stages_of(
     """Split ``model``, which has been checked against its sharding ``cut``, into all stages."""
     rehearsal = contextlib.nullcontext() if draws is None else draws.rehearsal()
     # A trace fixes the dtypes of what stages send, so run it under autocast.
-    computing = autocast_of(plan, peers.everyone.device, keeps_casts=False)
+    computing = autocast_of(plan, peers.everyone.device, keeps_casts=False)()
     with rehearsal, computing:
         found = cut_model(model, plan.pipeline, peers.pipeline.size, example, tensor=cut)
     _check(plan, found)

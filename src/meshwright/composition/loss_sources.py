@@ -46,7 +46,7 @@ class LossSources:
             if known is None or known() is not leaf:
                 self._judge(leaf)
                 self._known[id(leaf)] = weakref.ref(leaf)
-        if is_dtensor(total):
+        if type(total) is not torch.Tensor and is_dtensor(total):
             names = [self._name(self._module, leaf) for leaf in found if is_dtensor(leaf)]
             raise LayoutError(
                 f"the loss is a DTensor, because it reads {names[0]!r}, of which each rank of axis "

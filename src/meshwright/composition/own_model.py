@@ -87,6 +87,7 @@ def show(model: nn.Module, stages: Sequence[nn.Module]) -> None:
     parameters while the stage has them.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
+    # Backwards, so that a module of several stages ends with the first one's tensors.
     for stage in reversed(stages):
         for path, part in stage.named_modules():
             owner = modules.get(path)
@@ -215,6 +216,7 @@ class TiedValues:
                 )
             copied.requires_grad_(owner.requires_grad)
             local_of(copied).copy_(local_of(owner))
+        # In a loop of its own: if the one above raises, no module has changed.
         for table, leaf, _, copied, _ in self._places:
             table[leaf] = copied
         self._is_inside = True
@@ -273,6 +275,7 @@ class TiedValues:
             local = torch.view_as_real(local)
         flat = local.reshape(local.shape[0] if local.dim() else 1, -1)
         if flat.shape not in self._directions:
+            # Any direction will do that depends on every element and is the same on all ranks.
             rows, columns = (torch.arange(1, n + 1, device=flat.device) for n in flat.shape)
             self._directions[flat.shape] = (torch.cos(2.0 * rows), torch.cos(3.0 * columns))
         rows, columns = self._directions[flat.shape]

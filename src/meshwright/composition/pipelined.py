@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -30,7 +29,6 @@ from meshwright.composition.trainable import (
     EvalResult,
     StepResult,
     Trainable,
-    autocast_of,
     tensors_in,
 )
 from meshwright.errors import InternalError, PipelinePeerError, PlanError, warn
@@ -378,6 +376,7 @@ class PipelinedTrainable(Trainable):
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Map original names to this rank's parameters (or shards); a tied one once."""
         named = super().named_parameters()
+        # Backwards and back: of several copies the first stage's counts, in the order of stages.
         first = {self._copies.get(name, name): p for name, p in reversed(named.items())}
         return dict(reversed(first.items()))
 
@@ -448,6 +447,7 @@ class PipelinedTrainable(Trainable):
         self._layout.reduce_next(is_last)
         self._has_target = target is not None
         args, kwargs = _call(batch)
+        # A schedule with a loss asks for a target, which `_lose` leaves out again.
         goal = torch.empty(size, device="cpu") if target is None else target
         running = phase("pipeline", step=self.steps + 1, computes=True)
         with running, self._autocast():
@@ -498,10 +498,6 @@ class PipelinedTrainable(Trainable):
 
         found = said_by(self._last, mean, self._pipeline, "loss")
         return torch.tensor(found, dtype=torch.float32, device=self._pipeline.device)
-
-    def _autocast(self) -> contextlib.AbstractContextManager[object]:
-        # Parameters change between microbatches, so cached casts would be stale.
-        return autocast_of(self.plan, self._peers.everyone.device, keeps_casts=False)
 
     def _ordered(self, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: found[name] for name in self._names if name in found}

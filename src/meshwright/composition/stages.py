@@ -30,7 +30,7 @@ from meshwright.pipelining.splitting.splitting import ties_of
 from meshwright.plan import PipelinePlan
 from meshwright.randomness import Dropout
 from meshwright.schedule.builders import TWO_A_RANK
-from meshwright.tensor_parallel.layers.linear import is_conv1d
+from meshwright.tensor_parallel.layers import is_conv1d
 from meshwright.torch_internals.trees import tree_leaves, tree_map, tree_map_only
 
 

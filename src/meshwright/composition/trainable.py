@@ -119,6 +119,9 @@ class Trainable:
         self.steps = 0
         """Optimizer steps so far, skipped ones included."""
         self.loss_scale = LossScale() if plan.precision.needs_loss_scaling else None
+        self._is_piped = plan.axes.size("pipeline") > 1
+        # A pipeline changes parameters between microbatches, so that cached casts would be stale.
+        self._autocast = autocast_of(plan, peers.everyone.device, keeps_casts=not self._is_piped)
         self._layout = layout
         self._peers = peers
         self._loss = loss
@@ -188,20 +191,25 @@ class Trainable:
                 "forward_backward was called after the gradients of this step had been reduced: "
                 "pass is_last=False to all calls but the last, and call optimizer_step after it"
             )
+        # Raises for the last step before its weights are used once more.
         if self._late.coming:
             self._late.settle()
         self._calls += 1
         if self._calls == 1:
             self._compare_plans()
-        if self.plan.axes.size("pipeline") == 1:  # else its schedule compares steps
+        if not self._is_piped:  # else its schedule compares steps
             after, self._raised_in = self._raised_in, ""
             self._passes.happens(GroupEvent("a pass"), after=after)
         if is_due(self._calls):
             self._compare_batches(batch, target)
         parts = cut_batch(batch, target, self.plan.train.accumulate)
-        first = self._number_samples(sum(size for *_, size in parts))
+        first, watch = 0, contextlib.nullcontext()
+        if self._draws is not None:
+            first = self._number_samples(self._draws, sum(size for *_, size in parts))
+            if not self.steps:
+                watch = self._random_operators(self._draws)
         try:
-            with self._random_operators():
+            with watch:
                 for number, part in enumerate(parts):
                     last = is_last and number == len(parts) - 1
                     self._train_on(part, first, is_last=last)
@@ -352,8 +360,8 @@ class Trainable:
 
     def describe(self) -> Description:
         """Describe each parameter's layout, a step's collectives, and each setting's effect."""
-        is_piped = self.plan.axes.size("pipeline") > 1
-        passes = self.plan.train.accumulate * (self.plan.pipeline.microbatches if is_piped else 1)
+        passes = self.plan.train.accumulate
+        passes *= self.plan.pipeline.microbatches if self._is_piped else 1
         sums = passes if self.plan.axes.size("shard") == 1 else 1  # shards are summed once
         sent = [] if self._traffic is None else self._traffic.of_step(self.module, passes, sums)
         described = self._layout.describe(self.module, self.plan)
@@ -361,12 +369,10 @@ class Trainable:
 
     # --------------------------------------------------------------------------- internals
 
-    def _number_samples(self, size: int) -> int:
+    def _number_samples(self, draws: Draws, size: int) -> int:
         """Return the number, in the global batch, of the first of this rank's ``size`` samples."""
-        if self._draws is None:
-            return 0
         if not self._numbered:
-            self._draws.begin_step(self.steps)
+            draws.begin_step(self.steps)
         data, first = self._peers.data, self._numbered
         sizes = [size]
         if not data.is_alone:
@@ -375,11 +381,8 @@ class Trainable:
         return first + sum(sizes[: data.rank])
 
     @contextlib.contextmanager
-    def _random_operators(self) -> Iterator[None]:
-        """In the first step, raise for random operators whose numbers depend on the layout."""
-        if self._draws is None or self.steps:
-            yield
-            return
+    def _random_operators(self, draws: Draws) -> Iterator[None]:
+        """Raise for random operators whose numbers depend on the layout."""
         with contextlib.ExitStack() as stack:
             if self.plan.train.compile:
                 # A graph would hide operators, and keep the hooks that this check registers.
@@ -387,14 +390,8 @@ class Trainable:
             names = [name for name, _ in self.module.named_modules()]
             patterns = [f"{self._prefix}{pattern}" for pattern in self.plan.train.per_rank]
             per_rank = [name for pattern in patterns for name in match_names(pattern, names)]
-            stack.enter_context(RandomOperators(self.module, self._draws, per_rank=per_rank))
+            stack.enter_context(RandomOperators(self.module, draws, per_rank=per_rank))
             yield
-
-    def _drawing(self, first: int, size: int) -> contextlib.AbstractContextManager[None]:
-        """Tell dropout which ``size`` samples of the global batch, from ``first``, are computed."""
-        if self._draws is None:
-            return contextlib.nullcontext()
-        return self._draws.microbatch(first, range(first, first + size))
 
     def _train_on(self, part: tuple[object, object, int], first: int, *, is_last: bool) -> None:
         """Run forward and backward of ``part``, whose first sample has number ``first``."""
@@ -402,15 +399,20 @@ class Trainable:
         layout, window = self._layout, self._window
         layout.reduce_next(is_last)
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
-        with phase("forward", step=self.steps + 1, computes=True), self._drawing(first, size):
+        drawing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        if self._draws is not None:
+            drawing = partial(self._draws.microbatch, first, range(first, first + size))
+        with phase("forward", step=self.steps + 1, computes=True), drawing():
             with self._autocast():
                 output = call_module(self.module, batch)
                 local = apply_loss(self._loss, output, target, self._sources.look)
             window.add(local, size)
             if is_last:
                 window.close()
+                # A function: the counts are on their way, and only complete gradients need them.
                 layout.scale_by(lambda: window.factor() / scale)
-        with phase("backward", step=self.steps + 1, computes=True), self._drawing(first, size):
+        # Checkpoints run forwards again in the backward, and must draw the same masks.
+        with phase("backward", step=self.steps + 1, computes=True), drawing():
             total = local.total if scale == 1.0 else local.total * scale
             total.backward()
 
@@ -462,9 +464,6 @@ class Trainable:
         self._window = LossWindow(self._peers.losses)
         self._numbered = 0
         self.module.zero_grad(set_to_none=True)
-
-    def _autocast(self) -> contextlib.AbstractContextManager[object]:
-        return autocast_of(self.plan, self._peers.everyone.device)
 
     def _compare_plans(self) -> None:
         """Check that all ranks have the same plan. Raises PlanError, naming ranks and keys."""
@@ -535,13 +534,13 @@ class Trainable:
 
 def autocast_of(
     plan: Plan, device: torch.device, *, keeps_casts: bool = True
-) -> contextlib.AbstractContextManager[object]:
-    """Make the autocast context of ``plan``; ``keeps_casts`` caches cast weights."""
+) -> Callable[[], contextlib.AbstractContextManager[object]]:
+    """Return what makes the autocast context of ``plan``; ``keeps_casts`` caches cast weights."""
     precision = plan.precision
     if not precision.is_mixed:
-        return contextlib.nullcontext()
+        return contextlib.nullcontext
     dtype = getattr(torch, str(precision.compute))
-    return torch.autocast(device.type, dtype, cache_enabled=keeps_casts)
+    return partial(torch.autocast, device.type, dtype, cache_enabled=keeps_casts)
 
 
 def tensors_in(values: object) -> list[torch.Tensor]:

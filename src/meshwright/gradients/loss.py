@@ -65,7 +65,8 @@ def read_loss(value: object) -> LocalLoss:
     Raises TypeError for any other result.
     """
     found = type(value).__name__
-    if any(map(is_dtensor, value if isinstance(value, tuple) else (value,))):
+    is_plain = type(value) is torch.Tensor
+    if not is_plain and any(map(is_dtensor, value if isinstance(value, tuple) else (value,))):
         raise TypeError(
             "expected the loss function to return plain tensors, found a DTensor: it reads "
             "parameters that lie in parts over ranks. Take their `full_tensor()` where they are "
@@ -108,7 +109,10 @@ def cut_batch(batch: object, target: object, parts: int) -> list[tuple[object, o
     Raises ValueError when the tensors have different lengths, or less than ``parts``.
     """
     leaves, tree = tree_flatten((batch, target))
-    sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim}
+    sizes: set[int] = set()
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.ndim:
+            sizes.add(leaf.shape[0])
     size = min(sizes, default=1)
     if parts == 1:
         return [(batch, target, size)]
@@ -165,7 +169,8 @@ def leaves_of(total: torch.Tensor, ends: Collection[object]) -> list[torch.Tenso
         variable = getattr(node, "variable", None)
         if variable is not None:
             found.append(variable)
-        stack.extend(following for following, _ in node.next_functions)
+        for following, _ in node.next_functions:
+            stack.append(following)
     return found
 
 
@@ -195,11 +200,8 @@ class LossWindow:
         self._pending: Pending | None = None
         self._beside: list[float] = []
         self._totals: list[float] | None = None
-
-    @property
-    def is_closed(self) -> bool:
+        self.is_closed = False
         """True when no more microbatches may be added."""
-        return self._pending is not None
 
     @property
     def is_finite(self) -> bool:
@@ -235,6 +237,7 @@ class LossWindow:
                 sums[place] += more
         self._sums = torch.cat([sums, *(n.reshape(1).to(sums) for n in beside)]) if beside else sums
         self._pending = self._communicator.all_reduce(self._sums, label="loss and counts")
+        self.is_closed = True
 
     def factor(self) -> Factor:
         """Compute the factor of the summed gradients: one over the global count.
@@ -276,7 +279,7 @@ class LossWindow:
 
     def check_sizes(self) -> None:
         """Raise ValueError, on every rank, when means of batches of unequal size were averaged."""
-        _, _, batches, samples, squares, sums = self._global()
+        _, _, batches, samples, squares, sums = self._totals or self._global()
         # All ranks judge alike, those without a loss too: what follows is a collective.
         if sums or batches * squares == samples * samples:
             return

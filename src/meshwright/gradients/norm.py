@@ -200,7 +200,7 @@ def global_norm(spread: Sequence[SpreadGradients], norm_type: float = 2.0) -> to
     if over is None:
         if len(parts) <= 1:
             return parts[0] if parts else torch.zeros((), device="cpu")
-        return _norm_of_norms([part.to(parts[0].device) for part in parts], norm_type)
+        return _norm_of_norms(parts, norm_type)
     widest = functools.reduce(
         torch.promote_types,
         [*(p.dtype for p in parts), *(group.dtype.to_real() for group in spread)],
@@ -226,7 +226,9 @@ def global_norm(spread: Sequence[SpreadGradients], norm_type: float = 2.0) -> to
 
 def _axes_of(spread: Sequence[SpreadGradients]) -> Communicator | None:
     """All ranks that hold elements which others do not; None where each rank holds all."""
-    axes = [axis for group in spread for axis in group.communicators]
+    axes: list[Communicator] = []
+    for group in spread:
+        axes += group.communicators
     return union(axes) if axes else None
 
 
@@ -261,7 +263,7 @@ def _local_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Te
             whole = flat[: rows * NORM_ROW].view(rows, NORM_ROW)
             wide = torch.float32 if gradient.dtype.itemsize < 4 else None
             rows_norm = torch.linalg.vector_norm(whole, norm_type, dim=1, dtype=wide)
-            norms.append(_norm_of_norms(rows_norm, norm_type))
+            norms.append(torch.linalg.vector_norm(rows_norm, norm_type))
             gradient = flat[rows * NORM_ROW :]
         by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for (_, dtype), group in by_kind.items():
@@ -271,12 +273,14 @@ def _local_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Te
             norms.extend(foreach_norm(filled, norm_type, dtype=wide))
     if not norms:
         return torch.zeros((), device="cpu")
-    device = norms[0].device
-    return _norm_of_norms([norm.to(device) for norm in norms], norm_type)
+    return _norm_of_norms(norms, norm_type)
 
 
-def _norm_of_norms(norms: torch.Tensor | Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    if not isinstance(norms, torch.Tensor):
-        widest = max((norm.dtype for norm in norms), key=lambda dtype: dtype.itemsize)
-        norms = torch.stack([norm.to(widest) for norm in norms])
-    return torch.linalg.vector_norm(norms, norm_type)
+def _norm_of_norms(norms: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Compute the norm of 0-dim ``norms`` on the first one's device, in their widest dtype."""
+    device, widest = norms[0].device, norms[0].dtype
+    for norm in norms:
+        if norm.dtype.itemsize > widest.itemsize:
+            widest = norm.dtype
+    stacked = torch.stack([norm.to(device, widest) for norm in norms])
+    return torch.linalg.vector_norm(stacked, norm_type)

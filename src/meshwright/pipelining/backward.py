@@ -230,6 +230,7 @@ def _pairs(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
     """Yield the tensors among nested ``outputs``, each with its gradient."""
     if isinstance(outputs, torch.Tensor):
+        # torch's stages give the gradient of a single output as a tuple of one.
         if isinstance(gradients, Sequence) and len(gradients) == 1:
             gradients = gradients[0]
         if gradients is not None and not isinstance(gradients, torch.Tensor):
@@ -281,6 +282,8 @@ class _Graph:
 
     def _search(self, root: Node, found: list[Junction]) -> None:
         reach = self._reach
+        # Not recursive: graphs are deeper than Python's limit. `next_functions` is kept with the
+        # node, because each read of it makes a new tuple.
         stack: list[tuple[Node, tuple[tuple[Node, int], ...], int]] = []
         if root not in reach:
             reach[root] = 0
@@ -323,6 +326,8 @@ class _Graph:
 def _root(tensor: torch.Tensor, gradient: torch.Tensor | None) -> Junction:
     """Make the junction of an output that depends on parameters alone."""
     start = torch.ones_like(tensor) if gradient is None else gradient
+    # An edge stands for the node: the branch begins at the output itself, and the edge keeps it
+    # alive.
     return Junction(get_gradient_edge(tensor), (), (start,))
 
 
@@ -339,6 +344,7 @@ def _run_path(
             continue
         handles.append(junction.listen())
         if isinstance(junction.node, torch.autograd.function.BackwardCFunction):
+            # Restored below: the weight half runs the same node for its other edges.
             needs.append((junction.node, junction.node.needs_input_grad))
             set_needs(junction.node, junction.others())
     try:
@@ -582,6 +588,7 @@ def _addmm(node: Node, gradient: torch.Tensor, edges: Sequence[int]) -> Found:
 
 
 def _mm(node: Node, gradient: torch.Tensor, edges: Sequence[int]) -> Found:
+    # The right factor is the weight; a branch through the left one is left to autograd.
     if tuple(edges) != (1,) or gradient.is_complex():
         return None
     return [_right(gradient, saved(node, "self"), saved(node, "mat2_sym_strides"))]

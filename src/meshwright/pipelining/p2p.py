@@ -130,6 +130,8 @@ class P2PChannels:
             peer = target if parent.rank == source else source
             if not self._greeting:
                 for begin in (parent.control.recv, parent.control.send):
+                    # The device is named wherever control data is made: torch.set_default_device
+                    # may be another.
                     word, label = torch.zeros(1, device="cpu"), f"lane {source} to {target}"
                     self._greeting.append(begin(word, peer, tag=2 * self._number, label=label))
             for pending in self._greeting:
@@ -208,6 +210,8 @@ class ControlMessages:
             (whole[ROOM:], self._tags[1], f"rest: {label}"),
         ):
             if part:
+                # It shares the bytes and keeps them alive, and is kept itself until its send has
+                # ended.
                 buffer = torch.frombuffer(part, dtype=torch.uint8)
                 sent.append((self._control.send(buffer, rank, tag=tag, label=name), buffer))
         return sent
@@ -477,6 +481,8 @@ class P2PTransfers:
         ]
         if payloads:
             channels = self._transport.channels
+            # Payloads are kept until their sends have ended: the transport reads their memory, and
+            # an allocator would give it away.
             sent = channels.send(payloads, operation.peer, operation.label)
             self._sent.extend(zip(sent, payloads, strict=True))
             if self._transport.can_look:
@@ -490,10 +496,13 @@ class P2PTransfers:
         """Release the memory of completed sends, oldest first, without waiting."""
         sent = self._sent
         while sent and sent[0][0].is_completed():
+            # It has ended; the wait raises its error, and reports its end to observers.
             sent.popleft()[0].wait(watch=self._watch)
 
     def finish(self) -> None:
         """Wait for all sends."""
+        # The last send first: by its end most of the others have ended, and their waits return at
+        # once.
         start_together([pending for pending, _ in self._sent])
         while self._sent:
             self._sent.pop()[0].wait(watch=self._watch)
@@ -575,6 +584,7 @@ class P2PTransfers:
             if found is None:
                 break
             posted[following] = found
+            # A device's receive ahead of the row's order would hold up its queue.
             if not self._transport.posts_ahead:
                 return True
             begun += found.pendings
@@ -600,6 +610,7 @@ class P2PTransfers:
             found = known.get(ids[k])
             if found is None:
                 signature = Signature.from_json(contents["signature"])
+                # Kept under the sender's id: both sides drop the same ids at the end of a step.
                 found = known[ids[k]] = KnownSignature(signature)
         elif found.signature.has_constants:
             control = self._control.expect(operation.peer, f"metadata of stage {stage}")

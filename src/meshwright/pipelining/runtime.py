@@ -291,16 +291,20 @@ class Runtime:
             step.run(self.programs[training])
             if self.tied is not None and training:
                 self.tied.add_up(step.transfers)
+            # Only now: shards of a tied parameter's gradient are parts of the sum over its holders.
             for residency in step.late:
                 residency.reduce()
+            # Sends still read outputs and gradients, which the caller may write to after the step.
             step.transfers.finish()
             for residency in self._driven:
                 residency.finish()
             if step.listener is not None:
                 step.listener.end()
+        # Also for an interrupt from the keyboard: the other ranks wait for this one's messages.
         except BaseException as error:
             if self.tied is not None:
                 self.tied.restore()
+            # Told before anything is dropped here, so that no rank waits for as long as that takes.
             self._failed(step, error)
             for residency in self._driven:
                 residency.drop()
@@ -381,6 +385,7 @@ class _StepRun:
         self.ids = StepIds(
             runtime.stages, schedule, batch, runtime.transport.ids, training=training
         )
+        # A fake group has this rank alone: nobody sends what its stages read.
         is_fake = runtime.communicator.backend == "fake"
         kind = functools.partial(UnansweredTransfers, runtime.stages) if is_fake else P2PTransfers
         self.transfers = kind(
@@ -414,6 +419,7 @@ class _StepRun:
                     self.call(entry)
             if self.transfers.unposted:
                 self.transfers.post_rest()
+            # Reports each send near its end, not with the next send or at the end of the step.
             if listener is not None:
                 self.transfers.let_go()
 
@@ -477,6 +483,8 @@ class _StepRun:
             return
         first = loss[0] if isinstance(loss, tuple) else loss
         start = Start(first, batch.weights[k] if batch.weights else 1.0)
+        # A kept seed spares each microbatch a kernel. A subclass, such as a DTensor, cannot start
+        # from a plain tensor: its loss is multiplied by the weight instead.
         if type(first) is torch.Tensor and not first.dim() and first.is_floating_point():
             key = (start.weight, first.dtype, first.device)
             start.seed = seeds.get(key)

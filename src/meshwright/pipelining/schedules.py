@@ -201,6 +201,7 @@ class PipelineSchedule:
     def _use(self, compute: Schedule, lowered: Schedule | None = None) -> None:
         """Check ``compute``, lower it, and make it the order to run."""
         communicator = self._first.communicator
+        # Counted before any check raises: a schedule has one number on all ranks.
         number = communicator.number("schedule")
         mine = compute.stages_of(communicator.rank)
         if tuple(sorted(self._stages)) != mine:
@@ -218,6 +219,7 @@ class PipelineSchedule:
         residencies = {i: find_residencies(s.submod) for i, s in self._stages.items()}
         if lowered is None:
             lowered = lower(compute, unsharded=self._unsharded)
+        # Made ahead: `eval` after `step` sets up nothing and agrees on nothing.
         evaluation = lower(forward_part(compute), unsharded=self._unsharded, reduce=False)
         check_lowered(lowered)
         check_lowered(evaluation)

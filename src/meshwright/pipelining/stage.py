@@ -274,6 +274,7 @@ class PipelineStage:
 
         With ``edges`` also for arguments that no stage takes: they would be dropped silently.
         """
+        # Binding arguments to a signature is slow, and depends on their number and names only.
         called = ({*map(len, args)}, {*map(tuple, kwargs)})
         if called != self._checked:
             (_check_call if self.takes_any_keyword else _check_edges)(self, args, kwargs)
@@ -358,8 +359,10 @@ class PipelineStage:
         """
         self._check_chunk(fwd_chunk_id)
         given, named = _arguments(self, fwd_chunk_id, args, kwargs or _NOTHING)
+        # The leaves themselves, also where the module gets copies of them: gradients arrive there.
         inputs = tensors_in(given, named) if self.has_backward else []
         if self._writes and self.has_backward:
+            # torch refuses in-place writes to a leaf that requires grad.
             given, named = _copies((given, named))
         try:
             result = self.submod(*given, **named) if named else self.submod(*given)
@@ -405,6 +408,8 @@ class PipelineStage:
         forward or a ``dw_builder``, ``RuntimeError`` from an error of the backward.
         """
         self._check_chunk(bwd_chunk_id)
+        # Both errors come before any early return: they hold for a stage that no schedule has
+        # driven.
         cached = self.fwd_cache.pop(bwd_chunk_id, None)
         if cached is None:
             if not full_backward and self.dw_builder is None:
@@ -449,6 +454,7 @@ class PipelineStage:
     ) -> tuple[list[Any], Gradients | None]:
         """Return the roots of the backward and their gradients; None for a loss's gradient of 1."""
         values, start = chunk.values, chunk.start
+        # The chunk lives until the next step, and must not keep the graph of its outputs that long.
         chunk.values = chunk.start = None
         if start is None and loss is not None:
             start = Start(loss)

@@ -161,6 +161,7 @@ class TiedParameters:
         self._look_up()
         self._check_owners()
         for held in self._held:
+            # Else `add_up` would sum what earlier steps have summed already.
             held.before = {stage: _gradient(p) for stage, p in held.parameters.items()}
             for parameter in held.parameters.values():
                 parameter.grad = None
@@ -269,6 +270,7 @@ class TiedParameters:
         total = first.clone()
         for part in rest:
             total += part
+        # A tensor for each holder: later steps add to `.grad` in place.
         for number, parameter in enumerate(held.parameters.values()):
             _set_gradient(parameter, total.clone() if number else total)
 

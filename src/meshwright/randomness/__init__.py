@@ -2,21 +2,21 @@
 
 Bottom-up:
 
-    counters        seeds from names, and random bits by position
-    draws           step and samples that dropout draws for
+    draws           random bits by position, and the step and samples that dropout draws for
     refusals        random operators that depend on the layout
     dropout         modules that draw by position
-    initialization  parameters from one generator
-    blocks          parameters from one generator per block of rows
+    initialization  parameters from one generator, or from one per block of rows
 """
 
 from __future__ import annotations
 
-from meshwright.randomness.blocks import initialize_by_blocks
-from meshwright.randomness.counters import name_seed
-from meshwright.randomness.draws import DimPart, Draws
+from meshwright.randomness.draws import DimPart, Draws, name_seed
 from meshwright.randomness.dropout import Dropout, replace_dropout
-from meshwright.randomness.initialization import initialize, module_initializer
+from meshwright.randomness.initialization import (
+    initialize,
+    initialize_by_blocks,
+    module_initializer,
+)
 from meshwright.randomness.refusals import RandomOperators
 
 __all__ = [

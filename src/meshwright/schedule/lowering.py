@@ -194,6 +194,7 @@ class _Posts:
             if blocked is None:
                 break
             place = places[blocked.target_rank]
+            # A rank with unsent messages stands right behind the action that made them.
             now = place.index - 1 if place.unsent else place.index
             self._position[blocked.target_rank][self._carrier[blocked]] = max(0, now)
         for rank, place in enumerate(places):

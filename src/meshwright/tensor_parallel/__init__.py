@@ -8,10 +8,8 @@ Bottom-up:
     functions  differentiable communication
     checks     checks that ranks run the same passes on equal values
     layouts    conversion between layouts
-    weights    parameters that become DTensors
     layers     modules that compute on shards
-    styles     styles of layers with parameters
-    prepare    styles without parameters
+    styles     styles: parameters that become DTensors, and conversions of layouts
     apply      `parallelize_module`
     loss       cross entropy of logits that are sharded by classes, and `loss_parallel`
 """
@@ -21,15 +19,13 @@ from __future__ import annotations
 from meshwright.tensor_parallel.apply import parallelize_module
 from meshwright.tensor_parallel.checks.equality import verify_replicated
 from meshwright.tensor_parallel.loss import cross_entropy_of_parts, loss_parallel
-from meshwright.tensor_parallel.prepare import (
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    PrepareModuleOutput,
-)
 from meshwright.tensor_parallel.styles import (
     ColwiseParallel,
     FusedColwiseParallel,
     ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
 )

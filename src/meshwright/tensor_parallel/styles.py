@@ -1,22 +1,35 @@
-"""Styles of layers with parameters: by columns, by rows, and on a shard of the sequence.
+"""Styles: by columns, by rows, on a shard of the sequence, and those that convert layouts alone.
 
 A style is applied to one module: its parameters become DTensors, and its new class has a forward
-that converts activations and computes on local tensors.
+that converts activations and computes on local tensors. Styles without parameters convert a
+module's inputs and outputs to a layout.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial, partialmethod
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import nn
 
-from meshwright.comm.dtensors.dtensor import AnyPlacement, our_placement, torch_placements
-from meshwright.comm.dtensors.gather_dtensor import side_by_side
-from meshwright.comm.dtensors.local_leaves import PartialGradient
+from meshwright.comm.dtensors.after_hooks import has_after_hooks
+from meshwright.comm.dtensors.dtensor import (
+    AnyPlacement,
+    Became,
+    dtensor_at_rest,
+    is_dtensor,
+    known_at_rest,
+    note_became,
+    our_placement,
+    torch_placements,
+    what_became,
+)
+from meshwright.comm.dtensors.gather_dtensor import part, side_by_side
+from meshwright.comm.dtensors.local_leaves import PartialGradient, local_leaf
 from meshwright.comm.dtensors.styled import (
     distribute_module,
     distribute_parameters,
@@ -25,24 +38,130 @@ from meshwright.comm.dtensors.styled import (
     leave,
     leave_sequence,
 )
+from meshwright.comm.dtensors.subclasses import has_calls
+from meshwright.comm.dtensors.unreadable import retire
 from meshwright.layout import Placement, Replicate, Shard
 from meshwright.mesh import DeviceMesh
-from meshwright.tensor_parallel.layers.embedding import (
-    ColumnEmbedding,
-    RowEmbedding,
-    check_embedding,
-)
-from meshwright.tensor_parallel.layers.linear import (
+from meshwright.tensor_parallel.layers import (
     ColumnConv1D,
+    ColumnEmbedding,
     ColumnLinear,
     RowConv1D,
+    RowEmbedding,
     RowLinear,
+    Sequence,
+    SequencePart,
     Settings,
+    check_embedding,
     is_conv1d,
 )
-from meshwright.tensor_parallel.layers.sequence import Sequence, SequencePart
-from meshwright.tensor_parallel.layouts import Site, check_mesh
-from meshwright.tensor_parallel.weights import distribute, guard_loading
+from meshwright.tensor_parallel.layouts import Site, check_mesh, untraced
+from meshwright.torch_internals.autograd import backward_hooks_of
+
+
+@torch.no_grad()
+def distribute(
+    module: nn.Module,
+    key: str,
+    placement: AnyPlacement,
+    site: Site,
+    source: int | None,
+    *,
+    is_partial: bool = False,
+) -> None:
+    """Make parameter ``key`` of ``module`` a DTensor with ``placement`` on the axis of ``site``.
+
+    Its values are those of rank ``source`` of the axis (one broadcast), or each rank's own if that
+    is None. Parameters on the meta device stay there. None stays None. ``is_partial``: each rank
+    computes a summand of its gradient.
+
+    Raises ValueError for a parameter that is tied to one with another placement, that has been
+    distributed before, that has hooks, or whose class overrides torch's calls.
+    """
+    given = module._parameters[key]
+    if given is None:
+        return
+    name = f"{site.labels.name}.{key}" if site.labels.name else key
+    if known_at_rest(given) is not None:
+        raise ValueError(
+            f"{name} is a DTensor already, placed {list(given.placements)} on "  # pyrefly: ignore[missing-attribute]
+            f"{given.device_mesh}: parallelize each module once"  # pyrefly: ignore[missing-attribute]
+        )
+    became = what_became(given)
+    if became is None:
+        _check_given(given, name)
+        became = Became(
+            _distributed(given, name, placement, site, source),
+            placement,
+            name,
+            is_partial=is_partial,
+        )
+        note_became(given, became)
+        retire(given, name, "parallelize_module")
+    elif became.placement != placement or became.is_partial is not is_partial:
+        raise ValueError(
+            f"{name} and {became.name} are one tied parameter, which cannot be placed {placement} "
+            f"and {became.placement} at once: give both modules styles that place it alike "
+            "(RowwiseParallel on an embedding, ColwiseParallel on its output layer), or untie them"
+        )
+    module._parameters[key] = became.parameter
+    local_leaf(became.parameter)  # registers it, so that later writes to .data are seen
+
+
+def guard_loading(module: nn.Module) -> None:
+    """Reject unsharded tensors for DTensors of ``module`` in `load_state_dict(assign=True)`."""
+    module.register_load_state_dict_pre_hook(_refuse_whole)
+
+
+def _check_given(given: nn.Parameter, name: str) -> None:
+    """Raise ValueError for hooks and overridden calls, which the DTensor would not have."""
+    if has_calls(given):
+        raise ValueError(
+            f"{name} is a {type(given).__name__}, a tensor subclass with calls of its own, which "
+            "the DTensor that takes its place would not make: leave the layer out of the plan"
+        )
+    if backward_hooks_of(given) or has_after_hooks(given):
+        raise ValueError(
+            f"{name} has hooks for its gradient, which the DTensor that takes its place would not "
+            "have: register hooks, and optimizers in the backward, after parallelize_module, and "
+            "call it before replicate, DistributedDataParallel or fully_shard"
+        )
+
+
+def _refuse_whole(
+    module: nn.Module,
+    state: Mapping[str, object],
+    prefix: str,
+    metadata: Mapping[str, object],
+    *rest: object,
+) -> None:
+    """Load pre-hook: raises ValueError if loading would replace DTensors by plain tensors."""
+    if not metadata.get("assign_to_params_buffers", False):
+        return
+    for key, parameter in module._parameters.items():
+        given = state.get(prefix + key)
+        if is_dtensor(parameter) and isinstance(given, torch.Tensor) and not is_dtensor(given):
+            raise ValueError(
+                f"{prefix}{key} is a DTensor, and load_state_dict(assign=True) was given a plain "
+                f"tensor of shape {tuple(given.shape)} to put in its place: load whole tensors "
+                "with set_model_state_dict and StateDictOptions(full_state_dict=True)"
+            )
+
+
+def _distributed(
+    given: nn.Parameter, name: str, placement: AnyPlacement, site: Site, source: int | None
+) -> nn.Parameter:
+    axis, data = site.axis, given.detach()
+    if data.device.type != "meta":
+        data = data.to(axis.device).contiguous()
+        if source is not None and not axis.is_alone:
+            axis.broadcast(data, source=source, label=f"{name} from rank {source}").wait()
+    strides = torch.empty(given.shape, device="meta").stride()
+    if isinstance(placement, Replicate) or axis.size == 1:
+        whole = dtensor_at_rest(data, site.mesh, [placement], tuple(given.shape), strides)
+    else:
+        whole = part(data, site.mesh, [placement], strides)
+    return nn.Parameter(whole, requires_grad=given.requires_grad)
 
 
 class ParallelStyle(ABC):
@@ -354,3 +473,212 @@ class SequenceParallel(ParallelStyle):
 
     def __repr__(self) -> str:
         return shown(self, "sequence_dim", "use_local_output")
+
+
+Layouts = AnyPlacement | tuple[AnyPlacement | None, ...]
+
+
+class PrepareModuleInput(ParallelStyle):
+    """A style that converts inputs from ``input_layouts`` to ``desired_input_layouts``.
+
+    One layout for each positional input, None for one that is not changed; keyword inputs by name.
+    A DTensor has its own layout. The module gets DTensors, or local tensors with
+    ``use_local_output=True``. The gradients of local tensors are assumed to be complete; a layer of
+    ColwiseParallel sums its own.
+
+    Raises AssertionError when layouts and desired layouts do not match in number, and in the
+    forward for an input with a layout that is not a tensor, such as a dataclass.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Layouts | None = None,
+        desired_input_layouts: Layouts | None = None,
+        input_kwarg_layouts: dict[str, AnyPlacement] | None = None,
+        desired_input_kwarg_layouts: dict[str, AnyPlacement] | None = None,
+        use_local_output: bool = False,
+    ) -> None:
+        self.input_layouts = None if input_layouts is None else _each(input_layouts)
+        desired = desired_input_layouts
+        self.desired_input_layouts = None if desired is None else _each(desired)
+        self.input_kwarg_layouts = dict(input_kwarg_layouts or {})
+        self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
+        self.use_local_output = use_local_output
+        if self.input_layouts is not None:
+            if self.desired_input_layouts is None:
+                raise AssertionError("desired module inputs should not be None!")
+            _check_pairs(self, "input_layouts")
+        _check_pairs(self, "input_kwarg_layouts")
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        site = self.site_of(module, device_mesh)
+        pairs = None
+        if self.input_layouts is not None and self.desired_input_layouts is not None:
+            pairs = list(zip(self.input_layouts, self.desired_input_layouts, strict=True))
+        named = {
+            key: (layout, self.desired_input_kwarg_layouts.get(key))
+            for key, layout in self.input_kwarg_layouts.items()
+        }
+        is_local = self.use_local_output
+
+        def prepare(
+            module: nn.Module, inputs: tuple[object, ...], options: dict[str, object]
+        ) -> tuple[tuple[object, ...], dict[str, object]]:
+            if pairs is not None:
+                if len(inputs) != len(pairs):
+                    raise ValueError(
+                        "module inputs and input_layouts should have same length! "
+                        f"{site.labels.name} got {len(inputs)} inputs for {len(pairs)} layouts"
+                        f"{_remedy(inputs)}"
+                    )
+                moved = zip(inputs, pairs, strict=True)
+                inputs = tuple(_moved(site, x, pair, is_local=is_local) for x, pair in moved)
+            return inputs, {
+                key: _moved(site, x, named[key], is_local=is_local) if key in named else x
+                for key, x in options.items()
+            }
+
+        module.register_forward_pre_hook(prepare, with_kwargs=True)
+        return module
+
+    def __repr__(self) -> str:
+        kinds = ("input_layouts", "input_kwarg_layouts")
+        names = [name for kind in kinds for name in (kind, f"desired_{kind}")]
+        return shown(self, *names, "use_local_output")
+
+
+class PrepareModuleOutput(ParallelStyle):
+    """A style that converts outputs from ``output_layouts`` to ``desired_output_layouts``.
+
+    As `PrepareModuleInput`; the caller gets local tensors, or DTensors with
+    ``use_local_output=False``.
+    """
+
+    def __init__(
+        self,
+        *,
+        output_layouts: Layouts,
+        desired_output_layouts: Layouts,
+        use_local_output: bool = True,
+    ) -> None:
+        self.output_layouts = _each(output_layouts)
+        self.desired_output_layouts = _each(desired_output_layouts)
+        self.use_local_output = use_local_output
+        _check_pairs(self, "output_layouts")
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        site = self.site_of(module, device_mesh)
+        pairs = list(zip(self.output_layouts, self.desired_output_layouts, strict=True))
+        is_local = self.use_local_output
+
+        def prepare(module: nn.Module, inputs: object, outputs: object) -> object:
+            given = outputs if isinstance(outputs, tuple) else (outputs,)
+            if len(given) != len(pairs):
+                raise ValueError(
+                    "module outputs and output_layouts should have same length! "
+                    f"{site.labels.name} gave {len(given)} outputs for {len(pairs)} layouts"
+                    f"{_remedy(given)}"
+                )
+            moved = zip(given, pairs, strict=True)
+            made = tuple(_moved(site, x, pair, is_local=is_local) for x, pair in moved)
+            return made if isinstance(outputs, tuple) else made[0]
+
+        module.register_forward_hook(prepare)
+        return module
+
+    def __repr__(self) -> str:
+        return shown(self, "output_layouts", "desired_output_layouts", "use_local_output")
+
+
+class PrepareModuleInputOutput(ParallelStyle):
+    """`PrepareModuleInput`, with ``use_local_input``, and `PrepareModuleOutput` in one."""
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Layouts | None = None,
+        desired_input_layouts: Layouts | None = None,
+        input_kwarg_layouts: dict[str, AnyPlacement] | None = None,
+        desired_input_kwarg_layouts: dict[str, AnyPlacement] | None = None,
+        use_local_input: bool = False,
+        output_layouts: Layouts,
+        desired_output_layouts: Layouts,
+        use_local_output: bool = True,
+    ) -> None:
+        self.prepare_module_input = PrepareModuleInput(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=use_local_input,
+        )
+        self.prepare_module_output = PrepareModuleOutput(
+            output_layouts=output_layouts,
+            desired_output_layouts=desired_output_layouts,
+            use_local_output=use_local_output,
+        )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for style in (self.prepare_module_input, self.prepare_module_output):
+            style.apply_to(
+                module, device_mesh, name=self.module_name, src_data_rank=self.src_data_rank
+            )
+        return module
+
+    def __repr__(self) -> str:
+        found = f"{self.prepare_module_input}, {self.prepare_module_output}"
+        return f"{type(self).__name__}({found})"
+
+
+def _each(layouts: Layouts) -> tuple[AnyPlacement | None, ...]:
+    """Convert to a tuple of torch's placements; None for a tensor that is not changed."""
+    given = layouts if isinstance(layouts, tuple) else (layouts,)
+    return tuple(None if each is None else torch_placements([each])[0] for each in given)
+
+
+def _check_pairs(style: ParallelStyle, kind: str) -> None:
+    """Raise AssertionError if layouts of ``kind`` and desired ones differ in number."""
+    given, desired = getattr(style, kind), getattr(style, f"desired_{kind}")
+    if len(given) != len(desired):
+        raise AssertionError(
+            f"{kind} and desired_{kind} should have same length! found {given} and {desired}"
+        )
+
+
+def _remedy(values: Iterable[object]) -> str:
+    """Advice for containers among ``values``, which have no layout; empty without any."""
+    plain = torch.Tensor | int | float | str | None
+    kinds = sorted({type(x).__name__ for x in values if not isinstance(x, plain)})
+    if not kinds:
+        return ""
+    return (
+        f". Layouts are of tensors, and cannot say which tensor inside of {' and '.join(kinds)} "
+        "they mean: pass a tensor or a tuple of tensors there, give None as its layout, or apply "
+        "the style to the module inside that has the tensor"
+    )
+
+
+@untraced
+def _moved(
+    site: Site,
+    x: object,
+    pair: tuple[AnyPlacement | None, AnyPlacement | None],
+    *,
+    is_local: bool,
+) -> object:
+    """Convert ``x`` from the first layout of ``pair`` to the second, unless the first is None."""
+    declared, desired = pair
+    if declared is None:
+        return x
+    if not isinstance(x, torch.Tensor):
+        raise AssertionError(
+            f"expecting input to be a torch.Tensor! {site.labels.name} has a layout for a "
+            f"{type(x).__name__}{_remedy([x])}"
+        )
+    name = site.labels.name
+    own = our_placement(declared, name)
+    wanted = own if desired is None else our_placement(desired, name)
+    if not is_local and is_dtensor(x) and desired is None:
+        return x
+    return site.leave(site.arrive(x, own), wanted, is_local=is_local)

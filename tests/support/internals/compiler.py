@@ -6,8 +6,9 @@ from support.internals import names_inside
 
 __getattr__ = names_inside(
     {
-        "meshwright.compiler.bucket_pass": "check_buckets, fuse_marks, peak_bytes",
-        "meshwright.compiler.bucket_plan": "ALONE_BYTES, describe, marks_of, plan_marks",
+        "meshwright.compiler.bucket_pass": (
+            "ALONE_BYTES, check_buckets, describe, fuse_marks, marks_of, peak_bytes, plan_marks"
+        ),
         "meshwright.compiler.unit_pass": "check_units, keep_apart, place_units",
     }
 )

@@ -6,6 +6,6 @@ from support.internals import names_inside
 
 __getattr__ = names_inside(
     {
-        "meshwright.randomness.counters": "random_bits",
+        "meshwright.randomness.draws": "random_bits",
     }
 )

@@ -1,4 +1,6 @@
-"""Linear layers whose weights are sharded over ranks: one autograd node with its communication.
+"""Layers that compute on shards: linear layers, embeddings, and layers on part of a sequence.
+
+A linear layer is one autograd node with its communication:
 
 ::
 
@@ -15,11 +17,20 @@ rank has its shard of each, one after the other, and its output has as many part
 
 A ``Conv1D`` of Hugging Face's GPT-2 stores its matrix as (input features, output features). It is
 recognized by its attributes, without importing that package.
+
+An embedding is sharded by rows of the vocabulary or by features. A lookup of another rank's row
+gives zeros here; the sum over ranks is the embedding. ``padding_idx``, ``max_norm`` and
+``scale_grad_by_freq`` refer to the full table.
+
+Modules on this rank's part of a sequence have replicated parameters. During the forward these are
+leaves over the local tensors (including ``self.weight``); before and after, even after an error,
+they are the DTensors. Each rank uses them on other positions, so their gradients are partial sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,13 +42,11 @@ from torch.nn import functional
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import is_dtensor
 from meshwright.comm.dtensors.gather_dtensor import side_by_side
-from meshwright.comm.dtensors.local_leaves import (
-    PartialGradient,
-    forget_unsummed,
-    local_part_of,
-)
+from meshwright.comm.dtensors.local_leaves import PartialGradient, forget_unsummed, local_part_of
+from meshwright.comm.streams import is_host
 from meshwright.errors import LayoutError
 from meshwright.layout import Partial, Placement, Replicate, Shard, chunk
+from meshwright.randomness import Dropout
 from meshwright.tensor_parallel.checks.following import mark
 from meshwright.tensor_parallel.functions import (
     Labels,
@@ -51,7 +60,7 @@ from meshwright.tensor_parallel.functions import (
     start_sum_part,
 )
 from meshwright.tensor_parallel.layouts import PlacedTensor, Site, WithAxis, normal, untraced
-from meshwright.torch_internals.tensors import version_of
+from meshwright.torch_internals.tensors import assert_soon, version_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,3 +415,227 @@ def _start_sum(grad: torch.Tensor, passage: _Passage) -> Callable[[], torch.Tens
     if dim is None:
         return start_sum(grad, axis, labels.backward)
     return start_sum_part(grad, axis, labels.backward, dim)
+
+
+def check_embedding(module: nn.Embedding, name: str, *, is_by_rows: bool) -> None:
+    """Raise ValueError for options that a sharded table does not support."""
+    if module.sparse:
+        raise ValueError(
+            f"{name}: expected an embedding with dense gradients, found sparse=True: a part of a "
+            "table has no sparse gradient of the whole. Build it with sparse=False"
+        )
+    if module.max_norm is not None and not is_by_rows:
+        raise ValueError(
+            f"{name}: max_norm={module.max_norm} is about whole rows, which ColwiseParallel cuts: "
+            "use RowwiseParallel, or max_norm=None"
+        )
+
+
+class ColumnEmbedding(WithAxis, nn.Embedding):
+    """An embedding with some of the features of every row. Made by `ColwiseParallel`."""
+
+    @untraced
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Look up the features of this rank, laid out as the style says."""
+        settings = self._tensor_parallel
+        site = settings.site
+        ids = site.move(site.arrive(input, settings.input), Replicate()).local
+        y = nn.functional.embedding(
+            ids,
+            _weight(self),
+            self.padding_idx,
+            scale_grad_by_freq=self.scale_grad_by_freq,
+        )
+        given = PlacedTensor(y, Shard(y.ndim - 1), (*ids.shape, self.embedding_dim))
+        return site.leave(given, settings.output, is_local=settings.is_local)
+
+
+class RowEmbedding(WithAxis, nn.Embedding):
+    """An embedding with some of the rows. Made by `RowwiseParallel`."""
+
+    @untraced
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Look up the embedding of each id, summed over ranks and laid out as the style says.
+
+        Raises IndexError for an id outside the table, on the CPU.
+        """
+        settings = self._tensor_parallel
+        site = settings.site
+        ids = site.move(site.arrive(input, settings.input), Replicate()).local
+        self._check_ids(ids, site)
+        weight = _weight(self)
+        start, rows = chunk(self.num_embeddings, site.axis.size, site.axis.rank)
+        if len(weight) != rows:
+            raise ValueError(
+                f"{site.labels.name}.weight: expected {rows} of {self.num_embeddings} rows on rank "
+                f"{site.axis.rank} of axis {site.axis.axis}, found {len(weight)}: a DTensor was "
+                "replaced by a plain tensor"
+            )
+        padding = -1 if self.padding_idx is None else self.padding_idx - start
+        if not 0 <= padding < rows:
+            padding = -1
+        local = ids - start
+        outside = (local < 0) | (local >= rows)
+        if self.max_norm is not None:
+            with torch.no_grad():
+                kept = local[~outside].contiguous()
+                torch.embedding_renorm_(weight.detach(), kept, self.max_norm, self.norm_type)
+        lookup = local.masked_fill(outside, rows)
+        y = _Lookup.apply(weight, lookup, outside, padding, self.scale_grad_by_freq)
+        given = PlacedTensor(y, Partial(), (*ids.shape, self.embedding_dim))
+        return site.leave(given, settings.output, is_local=settings.is_local)
+
+    def _check_ids(self, ids: torch.Tensor, site: Site) -> None:
+        if not is_host(ids.device):
+            assert_soon(((ids >= 0) & (ids < self.num_embeddings)).all())
+            return
+        if not ids.numel():
+            return
+        least, most = (int(bound) for bound in torch.aminmax(ids))
+        if least < 0 or most >= self.num_embeddings:
+            raise IndexError(
+                f"{site.labels.name}: index out of range: expected ids from 0 to "
+                f"{self.num_embeddings - 1}, found {least} to {most}"
+            )
+
+
+ColumnEmbedding.__name__ = RowEmbedding.__name__ = "Embedding"  # which a printed model shows
+
+
+def _weight(module: nn.Embedding) -> torch.Tensor:
+    weight: Any = module.weight  # not the registered one: see `linear`
+    return local_part_of(weight)
+
+
+class _Lookup(torch.autograd.Function):
+    """Lookup in this rank's rows; ids of other ranks' rows, set to ``rows``, give zeros."""
+
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: FunctionCtx,
+        weight: torch.Tensor,
+        ids: torch.Tensor,
+        outside: torch.Tensor,
+        padding: int,
+        by_frequency: bool,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(ids)
+        ctx.kept = len(weight), padding, by_frequency  # pyrefly: ignore[missing-attribute]
+        if not len(weight):
+            return weight.new_zeros((*ids.shape, weight.shape[1]))
+        found = nn.functional.embedding(ids.masked_fill(outside, 0), weight)
+        return found.masked_fill_(outside.unsqueeze(-1), 0)
+
+    @staticmethod
+    def backward(  # pyrefly: ignore[bad-override]
+        ctx: FunctionCtx, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None, None, None]:
+        (ids,) = ctx.saved_tensors  # pyrefly: ignore[missing-attribute]
+        rows, padding, by_frequency = ctx.kept  # pyrefly: ignore[missing-attribute]
+        # Gradients of other ranks' rows collect in one extra row, which is dropped.
+        found = torch.ops.aten.embedding_dense_backward(grad, ids, rows + 1, padding, by_frequency)
+        return found[:rows], None, None, None, None
+
+
+_DROPPING = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """The settings of the style for one module. Copies of the module share it."""
+
+    site: Site
+    dim: int | None
+    """The sharded dim of the activations; None for any dim of local tensors."""
+    is_local: bool
+    partial: tuple[tuple[str, str, PartialGradient], ...]
+    """(path of the owner, name, summing object) of each parameter."""
+
+    def __deepcopy__(self, memo: object) -> Sequence:
+        return self
+
+
+class SequencePart(WithAxis):
+    """The mixin that `SequenceParallel` puts before a module's own class."""
+
+    @untraced
+    def forward(self, *inputs: object, **options: object) -> object:
+        """Run the module's own forward on local tensors; the first input is the sequence.
+
+        Raises ValueError when that is not a tensor, TypeError when the output is not. If any dim
+        may be sharded, inputs and outputs are passed through unchanged.
+        """
+        if self._tensor_parallel.dim is None:
+            with self._on_leaves():
+                return super().forward(*inputs, **options)
+        return self._on_part(self._tensor_parallel.dim, inputs, options)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter. Raises ValueError for a plain one in place of a DTensor."""
+        settings = self._tensor_parallel
+        is_summed = any(not path and key == name for path, key, _ in settings.partial)
+        if is_summed and param is not None and not is_dtensor(param):
+            raise ValueError(
+                f"{settings.site.labels.name}.{name} is a DTensor, whose gradient SequenceParallel "
+                "sums over the ranks, and cannot become a plain parameter: write the values into "
+                "the one that is there (with torch.no_grad(): parameter.copy_(...)), or assign it "
+                "before parallelize_module"
+            )
+        super().register_parameter(name, param)
+
+    @property
+    def _drops(self) -> bool:
+        """True for torch's dropout in training, which needs a DTensor to draw the global mask."""
+        return self.training and isinstance(self, _DROPPING) and not isinstance(self, Dropout)
+
+    def _on_part(
+        self, dim: int, inputs: tuple[object, ...], options: dict[str, object]
+    ) -> torch.Tensor:
+        settings = self._tensor_parallel
+        site, name = settings.site, settings.site.labels.name
+        first = inputs[0] if inputs else None
+        if not isinstance(first, torch.Tensor):
+            raise ValueError(
+                f"expecting input of {self} to be a torch.Tensor or DTensor, but got {first} "
+                f"({name}: the first positional input is the sequence)"
+            )
+        placement = Shard(dim)
+        given = site.move(site.arrive(first, placement), placement)
+        if self._drops:
+            whole = site.leave(given, placement, is_local=False)
+            output = site.arrive(super().forward(whole, *inputs[1:], **options), placement).local
+        else:
+            with self._on_leaves():
+                output = super().forward(given.local, *inputs[1:], **options)
+        if not isinstance(output, torch.Tensor):
+            raise TypeError(f"{name}: expected one tensor as output, found {type(output).__name__}")
+        shape = list(output.shape)
+        shape[dim] = given.shape[dim]
+        found = PlacedTensor(output, normal(placement, output.ndim), tuple(shape))
+        return site.leave(found, placement, is_local=settings.is_local)
+
+    @contextmanager
+    def _on_leaves(self) -> Iterator[None]:
+        """Replace parameters by local leaves in the block; skip those that are not DTensors."""
+        settings = self._tensor_parallel
+        forget_unsummed(settings.site.axis)
+        at_rest: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+        try:
+            for path, key, add in settings.partial:
+                owner = self.get_submodule(path)
+                parameter = getattr(owner, key)
+                if is_dtensor(parameter):
+                    at_rest.append((owner._parameters, key, parameter))
+                    part: Any = local_part_of(parameter, add)
+                    owner._parameters[key] = part
+            yield
+        finally:
+            for owner, key, parameter in at_rest:
+                owner[key] = parameter
