@@ -15,12 +15,12 @@ from matrix.training import Outcome, body, expected_of
 from meshwright.comm import Communicator
 from meshwright.composition import Trainable
 from meshwright.gradients import LossWindow
-from meshwright.tensor_parallel import layers
 from meshwright.testing import Ranks
 from support.internals.composition import PipelinedLayout, PipelinedTrainable, ReplicatedLayout
 from support.internals.gradients import norm
 from support.internals.pipelining import TiedParameters
 from support.internals.reference import ReferenceRun
+from support.internals.tensor_parallel import layers
 
 Patch = pytest.MonkeyPatch
 

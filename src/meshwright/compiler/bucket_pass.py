@@ -62,7 +62,6 @@ class GradientMark:
 
     @property
     def bytes(self) -> int:
-        """The bytes of the gradient."""
         return math.prod(self.value.shape) * self.value.dtype.itemsize
 
     @property
@@ -79,7 +78,6 @@ class CompiledBucket:
 
     @property
     def indices(self) -> tuple[int, ...]:
-        """The indices of its parameters."""
         return tuple(mark.index for mark in self.marks)
 
     @property
@@ -89,7 +87,6 @@ class CompiledBucket:
 
     @property
     def bytes(self) -> int:
-        """The bytes of its gradients."""
         return sum(mark.bytes for mark in self.marks)
 
     @property

@@ -89,25 +89,20 @@ class ReplicatedLayout(DataLayout):
 
     @property
     def found_non_finite(self) -> Sequence[str]:
-        """See `DataLayout`."""
         return self._replica.reducer.found_non_finite
 
     def reduce_next(self, is_wanted: bool) -> None:
-        """See `DataLayout`."""
         self._replica.want(is_wanted)
 
     def scale_by(self, scale: Callable[[], Factor]) -> None:
-        """See `DataLayout`."""
         self._replica.reducer.scale = scale
 
     def gradients(self) -> list[SpreadGradients]:
-        """See `DataLayout`."""
         if self._is_cut:
             return super().gradients()
         return [SpreadGradients(gradients=self._replica.reducer.gradients())]
 
     def describe(self, module: nn.Module, plan: Plan) -> Description:
-        """See `DataLayout`."""
         return describe_replicated(module, plan, self._replica)
 
 
@@ -131,22 +126,18 @@ class ShardedLayout(DataLayout):
 
     @property
     def found_non_finite(self) -> Sequence[str]:
-        """See `DataLayout`."""
         return [name for unit in reversed(self._units) for name in unit.found_non_finite]
 
     def reduce_next(self, is_wanted: bool) -> None:
-        """See `DataLayout`."""
         for unit in self._units:
             if unit.settings.synchronize is not is_wanted:
                 unit.change(synchronize=is_wanted)
 
     def scale_by(self, scale: Callable[[], Factor]) -> None:
-        """See `DataLayout`."""
         for unit in self._units:
             unit.change(scale=scale)
 
     def describe(self, module: nn.Module, plan: Plan) -> Description:
-        """See `DataLayout`."""
         has_buffers = bool(self.buffers_now())
         return describe_sharded(module, plan, self._units, self._data, has_buffers=has_buffers)
 
@@ -166,7 +157,6 @@ class LoneLayout(DataLayout):
 
     @property
     def found_non_finite(self) -> Sequence[str]:
-        """See `DataLayout`."""
         if self._is_on_host:
             return non_finite_gradients(self._module.named_parameters())
         return self._values.names()
@@ -188,7 +178,6 @@ class LoneLayout(DataLayout):
         """See `DataLayout`. Nothing is summed here."""
 
     def describe(self, module: nn.Module, plan: Plan) -> Description:
-        """See `DataLayout`."""
         return describe_lone(module, self._rank)
 
 

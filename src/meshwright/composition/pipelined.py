@@ -119,11 +119,9 @@ class PipelinedLayout(DataLayout):
 
     @property
     def found_non_finite(self) -> Sequence[str]:
-        """See `DataLayout`."""
         return [name for each in reversed(self._layouts) for name in each.found_non_finite]
 
     def reduce_next(self, is_wanted: bool) -> None:
-        """See `DataLayout`."""
         for each in self._layouts:
             each.reduce_next(is_wanted)
 
@@ -163,7 +161,6 @@ class PipelinedLayout(DataLayout):
         ]
 
     def describe(self, module: nn.Module, plan: Plan) -> Description:
-        """See `DataLayout`."""
         pipeline = self._peers.pipeline
         each = [
             layout.describe(stage, plan)
@@ -347,7 +344,6 @@ class PipelinedTrainable(Trainable):
     def forward_backward(
         self, batch: object, target: object = None, *, is_last: bool = True
     ) -> None:
-        """See `Trainable`."""
         super().forward_backward(batch, target, is_last=is_last)
         self._versions = self._pipelined.versions()
 
@@ -403,7 +399,6 @@ class PipelinedTrainable(Trainable):
         return self._ordered(union(super().weights(), self._pipeline))
 
     def load_state_dict(self, state: Mapping[str, Any], *, copies: bool = True) -> None:
-        """See `Trainable`."""
         elsewhere = {*self._names} - self.module.state_dict().keys()
         model = {n: value for n, value in state["model"].items() if n not in elsewhere}
         own: dict[str, Any] = dict(state, model=model)
@@ -421,7 +416,6 @@ class PipelinedTrainable(Trainable):
         super().load_state_dict(own, copies=copies)
 
     def describe(self) -> Description:
-        """See `Trainable`."""
         with self._tied.inside():
             return super().describe()
 

@@ -78,16 +78,12 @@ def read_loss(value: object) -> LocalLoss:
         found = f"a tensor of shape {tuple(value.shape)}"
     elif isinstance(value, tuple) and len(value) == 2:
         total, count = value
-        if isinstance(count, torch.Tensor) and count.numel() == 1:
-            count = count.detach().reshape(())
-        if (
-            isinstance(total, torch.Tensor)
-            and total.numel() == 1
-            and isinstance(count, torch.Tensor | int | float)
-            and (not isinstance(count, torch.Tensor) or count.numel() == 1)
-        ):
-            return LocalLoss(total=total.reshape(()), count=count, is_mean=False)
         found = f"({type(total).__name__}, {type(count).__name__}) of another shape"
+        if isinstance(count, torch.Tensor):
+            count = count.detach().reshape(()) if count.numel() == 1 else None
+        is_sum = isinstance(total, torch.Tensor) and total.numel() == 1
+        if is_sum and isinstance(count, torch.Tensor | int | float):
+            return LocalLoss(total=total.reshape(()), count=count, is_mean=False)
     raise TypeError(
         "expected the loss function to return a tensor with one element (a mean), or "
         f"(sum, count) with one element each; found {found}"
@@ -109,10 +105,7 @@ def cut_batch(batch: object, target: object, parts: int) -> list[tuple[object, o
     Raises ValueError when the tensors have different lengths, or less than ``parts``.
     """
     leaves, tree = tree_flatten((batch, target))
-    sizes: set[int] = set()
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.ndim:
-            sizes.add(leaf.shape[0])
+    sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim}
     size = min(sizes, default=1)
     if parts == 1:
         return [(batch, target, size)]

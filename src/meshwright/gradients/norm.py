@@ -211,6 +211,7 @@ def global_norm(spread: Sequence[SpreadGradients], norm_type: float = 2.0) -> to
         for part, group in zip(parts, spread, strict=True)
         if _counts_here(group, over) and group.gradients  # all ranks ask, even those without any
     ]
+    # Something to stack on ranks that count nothing: they take part in the reduction, too.
     none = torch.zeros((), dtype=torch.float64, device=over.device)
     norm = torch.linalg.vector_norm(torch.stack([none, *counted]), norm_type)
     if math.isinf(norm_type):
@@ -243,6 +244,7 @@ def _counts_here(group: SpreadGradients, over: Communicator) -> bool:
 def scale_to_norm(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
     """Multiply ``gradients`` in place by ``max_norm / norm`` where that is less than one."""
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    # Not on a device, where the host would wait for the number: gradients are multiplied by one.
     if is_host(coefficient.device) and coefficient.item() == 1.0:
         return
     by_device: dict[torch.device, list[torch.Tensor]] = {}
@@ -265,12 +267,11 @@ def _local_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Te
             rows_norm = torch.linalg.vector_norm(whole, norm_type, dim=1, dtype=wide)
             norms.append(torch.linalg.vector_norm(rows_norm, norm_type))
             gradient = flat[rows * NORM_ROW :]
-        by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        if gradient.numel():
+            by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for (_, dtype), group in by_kind.items():
         wide = torch.float32 if dtype.itemsize < 4 else None
-        filled = [g for g in group if g.numel()]
-        if filled:
-            norms.extend(foreach_norm(filled, norm_type, dtype=wide))
+        norms.extend(foreach_norm(group, norm_type, dtype=wide))
     if not norms:
         return torch.zeros((), device="cpu")
     return _norm_of_norms(norms, norm_type)
@@ -282,5 +283,4 @@ def _norm_of_norms(norms: Sequence[torch.Tensor], norm_type: float) -> torch.Ten
     for norm in norms:
         if norm.dtype.itemsize > widest.itemsize:
             widest = norm.dtype
-    stacked = torch.stack([norm.to(device, widest) for norm in norms])
-    return torch.linalg.vector_norm(stacked, norm_type)
+    return torch.linalg.vector_norm(torch.stack([n.to(device, widest) for n in norms]), norm_type)

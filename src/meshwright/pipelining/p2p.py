@@ -750,11 +750,9 @@ class UnansweredTransfers(P2PTransfers):
         return super()._post_gradients(operation, wait=wait)
 
     def hear(self, count: int, stage: int) -> list[int]:
-        """See `P2PTransfers`."""
         return [0] * count
 
     def recv_tied(self, tensor: torch.Tensor, stage: int) -> None:
-        """See `P2PTransfers`."""
         super().recv_tied(tensor.zero_(), stage)
 
     def _declared(self, stage: int) -> Signature:

@@ -221,8 +221,12 @@ class Runtime:
         loss_fn: Callable[..., Any] | None,
         residencies: Mapping[int, Residencies],
         number: int,
+        custom: Mapping[Operation, CustomFunction],
     ) -> None:
-        """Both schedules are lowered, over the same stages; ``number`` is theirs in the group."""
+        """Both schedules are lowered, over the same stages; ``number`` is theirs in the group.
+
+        ``custom`` are functions of the user, see `register`.
+        """
         self.schedules = {True: training, False: evaluation}
         self.stages = stages
         self.steps = 0
@@ -235,7 +239,7 @@ class Runtime:
         self.communicator = communicator
         self._has_refused = False
         self._custom: dict[Operation, CustomFunction] = {}
-        self.register({})
+        self.register(custom)
         self._notices = Notices(communicator, f"schedule {number}")
         self._driven = [each for listed in residencies.values() for each in listed]
         self._failures = Failures(communicator, self._notices, has_replicas=bool(self._driven))

@@ -233,8 +233,8 @@ class PipelineSchedule:
             self._loss_fn,
             residencies,
             number,
+            self._custom,
         )
-        self._runtime.register(self._custom)
 
     @property
     def pipeline_order(self) -> dict[int, list[Action | None]]:

@@ -363,7 +363,7 @@ class PipelineStage:
         inputs = tensors_in(given, named) if self.has_backward else []
         if self._writes and self.has_backward:
             # torch refuses in-place writes to a leaf that requires grad.
-            given, named = _copies((given, named))
+            given, named = tree_map_only(torch.Tensor, _copy, (given, named))
         try:
             result = self.submod(*given, **named) if named else self.submod(*given)
         except PipeliningShapeError:
@@ -763,12 +763,8 @@ def _is_mutable(node: fx.Node) -> bool:
     return isinstance(written, fx.Node) and written.op != "get_attr"
 
 
-def _copies(values: Any) -> Any:  # noqa: ANN401 - any nested values
-    """Return ``values`` with copies of views, and of tensors that require gradients."""
-    return tree_map_only(torch.Tensor, _copy, values)
-
-
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a view, or a tensor that requires gradients."""
     return tensor.clone() if tensor.requires_grad or is_view(tensor) else tensor
 
 

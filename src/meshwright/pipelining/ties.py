@@ -258,7 +258,12 @@ class TiedParameters:
                 for parameter in held.parameters.values():
                     parameter.grad = None
             elif still:
-                raise _frozen_in_part(held.tie, still)
+                stage, names = min(still), dict(held.tie.names)
+                raise LayoutError(
+                    f"parameter {names[held.tie.owner]!r} trains in stage {held.tie.owner}, and "
+                    f"its copy {names[stage]!r} in stage {stage} is frozen, so that a part of its "
+                    "gradient would be missing: freeze it under both names, or under none"
+                )
             self._set_sum(held, gradients)
         self._close()
         self._has_values = True
@@ -283,15 +288,6 @@ class TiedParameters:
             for held in self._held
             if {stage, other} <= {holder for holder, _ in held.tie.names}
         ]
-
-
-def _frozen_in_part(tie: Tie, frozen: Iterable[int]) -> LayoutError:
-    stage, names = min(frozen), dict(tie.names)
-    return LayoutError(
-        f"parameter {names[tie.owner]!r} trains in stage {tie.owner}, and its copy "
-        f"{names[stage]!r} in stage {stage} is frozen, so that a part of its gradient would be "
-        "missing: freeze it under both names, or under none"
-    )
 
 
 def _send(

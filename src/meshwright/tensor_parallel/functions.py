@@ -218,10 +218,12 @@ def _check_chunk(x: torch.Tensor, axis: Communicator, label: str, dim: int, tota
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:
+    # Another object: a node's output must not be its input.
     return x.view_as(x)
 
 
 def _sum(axis: Communicator, label: str, x: torch.Tensor) -> torch.Tensor:
+    # A copy: it is summed in place, and ``x`` belongs to the caller.
     return start_sum(x.clone(memory_format=torch.contiguous_format), axis, label)()
 
 
@@ -231,6 +233,7 @@ def _gather(axis: Communicator, label: str, dim: int, total: int, x: torch.Tenso
 
 
 def _slice(axis: Communicator, dim: int, x: torch.Tensor) -> torch.Tensor:
+    # A copy, so that the rest of ``x`` can be freed.
     return own_part(x, axis, dim).clone(memory_format=torch.contiguous_format)
 
 
@@ -288,6 +291,7 @@ class _Adjoints(torch.autograd.Function):
         ctx: FunctionCtx, grad: torch.Tensor
     ) -> tuple[torch.Tensor, None, None, None]:
         back, again = ctx.operations  # pyrefly: ignore[missing-attribute]
+        # A node of its own, so that a backward can be differentiated again.
         return _Adjoints.apply(grad, back, again, back), None, None, None
 
 

@@ -24,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright import comm
 from meshwright.errors import CommunicationError
+from meshwright.pipelining.signature import detached
 from meshwright.pipelining.splitting.placement import Placement, assigns, attribute
 from meshwright.pipelining.splitting.split_points import SplitPolicy, put_marker
 from meshwright.torch_internals.trees import tree_flatten, tree_map_only, tree_unflatten
@@ -292,7 +293,7 @@ class _Timed(fx.Interpreter):
             spent += _backward(outputs, leaves.values())
         self.seconds[n] = min(spent, self.seconds.get(n, spent))
         self.saved.setdefault(n, size)
-        return tree_unflatten([_detached(leaf) for leaf in flat], spec)
+        return tree_unflatten([detached(leaf) for leaf in flat], spec)
 
 
 def _leaf(value: Any, *, is_written: bool) -> Any:  # noqa: ANN401
@@ -316,10 +317,6 @@ def _backward(outputs: Sequence[torch.Tensor], leaves: Any) -> float:  # noqa: A
     found = torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
     _wait(found)
     return time.perf_counter() - start
-
-
-def _detached(value: Any) -> Any:  # noqa: ANN401
-    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _wait(result: object) -> None:
