@@ -25,7 +25,6 @@ from meshwright.checkpoint.training.wrapped import (
     add,
     are_alike,
     plain_names,
-    plain_parameters,
 )
 from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.data_parallel.flat_parameters import parts_of_flat
@@ -219,13 +218,16 @@ class NamedOptimizer:
 
 def _members(modules: Sequence[nn.Module]) -> Callable[[nn.Parameter], _Member]:
     """Make a function that finds the names of an optimizer's parameter."""
-    known = {id(parameter): name for name, parameter in plain_parameters(modules).items()}
+    known: dict[int, str] = {}
     managed: defaultdict[nn.Parameter, dict[str, Part]] = defaultdict(dict)
     called: dict[str, object] = {}
     for module in modules:
         plain = plain_names(module)
         for part in managed_parameters(module):
             managed[part.exposed][add(called, plain(part.names[0]), part)] = part
+        for name, parameter in module.named_parameters():
+            if parameter not in managed:  # one table of names: copies may have other wrappers
+                known[id(parameter)] = add(called, plain(name), parameter)
     model = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
 
     def find(parameter: nn.Parameter) -> _Member:

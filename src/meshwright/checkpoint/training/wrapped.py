@@ -55,16 +55,6 @@ COPY = " (copy)"
 """The suffix for a copy of a parameter that an earlier module (stage) has."""
 
 
-def plain_parameters(modules: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
-    """Map plain names to the parameters of ``modules``; a tied one once."""
-    found: dict[str, nn.Parameter] = {}
-    for module in modules:
-        plain = plain_names(module)
-        for name, parameter in module.named_parameters():
-            add(found, plain(name), parameter)
-    return found
-
-
 def add(found: dict[str, _T], name: str, value: _T) -> str:
     """Add ``value`` under ``name``, with `COPY` if that is taken; returns the name used."""
     while found.setdefault(name, value) is not value:
