@@ -247,7 +247,7 @@ def test_every_range_within_a_part_gives_its_boxes(within: list[Ranges]) -> None
             assert torch.equal(again.local, local)
             holding = held(view, "a")
             parts = [full[box.slices()].flatten() for box in holding.boxes]
-            assert torch.equal(holding.local, torch.cat([*parts, full.new_empty(0)]))
+            assert torch.equal(holding.tensor, torch.cat([*parts, full.new_empty(0)]))
     with pytest.raises(LayoutError, match="expected a 1-D range within"):
         ShardView(part.clone(), 1, (4, 4), within=within)
     with pytest.raises(RuntimeError, match="or is of a part"):

@@ -173,8 +173,7 @@ def piece_of(name: str, tensor: Tensor) -> ShardedPiece:
             f"{name!r}: expected a dense tensor, found one of layout {tensor.layout}: save "
             "tensor.to_dense(), and make it anew of that"
         )
-    holding = held(tensor, name)
-    return ShardedPiece(global_shape=holding.shape, boxes=holding.boxes, tensor=holding.local)
+    return held(tensor, name)
 
 
 # -------------------------------------------------------------------------------------- names

@@ -145,9 +145,10 @@ class ModelState:
 def _is_copy(name: str, tensor: Tensor, other: Tensor) -> bool:
     """Whether this rank's parts of both are bitwise equal."""
     one, two = held(tensor, name), held(other, name)
-    if (one.shape, one.boxes, one.local.dtype) != (two.shape, two.boxes, two.local.dtype):
+    forms = [(each.global_shape, each.boxes, each.tensor.dtype) for each in (one, two)]
+    if forms[0] != forms[1]:
         return False
-    bits = [each.local.contiguous().reshape(-1).view(torch.uint8) for each in (one, two)]
+    bits = [each.tensor.contiguous().reshape(-1).view(torch.uint8) for each in (one, two)]
     return torch.equal(*bits)
 
 

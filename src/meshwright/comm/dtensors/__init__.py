@@ -10,8 +10,7 @@ Bottom-up:
     local_leaves    the leaves on which modules compute in place of DTensors
     styled          modules that compute on DTensors, by styles of torch's protocol
     unreadable      tensors without values: reading them raises, by name
-    ranges          rows from several places along a dim, and the boxes that they make
-    shard_view      a flat range of the elements of a tensor, for state dicts
+    shard_view      boxes of a tensor, their gather, and a flat range of one for state dicts
     sharded_axes    the axes over which the elements of a tensor are spread
     gather_dtensor  full tensors from DTensors, and the parts that ranks hold
     operators       torch's operators on DTensors, so that they compute what one process does

@@ -25,8 +25,14 @@ from meshwright.comm.dtensors.dtensor import (
     mesh_communicators,
     torch_placements,
 )
-from meshwright.comm.dtensors.ranges import Ranges, boxes_in, length_of, narrowed
-from meshwright.comm.dtensors.shard_view import ShardView
+from meshwright.comm.dtensors.shard_view import (
+    Ranges,
+    ShardView,
+    boxes_in,
+    gather_boxes,
+    length_of,
+    narrowed,
+)
 from meshwright.comm.process_groups import communicator
 from meshwright.errors import LayoutError
 from meshwright.layout import Box, chunk
@@ -40,16 +46,34 @@ from meshwright.torch_internals.distributed import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Holding:
-    """The elements of a tensor of ``shape`` that this rank holds."""
+class ShardedPiece:
+    """This rank's part of a global tensor.
 
-    local: torch.Tensor
-    """The elements of one box after the other, each row-major."""
-    shape: tuple[int, ...]
+    ``tensor`` holds the elements of ``boxes`` one box after the other, each row-major. For a shard
+    of a flat buffer that is the 1-D shard with ``layout.boxes(shape, start, stop)``; for a chunk
+    along a dim it is the chunk with its one box. A rank that holds nothing passes no boxes and an
+    empty tensor.
+    """
+
+    global_shape: tuple[int, ...]
     boxes: tuple[Box, ...]
+    tensor: torch.Tensor
+
+    def __post_init__(self) -> None:
+        whole = Box.whole(self.global_shape)
+        for box in self.boxes:
+            is_alike = len(box.shape) == len(whole.shape)
+            if not is_alike or (box.numel and box.intersect(whole) != box):
+                raise ValueError(f"{box} does not lie in global_shape {self.global_shape}")
+        expected = sum(box.numel for box in self.boxes)
+        if self.tensor.numel() != expected:
+            raise ValueError(
+                f"expected a tensor of {expected} elements for boxes {self.boxes},"
+                f" found shape {tuple(self.tensor.shape)}"
+            )
 
 
-def held(tensor: torch.Tensor, name: str) -> Holding:
+def held(tensor: torch.Tensor, name: str) -> ShardedPiece:
     """Find the part of a DTensor or `ShardView` that this rank holds; all of any other tensor.
     Nothing is sent.
 
@@ -65,7 +89,8 @@ def held(tensor: torch.Tensor, name: str) -> Holding:
     is_in_order = local.ndim == 1 and all(memory.is_contiguous() for _, memory in parts)
     if len(parts) > 1 and not is_in_order:
         local = torch.cat([memory.flatten() for _, memory in parts])
-    return Holding(local=local, shape=tuple(tensor.shape), boxes=tuple(box for box, _ in parts))
+    boxes = tuple(box for box, _ in parts)
+    return ShardedPiece(global_shape=tuple(tensor.shape), boxes=boxes, tensor=local)
 
 
 def empty_part_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -117,23 +142,9 @@ def without_chunks(tensor: Any, label: str) -> Any:  # noqa: ANN401 - what is no
     """Gather a full ShardedTensor, as torch's FSDP1 and loaders make it; others as they are."""
     if not isinstance(tensor, ShardedTensor):
         return tensor
-    axis = communicator(group_of(tensor))
-    mine = tensor.local_shards()
-    places = [[[*s.metadata.shard_offsets], [*s.metadata.shard_sizes]] for s in mine]
-    everyones = axis.gather_values(places, label=label)
-    room = max(sum(math.prod(sizes) for _, sizes in each) for each in everyones)
-    line = torch.zeros(room, dtype=tensor.dtype, device=axis.device)
-    own = [shard.tensor.detach().reshape(-1) for shard in mine]
-    line[: sum(map(torch.numel, own))] = torch.cat([line[:0], *(each.to(line) for each in own)])
-    gathered = line.new_empty(axis.size * room)
-    axis.all_gather(gathered, line, label=label).wait()
-    found = line.new_zeros(tensor.shape)
-    for each, part in zip(everyones, gathered.view(axis.size, room), strict=True):
-        for offset, sizes in each:
-            box = Box(tuple(offset), tuple(sizes))
-            found[box.slices()] = part[: box.numel].view(box.shape)
-            part = part[box.numel :]
-    return found
+    mine = [(s.metadata, s.tensor.detach()) for s in tensor.local_shards()]
+    parts = [(Box(tuple(at.shard_offsets), tuple(at.shard_sizes)), own) for at, own in mine]
+    return gather_boxes(communicator(group_of(tensor)), parts, tensor, label)[0]
 
 
 @torch.no_grad()

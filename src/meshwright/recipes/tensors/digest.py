@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.comm.dtensors.gather_dtensor import Holding
+from meshwright.comm.dtensors.gather_dtensor import ShardedPiece
 from meshwright.layout import Box
 
 SKETCH = 8
@@ -58,15 +58,15 @@ class Sums:
 
 
 @torch.no_grad()
-def digest(holding: Holding) -> Sums:
+def digest(holding: ShardedPiece) -> Sums:
     """Compute the sums of this rank's elements."""
-    flat = holding.local.reshape(-1)
+    flat = holding.tensor.reshape(-1)
     parts: list[Sums] = []
     position = 0
     for box in holding.boxes:
         for start in range(0, box.numel, _BLOCK):
             stop = min(start + _BLOCK, box.numel)
-            places = _places(box, holding.shape, start, stop, flat.device)
+            places = _places(box, holding.global_shape, start, stop, flat.device)
             parts.append(_digest(flat[position + start : position + stop], places))
         position += box.numel
     return Sums.of(parts)
