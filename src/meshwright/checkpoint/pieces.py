@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.checksums import OURS, algorithm
 from meshwright.checkpoint.manifest import Piece
-from meshwright.checkpoint.tensor_file import DTYPES, file_name, item_size
+from meshwright.checkpoint.tensor_file import DTYPES, OURS, algorithm, file_name, item_size
 from meshwright.comm.dtensors.gather_dtensor import ShardedPiece
 from meshwright.comm.streams import DeviceEvent, record
 from meshwright.layout import Box

@@ -22,7 +22,6 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.checksums import DIGITS, OF_VERSION, Bytes, algorithm
 from meshwright.checkpoint.document import JSON, MAX_DOCUMENT_BYTES
 from meshwright.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -40,6 +39,7 @@ from meshwright.checkpoint.pieces import (
     memory_of,
     torch_dtype,
 )
+from meshwright.checkpoint.tensor_file import DIGITS, OF_VERSION, Bytes, algorithm
 from meshwright.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
 from meshwright.layout import Box
 

@@ -31,7 +31,6 @@ from torch import Tensor
 
 from meshwright import comm
 from meshwright.checkpoint import claims
-from meshwright.checkpoint.checksums import OURS, algorithm
 from meshwright.checkpoint.document import JSON, canonical, check_json
 from meshwright.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -56,7 +55,7 @@ from meshwright.checkpoint.pieces import (
 )
 from meshwright.checkpoint.steps import prune, remove_torsos, step_directory, torso_directory
 from meshwright.checkpoint.storage import Storage, advice, naming, reason
-from meshwright.checkpoint.tensor_file import FileMap, file_map, file_name
+from meshwright.checkpoint.tensor_file import OURS, FileMap, algorithm, file_map, file_name
 from meshwright.checkpoint.together import Alone, Group, attempt
 from meshwright.comm import Communicator, settle
 from meshwright.comm.failures.sameness import first_difference

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from meshwright.checkpoint.document import JSON
 from meshwright.checkpoint.nested import unflatten
-from meshwright.checkpoint.optimizers import differing_groups
 from meshwright.checkpoint.pieces import ShardedPiece, dtype_name, parts, torch_dtype
 from meshwright.checkpoint.reading import Reader
+from meshwright.checkpoint.training.named_optimizer import differing_groups
 from meshwright.checkpoint.training.wrapped import ModelState
 from meshwright.comm.dtensors.dtensor import is_dtensor
 from meshwright.comm.dtensors.gather_dtensor import empty_part_like, held, held_boxes

@@ -23,8 +23,7 @@ from meshwright.composition import StepResult, Trainable
 from meshwright.layout import Box
 from meshwright.plan import match_names
 from meshwright.recipes.metrics import MetricsFile
-from meshwright.recipes.tensors.digest import digest
-from meshwright.recipes.tensors.rows import Header, Kind, TensorRow, trace_file
+from meshwright.recipes.tensors.rows import Header, Kind, TensorRow, digest, trace_file
 from meshwright.torch_internals.autograd import running_backward
 from meshwright.torch_internals.trees import tree_leaves
 
