@@ -6,6 +6,10 @@
 
 The writer and the reader call the same function: a reader that knows a file's tensors from the
 manifest knows its exact header, compares it, and never has to parse one.
+
+The manifest has a checksum of each piece: xxh3 of 64 bits (xxHash, https://xxhash.com), which runs
+at the speed of memory. Version 1 of the format had crc32, which takes three times as long as
+reading from the page cache.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Facts about this machine: its GPUs, their driver, and its network interfaces.
+"""Facts about this machine (its GPUs, their driver, its network interfaces), and what is wrong.
 
 Tests replace `Machine` by an invented one.
 """

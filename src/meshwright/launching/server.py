@@ -2,7 +2,7 @@
 
 It is a new interpreter, never forked from the caller, which has threads. It runs nothing itself:
 for each call it forks a supervisor, which forks the ranks, hosts their store, watches them, ends
-them, and reports.
+them, and reports. `run_rank` is the life of one rank, from its fork to its end.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 For tests that need several ranks but no processes: the order of collectives, the arithmetic of a
 layout, a schedule. The threads share the process's random numbers, observers and named phases.
+
+Sums run in rank order, so results do not depend on which thread comes first. Sends wait for their
+receives. When every rank that is left waits for something that cannot arrive, all raise at once.
 """
 
 from __future__ import annotations

@@ -5,6 +5,10 @@ checkpoint is the same with and without flat parameters::
 
     flat parameter    {"exp_avg": (17,), "step": ()}
     named             {"first.weight": {"exp_avg": (7, 2), "step": ()}, "first.bias": ...}
+
+torch numbers parameters in the order in which an optimizer got them; in another program, or after
+layers moved, a parameter would get the moments of another. So each state is keyed by the
+parameter's name, and a mismatch is rejected.
 """
 
 from __future__ import annotations

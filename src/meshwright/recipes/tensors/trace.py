@@ -149,7 +149,8 @@ class TensorTrace:
         holding = held(value, name)
         first = now.begin * each
         boxes = tuple(Box((first + b.offset[0], *b.offset[1:]), b.shape) for b in holding.boxes)
-        self._put(kind, name, place, replace(holding, boxes=boxes), now, each)
+        shape = (first + value.shape[0], *value.shape[1:])  # of the samples up to these
+        self._put(kind, name, place, replace(holding, global_shape=shape, boxes=boxes), now, each)
 
     # -------------------------------------------------------------------------------- all tensors
 

@@ -2,6 +2,13 @@
 
 A group has two halves, like a group of the backends ``cpu:gloo,cuda:nccl``. The memory of a tensor
 decides which half moves it.
+
+The device's half matches operations by order alone, as NCCL does. Each communicator has one queue,
+whose thread runs operations in the order of the calls. So a receive without a send blocks
+everything behind it, and a send ends when its receiver has reached it. The k-th send to a rank
+matches that rank's k-th receive from here, whatever their tags. If tags, or the numbers at the end
+of labels, show that the two do not belong together, that is a fault. The transfers of one batch are
+posted together. Bytes move through Gloo, in separate groups.
 """
 
 from __future__ import annotations
