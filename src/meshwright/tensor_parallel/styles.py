@@ -15,9 +15,7 @@ from typing import Any
 from torch import nn
 
 from meshwright.comm.dtensors.dtensor import AnyPlacement, our_placement, torch_placements
-from meshwright.comm.dtensors.gather_dtensor import side_by_side
-from meshwright.comm.dtensors.local_leaves import PartialGradient
-from meshwright.comm.dtensors.styled import (
+from meshwright.comm.dtensors.edges import (
     distribute_module,
     distribute_parameters,
     enter,
@@ -25,6 +23,8 @@ from meshwright.comm.dtensors.styled import (
     leave,
     leave_sequence,
 )
+from meshwright.comm.dtensors.gather_dtensor import side_by_side
+from meshwright.comm.dtensors.local_leaves import PartialGradient
 from meshwright.layout import Placement, Replicate, Shard
 from meshwright.mesh import DeviceMesh
 from meshwright.tensor_parallel.layers.embedding import (

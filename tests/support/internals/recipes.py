@@ -14,7 +14,7 @@ __getattr__ = names_inside(
             "LanguageModel, adamw, initialize, learning_rate, set_learning_rate"
         ),
         "meshwright.recipes.loop": "RunOutcome, StopRequest, train",
-        "meshwright.recipes.metrics": "LineProgress, LiveProgress, MetricsFile, show_progress",
+        "meshwright.recipes.metrics": "MetricsFile, RunProgress, live_display",
         "meshwright.recipes.parity": "Parity, TOLERANCE, check_parity",
         "meshwright.recipes.task": "Data, cross_entropy, open_task, sketch, without_dropout",
         "meshwright.recipes.tensors.compare": "compare_runs",

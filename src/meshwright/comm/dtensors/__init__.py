@@ -6,9 +6,8 @@ Bottom-up:
     gradient_part   this rank's elements of a gradient, which no sum may be taken over
     subclasses      tensor subclasses: how they compute, and where their values are
     dtensor         conversion between local tensors and DTensors, and what was made of parameters
-    edges           DTensors that enter and leave what computes on local tensors
+    edges           DTensors that enter and leave modules, which compute on local tensors or on them
     local_leaves    the leaves on which modules compute in place of DTensors
-    styled          modules that compute on DTensors, by styles of torch's protocol
     unreadable      tensors without values: reading them raises, by name
     shard_view      boxes of a tensor, their gather, and a flat range of one for state dicts
     sharded_axes    the axes over which the elements of a tensor are spread

@@ -153,15 +153,11 @@ class ShardView(torch.Tensor):
         self.local = local.detach()
         self.start = start
         self.name = name
-        self._ranks = _Ranks(communicator)
+        self.communicator = communicator
+        """The ranks that hold the other ranges, where that is known."""
         self._within = within
 
     # ------------------------------------------------------------------ what it holds
-
-    @property
-    def communicator(self) -> Communicator | None:
-        """The ranks that hold the other ranges, where that is known."""
-        return self._ranks.communicator
 
     @property
     def stop(self) -> int:
@@ -342,20 +338,6 @@ class ShardView(torch.Tensor):
         # A copy: files hold all the memory that a view looks at, which may be a whole unit's.
         own = (self.local.clone(), self.start, tuple(self.shape), self.name)
         return _rebuild, (*own, self._within) if self._within else own
-
-
-class _Ranks:
-    """Holds a communicator; a deep copy is the same object: torch deep-copies all that a view holds
-    to save it in the background.
-    """
-
-    __slots__ = ("communicator",)
-
-    def __init__(self, communicator: Communicator | None) -> None:
-        self.communicator = communicator
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Ranks:
-        return self
 
 
 _MOVES = frozenset(
