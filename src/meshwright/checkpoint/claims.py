@@ -99,7 +99,6 @@ class Holder:
         return f"process {self.pid}{run} on host {self.host}{since}{command}"
 
     def is_same(self, other: Holder) -> bool:
-        """Whether both are the same process."""
         return (self.pid, self.started, self.place) == (other.pid, other.started, other.place)
 
     @property
@@ -320,7 +319,6 @@ def _closed(handle: int) -> int:
 
 
 def _is_at(handle: int, path: Path) -> bool:
-    """Whether ``path`` still names the open file."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except OSError:

@@ -147,7 +147,6 @@ def _saved_dtype(dtype: torch.dtype) -> str:
 
 
 def boxes_of(value: Tensor | ShardedPiece) -> tuple[Box, ...]:
-    """The boxes of ``value``; one for a plain tensor."""
     return value.boxes if isinstance(value, ShardedPiece) else (Box.whole(value.shape),)
 
 
@@ -218,12 +217,10 @@ def _bytes(here: Tensor, event: DeviceEvent | None) -> memoryview:
 
 
 def held_to_rows(held: Iterable[Held]) -> list[Any]:
-    """Convert this rank's parts to JSON, for the other ranks."""
     return [(*row[:3], [(b.offset, b.shape) for b in row.boxes], row.marks) for row in held]
 
 
 def held_from_rows(rows: Iterable[Any]) -> list[Held]:
-    """Convert another rank's parts from JSON."""
     return [
         Held(name, dtype, tuple(shape), tuple(Box(tuple(o), tuple(s)) for o, s in boxes), marks)
         for name, dtype, shape, boxes, marks in rows

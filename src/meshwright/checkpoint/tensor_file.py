@@ -34,13 +34,9 @@ Bytes = bytes | bytearray | memoryview | Array[c_char]
 class Checksum(Protocol):
     """A running checksum of chunks of bytes."""
 
-    def update(self, data: Bytes, /) -> object:
-        """Add more bytes."""
-        ...
+    def update(self, data: Bytes, /) -> object: ...
 
-    def intdigest(self) -> int:
-        """Return the checksum of all bytes so far."""
-        ...
+    def intdigest(self) -> int: ...
 
 
 class _Crc32:
@@ -108,7 +104,6 @@ def item_size(dtype: str) -> int:
 
 
 def file_name(rank: int) -> str:
-    """The name of the file that ``rank`` writes."""
     return f"rank_{rank:05d}.safetensors"
 
 

@@ -62,7 +62,6 @@ class Gpu:
 
     @property
     def is_slice(self) -> bool:
-        """True for a slice of a GPU (MIG)."""
         return " MIG " in f"{self.name} " or self.uuid.startswith("MIG-")
 
 
@@ -105,7 +104,6 @@ class Machine:
         return len(list(folder.iterdir())) if folder.is_dir() else 0
 
     def gpus(self) -> list[Gpu]:
-        """List the GPUs that this process can use."""
         if not torch.cuda.is_available():
             return []
         found = []

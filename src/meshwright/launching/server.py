@@ -315,7 +315,6 @@ class _Child:
         return self.exit_code is None
 
     def say(self, message: wire.RankMessage) -> None:
-        """Record the rank's ``message`` that its body has ended."""
         self.message = message
         self.end = self.well_until = message.time
 
@@ -421,7 +420,6 @@ class _RankWatch:
         return None if left == math.inf else left
 
     def _tell(self) -> None:
-        """Send new output of ranks to the caller."""
         if not self._request.is_told:
             return
         for child in self._children:
@@ -564,7 +562,6 @@ def _wait_for_stacks(children: list[_Child]) -> None:
 
 
 def _content(file: int) -> str:
-    """Return the end of ``file``."""
     size = os.fstat(file).st_size
     start = max(0, size - _OUTPUT_SHOWN)
     text = os.pread(file, size - start, start).decode("utf-8", errors="replace")

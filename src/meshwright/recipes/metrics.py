@@ -107,7 +107,6 @@ class RunProgress:
             self._display.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Stop redrawing and release the terminal."""
         if self._display is not None:
             self._display.stop()
 

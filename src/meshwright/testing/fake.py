@@ -53,7 +53,6 @@ class RankCall:
 
     @property
     def world_rank(self) -> int:
-        """Rank in the world."""
         return self.ranks[self.rank]
 
     def form(self) -> tuple[object, ...]:
@@ -84,7 +83,6 @@ class FakeWork:
         return self.is_done
 
     def end(self, error: CommunicationError | None) -> None:
-        """End the operation, with ``error`` if it failed."""
         self.error, self.is_done = error, True
 
     def wait(self, timeout: timedelta | None = None) -> None:

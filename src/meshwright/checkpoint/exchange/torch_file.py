@@ -66,7 +66,6 @@ class TorchFormat:
         return None
 
     def finish(self, weights: Weights, folder: Path, answers: Sequence[JSON]) -> Path:
-        """See `Format`."""
         return folder / _NAME
 
 

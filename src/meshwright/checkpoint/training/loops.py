@@ -312,7 +312,6 @@ class _Loop:
         self.weights = ModelState(modules) if modules else None
 
     def held_state(self) -> dict[str, Any]:
-        """See `Laid`."""
         state = self.outline()
         if self.named:
             found = [each.state() for each in self.named]
@@ -328,7 +327,6 @@ class _Loop:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], *, copies: bool) -> None:
-        """See `Laid`."""
         if self.weights is not None:
             self.weights.load()
         for each, own in zip(self.named, state.get("optimizer", ()), strict=True):
@@ -354,7 +352,6 @@ def _owner(model: Model | None, optimizer: Optimizer | Sequence[Optimizer] | Non
 
 
 def _states(given: Stated) -> Any:  # noqa: ANN401 - any state
-    """Return the states, nested like ``given``."""
     if isinstance(given, Stateful):
         return dict(given.state_dict())
     if isinstance(given, Mapping):

@@ -341,7 +341,6 @@ class NamedOptimizer:
         load_optimizer_state(self._optimizer, self._named, loaded, copies=copies)
 
     def _with_copies(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Add a copy of the state for each copy of a parameter."""
         given: defaultdict[str, list[str]] = defaultdict(list)
         for name in (name for group in self._given for name in group):
             given[self._first(name)].append(name)

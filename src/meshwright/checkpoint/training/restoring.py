@@ -356,7 +356,6 @@ class Restoring:
     def _read_optimizer(
         self, saved: Mapping[str, Any], names: Mapping[str, Sequence[str]]
     ) -> dict[str, Any]:
-        """Read the state of an optimizer, sharded like the parameters."""
         held: dict[str, Tensor] = {} if self._weights is None else self._weights.names()
         state: dict[str, Any] = {}
         with self._saved.reading() as read:

@@ -251,7 +251,6 @@ def known_at_rest(tensor: torch.Tensor) -> AtRest | None:
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Check whether ``tensor`` is torch's DTensor."""
     return isinstance(tensor, DTensor)
 
 
@@ -460,7 +459,6 @@ class Became:
 
 
 def note_became(given: nn.Parameter, became: Became) -> None:
-    """Note on ``given`` what it has become."""
     vars(given)[_BECAME] = became
 
 

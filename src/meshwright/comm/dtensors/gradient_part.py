@@ -100,7 +100,6 @@ class GradientPart(torch.Tensor):
             return result
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        """Represent it as a plain tensor."""
         return repr(plain(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -150,7 +149,6 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def plain_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Find the ``.grad`` of ``parameter``, `plain`."""
     gradient = parameter.grad
     return None if gradient is None else plain(gradient)
 

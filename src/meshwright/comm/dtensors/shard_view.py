@@ -54,7 +54,6 @@ def boxes_in(ranges: Sequence[Ranges], local: torch.Tensor) -> list[tuple[Box, t
 
 
 def length_of(ranges: Ranges) -> int:
-    """Count the rows."""
     return sum(rows for _, rows in ranges)
 
 
@@ -161,7 +160,6 @@ class ShardView(torch.Tensor):
 
     @property
     def stop(self) -> int:
-        """One past the last element."""
         return self.start + self.local.numel()
 
     def boxes(self) -> list[tuple[Box, torch.Tensor]]:
@@ -217,7 +215,6 @@ class ShardView(torch.Tensor):
     # ------------------------------------------------------------------ torch's checkpoint protocol
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
-        """Describe each box of the range."""
         metadata, planner = dist.checkpoint.metadata, dist.checkpoint.planner
         return [
             planner.WriteItem(
@@ -233,7 +230,6 @@ class ShardView(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """List the boxes of the range."""
         return [_chunk(box) for box, _ in self.boxes()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:

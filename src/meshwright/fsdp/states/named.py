@@ -95,7 +95,6 @@ class Part:
         return self.is_flat or self.piece is not None
 
     def found_in(self, given: Mapping[str, T]) -> T | None:
-        """What ``given`` has under the first of the names that is there."""
         return next((given[name] for name in self.names if name in given), None)
 
     def cut(self, line: torch.Tensor) -> torch.Tensor:
@@ -194,7 +193,6 @@ def parts_of(unit: Unit, names: Iterable[tuple[str, ...]], groups: Groups) -> li
 
 
 def by_group(unit: Unit, parts: Iterable[Part]) -> Iterator[tuple[ParameterGroup, list[Part]]]:
-    """List the groups of ``unit``, each with its own of ``parts``."""
     rest = iter(parts)
     for group in unit.groups:
         yield group, [next(rest) for _ in group.slots]

@@ -75,7 +75,6 @@ def _local_total(group: ParameterGroup) -> int:
 
 
 def _local_range(group: ParameterGroup) -> tuple[int, int]:
-    """This rank's elements of that line."""
     total = _local_total(group)
     start, stop = flat_layout(group).shard_range(group.axes.part)
     return min(start, total), min(stop, total)

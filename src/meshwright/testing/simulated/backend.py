@@ -130,7 +130,6 @@ class OrderedQueue:
         self._thread.start()
 
     def put(self, job: Job) -> None:
-        """Queue an operation."""
         self._open.append(job)
         self._jobs.put(job)
 
@@ -139,7 +138,6 @@ class OrderedQueue:
         self._jobs.put(None)
 
     def describe(self) -> str:
-        """List the operations that have not ended, in order."""
         return ", then ".join(job.text for job in list(self._open))
 
     def transfers(self, messages: Sequence[TransferSide]) -> Callable[[Gloo], None]:
@@ -227,26 +225,21 @@ class SimulatedWork(Work):
         return True
 
     def synchronize(self) -> None:
-        """Make the current stream wait for the operation."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Check, without waiting, whether the operation has ended."""
         if not self._job.ended.is_set():
             return False
         self._device.host.wait_until(self._clock)
         return True
 
     def is_success(self) -> bool:
-        """True if the operation has ended without an error."""
         return self.is_completed() and self._job.error is None
 
     def exception(self) -> BaseException | None:
-        """Return the error of the operation, or None."""
         return self._job.error
 
     def result(self) -> list[torch.Tensor]:
-        """Return the output tensors of the operation."""
         return self._outputs
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:  # type: ignore[override]
@@ -305,7 +298,6 @@ class _SimulatedIssuing(threading.local):
     collectives: list[Work] | None = None
 
     def label_next(self, label: str) -> None:
-        """Label the next operation; "" clears the label."""
         self.label = label
 
     def named(self, what: str) -> str:
@@ -313,13 +305,11 @@ class _SimulatedIssuing(threading.local):
         return f"{what} ({self.label})" if self.label else what
 
     def begin(self) -> None:
-        """Begin a batch."""
         messages: list[TransferSide] = []
         works: list[Work] = []
         self.messages, self.collectives = messages, works
 
     def end(self) -> tuple[list[TransferSide], list[Work]]:
-        """End the batch and return it."""
         kept = self.messages or [], self.collectives or []
         self.messages = self.collectives = None
         return kept
@@ -401,24 +391,20 @@ class SimulatedGroup(PythonGroup):
     # ---------------------------------------------------------------------- collectives
 
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Options = None) -> Handle:
-        """Reduce tensors over all ranks, in place."""
         listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         given = opts or dist.AllreduceOptions()
         return self._run("all_reduce", [], listed, lambda gloo: gloo.allreduce(listed, given))
 
     def reduce(self, tensors: Tensors, opts: Options) -> Handle:
-        """Reduce a tensor over all ranks into the root's."""
         return self._run("reduce", [], tensors, lambda gloo: gloo.reduce(list(tensors), opts))
 
     def broadcast(self, tensors: Tensors | torch.Tensor, opts: Options) -> Handle:
-        """Copy the root's tensor to every rank, in place."""
         listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         return self._run("broadcast", [], listed, lambda gloo: gloo.broadcast(listed, opts))
 
     def all_gather_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Options = None
     ) -> Handle:
-        """Gather every rank's tensor into one, rank-major."""
         rows = list(output.detach().view(self.size(), *tensor.shape).unbind(0))
         reads = [] if _lies_in(tensor, output) else [tensor]
 
@@ -430,7 +416,6 @@ class SimulatedGroup(PythonGroup):
     def allgather(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Options = None
     ) -> Handle:
-        """Gather every rank's tensor into a list."""
         rows = [list(row) for row in outputs]
         flat = [tensor for row in rows for tensor in row]
         return self._run(
@@ -440,7 +425,6 @@ class SimulatedGroup(PythonGroup):
     def reduce_scatter_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Options = None
     ) -> Handle:
-        """Reduce a tensor that holds a share for each rank, and keep this rank's."""
         reduction = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
 
         def call(gloo: Gloo) -> _Shared:
@@ -452,7 +436,6 @@ class SimulatedGroup(PythonGroup):
     def reduce_scatter(
         self, outputs: Tensors, inputs: Sequence[Tensors], opts: Options = None
     ) -> Handle:
-        """Reduce a list of tensors, one for each rank, and keep this rank's."""
         (output,), (parts,) = outputs, inputs
         joined = torch.cat([part.reshape(-1) for part in parts])
         return self.reduce_scatter_single(output, joined, opts)
@@ -460,13 +443,11 @@ class SimulatedGroup(PythonGroup):
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Options = None
     ) -> Handle:
-        """Call `all_gather_single` for each pair."""
         return self._in_turn(self.all_gather_single, outputs, inputs, opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Options = None
     ) -> Handle:
-        """Call `reduce_scatter_single` for each pair."""
         return self._in_turn(self.reduce_scatter_single, outputs, inputs, opts)
 
     def _in_turn(
@@ -477,11 +458,9 @@ class SimulatedGroup(PythonGroup):
         return [call(output, tensor, opts) for output, tensor in pairs][-1]
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Options = None) -> Handle:
-        """Reduce each tensor over all ranks, in place."""
         return [self.allreduce([tensor], opts) for tensor in tensors][-1]
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Options = None) -> Handle:
-        """Send a tensor to each rank."""
         sizes = [t.numel() for t in outputs], [t.numel() for t in inputs]
 
         def call(gloo: Gloo) -> _Parted:
@@ -497,7 +476,6 @@ class SimulatedGroup(PythonGroup):
         input_sizes: Sequence[int],
         opts: Options = None,
     ) -> Handle:
-        """Send a part of a tensor to each rank, along dim 0."""
         given = opts or dist.AllToAllOptions()
         sizes = list(output_sizes), list(input_sizes)
         return self._run(
@@ -508,29 +486,24 @@ class SimulatedGroup(PythonGroup):
         )
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Options) -> Handle:
-        """Gather every rank's tensor into a list of the root."""
         rows = [list(row) for row in outputs]
         flat = [tensor for row in rows for tensor in row]
         return self._run("gather", inputs, flat, lambda g: g.gather(rows, list(inputs), opts))
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Options) -> Handle:
-        """Send a tensor of the root's list to each rank."""
         rows = [list(row) for row in inputs]
         flat = [tensor for row in rows for tensor in row]
         return self._run("scatter", flat, outputs, lambda g: g.scatter(list(outputs), rows, opts))
 
     def barrier(self, opts: Options = None) -> Handle:
-        """Start a barrier on the host's half."""
         return self._host.barrier(opts or dist.BarrierOptions())
 
     # ------------------------------------------------------------------- point to point
 
     def send(self, tensors: Tensors, peer: int, tag: int = 0) -> Handle:
-        """Send a tensor to a rank of the group."""
         return self._transfer(tensors[0], peer, tag, is_send=True)
 
     def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> Handle:
-        """Receive a tensor from a rank of the group."""
         return self._transfer(tensors[0], peer, tag, is_send=False)
 
     def _transfer(self, tensor: torch.Tensor, peer: int, tag: int, *, is_send: bool) -> Handle:
@@ -561,12 +534,10 @@ class SimulatedGroup(PythonGroup):
 
     @property
     def device(self) -> SimulatedDevice:
-        """The device of this rank."""
         return self._device
 
     @property
     def host_backend(self) -> str:
-        """The backend of the host's half."""
         return "gloo"
 
     def bind(self) -> None:
@@ -588,7 +559,6 @@ class SimulatedGroup(PythonGroup):
             time.sleep(0.005)
 
     def shutdown(self) -> None:
-        """Leave the group."""
         self._stream.queue.close()
 
     @property
