@@ -218,7 +218,7 @@ def _prepare(
     storage.make_directories(target.parent)
     held.enter_context(claims.hold(target.parent, stays=comm.is_connected()).saving())
     remove_torsos(target.parent, storage)
-    if os.path.lexists(target):
+    if os.path.lexists(target):  # a link to nothing is in the way, too
         raise FileExistsError(
             errno.EEXIST, "a checkpoint of this step exists and is never overwritten", str(target)
         )
@@ -353,6 +353,7 @@ def _commit(
         storage.sync_directory(torso)
     if os.path.lexists(target):
         raise FileExistsError(errno.EEXIST, "appeared during the save", str(target))
+    # The commit: all bytes and names in the folder are on the disk, and no reader has seen it.
     storage.rename(torso, target)
     try:
         storage.sync_directory(target.parent)

@@ -73,7 +73,7 @@ class Post:
 def die_with_parent(parent: int) -> None:
     """Ask the kernel to kill this process when ``parent`` ends for any reason."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # it had ended before the kernel was asked
         os._exit(1)
 
 
@@ -473,7 +473,7 @@ class _RankWatch:
         for child in late:
             child.outstay(self._killed_for, now)
             _signal(child.pid, DUMP_SIGNAL)
-            _signal(child.pid, signal.SIGCONT)
+            _signal(child.pid, signal.SIGCONT)  # a stopped process dumps no stacks
         _wait_for_stacks(late)
         for child in late:
             _kill(child)
@@ -523,6 +523,7 @@ def _kill(child: _Child) -> None:
     """Kill the rank and its process group, with all that its body started."""
     if not child.running:
         return
+    # Both: a rank that was forked just now has no group of its own yet.
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
             kill(child.pid, signal.SIGKILL)

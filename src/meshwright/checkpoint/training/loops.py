@@ -129,6 +129,7 @@ def save(
     """
     group = communicator if communicator is not None else everyone()
     given: dict[str, Any] = {"scheduler": scheduler, "data": data}
+    # Before the ranks agree on anything: wrong arguments are wrong on all of them.
     held = _owner(model, optimizer).held_state()
     forms = {key: _form(each) for key, each in given.items() if each is not None}
 
@@ -163,9 +164,7 @@ def save(
         pieces,
         metadata,
         step=step,
-        communicator=None
-        if communicator is None and group.size == 1
-        else cast(Communicator, group),
+        communicator=group if isinstance(group, Communicator) else None,
         keep_last=keep_last,
         alike={f"{PREFIX}/model/{name}" for name in (weights.parameters if weights else ())},
     )

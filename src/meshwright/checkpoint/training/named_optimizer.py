@@ -167,6 +167,7 @@ def _restore_as_saved(
                 own[key] = laid.copy_(value)
             elif loaded.dtype != value.dtype:
                 own[key] = value.to(loaded.device, copy=True)
+            # torch has kept the tensor of ``saved``, which needed no cast.
             elif loaded.data_ptr() == value.data_ptr():
                 place = local_of(loaded).data_ptr()
                 if copies or place in taken or _is_of_more(loaded):

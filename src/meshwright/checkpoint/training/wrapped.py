@@ -87,7 +87,7 @@ class ModelState:
         self._found: list[tuple[nn.Module, dict[str, Any]]] = []
         self._places: dict[str, list[_Entry]] = {}
         known = dict(ties or {})
-        first: dict[int, str] = {}
+        first: dict[int, str] = {}  # by id: `_found` keeps the values, so none is given twice
         for module in modules:
             plain = plain_names(module)
             with giving_parts(module):

@@ -137,7 +137,8 @@ def _spec_at_rest(
     shape: Sequence[int],
     stride: Sequence[int],
 ) -> DTensorSpec:
-    # One for all that are placed alike: torch never changes it, and it is slow to make.
+    # One for all that are placed alike: torch never changes it, and it is slow to make. It keeps
+    # its mesh, so that the id in the key stays that of this mesh.
     key = (id(mesh), tuple(placements), tuple(shape), tuple(stride), local.dtype, local.shape)
     known: DTensorSpec | None = PROCESS.layouts.get(key)
     if known is not None:
@@ -219,6 +220,8 @@ def _counted_with(
     strides: tuple[int, ...],
 ) -> torch.Tensor:
     """Make a tensor on ``storage`` whose writes are counted for ``tensor`` too."""
+    # What is detached shares the counter of writes; `.data` gives it other memory, not another
+    # counter.
     found = tensor.detach()
     found.data = tensor.new_empty(0).set_(storage, 0, shape, strides)
     return found

@@ -52,6 +52,7 @@ def entered(tensor: torch.Tensor, *, partial: bool = False) -> torch.Tensor:
     if not partial:
         return _Enter.apply(tensor, None)
     local = vars(tensor).get(_SHARED)
+    # One made under no_grad has no history, and one made outside of it would keep its graph.
     is_recorded = tensor.requires_grad and torch.is_grad_enabled()
     if local is None or local.requires_grad is not is_recorded:
         local = _Enter.apply(tensor, [Partial()])

@@ -123,8 +123,10 @@ def whole(tensor: torch.Tensor, *, label: str = "whole tensor") -> torch.Tensor:
     axes = mesh_communicators(rest.mesh)
     # What was offloaded to the host goes by the device, and comes back.
     device = axes[0].device if cutting else rest.local.device
+    # Zeros, as what pads a smaller part is sent, too.
     everyone = torch.zeros(room, dtype=rest.local.dtype, device=device)
     everyone[: rest.local.numel()] = rest.local.detach().reshape(-1)
+    # The last dim of the mesh first: parts then come in the order of `places`.
     for number in reversed(cutting):
         gathered = everyone.new_empty(axes[number].size * everyone.numel())
         axes[number].all_gather(gathered, everyone, label=label).wait()

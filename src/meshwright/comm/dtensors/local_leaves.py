@@ -265,7 +265,7 @@ def hand_over(parameter: nn.Parameter) -> None:
     gradient = None if held is None else held.leaf.grad
     if held is None or gradient is None:
         return
-    held.leaf.grad = None
+    held.leaf.grad = None  # first: what raises below leaves nothing that the next pass would add to
     if gradient.requires_grad:
         raise RuntimeError(
             f"a gradient of shape {tuple(gradient.shape)} has a graph of its own, which a DTensor "
@@ -337,7 +337,7 @@ class PartialGradient:
             return
         waiting = communicator.unsummed.setdefault(task, [])
         waiting.append(given)
-        if len(waiting) == 1:
+        if len(waiting) == 1:  # the first of a pass, which sums at its end for all
 
             @apart
             def end_backward() -> None:

@@ -78,7 +78,7 @@ def gather_boxes(
     """
     places = [[box.offset, box.shape] for box, _ in parts]
     everyones = axis.gather_values(places, label=label)
-    # All parts travel in the size of the largest.
+    # All parts travel in the size of the largest, padded with zeros.
     room = max(sum(math.prod(sizes) for _, sizes in each) for each in everyones)
     line = torch.zeros(room, dtype=like.dtype, device=axis.device)
     start = 0
@@ -391,6 +391,7 @@ def _compared(func: Callable[..., Any], args: tuple[Any, ...], options: dict[str
 
 def _called_from(module: str) -> bool:
     """Tell whether ``module`` has called the function that is handled."""
+    # 0 is this frame, 1 that of `__torch_function__`, 2 that of its caller.
     return sys._getframe(2).f_globals.get("__name__") == module
 
 

@@ -122,6 +122,7 @@ class Part:
     def fits(self, value: ShardView) -> bool:
         """Whether a view holds just this rank's elements."""
         begin, count = (0, 0) if self.piece is None else (self.piece.start, self.piece.numel)
+        # An empty range may begin anywhere.
         return value.local.numel() == count and (value.start == begin or not count)
 
     def elements_of(self, value: torch.Tensor, label: str) -> torch.Tensor:

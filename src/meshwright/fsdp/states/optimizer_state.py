@@ -221,7 +221,7 @@ def state_of_zero_steps(optimizer: torch.optim.Optimizer) -> defaultdict[Any, An
         own = twin.state.get(stand_in)
         if own:
             if "step" in own:
-                own["step"] = own["step"] * 0
+                own["step"] = own["step"] * 0  # the twin has taken one step, of zeros
             found[original] = own
     return found
 
