@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.comm import Communicator
 from meshwright.comm.dtensors.shard_view import ShardView
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup
 from meshwright.data_parallel.shards.unit import Unit
@@ -225,12 +226,16 @@ def _gathered_misfits(values: Mapping[Part, torch.Tensor]) -> dict[Part, torch.T
     would leave the gather out, and the others would wait for it.
     """
     found = dict(values)
-    views = {part: value for part, value in values.items() if isinstance(value, ShardView)}
-    axis = next((view.communicator or part.group.axes.shard for part, view in views.items()), None)
-    if axis is not None:
-        own = [part.fits(view) for part, view in views.items()]
+    by_axis: dict[Communicator, list[tuple[Part, ShardView]]] = {}
+    for part, value in values.items():
+        if isinstance(value, ShardView) and tuple(value.shape) == part.shape:
+            axis = value.communicator or part.group.axes.shard
+            if axis is not None:
+                by_axis.setdefault(axis, []).append((part, value))
+    for axis, views in by_axis.items():
+        own = [part.fits(view) for part, view in views]
         everyones = axis.gather_values(own, label="parts that fit")
-        for (part, view), *fits in zip(views.items(), *everyones, strict=True):
+        for (part, view), *fits in zip(views, *everyones, strict=True):
             found[part] = view if all(fits) else view.full_tensor()
     return found
 
