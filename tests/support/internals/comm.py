@@ -58,7 +58,7 @@ __getattr__ = names_inside(
         ),
         "meshwright.comm.observing": "late",
         "meshwright.comm.pending": "Launched, TransferWaiter",
-        "meshwright.comm.shared_memory": "arena, backend, collectives, joining",
+        "meshwright.comm.shared_memory": "arena, backend, collectives",
         "meshwright.comm.shared_memory.arena": "ArenaLayout, Segment, SharedTensors",
         "meshwright.comm.shared_memory.channels": "CHANNEL_BYTES",
         "meshwright.comm.shared_memory.collectives": "SLOT_BYTES",
