@@ -491,6 +491,7 @@ def validation_loss(
     most = -(-len(sample) // trainable.data_size)
     for start in range(0, most, batch):
         mine = places[start : start + batch]
+        # A rank that has none left runs the first once more, as others may need it in a forward.
         given = built.read(held_out.batch([sample[place] for place in mine or (0,)]))
         inputs, targets = to_device(given, communicator.device, dtype)
         output = trainable.eval(inputs, targets).output

@@ -35,7 +35,7 @@ class MetricsFile:
         kept = _lines_until(path, step) if path.exists() else []
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_text("".join(kept), encoding="utf-8")
-        os.replace(temporary, path)
+        os.replace(temporary, path)  # at once: what interrupts this leaves all lines
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Mapping[str, object]) -> str:

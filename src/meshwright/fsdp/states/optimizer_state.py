@@ -204,7 +204,7 @@ def names_by_parameter(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
 def state_of_zero_steps(optimizer: torch.optim.Optimizer) -> defaultdict[Any, Any]:
     """The state that ``optimizer`` begins with: that of a twin after one step on zeros."""
     kind = type(optimizer)
-    twin = object.__new__(kind)
+    twin = object.__new__(kind)  # without `__init__`, whose arguments are not known
     # A scheduler's ``step`` on the object is bound to the original.
     vars(twin).update({key: own for key, own in vars(optimizer).items() if key != "step"})
     forget_step_hooks(twin)
