@@ -263,6 +263,24 @@ def test_copies_under_several_wrappers_are_told_apart(ranks: Ranks, tmp_path: Pa
     ranks(1, copies_under_wrappers, tmp_path)
 
 
+def uneven_over_both(folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("shard", "tensor"))
+    model = nn.Sequential(nn.Linear(5, 7))
+    parallelize_module(model, mesh["tensor"], {"*": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["shard"])
+    checkpoint.load(folder, model=model)
+    checkpoint.save(folder, 2, model=model)
+
+
+def test_rows_that_two_axes_cut_unevenly_are_saved_and_loaded(ranks: Ranks, tmp_path: Path) -> None:
+    """One of 7 rows over 2 tensor ranks and 3 of shards was looked for on another rank."""
+    model, other = nn.Sequential(nn.Linear(5, 7)), nn.Sequential(nn.Linear(5, 7))
+    checkpoint.save(tmp_path, 1, model=model)
+    ranks(6, uneven_over_both, tmp_path)
+    assert checkpoint.load(tmp_path, model=other).step == 2
+    assert_equal(dict(other.state_dict()), dict(model.state_dict()))
+
+
 def test_schedulers_that_do_not_fit_are_refused_before_anything_is_changed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

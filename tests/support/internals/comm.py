@@ -9,7 +9,7 @@ __getattr__ = names_inside(
         "meshwright.comm.c10d": "lookup, nccl",
         "meshwright.comm.dtensors.dtensor": (
             "at_rest, beginning_storage, cut_once_more, dtensor_around, dtensor_at_rest, "
-            "dtensor_like, is_dtensor, local_box, local_of, mesh_communicators, "
+            "dtensor_like, is_dtensor, local_of, mesh_communicators, "
             "torch_placements"
         ),
         "meshwright.comm.dtensors.gather_dtensor": "held, part_like, side_by_side, whole",

@@ -23,6 +23,7 @@ from meshwright.comm.dtensors.dtensor import (
     is_replicated,
     local_of,
     mesh_communicators,
+    ranges_at,
     torch_placements,
 )
 from meshwright.comm.dtensors.shard_view import (
@@ -31,11 +32,10 @@ from meshwright.comm.dtensors.shard_view import (
     boxes_in,
     gather_boxes,
     length_of,
-    narrowed,
 )
 from meshwright.comm.process_groups import communicator
 from meshwright.errors import LayoutError
-from meshwright.layout import Box, chunk
+from meshwright.layout import Box
 from meshwright.torch_internals.distributed import (
     ShardedTensor,
     StridedShard,
@@ -252,22 +252,10 @@ def is_side_by_side(rest: AtRest, dim: int) -> bool:
 
 def _ranges(rest: AtRest, coordinate: Sequence[int], name: str) -> list[Ranges]:
     """List, for each dim, what the rank at ``coordinate`` of the mesh holds."""
-    found = [[(0, size)] for size in rest.shape]
-    for size, index, placement in zip(rest.mesh.shape, coordinate, rest.placements, strict=True):
-        if is_replicated(placement):
-            continue
-        if not isinstance(placement, TorchShard | StridedShard):
+    for placement in rest.placements:
+        if not (is_replicated(placement) or isinstance(placement, TorchShard | StridedShard)):
             raise LayoutError(
                 f"{name!r} is placed {list(rest.placements)} on {rest.mesh}: expected "
                 "whole values, not summands"
             )
-        # Strided: sharded before by others into so many pieces, of each of which it holds a part.
-        pieces = int(placement.split_factor) if isinstance(placement, StridedShard) else 1
-        dim = placement.dim
-        cuts = []
-        for piece in range(pieces):
-            start, rows = chunk(length_of(found[dim]), pieces, piece)
-            inside, length = chunk(rows, size, index)
-            cuts.append((start + inside, length))
-        found[dim] = [part for cut in cuts for part in narrowed(found[dim], *cut)]
-    return found
+    return ranges_at(rest.shape, rest.mesh, rest.placements, coordinate)
