@@ -78,8 +78,8 @@ def test_a_terminal_shows_one_bar_and_each_note_once(tmp_path: Path) -> None:
 
 def test_a_bar_shrinks_where_the_numbers_are_large(tmp_path: Path) -> None:
     program = (
-        "from meshwright.recipes.metrics import show_progress; "
-        "progress = show_progress(print, steps=1_000_000, every=1); "
+        "from meshwright.recipes.metrics import RunProgress, live_display; "
+        "progress = RunProgress(print, steps=1_000_000, every=1, display=live_display()); "
         "progress.step(999_999, loss=12.3456, speed=123_456_789.0, left=3661.0); "
         "progress.close()"
     )

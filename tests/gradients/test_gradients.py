@@ -28,11 +28,11 @@ from meshwright.gradients import (
 )
 from meshwright.mesh import DeviceMesh, init_device_mesh
 from meshwright.testing import Ranks
+from support.comm.boxes import local_box
 from support.internals.comm import (
     ShardView,
     dtensor_at_rest,
     is_distributed,
-    local_box,
     mesh_communicators,
     spread_of,
     spread_over,
@@ -180,7 +180,6 @@ def distributed(
 ) -> nn.Parameter:
     """A DTensor parameter with ``gradient``, placed."""
     box = local_box(gradient.shape, mesh, torch_placements(placements))
-    assert box is not None
     local = gradient[box.slices()].clone()
     pair = [
         dtensor_at_rest(part, mesh, placements, gradient.shape, gradient.stride())

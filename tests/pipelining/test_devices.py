@@ -19,7 +19,7 @@ from meshwright.schedule import Operation
 from meshwright.testing import Ranks, RanksFailed, on_devices
 from support.internals.pipelining import P2PTransfers
 from support.internals.schedule import RECV_F, SEND_F, stage_ranks
-from support.internals.testing import transport
+from support.internals.testing import backend
 
 STEPS = 5
 
@@ -147,7 +147,7 @@ def post_and_wait(transfers: P2PTransfers, legs: Any) -> None:
 
 
 def block(_: Any) -> None:
-    transport.PATIENCE = 3.0
+    backend.PATIENCE = 3.0
     P2PTransfers.post = post_and_wait  # type: ignore[method-assign]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
-from support.internals.recipes import LineProgress, LiveProgress, MetricsFile, show_progress
+from support.internals.recipes import MetricsFile, RunProgress, live_display
 
 
 def steps_in(path: Path) -> list[int]:
@@ -53,7 +53,7 @@ def test_a_fresh_run_starts_an_empty_file(tmp_path: Path) -> None:
 
 def test_plain_lines_come_every_so_often_and_at_the_end() -> None:
     lines: list[str] = []
-    progress = LineProgress(lines.append, steps=5, every=2)
+    progress = RunProgress(lines.append, steps=5, every=2)
     for step in range(1, 6):
         progress.step(step, loss=1 / step, speed=12345.6, left=3661.0)
     progress.note("saved")
@@ -67,14 +67,14 @@ def test_plain_lines_come_every_so_often_and_at_the_end() -> None:
 
 
 def test_plain_lines_where_there_is_no_terminal() -> None:
-    assert isinstance(show_progress(lambda line: None, steps=1, every=1), LineProgress)
+    assert live_display() is None
 
 
 def test_a_terminal_shows_one_line_that_is_redrawn() -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=80)
     display = Progress(TextColumn("{task.completed}: {task.fields[detail]}"), console=console)
-    progress = LiveProgress(display, steps=2, done=1)
+    progress = RunProgress(print, steps=2, every=1, done=1, display=display)
     assert display.tasks[0].completed == 1  # a run that was resumed
     progress.step(1, loss=2.5, speed=1000.0, left=61.0)
     progress.note("saved [here]")

@@ -59,7 +59,7 @@ class TestExceptions:
         assert text.startswith("3 of 3 ranks failed; rank 1 was first: it raised")
         assert 'raise OddError(1, reason="because")' in text
         assert text.index("--- rank 1") < text.index("--- rank 0")
-        assert "rank_process.py" not in error.first.traceback
+        assert "launching/server.py" not in error.first.traceback
 
     def test_others_have_a_grace_then_end(self, ranks: Ranks) -> None:
         def body() -> None:

@@ -9,7 +9,6 @@ time writes to a folder of checkpoints, which it *claims*.
 Bottom-up:
 
     document     sealed JSON
-    checksums    checksums of the bytes of a piece
     tensor_file  bytes of a safetensors file
     manifest     pieces of tensors, files and checksums
     pieces       the assignment of pieces to writers
@@ -20,7 +19,6 @@ Bottom-up:
     steps        the folder of checkpoints
     writing      all of a checkpoint, or nothing
     nested       nested state as named tensors
-    optimizers   an optimizer's state, by parameter name
     training     `save` and `load`: a training loop under any wrapper
     exchange     weights in other formats, and the contents of checkpoints
 """
@@ -33,7 +31,6 @@ from meshwright.checkpoint.exchange.contents import Contents, Difference, conten
 from meshwright.checkpoint.exchange.conversion import FORMATS, export_weights, import_weights
 from meshwright.checkpoint.manifest import Manifest, Piece, TensorRecord
 from meshwright.checkpoint.nested import flatten, unflatten
-from meshwright.checkpoint.optimizers import load_optimizer_state, optimizer_state
 from meshwright.checkpoint.pieces import ReadTensor, ShardedPiece
 from meshwright.checkpoint.reading import (
     Checkpoint,
@@ -46,6 +43,7 @@ from meshwright.checkpoint.reading import (
 from meshwright.checkpoint.steps import latest, step_directory
 from meshwright.checkpoint.storage import Storage
 from meshwright.checkpoint.training.loops import Loaded, Stateful, load, save
+from meshwright.checkpoint.training.named_optimizer import load_optimizer_state, optimizer_state
 from meshwright.checkpoint.writing import Communicator, claim, save_tensors
 
 __all__ = [

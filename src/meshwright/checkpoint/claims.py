@@ -24,7 +24,6 @@ import functools
 import json
 import operator
 import os
-import platform
 import shlex
 import socket
 import time
@@ -32,6 +31,7 @@ from collections.abc import Generator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from meshwright.comm.failures.processes import is_alive, place, status_of
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.errors import CheckpointClaimedError
 
@@ -45,7 +45,7 @@ FOLDERS = 64
 
 _PENDING_KILL = 1 << 8
 _EXITING = 4
-_STATE, _PARENT, _FLAGS, _START = 0, 1, 6, 19
+_PARENT, _FLAGS, _START = 1, 6, 19
 """Fields of /proc/PID/stat after the name."""
 _TEXT = 160
 _RECORD_BYTES = 4096
@@ -68,7 +68,7 @@ class Holder:
     @classmethod
     def of_process(cls, pid: int) -> Holder:
         """Describe the process ``pid`` of this host."""
-        fields = _fields(pid)
+        fields = status_of(pid)
         started = int(fields[_START]) if fields else 0
         begun = time.localtime(_boot_time() + started / os.sysconf("SC_CLK_TCK"))
         environment = dict(
@@ -77,7 +77,7 @@ class Holder:
         return cls(
             pid=pid,
             host=socket.gethostname(),
-            place=_place(),
+            place=place(),
             started=started,
             since=time.strftime("%Y-%m-%d %H:%M:%S", begun) if started else "",
             run=environment.get("TORCHELASTIC_RUN_ID", environment.get("SLURM_JOB_ID", ""))[:_TEXT],
@@ -99,22 +99,22 @@ class Holder:
         return f"process {self.pid}{run} on host {self.host}{since}{command}"
 
     def is_same(self, other: Holder) -> bool:
-        """Whether both are the same process."""
         return (self.pid, self.started, self.place) == (other.pid, other.started, other.place)
 
     @property
     def is_here(self) -> bool:
         """True when ``pid`` is valid on this host."""
-        return self.place == _place()
+        return self.place == place()
 
     @property
     def is_ending(self) -> bool:
         """True when it was killed or has ended, so that its locks will be released."""
         if not self.is_here:
             return False
-        fields = _fields(self.pid)
-        if not fields or int(fields[_START]) != self.started or fields[_STATE] in "ZX":
+        fields = status_of(self.pid)
+        if not fields or not is_alive(self.pid, self.started):
             return True
+        # A killed process keeps its locks until the kernel has taken its memory apart.
         return bool(int(fields[_FLAGS]) & _EXITING or _pending_signals(self.pid) & _PENDING_KILL)
 
     @property
@@ -122,7 +122,7 @@ class Holder:
         """True when it is this process or an ancestor of it."""
         pid = os.getpid() if self.is_here else 0
         while pid not in (0, self.pid):
-            fields = _fields(pid)
+            fields = status_of(pid)
             pid = int(fields[_PARENT]) if fields else 0
         return pid > 0
 
@@ -319,20 +319,10 @@ def _closed(handle: int) -> int:
 
 
 def _is_at(handle: int, path: Path) -> bool:
-    """Whether ``path`` still names the open file."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except OSError:
         return False
-
-
-def _place() -> str:
-    boot = _proc("sys/kernel/random/boot_id").strip()
-    try:
-        namespace = os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return platform.node()
-    return f"{platform.node()}/{boot}/{namespace}" if boot else platform.node()
 
 
 def _holder_of_lock(state: os.stat_result) -> Holder:
@@ -354,10 +344,6 @@ def _proc(name: str) -> str:
         return Path("/proc", name).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-
-
-def _fields(pid: int) -> list[str]:
-    return _proc(f"{pid}/stat").rpartition(")")[2].split()
 
 
 def _pending_signals(pid: int) -> int:

@@ -63,7 +63,6 @@ def check_json(value: object, where: str, depth: int = 0) -> None:
 
 
 def canonical(value: JSON | Mapping[str, JSON]) -> bytes:
-    """Return the canonical text of a JSON value."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return text.encode("ascii")
 

@@ -16,9 +16,16 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from meshwright.checkpoint.checksums import DIGITS, OF_VERSION
 from meshwright.checkpoint.document import JSON, canonical, check_json, seal, unseal
-from meshwright.checkpoint.tensor_file import FileMap, file_map, is_file_name, item_size, quoted
+from meshwright.checkpoint.tensor_file import (
+    DIGITS,
+    OF_VERSION,
+    FileMap,
+    file_map,
+    is_file_name,
+    item_size,
+    quoted,
+)
 from meshwright.layout import Box
 
 MANIFEST_NAME = "manifest.json"

@@ -19,43 +19,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.checksums import OURS, algorithm
 from meshwright.checkpoint.manifest import Piece
-from meshwright.checkpoint.tensor_file import DTYPES, file_name, item_size
+from meshwright.checkpoint.tensor_file import DTYPES, OURS, algorithm, file_name, item_size
+from meshwright.comm.dtensors.gather_dtensor import ShardedPiece
 from meshwright.comm.streams import DeviceEvent, record
 from meshwright.layout import Box
 
 _HOST = torch.device("cpu")
 _MARKED = 1 << 20
 """Bytes at the start of a box that holders compare; from a device each rank copies them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ShardedPiece:
-    """This rank's part of a global tensor.
-
-    ``tensor`` holds the elements of ``boxes`` one box after the other, each row-major. For a shard
-    of a flat buffer that is the 1-D shard with ``layout.boxes(shape, start, stop)``; for a chunk
-    along a dim it is the chunk with its one box. A rank that holds nothing passes no boxes and an
-    empty tensor.
-    """
-
-    global_shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
-    tensor: Tensor
-
-    def __post_init__(self) -> None:
-        whole = Box.whole(self.global_shape)
-        for box in self.boxes:
-            is_alike = len(box.shape) == len(whole.shape)
-            if not is_alike or (box.numel and box.intersect(whole) != box):
-                raise ValueError(f"{box} does not lie in global_shape {self.global_shape}")
-        expected = sum(box.numel for box in self.boxes)
-        if self.tensor.numel() != expected:
-            raise ValueError(
-                f"expected a tensor of {expected} elements for boxes {self.boxes},"
-                f" found shape {tuple(self.tensor.shape)}"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -175,7 +147,6 @@ def _saved_dtype(dtype: torch.dtype) -> str:
 
 
 def boxes_of(value: Tensor | ShardedPiece) -> tuple[Box, ...]:
-    """The boxes of ``value``; one for a plain tensor."""
     return value.boxes if isinstance(value, ShardedPiece) else (Box.whole(value.shape),)
 
 
@@ -246,12 +217,10 @@ def _bytes(here: Tensor, event: DeviceEvent | None) -> memoryview:
 
 
 def held_to_rows(held: Iterable[Held]) -> list[Any]:
-    """Convert this rank's parts to JSON, for the other ranks."""
     return [(*row[:3], [(b.offset, b.shape) for b in row.boxes], row.marks) for row in held]
 
 
 def held_from_rows(rows: Iterable[Any]) -> list[Held]:
-    """Convert another rank's parts from JSON."""
     return [
         Held(name, dtype, tuple(shape), tuple(Box(tuple(o), tuple(s)) for o, s in boxes), marks)
         for name, dtype, shape, boxes, marks in rows

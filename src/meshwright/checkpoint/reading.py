@@ -22,7 +22,6 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.checksums import DIGITS, OF_VERSION, Bytes, algorithm
 from meshwright.checkpoint.document import JSON, MAX_DOCUMENT_BYTES
 from meshwright.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -40,6 +39,7 @@ from meshwright.checkpoint.pieces import (
     memory_of,
     torch_dtype,
 )
+from meshwright.checkpoint.tensor_file import DIGITS, OF_VERSION, Bytes, algorithm
 from meshwright.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
 from meshwright.layout import Box
 
@@ -357,6 +357,7 @@ class Reader:
 
     def _open_plain(self, file: str) -> int:
         """Open a regular file of the directory itself: no link of either kind, no device."""
+        # O_NONBLOCK: to open a named pipe would wait for somebody who writes to it.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             handle = os.open(file, flags, dir_fd=self._handle)
@@ -482,6 +483,7 @@ class Reader:
                     f"tensor {name!r} (bytes {start} to {stop}) has checksum {found:{form}},"
                     f" expected {expected:{form}}",
                 )
+            # torch relies on 0 and 1; the checksum would be right for other bytes, too.
             elif into.dtype == torch.bool and bool((into.view(torch.uint8) > 1).any()):
                 yield self._damaged(file, f"tensor {name!r} holds bytes that are no booleans")
 

@@ -90,7 +90,7 @@ def prune(newest: Path, keep_last: int, storage: Storage) -> None:
     for path in complete[: max(len(complete) + 1 - keep_last, 0)]:
         torso = torso_directory(path, "old")
         storage.rename(path, torso)
-        storage.sync_directory(folder)
+        storage.sync_directory(folder)  # before a file goes: no name of a step may come back
         storage.remove_tree(torso)
 
 

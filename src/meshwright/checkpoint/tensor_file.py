@@ -6,6 +6,10 @@
 
 The writer and the reader call the same function: a reader that knows a file's tensors from the
 manifest knows its exact header, compares it, and never has to parse one.
+
+The manifest has a checksum of each piece: xxh3 of 64 bits (xxHash, https://xxhash.com), which runs
+at the speed of memory. Version 1 of the format had crc32, which takes three times as long as
+reading from the page cache.
 """
 
 from __future__ import annotations
@@ -13,14 +17,56 @@ from __future__ import annotations
 import math
 import re
 import struct
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from ctypes import Array, c_char
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as quoted
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from meshwright.precision import dtype_bytes
+
+Bytes = bytes | bytearray | memoryview | Array[c_char]
+
+
+class Checksum(Protocol):
+    """A running checksum of chunks of bytes."""
+
+    def update(self, data: Bytes, /) -> object: ...
+
+    def intdigest(self) -> int: ...
+
+
+class _Crc32:
+    def __init__(self, data: Bytes = b"") -> None:
+        self._value = zlib.crc32(data)
+
+    def update(self, data: Bytes, /) -> None:
+        self._value = zlib.crc32(data, self._value)
+
+    def intdigest(self) -> int:
+        return self._value
+
+
+def algorithm(kind: str) -> Callable[[Bytes], Checksum]:
+    """Return the constructor of a checksum of ``kind``, which takes the first bytes."""
+    if kind == "crc32":
+        return _Crc32
+    import xxhash  # imported here, so that training without checkpoints does not need it
+
+    return xxhash.xxh3_64
+
+
+DIGITS: Mapping[str, int] = MappingProxyType({"xxh3": 16, "crc32": 8})
+"""Hexadecimal digits of each kind."""
+
+OF_VERSION: Mapping[int, str] = MappingProxyType({1: "crc32", 2: "xxh3"})
+"""The kind of checksum of each version of the format."""
+
+OURS = "xxh3"
+
 
 DTYPES: Mapping[str, str] = MappingProxyType(
     {
@@ -58,7 +104,6 @@ def item_size(dtype: str) -> int:
 
 
 def file_name(rank: int) -> str:
-    """The name of the file that ``rank`` writes."""
     return f"rank_{rank:05d}.safetensors"
 
 

@@ -26,7 +26,6 @@ class Alone:
     size = 1
 
     def gather_bytes(self, payload: bytes, *, label: str) -> list[bytes]:
-        """Return the single payload."""
         return [payload]
 
 

@@ -31,7 +31,6 @@ from torch import Tensor
 
 from meshwright import comm
 from meshwright.checkpoint import claims
-from meshwright.checkpoint.checksums import OURS, algorithm
 from meshwright.checkpoint.document import JSON, canonical, check_json
 from meshwright.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -56,7 +55,7 @@ from meshwright.checkpoint.pieces import (
 )
 from meshwright.checkpoint.steps import prune, remove_torsos, step_directory, torso_directory
 from meshwright.checkpoint.storage import Storage, advice, naming, reason
-from meshwright.checkpoint.tensor_file import FileMap, file_map, file_name
+from meshwright.checkpoint.tensor_file import OURS, FileMap, algorithm, file_map, file_name
 from meshwright.checkpoint.together import Alone, Group, attempt
 from meshwright.comm import Communicator, settle
 from meshwright.comm.failures.sameness import first_difference
@@ -219,7 +218,7 @@ def _prepare(
     storage.make_directories(target.parent)
     held.enter_context(claims.hold(target.parent, stays=comm.is_connected()).saving())
     remove_torsos(target.parent, storage)
-    if os.path.lexists(target):
+    if os.path.lexists(target):  # a link to nothing is in the way, too
         raise FileExistsError(
             errno.EEXIST, "a checkpoint of this step exists and is never overwritten", str(target)
         )
@@ -354,6 +353,7 @@ def _commit(
         storage.sync_directory(torso)
     if os.path.lexists(target):
         raise FileExistsError(errno.EEXIST, "appeared during the save", str(target))
+    # The commit: all bytes and names in the folder are on the disk, and no reader has seen it.
     storage.rename(torso, target)
     try:
         storage.sync_directory(target.parent)

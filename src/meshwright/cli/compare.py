@@ -27,7 +27,6 @@ class CompareCommand:
     """Relative difference that is rounding; by default, by dtype, 1e-9 (float64), 1e-3 or 3e-2."""
 
     def run(self, words: list[str]) -> int:
-        """Print the findings."""
         try:
             tolerance = at_least_0("--tolerance", self.tolerance) if self.tolerance else None
             found = compare_runs(self.first, self.second, tolerance=tolerance)

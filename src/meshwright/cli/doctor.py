@@ -15,7 +15,6 @@ class DoctorCommand:
     """Also start two ranks and measure collectives."""
 
     def run(self, words: list[str]) -> int:
-        """Print the findings."""
         findings = examine(measure_collectives=self.measure)
         print("\n".join(report_lines(findings)))
         return int(any(finding.is_broken for finding in findings))

@@ -30,7 +30,6 @@ class ReportCommand:
     """Redraw the page every so many seconds until the runs have ended; 0 draws it once."""
 
     def run(self, words: list[str]) -> int:
-        """Write the page."""
         if not self.runs:
             raise PlanError("expected the folder of a run, found none")
         if self.watch < 0:

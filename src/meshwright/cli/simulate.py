@@ -43,7 +43,6 @@ class SimulateCommand:
     """Draw it as a page for a browser."""
 
     def run(self, words: list[str]) -> int:
-        """Print the schedule and the result of the simulation."""
         try:
             for name in ("forward", "input", "weight", "transfer"):
                 at_least_0(f"--{name}", str(getattr(self, name)))

@@ -179,6 +179,10 @@ class Communicator:
     def __repr__(self) -> str:
         return f"Communicator({self.axis!r}, rank {self.rank} of {self.size}, on {self.backend!r})"
 
+    def __deepcopy__(self, memo: object) -> Communicator:
+        # State that torch copies to save it in the background holds views, and they their ranks.
+        return self
+
     # ------------------------------------------------------------------ collectives
 
     def all_reduce(

@@ -2,9 +2,7 @@
 
 Bottom-up:
 
-    finding      a fact about a machine, what is wrong with it, and both as text
     machine      facts about GPUs and network; tests replace it
-    devices      findings about GPUs, ranks on them, and the network to other hosts
     collectives  collectives measured between ranks that are started for it
     survey       all findings, in their order
     __main__     one rank of a measurement
@@ -12,7 +10,7 @@ Bottom-up:
 
 from __future__ import annotations
 
-from meshwright.doctor.finding import Finding, report_lines
+from meshwright.doctor.machine import Finding, report_lines
 from meshwright.doctor.survey import examine, memory_limit, usable_cores
 
 __all__ = ["Finding", "examine", "memory_limit", "report_lines", "usable_cores"]

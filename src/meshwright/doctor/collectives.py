@@ -15,7 +15,7 @@ import torch
 
 from meshwright.comm import Communicator
 from meshwright.comm.groups.launch import launch
-from meshwright.doctor.finding import Finding
+from meshwright.doctor.machine import Finding
 from meshwright.errors import MeshwrightError
 
 MEASURED_RANKS = 2

@@ -1,4 +1,4 @@
-"""Facts about this machine: its GPUs, their driver, and its network interfaces.
+"""Facts about this machine (its GPUs, their driver, its network interfaces), and what is wrong.
 
 Tests replace `Machine` by an invented one.
 """
@@ -15,6 +15,35 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A fact about this machine."""
+
+    name: str
+    value: str
+    problem: str = ""
+    """What was expected instead; empty when the fact is as it should be."""
+    remedy: str = ""
+    """What to do about the problem."""
+    is_broken: bool = False
+    """True if training cannot work before this is fixed; false for advice."""
+
+
+def report_lines(findings: list[Finding]) -> list[str]:
+    """Format the findings: one line each, then the problems and what to do about them."""
+    width = max(len(finding.name) for finding in findings)
+    lines = [f"{finding.name:<{width}}  {finding.value}" for finding in findings]
+    problems = [finding for finding in findings if finding.problem]
+    lines.append("")
+    if not problems:
+        return [*lines, "Everything needed for training is in place."]
+    for finding in problems:
+        kind = "broken" if finding.is_broken else "advice"
+        lines.append(f"{kind}: {finding.name}: {finding.problem}; {finding.remedy}")
+    return lines
+
 
 _GET_ADDRESS = 0x8915
 """Linux's request for the address of an interface, SIOCGIFADDR."""
@@ -33,7 +62,6 @@ class Gpu:
 
     @property
     def is_slice(self) -> bool:
-        """True for a slice of a GPU (MIG)."""
         return " MIG " in f"{self.name} " or self.uuid.startswith("MIG-")
 
 
@@ -76,7 +104,6 @@ class Machine:
         return len(list(folder.iterdir())) if folder.is_dir() else 0
 
     def gpus(self) -> list[Gpu]:
-        """List the GPUs that this process can use."""
         if not torch.cuda.is_available():
             return []
         found = []

@@ -2,7 +2,6 @@
 
 Bottom-up:
 
-    changes       patches of other libraries' methods, which can be undone
     torch_names   Meshwright under the names of torch's modules
     trackers      metrics of a run sent to TensorBoard, Weights & Biases, MLflow, Trackio or yours
     ray           loops of Ray Train: metrics and checkpoints

@@ -39,18 +39,15 @@ class TensorBoard:
         self._module = _load("tensorboard", "torch.utils.tensorboard")
 
     def start(self, folder: Path, config: Mapping[str, object]) -> None:
-        """Open the event file."""
         self._writer = self._module.SummaryWriter(str(folder / "tensorboard"))
         rows = "\n".join(f"    {key} = {value}" for key, value in flat(config).items())
         self._writer.add_text("config", rows)
 
     def log(self, step: int, values: Values) -> None:
-        """Add a scalar for each number."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def finish(self) -> None:
-        """Close the event file."""
         self._writer.close()
 
 
@@ -61,7 +58,6 @@ class WandB:
         self._module = _load("wandb", "wandb")
 
     def start(self, folder: Path, config: Mapping[str, object]) -> None:
-        """Begin the run, or resume the one of this folder."""
         self._run = self._module.init(
             project=os.environ.get("WANDB_PROJECT", "meshwright"),
             name=folder.resolve().name,
@@ -72,11 +68,9 @@ class WandB:
         )
 
     def log(self, step: int, values: Values) -> None:
-        """Send the numbers."""
         self._run.log(dict(values), step=step)
 
     def finish(self) -> None:
-        """End the run."""
         self._run.finish()
 
 
@@ -97,11 +91,9 @@ class MLflow:
         _write(begun, run.info.run_id)
 
     def log(self, step: int, values: Values) -> None:
-        """Send the numbers."""
         self._module.log_metrics(dict(values), step=step)
 
     def finish(self) -> None:
-        """End the run."""
         self._module.end_run()
 
 
@@ -112,16 +104,13 @@ class Trackio:
         self._module = _load("trackio", "trackio")
 
     def start(self, folder: Path, config: Mapping[str, object]) -> None:
-        """Begin the run, or resume the one of this folder."""
         name = _kept(folder / "trackio.run", f"{folder.resolve().name}-{_new()}")
         self._module.init(project="meshwright", name=name, config=dict(config), resume="allow")
 
     def log(self, step: int, values: Values) -> None:
-        """Send the numbers."""
         self._module.log(dict(values), step=step)
 
     def finish(self) -> None:
-        """End the run."""
         self._module.finish()
 
 
@@ -159,7 +148,6 @@ def tracker_of(name: str) -> Tracker:
 
 
 def flat(config: Mapping[str, object], before: str = "") -> dict[str, object]:
-    """List the values of nested tables under dotted keys."""
     found: dict[str, object] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):

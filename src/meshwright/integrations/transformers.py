@@ -29,7 +29,7 @@ from torch import nn
 
 from meshwright.data_parallel import FSDPModule
 from meshwright.integrations import accelerate
-from meshwright.integrations.changes import Changes, change, fits, put_back
+from meshwright.integrations.accelerate import Changes, change, fits, put_back
 
 _NAME = "__name__"
 _log = logging.getLogger(__name__)

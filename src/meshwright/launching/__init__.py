@@ -5,7 +5,6 @@ Bottom-up:
     wire          messages and their bytes
     modules       test modules in ranks
     outcome       how ranks end
-    rank_process  the life of one rank
     server        the clean process that ranks are forked from, and the supervisor of a call
     pool          the caller's side
 

@@ -178,7 +178,6 @@ class _Server:
         socket.send_fds(self._control, [wire.pack(fresh)], [call.fileno()])
 
     def said(self) -> str:
-        """Return the server's output, for error messages."""
         self._log.seek(0)
         return self._log.read().decode(errors="replace")
 

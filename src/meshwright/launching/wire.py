@@ -76,7 +76,6 @@ def pack(value: object) -> bytes:
 
 
 def unpack(data: bytes) -> object:
-    """Return the value that `pack` pickled."""
     return pickle.loads(data)  # noqa: S301 - see the module's docstring
 
 

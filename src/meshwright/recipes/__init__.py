@@ -7,7 +7,6 @@ Bottom-up:
     language_model  the byte model, its optimizer and the learning rate
     metrics         one line of JSON per step, progress, and the last steps as a timeline
     usage           memory by category, and the operations that the model needs
-    factories       functions that a configuration names
     task            model, data, loss and optimizer of a run, ours or the user's
     run_folder      where a run writes, what it resumes from, and its state as a checkpoint
     tensors         traces of tensors, and comparison of two runs

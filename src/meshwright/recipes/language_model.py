@@ -174,7 +174,6 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Give every group of ``optimizer`` this rate."""
     for group in optimizer.param_groups:
         group["lr"] = rate
 

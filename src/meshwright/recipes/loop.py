@@ -40,7 +40,7 @@ from meshwright.integrations.trackers import Tracker, flat, tracker_of
 from meshwright.randomness import name_seed
 from meshwright.recipes.config import TrainConfig
 from meshwright.recipes.language_model import learning_rate, set_learning_rate
-from meshwright.recipes.metrics import MetricsFile, StepTrace, show_progress
+from meshwright.recipes.metrics import MetricsFile, RunProgress, StepTrace, live_display
 from meshwright.recipes.parity import Parity, check_parity
 from meshwright.recipes.run_folder import (
     RunFolder,
@@ -185,13 +185,13 @@ class _Training:
         self._trackers = self._start_trackers()
         self._flops = self._measure_flops()
         options = config.run
-        self._progress = show_progress(
+        self._progress = RunProgress(
             write,
             steps=options.steps,
             every=options.log_every,
-            rank=communicator.rank,
             done=self._step,
             unit=self._speed_unit,
+            display=None if communicator.rank else live_display(),
         )
 
     @property
@@ -491,6 +491,7 @@ def validation_loss(
     most = -(-len(sample) // trainable.data_size)
     for start in range(0, most, batch):
         mine = places[start : start + batch]
+        # A rank that has none left runs the first once more, as others may need it in a forward.
         given = built.read(held_out.batch([sample[place] for place in mine or (0,)]))
         inputs, targets = to_device(given, communicator.device, dtype)
         output = trainable.eval(inputs, targets).output

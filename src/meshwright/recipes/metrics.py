@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 
 from meshwright.comm import Clock, Communicator, Timer, observe
@@ -35,7 +35,7 @@ class MetricsFile:
         kept = _lines_until(path, step) if path.exists() else []
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_text("".join(kept), encoding="utf-8")
-        os.replace(temporary, path)
+        os.replace(temporary, path)  # at once: what interrupts this leaves all lines
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Mapping[str, object]) -> str:
@@ -65,88 +65,63 @@ class MetricsFile:
             self._file.close()
 
 
-class LineProgress:
-    """Plain lines, one every ``every`` steps, for the log of a batch job."""
+class RunProgress:
+    """A line of a terminal that is redrawn after every step, or plain lines for a log.
+
+    Without a ``display``, the line of every ``every``-th step and of the last is given to
+    ``write``. ``done`` steps have been taken before; the speed is that of ``unit``.
+    """
 
     def __init__(
-        self, write: Callable[[str], None], *, steps: int, every: int, unit: str = "tokens"
+        self,
+        write: Callable[[str], None],
+        *,
+        steps: int,
+        every: int,
+        done: int = 0,
+        unit: str = "tokens",
+        display: Progress | None = None,
     ) -> None:
         self._write = write
-        self._unit = unit
         self._steps = steps
         self._every = every
-
-    def step(self, step: int, *, loss: float, speed: float, left: float) -> None:
-        """Write the line of every ``every``-th step and of the last."""
-        if step % self._every and step != self._steps:
-            return
-        self._write(
-            f"step {step}/{self._steps}  loss {loss:.4f}  {speed:,.0f} {self._unit}/s  "
-            f"{_clock(left)} left"
-        )
-
-    def note(self, text: str) -> None:
-        """Write ``text`` as a line."""
-        self._write(text)
-
-    def close(self) -> None:
-        """Do nothing: every line has been written."""
-
-
-class LiveProgress:
-    """One line of a terminal, redrawn after every step."""
-
-    def __init__(
-        self, progress: Progress, *, steps: int, done: int = 0, unit: str = "tokens"
-    ) -> None:
-        self._progress = progress
         self._unit = unit
-        self._task: TaskID = progress.add_task(
-            "train", total=steps, completed=done, detail="starting"
-        )
-        progress.start()
+        self._display = display
+        if display is not None:
+            self._task = display.add_task("train", total=steps, completed=done, detail="starting")
+            display.start()
 
     def step(self, step: int, *, loss: float, speed: float, left: float) -> None:
-        """Redraw the line."""
+        """Show that ``step`` is done; seconds are ``left``."""
         detail = f"loss {loss:.4f}  {speed:,.0f} {self._unit}/s  {_clock(left)} left"
-        self._progress.update(self._task, completed=step, detail=detail)
+        if self._display is not None:
+            self._display.update(self._task, completed=step, detail=detail)
+        elif step % self._every == 0 or step == self._steps:
+            self._write(f"step {step}/{self._steps}  {detail}")
 
     def note(self, text: str) -> None:
-        """Print ``text`` above the line."""
-        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        """Write ``text`` as a line, above the one that is redrawn."""
+        if self._display is None:
+            self._write(text)
+        else:
+            self._display.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Stop redrawing and release the terminal."""
-        self._progress.stop()
+        if self._display is not None:
+            self._display.stop()
 
 
-ProgressDisplay = LineProgress | LiveProgress
-"""The progress display of a run."""
-
-
-def show_progress(
-    write: Callable[[str], None],
-    *,
-    steps: int,
-    every: int,
-    rank: int = 0,
-    done: int = 0,
-    unit: str = "tokens",
-) -> ProgressDisplay:
-    """Make a live line on rank 0 if standard output is a terminal; elsewhere plain lines.
-
-    ``done`` steps have been taken before; the speed is that of ``unit``.
-    """
-    if rank or not sys.stdout.isatty():
-        return LineProgress(write, steps=steps, every=every, unit=unit)
-    columns = (
+def live_display() -> Progress | None:
+    """Make the live line of a terminal; None if standard output is none."""
+    if not sys.stdout.isatty():
+        return None
+    return Progress(
         TextColumn("step"),
         MofNCompleteColumn(table_column=Column(no_wrap=True)),
         # Only the bar shrinks when the line is wider than the terminal.
         BarColumn(bar_width=None, table_column=Column(max_width=24)),
         TextColumn("{task.fields[detail]}"),
     )
-    return LiveProgress(Progress(*columns), steps=steps, done=done, unit=unit)
 
 
 def _lines_until(path: Path, step: int) -> list[str]:

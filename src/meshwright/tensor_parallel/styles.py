@@ -28,9 +28,7 @@ from meshwright.comm.dtensors.dtensor import (
     torch_placements,
     what_became,
 )
-from meshwright.comm.dtensors.gather_dtensor import part, side_by_side
-from meshwright.comm.dtensors.local_leaves import PartialGradient, local_leaf
-from meshwright.comm.dtensors.styled import (
+from meshwright.comm.dtensors.edges import (
     distribute_module,
     distribute_parameters,
     enter,
@@ -38,6 +36,8 @@ from meshwright.comm.dtensors.styled import (
     leave,
     leave_sequence,
 )
+from meshwright.comm.dtensors.gather_dtensor import part, side_by_side
+from meshwright.comm.dtensors.local_leaves import PartialGradient, local_leaf
 from meshwright.comm.dtensors.subclasses import has_calls
 from meshwright.comm.dtensors.unreadable import retire
 from meshwright.layout import Placement, Replicate, Shard

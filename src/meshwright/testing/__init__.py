@@ -5,7 +5,6 @@ Bottom-up:
     pool          the function `ranks`
     simulated     simulated devices, and ranks that have them
     plugin        the pytest plugin
-    meeting       where fake ranks meet, and the arithmetic of their collectives
     fake          all ranks in one process
     models        models that have broken a layout
     training      parity with one process, also bit by bit

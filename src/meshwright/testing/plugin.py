@@ -31,7 +31,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the markers."""
     config.addinivalue_line(
         "markers",
         'backends("shm", "gloo", ...): run a test that uses `ranks` once for each of them',

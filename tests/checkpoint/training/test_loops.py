@@ -8,6 +8,7 @@ import logging
 import math
 import random
 import re
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -233,6 +234,51 @@ def test_names_of_several_modules_are_those_of_one_tensor(tmp_path: Path) -> Non
     optimizer.state[second.weight]["momentum_buffer"] += 1
     with pytest.raises(ValueError, match="other state for one 'weight' than for its copy"):
         checkpoint.save(tmp_path, 3, model=[first, second], optimizer=optimizer)
+
+
+def copies_under_wrappers(folder: Path) -> None:
+    plain, inner = nn.Linear(2, 2), nn.Linear(2, 2)
+    inner.load_state_dict(plain.state_dict())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
+        modules = [plain, FullyShardedDataParallel(inner, use_orig_params=True)]
+    optimizer = torch.optim.SGD([p for m in modules for p in m.parameters()], momentum=0.9)
+    for module in modules:
+        for parameter in module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    path = checkpoint.save(folder, 1, model=modules, optimizer=optimizer)
+    optimizer.state[plain.weight]["momentum_buffer"] += 1
+    with pytest.raises(ValueError, match="other state for one 'weight' than for its copy"):
+        checkpoint.save(folder, 2, model=modules, optimizer=optimizer)
+    checkpoint.load(path, model=modules, optimizer=optimizer)
+    for module in modules:
+        for parameter in module.parameters():
+            state = optimizer.state[parameter]["momentum_buffer"]
+            assert torch.equal(state, torch.ones_like(state))
+
+
+def test_copies_under_several_wrappers_are_told_apart(ranks: Ranks, tmp_path: Path) -> None:
+    """The state of one replaced that of the other without a word."""
+    ranks(1, copies_under_wrappers, tmp_path)
+
+
+def uneven_over_both(folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("shard", "tensor"))
+    model = nn.Sequential(nn.Linear(5, 7))
+    parallelize_module(model, mesh["tensor"], {"*": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["shard"])
+    checkpoint.load(folder, model=model)
+    checkpoint.save(folder, 2, model=model)
+
+
+def test_rows_that_two_axes_cut_unevenly_are_saved_and_loaded(ranks: Ranks, tmp_path: Path) -> None:
+    """One of 7 rows over 2 tensor ranks and 3 of shards was looked for on another rank."""
+    model, other = nn.Sequential(nn.Linear(5, 7)), nn.Sequential(nn.Linear(5, 7))
+    checkpoint.save(tmp_path, 1, model=model)
+    ranks(6, uneven_over_both, tmp_path)
+    assert checkpoint.load(tmp_path, model=other).step == 2
+    assert_equal(dict(other.state_dict()), dict(model.state_dict()))
 
 
 def test_schedulers_that_do_not_fit_are_refused_before_anything_is_changed(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from meshwright import checkpoint
-from support.internals.checkpoint import ModelState, plain_names, plain_parameters
+from support.internals.checkpoint import ModelState, NamedOptimizer, plain_names
 from support.internals.data_parallel import SteppedOver
 
 
@@ -45,7 +45,8 @@ def test_wrappers_are_in_no_name() -> None:
     own = [name for name, _ in model.named_parameters()]
     assert own[0] == "_orig_mod.module.block.module._orig_mod.weight"
     assert list(map(plain_names(model), own)) == names
-    assert list(plain_parameters([model])) == names
+    optimizer = torch.optim.SGD(model.parameters())
+    assert NamedOptimizer(optimizer, [model]).groups == [names]
     assert list(ModelState([model]).tensors) == names
 
 

@@ -17,6 +17,7 @@ from meshwright import comm
 from meshwright.errors import LayoutError
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks
+from support.comm.boxes import local_box
 from support.internals.comm import (
     Ranges,
     ShardView,
@@ -28,7 +29,6 @@ from support.internals.comm import (
     dtensor_like,
     held,
     is_dtensor,
-    local_box,
     local_of,
     mesh_communicators,
     part_like,
@@ -87,7 +87,6 @@ def test_dtensors_share_the_storage_of_their_part(ranks: Ranks, size: int) -> No
             full = whole(shape)
             spread = torch_placements([Shard(0)])
             box = local_box(shape, mesh, spread)
-            assert box is not None
             local = full[box.slices()].clone()
             tensor = dtensor_at_rest(local, mesh, [Shard(0)], shape, full.stride())
             stock = distribute_tensor(full, mesh, spread)
@@ -135,14 +134,12 @@ def test_dtensors_on_two_axes(ranks: Ranks) -> None:
         full = whole((5, 3))
         for placements in ([Replicate(), Shard(1)], [Shard(0), Shard(1)], [Shard(0), Shard(0)]):
             box = local_box(full.shape, mesh, torch_placements(placements))
-            assert box is not None
             tensor = dtensor_at_rest(full[box.slices()], mesh, placements, full.shape, (3, 1))
             assert torch.equal(tensor.full_tensor(), full)
         for shape in ((8, 3), (6, 3)):
             full = whole(shape)
             strided, _ = cut_once_more([Replicate(), Shard(0)], mesh, 0, 0)
             box = local_box(shape, mesh, strided)
-            assert box is not None
             data, cut = divmod(comm.communicator().rank, 2)
             first, rows = chunk(shape[0], 2, cut)
             start, count = chunk(rows, 2, data)
@@ -160,6 +157,24 @@ def test_dtensors_on_two_axes(ranks: Ranks) -> None:
             held(partial, "sum")
 
     ranks(4, body)
+
+
+def test_rows_that_are_cut_twice_and_unevenly(ranks: Ranks) -> None:
+    """The last of 7 rows was looked for on a rank that has none: zeros in what was gathered."""
+
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("shard", "tensor"))
+        for rows in range(1, 14):
+            full = whole((rows, 3))
+            strided, _ = cut_once_more([Replicate(), Shard(0)], mesh, 0, 0)
+            box = local_box(full.shape, mesh, strided)
+            tensor = dtensor_at_rest(full[box.slices()], mesh, strided, full.shape, (3, 1))
+            assert torch.equal(tensor.full_tensor(), full)
+            assert torch.equal(gathered(tensor), full)
+            assert [b for b in held(tensor, "weight").boxes if b.numel] == [box] * bool(box.numel)
+            assert torch.equal(part_like(full, tensor).to_local(), tensor.to_local())
+
+    ranks(6, body)
 
 
 def test_a_part_of_another_shape_is_refused(ranks: Ranks) -> None:
@@ -247,7 +262,7 @@ def test_every_range_within_a_part_gives_its_boxes(within: list[Ranges]) -> None
             assert torch.equal(again.local, local)
             holding = held(view, "a")
             parts = [full[box.slices()].flatten() for box in holding.boxes]
-            assert torch.equal(holding.local, torch.cat([*parts, full.new_empty(0)]))
+            assert torch.equal(holding.tensor, torch.cat([*parts, full.new_empty(0)]))
     with pytest.raises(LayoutError, match="expected a 1-D range within"):
         ShardView(part.clone(), 1, (4, 4), within=within)
     with pytest.raises(RuntimeError, match="or is of a part"):

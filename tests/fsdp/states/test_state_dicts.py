@@ -142,6 +142,29 @@ def test_sharded_state_dicts_round_trip(
     ranks(2, body_sharded, use_orig_params, use_mesh)
 
 
+def body_other_wrapping(strategy: ShardingStrategy) -> None:
+    model = FSDP(Net(), auto_wrap_policy=POLICY)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The `NO_SHARD`")
+        other = FSDP(Net(1), sharding_strategy=strategy)
+    with kind(model, SHARDED):
+        state = model.state_dict()
+    held = [value.local.numel() for value in state.values() if isinstance(value, ShardView)]
+    assert dist.get_rank() == 0 or 0 in held  # the last bias lies on the first ranks alone
+    with kind(other, SHARDED):
+        other.load_state_dict(state)
+    equal(other.state_dict(), Net().state_dict())
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+def test_sharded_state_dicts_go_to_another_wrapping(
+    ranks: Ranks, strategy: ShardingStrategy
+) -> None:
+    """A rank whose elements fitted, as do none, skipped the gathers that the others waited in."""
+    ranks(4, body_other_wrapping, strategy)
+
+
 def body_local() -> None:
     model = FSDP(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)))
     peer = Peer(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)), device_id=communicator().device)

@@ -14,11 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint import ShardedPiece
 from meshwright.cli import main
 from meshwright.comm import Communicator, connect
 from meshwright.composition import Trainable
 from meshwright.testing import Ranks
-from support.internals.comm import Holding, ShardView, held
+from support.internals.comm import ShardView, held
 from support.internals.layout import Box
 from support.internals.recipes import Sums, compare_runs, digest, loop, trace_file
 from support.recipes.runs import run_tiny, write_text
@@ -250,9 +251,9 @@ def test_sums_do_not_depend_on_how_a_tensor_lies(dtype: torch.dtype) -> None:
     flat = tensor.reshape(-1)
     views = [ShardView(flat[a:b], a, (7, 5, 3)) for a, b in ((0, 11), (11, 64), (64, 105))]
     columns = [
-        Holding(
-            local=tensor[:, a:b].contiguous(),
-            shape=(7, 5, 3),
+        ShardedPiece(
+            tensor=tensor[:, a:b].contiguous(),
+            global_shape=(7, 5, 3),
             boxes=(Box((0, a, 0), (7, b - a, 3)),),
         )
         for a, b in ((0, 2), (2, 5))

@@ -9,18 +9,17 @@ __getattr__ = names_inside(
         "meshwright.comm.c10d": "lookup, nccl",
         "meshwright.comm.dtensors.dtensor": (
             "at_rest, beginning_storage, cut_once_more, dtensor_around, dtensor_at_rest, "
-            "dtensor_like, is_dtensor, local_box, local_of, mesh_communicators, "
+            "dtensor_like, is_dtensor, local_of, mesh_communicators, "
             "torch_placements"
         ),
-        "meshwright.comm.dtensors.gather_dtensor": "Holding, held, part_like, side_by_side, whole",
+        "meshwright.comm.dtensors.gather_dtensor": "held, part_like, side_by_side, whole",
         "meshwright.comm.dtensors.gradient_part": "GradientPart, gradient_part",
         "meshwright.comm.dtensors.local_leaves": "PartialGradient, deliver, local_leaf",
         "meshwright.comm.dtensors.operators.derivatives": "differentiate_moves",
         "meshwright.comm.dtensors.operators.mixed_lists": "take_lists_apart",
         "meshwright.comm.dtensors.operators.random_values": "draw_whole",
         "meshwright.comm.dtensors.operators.written_parts": "write_through",
-        "meshwright.comm.dtensors.ranges": "Ranges",
-        "meshwright.comm.dtensors.shard_view": "ShardView",
+        "meshwright.comm.dtensors.shard_view": "Ranges, ShardView",
         "meshwright.comm.dtensors.sharded_axes": (
             "is_distributed, singles_of, spread_of, spread_over"
         ),
@@ -59,7 +58,7 @@ __getattr__ = names_inside(
         ),
         "meshwright.comm.observing": "late",
         "meshwright.comm.pending": "Launched, TransferWaiter",
-        "meshwright.comm.shared_memory": "arena, backend, collectives, joining",
+        "meshwright.comm.shared_memory": "arena, backend, collectives",
         "meshwright.comm.shared_memory.arena": "ArenaLayout, Segment, SharedTensors",
         "meshwright.comm.shared_memory.channels": "CHANNEL_BYTES",
         "meshwright.comm.shared_memory.collectives": "SLOT_BYTES",

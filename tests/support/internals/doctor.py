@@ -8,7 +8,7 @@ __getattr__ = names_inside(
     {
         "meshwright.doctor": "collectives",
         "meshwright.doctor.collectives": "findings_of_gpus, medians_on_device",
-        "meshwright.doctor.devices": "devices, gloo_interface, nccl_interface, way_out",
+        "meshwright.doctor.survey": "devices, gloo_interface, nccl_interface, way_out",
         "meshwright.doctor.machine": "Gpu, Interface, Machine",
     }
 )

@@ -29,7 +29,7 @@ from meshwright.testing.simulated import SimulationError, WorkLine, device_of
 from meshwright.torch_internals.distributed import default_store, make_group
 from support.internals.comm import _StorageLine, late
 from support.internals.data_parallel import FlatBuffer
-from support.internals.testing import SimulatedWork, transport
+from support.internals.testing import SimulatedWork, backend
 
 Patch = pytest.MonkeyPatch
 
@@ -123,7 +123,7 @@ def ended(pending: Pending) -> torch.Tensor | None:
     """Wait on the host until the numbers are there, and let no stream wait."""
     for work in pending.works:
         assert isinstance(work, SimulatedWork)
-        assert work._job.ended.wait(transport.PATIENCE)
+        assert work._job.ended.wait(backend.PATIENCE)
     return pending._value
 
 
@@ -376,7 +376,7 @@ def test_a_fault_ends_the_run(ranks: Ranks) -> None:
 
 def body_split() -> None:
     """Rank 0 makes a group alone in the way in which all have to take part, and in another."""
-    transport.PATIENCE = 1.0
+    backend.PATIENCE = 1.0
     dist.new_group([0, 1])
     dist.new_group([1])
     if communicator().rank == 0:

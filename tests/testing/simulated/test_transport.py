@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from meshwright.testing import Ranks
 from meshwright.testing.simulated import SimulatedDevice, SimulationError, simulated
-from support.internals.testing import CommunicationStream, SimulatedWork, TransferSide, transport
+from support.internals.testing import CommunicationStream, SimulatedWork, TransferSide, backend
 
 
 def stream_of(device: SimulatedDevice, name: str) -> CommunicationStream:
@@ -62,7 +62,7 @@ def body_in_order() -> None:
 
 def body_blocked() -> None:
     """Two ranks that both send first wait for each other for good."""
-    transport.PATIENCE = 1.0
+    backend.PATIENCE = 1.0
     with simulated() as device:
         stream = stream_of(device, "one")
         work = send(stream, 1.0)

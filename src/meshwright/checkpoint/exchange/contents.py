@@ -107,7 +107,6 @@ def contents(path: str | os.PathLike[str]) -> Contents:
 
 
 def _layout(record: TensorRecord) -> str:
-    """Describe the pieces in which a tensor was saved."""
     if len(record.pieces) <= 1:
         return "whole"
     cut = [d for d, n in enumerate(record.shape) if any(p.box.shape[d] != n for p in record.pieces)]

@@ -243,21 +243,17 @@ class _Window(io.RawIOBase):
         self._file, self._start, self._length, self._at = file, start, length, 0
 
     def readable(self) -> bool:
-        """Allow reads."""
         return True
 
     def seekable(self) -> bool:
-        """Allow seeks."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move to ``offset`` within the range; returns the new position."""
         begin = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
         self._at = max(0, begin + offset)
         return self._at
 
     def tell(self) -> int:
-        """Return the position within the range, in bytes."""
         return self._at
 
     def readinto(self, buffer: Any) -> int:  # noqa: ANN401 - see io

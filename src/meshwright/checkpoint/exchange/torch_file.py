@@ -58,7 +58,7 @@ class TorchFormat:
                 position = places[order[name]]
                 for view in byte_views([weights.read(name).reshape(-1)]):
                     done = 0
-                    while done < len(view):
+                    while done < len(view):  # a write may take a part, at most 2 GiB
                         done += os.pwrite(handle, view[done:], position + done)
             os.fsync(handle)
         finally:
@@ -66,7 +66,6 @@ class TorchFormat:
         return None
 
     def finish(self, weights: Weights, folder: Path, answers: Sequence[JSON]) -> Path:
-        """See `Format`."""
         return folder / _NAME
 
 

@@ -129,6 +129,7 @@ def save(
     """
     group = communicator if communicator is not None else everyone()
     given: dict[str, Any] = {"scheduler": scheduler, "data": data}
+    # Before the ranks agree on anything: wrong arguments are wrong on all of them.
     held = _owner(model, optimizer).held_state()
     forms = {key: _form(each) for key, each in given.items() if each is not None}
 
@@ -163,9 +164,7 @@ def save(
         pieces,
         metadata,
         step=step,
-        communicator=None
-        if communicator is None and group.size == 1
-        else cast(Communicator, group),
+        communicator=group if isinstance(group, Communicator) else None,
         keep_last=keep_last,
         alike={f"{PREFIX}/model/{name}" for name in (weights.parameters if weights else ())},
     )
@@ -312,7 +311,6 @@ class _Loop:
         self.weights = ModelState(modules) if modules else None
 
     def held_state(self) -> dict[str, Any]:
-        """See `Laid`."""
         state = self.outline()
         if self.named:
             found = [each.state() for each in self.named]
@@ -328,7 +326,6 @@ class _Loop:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], *, copies: bool) -> None:
-        """See `Laid`."""
         if self.weights is not None:
             self.weights.load()
         for each, own in zip(self.named, state.get("optimizer", ()), strict=True):
@@ -354,7 +351,6 @@ def _owner(model: Model | None, optimizer: Optimizer | Sequence[Optimizer] | Non
 
 
 def _states(given: Stated) -> Any:  # noqa: ANN401 - any state
-    """Return the states, nested like ``given``."""
     if isinstance(given, Stateful):
         return dict(given.state_dict())
     if isinstance(given, Mapping):

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from meshwright.checkpoint.document import JSON
 from meshwright.checkpoint.nested import unflatten
-from meshwright.checkpoint.optimizers import differing_groups
 from meshwright.checkpoint.pieces import ShardedPiece, dtype_name, parts, torch_dtype
 from meshwright.checkpoint.reading import Reader
+from meshwright.checkpoint.training.named_optimizer import differing_groups
 from meshwright.checkpoint.training.wrapped import ModelState
 from meshwright.comm.dtensors.dtensor import is_dtensor
 from meshwright.comm.dtensors.gather_dtensor import empty_part_like, held, held_boxes
@@ -173,8 +173,7 @@ def piece_of(name: str, tensor: Tensor) -> ShardedPiece:
             f"{name!r}: expected a dense tensor, found one of layout {tensor.layout}: save "
             "tensor.to_dense(), and make it anew of that"
         )
-    holding = held(tensor, name)
-    return ShardedPiece(global_shape=holding.shape, boxes=holding.boxes, tensor=holding.local)
+    return held(tensor, name)
 
 
 # -------------------------------------------------------------------------------------- names
@@ -357,7 +356,6 @@ class Restoring:
     def _read_optimizer(
         self, saved: Mapping[str, Any], names: Mapping[str, Sequence[str]]
     ) -> dict[str, Any]:
-        """Read the state of an optimizer, sharded like the parameters."""
         held: dict[str, Tensor] = {} if self._weights is None else self._weights.names()
         state: dict[str, Any] = {}
         with self._saved.reading() as read:

@@ -12,7 +12,7 @@ of the model if its state dict does, otherwise they are copies of this rank's pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -55,16 +55,6 @@ COPY = " (copy)"
 """The suffix for a copy of a parameter that an earlier module (stage) has."""
 
 
-def plain_parameters(modules: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
-    """Map plain names to the parameters of ``modules``; a tied one once."""
-    found: dict[str, nn.Parameter] = {}
-    for module in modules:
-        plain = plain_names(module)
-        for name, parameter in module.named_parameters():
-            add(found, plain(name), parameter)
-    return found
-
-
 def add(found: dict[str, _T], name: str, value: _T) -> str:
     """Add ``value`` under ``name``, with `COPY` if that is taken; returns the name used."""
     while found.setdefault(name, value) is not value:
@@ -97,7 +87,7 @@ class ModelState:
         self._found: list[tuple[nn.Module, dict[str, Any]]] = []
         self._places: dict[str, list[_Entry]] = {}
         known = dict(ties or {})
-        first: dict[int, str] = {}
+        first: dict[int, str] = {}  # by id: `_found` keeps the values, so none is given twice
         for module in modules:
             plain = plain_names(module)
             with giving_parts(module):
@@ -155,9 +145,10 @@ class ModelState:
 def _is_copy(name: str, tensor: Tensor, other: Tensor) -> bool:
     """Whether this rank's parts of both are bitwise equal."""
     one, two = held(tensor, name), held(other, name)
-    if (one.shape, one.boxes, one.local.dtype) != (two.shape, two.boxes, two.local.dtype):
+    forms = [(each.global_shape, each.boxes, each.tensor.dtype) for each in (one, two)]
+    if forms[0] != forms[1]:
         return False
-    bits = [each.local.contiguous().reshape(-1).view(torch.uint8) for each in (one, two)]
+    bits = [each.tensor.contiguous().reshape(-1).view(torch.uint8) for each in (one, two)]
     return torch.equal(*bits)
 
 

@@ -5,13 +5,11 @@ Bottom-up:
     after_hooks     hooks that run once ``.grad`` of a parameter is set
     gradient_part   this rank's elements of a gradient, which no sum may be taken over
     subclasses      tensor subclasses: how they compute, and where their values are
+    shard_view      boxes of a tensor, their gather, and a flat range of one for state dicts
     dtensor         conversion between local tensors and DTensors, and what was made of parameters
-    edges           DTensors that enter and leave what computes on local tensors
+    edges           DTensors that enter and leave modules, which compute on local tensors or on them
     local_leaves    the leaves on which modules compute in place of DTensors
-    styled          modules that compute on DTensors, by styles of torch's protocol
     unreadable      tensors without values: reading them raises, by name
-    ranges          rows from several places along a dim, and the boxes that they make
-    shard_view      a flat range of the elements of a tensor, for state dicts
     sharded_axes    the axes over which the elements of a tensor are spread
     gather_dtensor  full tensors from DTensors, and the parts that ranks hold
     operators       torch's operators on DTensors, so that they compute what one process does

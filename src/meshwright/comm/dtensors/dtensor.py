@@ -23,12 +23,12 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from meshwright.axes import Axes
 from meshwright.comm.collectives import Communicator
+from meshwright.comm.dtensors.shard_view import Ranges, length_of, narrowed
 from meshwright.comm.dtensors.subclasses import values_of
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.comm.process_groups import communicator, peers
 from meshwright.errors import CommunicationError, LayoutError
 from meshwright.layout import (
-    Box,
     Partial,
     Placement,
     Replicate,
@@ -137,18 +137,21 @@ def _spec_at_rest(
     shape: Sequence[int],
     stride: Sequence[int],
 ) -> DTensorSpec:
-    # One for all that are placed alike: torch never changes it, and it is slow to make.
+    # One for all that are placed alike: torch never changes it, and it is slow to make. It keeps
+    # its mesh, so that the id in the key stays that of this mesh.
     key = (id(mesh), tuple(placements), tuple(shape), tuple(stride), local.dtype, local.shape)
     known: DTensorSpec | None = PROCESS.layouts.get(key)
     if known is not None:
         return known
     spread, shape = torch_placements(placements), tuple(shape)
-    box = local_box(shape, mesh, spread)
-    if box is not None and tuple(local.shape) != box.shape:
-        raise LayoutError(
-            f"expected this rank's part of a tensor of shape {shape}, placed {list(spread)} "
-            f"on {mesh}, to have shape {box.shape}; found {tuple(local.shape)}"
-        )
+    here = mesh.get_coordinate()
+    if here is not None:
+        part = tuple(map(length_of, ranges_at(shape, mesh, spread, here)))
+        if tuple(local.shape) != part:
+            raise LayoutError(
+                f"expected this rank's part of a tensor of shape {shape}, placed {list(spread)} "
+                f"on {mesh}, to have shape {part}; found {tuple(local.shape)}"
+            )
     meta = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
     return PROCESS.layouts.setdefault(key, DTensorSpec(mesh, spread, tensor_meta=meta))
 
@@ -219,6 +222,8 @@ def _counted_with(
     strides: tuple[int, ...],
 ) -> torch.Tensor:
     """Make a tensor on ``storage`` whose writes are counted for ``tensor`` too."""
+    # What is detached shares the counter of writes; `.data` gives it other memory, not another
+    # counter.
     found = tensor.detach()
     found.data = tensor.new_empty(0).set_(storage, 0, shape, strides)
     return found
@@ -251,7 +256,6 @@ def known_at_rest(tensor: torch.Tensor) -> AtRest | None:
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Check whether ``tensor`` is torch's DTensor."""
     return isinstance(tensor, DTensor)
 
 
@@ -264,39 +268,43 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local if local is tensor or type(local) is torch.Tensor else values_of(local)
 
 
-def local_box(
-    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[TorchPlacement]
-) -> Box | None:
-    """Find the box of a tensor of ``shape`` that this rank holds.
+def ranges_at(
+    shape: Sequence[int],
+    mesh: DeviceMesh,
+    placements: Sequence[TorchPlacement],
+    coordinate: Sequence[int],
+) -> list[Ranges]:
+    """List, for each dim of a tensor of ``shape``, the rows that the rank at ``coordinate`` holds.
 
-    None where the part is not one box: on a rank outside the mesh, or where a strided placement
-    gives each rank rows from all over the dim. What `cut_once_more` made is one box.
+    What does not cut counts as whole.
     """
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return None
-    offset, lengths = [0] * len(shape), list(shape)
-    cuts: list[tuple[int, TorchShard | StridedShard]]
-    cuts = [(n, p) for n, p in enumerate(placements) if type(p) is TorchShard]
-    for number, placement in reversed(list(enumerate(placements))):
-        if isinstance(placement, StridedShard):
-            later = [
-                mesh.size(n)
-                for n, p in enumerate(placements)
-                if n > number and isinstance(p, TorchShard | StridedShard)
-                if p.dim == placement.dim
-            ]
-            if placement.split_factor != math.prod(later):
-                return None
-            # It shards what all later dims of the mesh have left.
-            cuts.append((number, placement))
-        elif not isinstance(placement, TorchShard | TorchReplicate | TorchPartial):
-            return None
-    for number, placement in cuts:
-        dim = placement.dim % len(shape)
-        start, lengths[dim] = chunk(lengths[dim], mesh.size(number), coordinate[number])
-        offset[dim] += start
-    return Box(tuple(offset), tuple(lengths))
+    cuts: list[tuple[int, TorchShard | StridedShard, int]] = []
+    last: list[tuple[int, TorchShard | StridedShard, int]] = []
+    for number, placement in enumerate(placements):
+        if not isinstance(placement, TorchShard | StridedShard):
+            continue
+        later = [
+            mesh.size(n)
+            for n, each in enumerate(placements)
+            if n > number and getattr(each, "dim", None) == placement.dim
+        ]
+        pieces = int(placement.split_factor) if isinstance(placement, StridedShard) else 1
+        if isinstance(placement, StridedShard) and later and pieces == math.prod(later):
+            # Made by `cut_once_more`: it cuts what all later dims of the mesh have left. Cut here,
+            # into parts of each later piece, uneven rows would go to other ranks.
+            last.insert(0, (number, placement, 1))
+        else:
+            cuts.append((number, placement, pieces))
+    found: list[Ranges] = [[(0, size)] for size in shape]
+    for number, placement, pieces in (*cuts, *last):
+        # Several pieces: tensors side by side, of each of which the rank holds a part.
+        dim, parts = placement.dim % len(shape), list[tuple[int, int]]()
+        for piece in range(pieces):
+            start, rows = chunk(length_of(found[dim]), pieces, piece)
+            inside, length = chunk(rows, mesh.size(number), coordinate[number])
+            parts.append((start + inside, length))
+        found[dim] = [part for each in parts for part in narrowed(found[dim], *each)]
+    return found
 
 
 def current_mesh() -> DeviceMesh:
@@ -460,7 +468,6 @@ class Became:
 
 
 def note_became(given: nn.Parameter, became: Became) -> None:
-    """Note on ``given`` what it has become."""
     vars(given)[_BECAME] = became
 
 

@@ -23,13 +23,19 @@ from meshwright.comm.dtensors.dtensor import (
     is_replicated,
     local_of,
     mesh_communicators,
+    ranges_at,
     torch_placements,
 )
-from meshwright.comm.dtensors.ranges import Ranges, boxes_in, length_of, narrowed
-from meshwright.comm.dtensors.shard_view import ShardView
+from meshwright.comm.dtensors.shard_view import (
+    Ranges,
+    ShardView,
+    boxes_in,
+    gather_boxes,
+    length_of,
+)
 from meshwright.comm.process_groups import communicator
 from meshwright.errors import LayoutError
-from meshwright.layout import Box, chunk
+from meshwright.layout import Box
 from meshwright.torch_internals.distributed import (
     ShardedTensor,
     StridedShard,
@@ -40,16 +46,34 @@ from meshwright.torch_internals.distributed import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Holding:
-    """The elements of a tensor of ``shape`` that this rank holds."""
+class ShardedPiece:
+    """This rank's part of a global tensor.
 
-    local: torch.Tensor
-    """The elements of one box after the other, each row-major."""
-    shape: tuple[int, ...]
+    ``tensor`` holds the elements of ``boxes`` one box after the other, each row-major. For a shard
+    of a flat buffer that is the 1-D shard with ``layout.boxes(shape, start, stop)``; for a chunk
+    along a dim it is the chunk with its one box. A rank that holds nothing passes no boxes and an
+    empty tensor.
+    """
+
+    global_shape: tuple[int, ...]
     boxes: tuple[Box, ...]
+    tensor: torch.Tensor
+
+    def __post_init__(self) -> None:
+        whole = Box.whole(self.global_shape)
+        for box in self.boxes:
+            is_alike = len(box.shape) == len(whole.shape)
+            if not is_alike or (box.numel and box.intersect(whole) != box):
+                raise ValueError(f"{box} does not lie in global_shape {self.global_shape}")
+        expected = sum(box.numel for box in self.boxes)
+        if self.tensor.numel() != expected:
+            raise ValueError(
+                f"expected a tensor of {expected} elements for boxes {self.boxes},"
+                f" found shape {tuple(self.tensor.shape)}"
+            )
 
 
-def held(tensor: torch.Tensor, name: str) -> Holding:
+def held(tensor: torch.Tensor, name: str) -> ShardedPiece:
     """Find the part of a DTensor or `ShardView` that this rank holds; all of any other tensor.
     Nothing is sent.
 
@@ -65,7 +89,8 @@ def held(tensor: torch.Tensor, name: str) -> Holding:
     is_in_order = local.ndim == 1 and all(memory.is_contiguous() for _, memory in parts)
     if len(parts) > 1 and not is_in_order:
         local = torch.cat([memory.flatten() for _, memory in parts])
-    return Holding(local=local, shape=tuple(tensor.shape), boxes=tuple(box for box, _ in parts))
+    boxes = tuple(box for box, _ in parts)
+    return ShardedPiece(global_shape=tuple(tensor.shape), boxes=boxes, tensor=local)
 
 
 def empty_part_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -98,8 +123,10 @@ def whole(tensor: torch.Tensor, *, label: str = "whole tensor") -> torch.Tensor:
     axes = mesh_communicators(rest.mesh)
     # What was offloaded to the host goes by the device, and comes back.
     device = axes[0].device if cutting else rest.local.device
+    # Zeros, as what pads a smaller part is sent, too.
     everyone = torch.zeros(room, dtype=rest.local.dtype, device=device)
     everyone[: rest.local.numel()] = rest.local.detach().reshape(-1)
+    # The last dim of the mesh first: parts then come in the order of `places`.
     for number in reversed(cutting):
         gathered = everyone.new_empty(axes[number].size * everyone.numel())
         axes[number].all_gather(gathered, everyone, label=label).wait()
@@ -117,23 +144,9 @@ def without_chunks(tensor: Any, label: str) -> Any:  # noqa: ANN401 - what is no
     """Gather a full ShardedTensor, as torch's FSDP1 and loaders make it; others as they are."""
     if not isinstance(tensor, ShardedTensor):
         return tensor
-    axis = communicator(group_of(tensor))
-    mine = tensor.local_shards()
-    places = [[[*s.metadata.shard_offsets], [*s.metadata.shard_sizes]] for s in mine]
-    everyones = axis.gather_values(places, label=label)
-    room = max(sum(math.prod(sizes) for _, sizes in each) for each in everyones)
-    line = torch.zeros(room, dtype=tensor.dtype, device=axis.device)
-    own = [shard.tensor.detach().reshape(-1) for shard in mine]
-    line[: sum(map(torch.numel, own))] = torch.cat([line[:0], *(each.to(line) for each in own)])
-    gathered = line.new_empty(axis.size * room)
-    axis.all_gather(gathered, line, label=label).wait()
-    found = line.new_zeros(tensor.shape)
-    for each, part in zip(everyones, gathered.view(axis.size, room), strict=True):
-        for offset, sizes in each:
-            box = Box(tuple(offset), tuple(sizes))
-            found[box.slices()] = part[: box.numel].view(box.shape)
-            part = part[box.numel :]
-    return found
+    mine = [(s.metadata, s.tensor.detach()) for s in tensor.local_shards()]
+    parts = [(Box(tuple(at.shard_offsets), tuple(at.shard_sizes)), own) for at, own in mine]
+    return gather_boxes(communicator(group_of(tensor)), parts, tensor, label)[0]
 
 
 @torch.no_grad()
@@ -239,22 +252,10 @@ def is_side_by_side(rest: AtRest, dim: int) -> bool:
 
 def _ranges(rest: AtRest, coordinate: Sequence[int], name: str) -> list[Ranges]:
     """List, for each dim, what the rank at ``coordinate`` of the mesh holds."""
-    found = [[(0, size)] for size in rest.shape]
-    for size, index, placement in zip(rest.mesh.shape, coordinate, rest.placements, strict=True):
-        if is_replicated(placement):
-            continue
-        if not isinstance(placement, TorchShard | StridedShard):
+    for placement in rest.placements:
+        if not (is_replicated(placement) or isinstance(placement, TorchShard | StridedShard)):
             raise LayoutError(
                 f"{name!r} is placed {list(rest.placements)} on {rest.mesh}: expected "
                 "whole values, not summands"
             )
-        # Strided: sharded before by others into so many pieces, of each of which it holds a part.
-        pieces = int(placement.split_factor) if isinstance(placement, StridedShard) else 1
-        dim = placement.dim
-        cuts = []
-        for piece in range(pieces):
-            start, rows = chunk(length_of(found[dim]), pieces, piece)
-            inside, length = chunk(rows, size, index)
-            cuts.append((start + inside, length))
-        found[dim] = [part for cut in cuts for part in narrowed(found[dim], *cut)]
-    return found
+    return ranges_at(rest.shape, rest.mesh, rest.placements, coordinate)

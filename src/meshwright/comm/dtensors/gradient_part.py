@@ -78,12 +78,6 @@ class GradientPart(torch.Tensor):
     _meshwright_waits: bool = False
     """True when it is whole, and this rank's own until it is reduced."""
 
-    def _belong_to(self, name: str) -> None:
-        self._meshwright_name = name
-
-    def _wait(self) -> None:
-        self._meshwright_waits = True
-
     @classmethod
     def __torch_function__(
         cls,
@@ -106,7 +100,6 @@ class GradientPart(torch.Tensor):
             return result
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        """Represent it as a plain tensor."""
         return repr(plain(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -122,7 +115,7 @@ class GradientPart(torch.Tensor):
 def gradient_part(gradient: torch.Tensor, name: str) -> torch.Tensor:
     """Make a `GradientPart` of this rank's elements of the gradient of parameter ``name``."""
     found = make_subclass(GradientPart, gradient)
-    found._belong_to(name)
+    found._meshwright_name = name
     return found
 
 
@@ -132,7 +125,7 @@ def waiting_gradient(like: torch.Tensor, name: str) -> torch.Tensor:
     It computes as a part does: a norm of it is that of one rank.
     """
     found: Any = gradient_part(torch.empty_like(like), name)
-    found._wait()
+    found._meshwright_waits = True
     return found
 
 
@@ -156,7 +149,6 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def plain_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Find the ``.grad`` of ``parameter``, `plain`."""
     gradient = parameter.grad
     return None if gradient is None else plain(gradient)
 

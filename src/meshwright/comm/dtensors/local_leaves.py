@@ -56,19 +56,9 @@ class _Held:
         """Another object as soon as something is assigned to ``.data`` of the parameter."""
         self.is_hooked = False
         self.is_taken = False
+        """True when the gradient stays with the leaf until somebody hands it over."""
         self.partial: PartialGradient | None = None
-
-    def take_over(self) -> None:
-        """Keep the gradient with the leaf until somebody hands it over."""
-        self.is_taken = True
-
-    def give_up(self) -> None:
-        """Hand each gradient over as soon as it is there."""
-        self.is_taken = False
-
-    def sum_by(self, add: PartialGradient) -> None:
-        """Hand each gradient, which is a part of a sum, to ``add``."""
-        self.partial = add
+        """What gets each gradient, which is a part of a sum."""
 
     def hook(self) -> None:
         """Register the hook that hears of each gradient that autograd accumulates in the leaf."""
@@ -226,7 +216,7 @@ def give_up(parameter: nn.Parameter) -> None:
     """Undo `take_over`."""
     held = vars(parameter).get(_HELD)
     if held is not None:
-        held.give_up()
+        held.is_taken = False
 
 
 def take_over(parameter: nn.Parameter) -> nn.Parameter:
@@ -237,9 +227,7 @@ def take_over(parameter: nn.Parameter) -> nn.Parameter:
     """
     leaf = local_leaf(parameter)
     if leaf is not parameter:
-        held = vars(parameter)[_HELD]
-        if not held.is_taken:
-            held.take_over()
+        vars(parameter)[_HELD].is_taken = True
     return leaf
 
 
@@ -250,9 +238,7 @@ def sum_partial(parameter: nn.Parameter, add: PartialGradient) -> nn.Parameter:
     """
     leaf = local_leaf(parameter)
     if leaf is not parameter:
-        held = vars(parameter)[_HELD]
-        if held.partial is not add:
-            held.sum_by(add)
+        vars(parameter)[_HELD].partial = add
     return leaf
 
 
@@ -279,7 +265,7 @@ def hand_over(parameter: nn.Parameter) -> None:
     gradient = None if held is None else held.leaf.grad
     if held is None or gradient is None:
         return
-    held.leaf.grad = None
+    held.leaf.grad = None  # first: what raises below leaves nothing that the next pass would add to
     if gradient.requires_grad:
         raise RuntimeError(
             f"a gradient of shape {tuple(gradient.shape)} has a graph of its own, which a DTensor "
@@ -351,7 +337,7 @@ class PartialGradient:
             return
         waiting = communicator.unsummed.setdefault(task, [])
         waiting.append(given)
-        if len(waiting) == 1:
+        if len(waiting) == 1:  # the first of a pass, which sums at its end for all
 
             @apart
             def end_backward() -> None:

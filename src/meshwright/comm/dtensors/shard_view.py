@@ -6,6 +6,7 @@ loads it without communication, through the boxes of the range, at any number of
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm.collectives import Communicator
-from meshwright.comm.dtensors.ranges import Ranges, boxes_in, length_of, narrowed
 from meshwright.errors import LayoutError
 from meshwright.layout import Box, boxes
 from meshwright.torch_internals.distributed import TensorShard as Shard
@@ -32,6 +32,68 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem
 
 aten = torch.ops.aten
+
+Ranges = list[tuple[int, int]]
+"""(first row, rows) of the whole along one dim, in the order in which a local tensor has them.
+
+A strided placement gives a rank rows from several places, laid end to end: ``[(0, 2), (4, 2)]`` are
+the four rows 0, 1, 4 and 5.
+"""
+
+
+def boxes_in(ranges: Sequence[Ranges], local: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
+    """List the boxes of ``ranges``, each with its memory in ``local``."""
+    found: list[tuple[Box, torch.Tensor]] = []
+    starts = [list(itertools.accumulate((n for _, n in held), initial=0)) for held in ranges]
+    for numbers in itertools.product(*(range(len(held)) for held in ranges)):
+        cut = [held[number] for held, number in zip(ranges, numbers, strict=True)]
+        box = Box(tuple(a for a, _ in cut), tuple(n for _, n in cut))
+        at = [held[number] for held, number in zip(starts, numbers, strict=True)]
+        found.append((box, local[Box(tuple(at), box.shape).slices()]))
+    return found
+
+
+def length_of(ranges: Ranges) -> int:
+    return sum(rows for _, rows in ranges)
+
+
+def narrowed(ranges: Ranges, start: int, count: int) -> Ranges:
+    """Cut ``count`` rows from row ``start`` on out of ``ranges`` laid end to end."""
+    found: Ranges = []
+    for first, rows in ranges:
+        skipped = min(start, rows)
+        taken = min(rows - skipped, count)
+        if taken:
+            found.append((first + skipped, taken))
+        start, count = start - skipped, count - taken
+    return found
+
+
+def gather_boxes(
+    axis: Communicator, parts: Sequence[tuple[Box, torch.Tensor]], like: torch.Tensor, label: str
+) -> tuple[torch.Tensor, int]:
+    """Gather the boxes that the ranks of ``axis`` hold of a tensor of the form of ``like``.
+
+    Returns the full tensor, on the device of ``axis``, and the number of elements gathered.
+    """
+    places = [[box.offset, box.shape] for box, _ in parts]
+    everyones = axis.gather_values(places, label=label)
+    # All parts travel in the size of the largest, padded with zeros.
+    room = max(sum(math.prod(sizes) for _, sizes in each) for each in everyones)
+    line = torch.zeros(room, dtype=like.dtype, device=axis.device)
+    start = 0
+    for box, memory in parts:
+        line[start : start + box.numel].view(box.shape).copy_(memory)
+        start += box.numel
+    gathered = line.new_empty(axis.size * room)
+    axis.all_gather(gathered, line, label=label).wait()
+    found, count = line.new_zeros(like.shape), 0
+    for each, part in zip(everyones, gathered.view(axis.size, room), strict=True):
+        for offset, sizes in each:
+            box = Box(tuple(offset), tuple(sizes))
+            found[box.slices()] = part[: box.numel].view(box.shape)
+            part, count = part[box.numel :], count + box.numel
+    return found, count
 
 
 class ShardView(torch.Tensor):
@@ -90,19 +152,14 @@ class ShardView(torch.Tensor):
         self.local = local.detach()
         self.start = start
         self.name = name
-        self._ranks = _Ranks(communicator)
+        self.communicator = communicator
+        """The ranks that hold the other ranges, where that is known."""
         self._within = within
 
     # ------------------------------------------------------------------ what it holds
 
     @property
-    def communicator(self) -> Communicator | None:
-        """The ranks that hold the other ranges, where that is known."""
-        return self._ranks.communicator
-
-    @property
     def stop(self) -> int:
-        """One past the last element."""
         return self.start + self.local.numel()
 
     def boxes(self) -> list[tuple[Box, torch.Tensor]]:
@@ -146,31 +203,18 @@ class ShardView(torch.Tensor):
                 "ranges cannot be gathered: build it with communicator=, or load it through a "
                 "checkpoint"
             )
-        mine = self.local.to(communicator.device).contiguous()
-        ranges = communicator.gather_numbers(
-            (self.start, mine.numel()), label=f"ranges of {self.name}"
-        )
-        longest = int(max(count for _, count in ranges))
-        padded = mine.new_zeros(longest)
-        padded[: mine.numel()] = mine
-        everyone = mine.new_empty(communicator.size, longest)
-        communicator.all_gather(everyone, padded, label=f"full tensor {self.name}").wait()
-        full = mine.new_empty(self.numel())
-        seen = 0
-        for row, (start, count) in zip(everyone, ranges, strict=True):
-            full[int(start) : int(start + count)] = row[: int(count)]
-            seen += int(count)
-        if seen < full.numel():
+        label = f"full tensor {self.name}"
+        full, count = gather_boxes(communicator, self.boxes(), self, label)
+        if count < full.numel():
             raise RuntimeError(
-                f"{self._called()}: the ranks of axis {communicator.axis} hold {seen} of "
+                f"{self._called()}: the ranks of axis {communicator.axis} hold {count} of "
                 f"{full.numel()} elements"
             )
-        return full.view(self.shape).to(self.device)
+        return full.to(self.device)
 
     # ------------------------------------------------------------------ torch's checkpoint protocol
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
-        """Describe each box of the range."""
         metadata, planner = dist.checkpoint.metadata, dist.checkpoint.planner
         return [
             planner.WriteItem(
@@ -186,7 +230,6 @@ class ShardView(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """List the boxes of the range."""
         return [_chunk(box) for box, _ in self.boxes()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
@@ -293,20 +336,6 @@ class ShardView(torch.Tensor):
         return _rebuild, (*own, self._within) if self._within else own
 
 
-class _Ranks:
-    """Holds a communicator; a deep copy is the same object: torch deep-copies all that a view holds
-    to save it in the background.
-    """
-
-    __slots__ = ("communicator",)
-
-    def __init__(self, communicator: Communicator | None) -> None:
-        self.communicator = communicator
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Ranks:
-        return self
-
-
 _MOVES = frozenset(
     {
         to_copy_operator,
@@ -362,6 +391,7 @@ def _compared(func: Callable[..., Any], args: tuple[Any, ...], options: dict[str
 
 def _called_from(module: str) -> bool:
     """Tell whether ``module`` has called the function that is handled."""
+    # 0 is this frame, 1 that of `__torch_function__`, 2 that of its caller.
     return sys._getframe(2).f_globals.get("__name__") == module
 
 

@@ -68,7 +68,6 @@ class Unreadable:
             return func(*args, **(kwargs or {}))
 
     def __repr__(self) -> str:
-        """Say why there are none."""
         return f"<{vars(self)[_WHY].text}>"
 
 

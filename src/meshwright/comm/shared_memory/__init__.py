@@ -11,7 +11,6 @@ Bottom-up:
     queue         the order of calls, and their works
     channels      the channels of messages between ranks
     transfers     point-to-point messages
-    joining       the way of ranks to one arena
     group         the process group that c10d calls
     backend       the backend as `torch.distributed` learns of it
 """

@@ -5,7 +5,6 @@ Bottom-up:
     named                 one parameter of a unit: its names, its shape, what is here of it
     full_parameters       whole parameters outside of forward and backward
     state_dicts           state dicts of models, of three kinds
-    optimizer_exchange    parameters by names or positions, and messages about their state
     optimizer_state       optimizer state under the names of parameters
     methods               what the class has for both
     checkpoint_functions  what torch's checkpoint functions find

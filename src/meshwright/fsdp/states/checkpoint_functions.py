@@ -27,13 +27,14 @@ from torch import nn
 
 from meshwright.data_parallel.modules.checkpoint_names import StepOver, without_compiled
 from meshwright.fsdp.exposures.exposure import exposed_of
-from meshwright.fsdp.states.optimizer_exchange import (
+from meshwright.fsdp.states.optimizer_state import (
     MADE,
     OWN,
     managed_parameters,
+    spread_state,
     state_of_zero_steps,
+    state_to_load,
 )
-from meshwright.fsdp.states.optimizer_state import spread_state, state_to_load
 from meshwright.fsdp.traversal import clean_name
 from meshwright.fsdp.unit_wrapper import UnitWrapper
 from meshwright.torch_internals.modules import WRAPPED, asked

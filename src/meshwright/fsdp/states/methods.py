@@ -26,8 +26,7 @@ from meshwright.fsdp.options import (
     own_config,
     own_member,
 )
-from meshwright.fsdp.states.optimizer_exchange import from_first_rank
-from meshwright.fsdp.states.optimizer_state import optimizer_state, state_to_load
+from meshwright.fsdp.states.optimizer_state import from_first_rank, optimizer_state, state_to_load
 from meshwright.fsdp.traversal import clean_name
 from meshwright.fsdp.unit_wrapper import UnitWrapper, wrappers_in
 

@@ -95,7 +95,6 @@ class Part:
         return self.is_flat or self.piece is not None
 
     def found_in(self, given: Mapping[str, T]) -> T | None:
-        """What ``given`` has under the first of the names that is there."""
         return next((given[name] for name in self.names if name in given), None)
 
     def cut(self, line: torch.Tensor) -> torch.Tensor:
@@ -123,6 +122,7 @@ class Part:
     def fits(self, value: ShardView) -> bool:
         """Whether a view holds just this rank's elements."""
         begin, count = (0, 0) if self.piece is None else (self.piece.start, self.piece.numel)
+        # An empty range may begin anywhere.
         return value.local.numel() == count and (value.start == begin or not count)
 
     def elements_of(self, value: torch.Tensor, label: str) -> torch.Tensor:
@@ -194,7 +194,6 @@ def parts_of(unit: Unit, names: Iterable[tuple[str, ...]], groups: Groups) -> li
 
 
 def by_group(unit: Unit, parts: Iterable[Part]) -> Iterator[tuple[ParameterGroup, list[Part]]]:
-    """List the groups of ``unit``, each with its own of ``parts``."""
     rest = iter(parts)
     for group in unit.groups:
         yield group, [next(rest) for _ in group.slots]

@@ -14,12 +14,13 @@ too; buffers and ignored parameters are as any module gives them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from meshwright.comm import Communicator
 from meshwright.comm.dtensors.shard_view import ShardView
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup
 from meshwright.data_parallel.shards.unit import Unit
@@ -75,7 +76,6 @@ def _local_total(group: ParameterGroup) -> int:
 
 
 def _local_range(group: ParameterGroup) -> tuple[int, int]:
-    """This rank's elements of that line."""
     total = _local_total(group)
     start, stop = flat_layout(group).shard_range(group.axes.part)
     return min(start, total), min(stop, total)
@@ -179,12 +179,15 @@ def load_entries(
         flat = state.pop(flat_key, None)
         if flat is not None:
             _load_flat(group, flat, (clean_name(flat_key), errors))
+        values: dict[Part, torch.Tensor] = {}
         for part in own:
             found = [state.pop(inner + name) for name in part.names if inner + name in state]
             if found and flat is None:
-                _load_value(part, found[0], clean_name(prefix + part.names[0]), errors)
+                values[part] = found[0]
             elif flat is None:
                 missing.append(prefix + part.names[0])
+        for part, value in _gathered_misfits(values).items():
+            _load_value(part, value, clean_name(prefix + part.names[0]), errors)
     # What is registered is in place already: torch copies each onto itself.
     if unit.exposure.one_flat is not None:
         state[inner + FLAT] = parts[0].exposed
@@ -214,6 +217,27 @@ def _load_flat(group: ParameterGroup, flat: torch.Tensor, report: tuple[str, lis
         )
         return
     shard[: local.numel()].copy_(local)
+
+
+def _gathered_misfits(values: Mapping[Part, torch.Tensor]) -> dict[Part, torch.Tensor]:
+    """Gather the views, as another wrapping has left them, whose range is not that of their part.
+
+    All ranks are asked, and gather what does not fit on any: a rank without elements of either
+    would leave the gather out, and the others would wait for it.
+    """
+    found = dict(values)
+    by_axis: dict[Communicator, list[tuple[Part, ShardView]]] = {}
+    for part, value in values.items():
+        if isinstance(value, ShardView) and tuple(value.shape) == part.shape:
+            axis = value.communicator or part.group.axes.shard
+            if axis is not None:
+                by_axis.setdefault(axis, []).append((part, value))
+    for axis, views in by_axis.items():
+        own = [part.fits(view) for part, view in views]
+        everyones = axis.gather_values(own, label="parts that fit")
+        for (part, view), *fits in zip(views, *everyones, strict=True):
+            found[part] = view if all(fits) else view.full_tensor()
+    return found
 
 
 def _load_value(part: Part, value: torch.Tensor, name: str, errors: list[str]) -> None:

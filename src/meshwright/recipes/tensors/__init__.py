@@ -2,7 +2,6 @@
 
 Bottom-up:
 
-    digest   sums that do not depend on who holds which elements
     rows     the rows of a trace, and the files they are in
     trace    a training step that writes them
     compare  the first tensor in which two runs differ

@@ -16,8 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from meshwright.recipes.run_folder import json_leaves
-from meshwright.recipes.tensors.digest import SKETCH, Sums
-from meshwright.recipes.tensors.rows import KINDS, RunTrace, Step, TensorRow
+from meshwright.recipes.tensors.rows import KINDS, SKETCH, RunTrace, Step, Sums, TensorRow
 
 TOLERANCES: Mapping[str, float] = MappingProxyType(
     {"float64": 1e-9, "float32": 1e-3, "float16": 3e-2, "bfloat16": 3e-2}

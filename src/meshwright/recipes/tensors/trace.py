@@ -17,14 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.comm import Communicator, settle
-from meshwright.comm.dtensors.gather_dtensor import Holding, held
+from meshwright.comm.dtensors.gather_dtensor import ShardedPiece, held
 from meshwright.comm.graphs.untraced import apart, untraced
 from meshwright.composition import StepResult, Trainable
 from meshwright.layout import Box
 from meshwright.plan import match_names
 from meshwright.recipes.metrics import MetricsFile
-from meshwright.recipes.tensors.digest import digest
-from meshwright.recipes.tensors.rows import Header, Kind, TensorRow, trace_file
+from meshwright.recipes.tensors.rows import Header, Kind, TensorRow, digest, trace_file
 from meshwright.torch_internals.autograd import running_backward
 from meshwright.torch_internals.trees import tree_leaves
 
@@ -150,7 +149,8 @@ class TensorTrace:
         holding = held(value, name)
         first = now.begin * each
         boxes = tuple(Box((first + b.offset[0], *b.offset[1:]), b.shape) for b in holding.boxes)
-        self._put(kind, name, place, replace(holding, boxes=boxes), now, each)
+        shape = (first + value.shape[0], *value.shape[1:])  # of the samples up to these
+        self._put(kind, name, place, replace(holding, global_shape=shape, boxes=boxes), now, each)
 
     # -------------------------------------------------------------------------------- all tensors
 
@@ -168,14 +168,14 @@ class TensorTrace:
         kind: Kind,
         name: str,
         place: tuple[int, int],
-        holding: Holding,
+        holding: ShardedPiece,
         now: _Pass | None = None,
         each: int = 1,
     ) -> None:
         sums = digest(holding)
         if not sums.numel:
             return
-        shape, samples = holding.shape, None
+        shape, samples = holding.global_shape, None
         if now is not None:
             shape = shape[1:] if each == 1 else (each, *shape[1:])
             samples = (now.begin, now.begin + now.samples)
@@ -187,7 +187,7 @@ class TensorTrace:
             call=0 if now is None else now.calls[name],
             place=place,
             shape=shape,
-            dtype=str(holding.local.dtype).removeprefix("torch."),
+            dtype=str(holding.tensor.dtype).removeprefix("torch."),
             part=_part(holding, skipped=int(now is not None)),
             samples=samples,
             microbatch=None if now is None else now.microbatch,
@@ -200,9 +200,9 @@ def _tensors(values: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.dim()]
 
 
-def _part(holding: Holding, *, skipped: int) -> str:
+def _part(holding: ShardedPiece, *, skipped: int) -> str:
     """Format the ranges of the boxes in all dims after the first ``skipped``; "" for all of it."""
-    shape = holding.shape[skipped:]
+    shape = holding.global_shape[skipped:]
     if all(box.shape[skipped:] == shape for box in holding.boxes):
         return ""
     return ";".join(",".join(box.ranges()[skipped:]) for box in holding.boxes)

@@ -7,7 +7,6 @@ Bottom-up:
     memory     the memory of a device, and who uses it in which order
     device     one device, its streams, its memory, and its host
     seen       the hooks into torch through which it observes a program
-    transport  operations matched by their order alone, as in NCCL
     backend    the c10d backend ``simulated``, and ranks on it
 
 ::

@@ -83,7 +83,6 @@ class Extent:
 
     @classmethod
     def whole(cls, nbytes: int) -> Extent:
-        """Make the extent of a whole storage."""
         return cls(0, nbytes, (nbytes,), (1,), 1)
 
     def overlaps(self, other: Extent) -> bool:
@@ -158,7 +157,6 @@ class _StorageBlock:
         self._end = weakref.ref(storage, lambda _: dropped(key))
 
     def pin(self) -> None:
-        """Mark it as pinned: the device can access it directly."""
         self.is_pinned = True
 
     def place_of(self, address: int) -> int | None:
@@ -224,11 +222,9 @@ class Memory:
                 return
 
     def is_known(self, tensor: torch.Tensor) -> bool:
-        """Check whether the storage of ``tensor`` is registered."""
         return storage_id(tensor.untyped_storage()) in self._blocks
 
     def is_host(self, tensor: torch.Tensor) -> bool:
-        """Check whether ``tensor`` is in host memory."""
         part = next(tensors_in(tensor), None)
         with without_function():  # so that it works for fake tensors too
             found = None if part is None else self._blocks.get(storage_id(part.untyped_storage()))
@@ -240,7 +236,6 @@ class Memory:
         return found is None or found.is_pinned or not found.is_host
 
     def pin(self, tensor: torch.Tensor) -> None:
-        """Mark host tensor ``tensor`` as pinned."""
         self._blocks[storage_id(tensor.untyped_storage())].pin()
 
     def access(

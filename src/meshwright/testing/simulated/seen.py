@@ -402,15 +402,12 @@ class _MarkedPoint:
         self._event = self._device.record("an event", stream)
 
     def wait(self) -> None:
-        """Make the current stream wait for it."""
         if self._event is not None:
             self._device.current.wait_until(self._event.clock)
 
     def query(self) -> bool:
-        """Check, without waiting, whether the device has passed it."""
         return self._event is None or self._device.is_passed(self._event)
 
     def synchronize(self) -> None:
-        """Make the host wait until the device has passed it."""
         if self._event is not None:
             self._device.synchronize(self._event)

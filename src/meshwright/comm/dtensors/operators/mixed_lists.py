@@ -49,7 +49,6 @@ def take_lists_apart() -> None:
 
 
 def are_lists_taken_apart() -> bool:
-    """Check whether mixed lists are taken apart."""
     return isinstance(dtensor_handlers().get(torch.ops.aten.stack.default), _ListOperator)
 
 

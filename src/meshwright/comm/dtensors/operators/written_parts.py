@@ -24,7 +24,7 @@ from meshwright.comm.dtensors.gather_dtensor import ranges_held
 from meshwright.comm.dtensors.operators.corrected import correct_operators
 from meshwright.comm.dtensors.operators.derivatives import differentiate_moves
 from meshwright.comm.dtensors.operators.random_values import draw_whole
-from meshwright.comm.dtensors.ranges import Ranges
+from meshwright.comm.dtensors.shard_view import Ranges
 from meshwright.torch_internals.autograd import running_backward
 from meshwright.torch_internals.distributed import (
     DTensorSpec,
