@@ -456,11 +456,11 @@ class CallChecks:
                     method = FORMER_METHODS.get(name, name)
                     setattr(kind, name, self._checked(method, getattr(kind, name)))
         self._undo.append(watch_functional_operators(self._seen))
-        PROCESS.compare_calls(self)
+        PROCESS.checks = self
 
     def release(self) -> None:
         """Restore the methods that were replaced; nothing is compared any more."""
-        PROCESS.compare_calls(None)
+        PROCESS.checks = None
         for undo in self._undo:
             undo()
         self._undo.clear()

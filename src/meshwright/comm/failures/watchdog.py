@@ -421,7 +421,8 @@ class Watchdog:
         if not groups:
             self._end(error)
         elif PROCESS.stopped is None:
-            PROCESS.stop(error)  # before: what an abort ends leaves no numbers to continue with
+            # First: what an abort ends leaves no numbers to continue with.
+            PROCESS.stopped = error
             self._stopped_at = time.monotonic()
             recorded = recorded_operations(RECORDED)
             last = f"; c10d's flight recorder: {', '.join(recorded)}" if recorded else ""
