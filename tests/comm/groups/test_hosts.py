@@ -22,13 +22,13 @@ from meshwright.comm import shared_memory
 from meshwright.errors import CommunicationError
 from meshwright.testing import Ranks
 from support.comm.operations import check_operations
-from support.internals.comm import arena, joining, launch, registry
+from support.internals.comm import arena, backend, launch, registry
 
 
 def pretend_host(name: str) -> None:
     """Let this process take itself for one of another host."""
     identity = f"{name}/boot/namespace/0"
-    shared_memory.host_identity = joining.host_identity = lambda: identity
+    shared_memory.host_identity = backend.host_identity = lambda: identity
     socket.gethostname = lambda: name
 
 
@@ -120,7 +120,7 @@ def test_torch_alone_falls_back_to_gloo_too(ranks: Ranks, stranger: int) -> None
 
     def body() -> bool:
         if int(os.environ["RANK"]) == stranger:
-            joining.unsupported = lambda: "this machine has no shared memory"
+            backend.unsupported = lambda: "this machine has no shared memory"
         dist.init_process_group("cpu:meshwright")
         tensor = torch.ones(3)
         dist.all_reduce(tensor)

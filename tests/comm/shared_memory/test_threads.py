@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from meshwright.comm.shared_memory import SharedMemoryGroup
-from support.internals.comm import backend, collectives, joining
+from support.internals.comm import backend, collectives
 
 Group = SharedMemoryGroup
 SIZES = (0, 1, 1000, 16_385, 70_000, 200_000)
@@ -168,7 +168,7 @@ KINDS = (
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_way_gives_the_sum_in_rank_order(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    for module in (collectives, joining):
+    for module in (collectives, backend):
         monkeypatch.setattr(module, "SLOT_BYTES", 256 << 10)
 
     def body(group: Group, rank: int) -> None:

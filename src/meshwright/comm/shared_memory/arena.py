@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
+from meshwright.comm.failures.processes import place
 from meshwright.errors import CommunicationError
 
 PAGE = 4096
@@ -48,6 +49,8 @@ def unsupported() -> str:
         try:
             os.close(os.open(f"/proc/self/fd/{probe}", os.O_RDWR | os.O_CLOEXEC))
             os.close(os.pidfd_open(os.getpid()))
+            # Without the boot's id, hosts of one name would be taken for one host.
+            os.close(os.open("/proc/sys/kernel/random/boot_id", os.O_RDONLY | os.O_CLOEXEC))
         finally:
             os.close(probe)
     except OSError as error:
@@ -57,10 +60,7 @@ def unsupported() -> str:
 
 def host_identity() -> str:
     """Return a text that is equal in two processes exactly when they can share memory."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
-        boot = file.read().strip()
-    namespace = os.stat("/proc/self/ns/pid").st_ino
-    return f"{platform.node()}/{boot}/{namespace}/{os.geteuid()}"
+    return f"{place()}/{os.geteuid()}"
 
 
 def _is_dumpable() -> bool:

@@ -199,8 +199,9 @@ class _QueuedCollective(SharedWork):
     def __str__(self) -> str:
         return str(self.call)
 
-    def start(self, meeting: Meeting) -> None:
+    def start(self) -> None:
         """Take the first step, which never blocks; with the lock of the queue held."""
+        meeting = self.queue.meeting
         self.started = True
         if meeting.broken is not None:
             self.queue.end(self, unusable(meeting.broken))
@@ -217,7 +218,7 @@ class _QueuedCollective(SharedWork):
         return self.queue.drive(self, until)
 
     def _late(self, seconds: float) -> str:
-        return self.queue.describe_missing(self, seconds)
+        return self.queue.meeting.describe_missing(self.call, seconds)
 
 
 class _Announcer(threading.Thread):
@@ -318,7 +319,7 @@ class OperationQueue:
     """The FIFO of one group. Whoever holds its lock brings the first operation forward."""
 
     def __init__(self, meeting: Meeting, name: str) -> None:
-        self._meeting = meeting
+        self.meeting = meeting
         self._lock = threading.Lock()
         self._pending: deque[_QueuedCollective] = deque()
         self._ended: deque[_QueuedCollective] = deque()
@@ -341,8 +342,8 @@ class OperationQueue:
     ) -> SharedWork:
         """Run the operation now, to its end or to its first wait, or after those ahead of it."""
         operation = _QueuedCollective(self, call, body, outputs, held)
-        if self._meeting.broken is not None:
-            raise unusable(self._meeting.broken)
+        if self.meeting.broken is not None:
+            raise unusable(self.meeting.broken)
         if not self._pending and self._lock.acquire(blocking=False):
             try:
                 is_first = not self._pending  # another thread may have come in between
@@ -350,7 +351,7 @@ class OperationQueue:
                 if is_first and run_now:
                     self._advance(operation, time.monotonic() + SLICE)
                 elif is_first:
-                    operation.start(self._meeting)
+                    operation.start()
             finally:
                 self._lock.release()
             self._announce()
@@ -398,10 +399,6 @@ class OperationQueue:
                 self._announcers.append(announcer)
             announcer.take(operation)
 
-    def describe_missing(self, operation: _QueuedCollective, seconds: float) -> str:
-        """Describe who is missing in ``operation``."""
-        return self._meeting.describe_missing(operation.call, seconds)
-
     def close(self) -> None:
         """End the threads; operations still waiting raise."""
         self._background.close()
@@ -421,9 +418,9 @@ class OperationQueue:
 
         Waits are `Patience.seconds` awake, or ``awake_for``.
         """
-        meeting = self._meeting
+        meeting = self.meeting
         if not operation.started:
-            operation.start(meeting)
+            operation.start()
         if operation.done:
             return True
         limit = operation.limit
@@ -444,7 +441,7 @@ class OperationQueue:
     def end(self, operation: _QueuedCollective, error: BaseException | None) -> None:
         """End ``operation``, the first of the queue, by ``error`` where it has failed."""
         if error is not None:
-            self._meeting.break_with(error)
+            self.meeting.break_with(error)
         operation.finish(error)
         self._pending.popleft()
         self._ended.append(operation)
@@ -458,9 +455,9 @@ class OperationQueue:
             while self._pending:
                 operation = self._pending[0]
                 if not operation.started:
-                    operation.start(self._meeting)
+                    operation.start()
                     moved = True
-                elif self._meeting.all_arrived() or self._is_troubled(operation):
+                elif self.meeting.all_arrived() or self._is_troubled(operation):
                     # This thread's core is wanted by the computation that runs beside it.
                     self._advance(operation, time.monotonic() + BURST, awake_for=0.0)
                     moved = True

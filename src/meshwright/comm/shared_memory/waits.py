@@ -149,7 +149,7 @@ class Meeting:
         self.peers = peers
         self.patience = patience
         self.timeout = timeout
-        """Seconds for which an operation may wait for its peers."""
+        """Seconds for which an operation that begins from now on may wait for its peers."""
         self.broken: BaseException | None = None
         self.layout = layout
         self.segment = segment
@@ -355,10 +355,6 @@ class Meeting:
             self._words[self.layout.rank_word(self.peers.me) + CULPRIT] = error.rank + 1
         self.segment.bytes[8 * first + 8 : 8 * first + 8 + len(data)] = data
         self.leave(MISMATCHED if isinstance(error, CollectiveMismatchError) else FAILED)
-
-    def bound(self, seconds: float) -> None:
-        """Bound by ``seconds`` the waits of operations that begin from now on."""
-        self.timeout = seconds
 
     def end(self, error: BaseException) -> None:
         """Leave, and have what this rank calls later raise ``error``."""
