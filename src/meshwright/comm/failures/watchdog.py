@@ -37,6 +37,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import NamedTuple
 
@@ -272,7 +273,6 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
         self._stop.set()
         self._neighbors.wake()
         if self._thread is not threading.current_thread():
@@ -303,7 +303,8 @@ class Watchdog:
 
     def _look(self) -> None:
         for rank in self._neighbors.ended(self._monitor):
-            self._monitor.found_ended(rank)
+            # Not here: a request may wait for a store that is silent, and this thread watches it.
+            self._monitor.board.later(partial(self._monitor.found_ended, rank))
         self._look_at_store()
         call = self._calls.look()
         # Negative: the numbers of waits of ours are not.
@@ -498,7 +499,6 @@ class _Neighbors:
         return [rank for rank in self._ended if rank not in monitor.ranks.left]
 
     def close(self) -> None:
-        """Close the descriptors."""
         for descriptor in [*self._rank_of, self._reading, self._writing]:
             os.close(descriptor)
         self._rank_of.clear()

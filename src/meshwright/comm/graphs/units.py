@@ -71,12 +71,10 @@ class UnitForm:
     """True when gradients were enabled."""
 
     def text(self) -> str:
-        """Write it down."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod
     def of(cls, text: str) -> UnitForm:
-        """Read what `text` has written."""
         read = json.loads(text)
         parts = tuple(
             UnitPart(line, start, tuple(shape), trains)

@@ -66,7 +66,6 @@ class Flight:
         self.is_over, self._works, self._end = True, (), None
 
     def has_ended(self) -> bool:
-        """Ask the device."""
         if self.is_over or not self.communicator.is_open:
             return True
         end = self._end
@@ -76,10 +75,6 @@ class Flight:
             return bool(self._works) and all(work.is_completed() for work in self._works)
         except RuntimeError:  # the device is broken: the program is told by its own next call
             return False
-
-    def comes_first(self, now: float) -> None:
-        """Begin to count its time: what was before it on its communicator has ended."""
-        self.since = max(self.since, now)
 
 
 class Flights:
@@ -110,7 +105,7 @@ class Flights:
                 return None
             while queue and queue[0].has_ended():
                 queue.popleft().ended()
-                if queue:
-                    queue[0].comes_first(time.monotonic())
+                if queue:  # its time counts from here: it could not run before
+                    queue[0].since = max(queue[0].since, time.monotonic())
             heads += list(queue)[:1]
         return min(heads, key=lambda flight: flight.since, default=None)

@@ -68,12 +68,10 @@ class Records:
             words[word + 3] = source.nbytes
 
     def write_notes(self, parity: int, notes: list[int]) -> None:
-        """Write a number for each rank beside the record."""
         first = self._first[parity][self._me] + NOTES
         self._words[first : first + len(notes)] = array("q", notes)
 
     def notes(self, parity: int, rank: int) -> list[int]:
-        """List the numbers that ``rank`` wrote beside its record."""
         first = self._first[parity][rank] + NOTES
         return self._words[first : first + len(self._first[parity])].tolist()
 

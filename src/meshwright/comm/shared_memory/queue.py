@@ -95,24 +95,19 @@ class SharedWork(Work):
         return self.outputs
 
     def is_completed(self) -> bool:
-        """Check whether the operation has ended, in order or with an error."""
         return self.done
 
     def is_success(self) -> bool:
-        """Check whether the operation has ended without an error."""
         return self.done and self.error is None
 
     def exception(self) -> BaseException | None:
-        """Return the error of the operation, if it has ended with one."""
         return self.error
 
     def result(self) -> list[torch.Tensor]:
-        """List the tensors of the operation, after waiting for them."""
         self.wait()
         return list(self.outputs)
 
     def synchronize(self) -> None:
-        """Wait for the operation."""
         self.wait()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -150,7 +145,6 @@ class JoinedWork(SharedWork):
         self.works = works
 
     def get_future(self) -> Future[Sequence[torch.Tensor]]:  # type: ignore[override]
-        """Make a future of the tensors of all operations, in their order."""
         futures = [work.get_future() for work in self.works]
         return torch.futures.collect_all(futures).then(self._values)
 
@@ -160,19 +154,15 @@ class JoinedWork(SharedWork):
         return [tensor for future in futures.value() for tensor in future.value()]
 
     def is_completed(self) -> bool:
-        """Check whether all operations have ended."""
         return all(work.is_completed() for work in self.works)
 
     def is_success(self) -> bool:
-        """Check whether all operations have ended without an error."""
         return all(work.is_success() for work in self.works)
 
     def exception(self) -> BaseException | None:
-        """Find the first error of an operation."""
         return next((work.error for work in self.works if work.error is not None), None)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait until all operations have ended."""
         for work in self.works:
             work.wait(timeout)
         return True
@@ -235,7 +225,6 @@ class _Announcer(threading.Thread):
         self._inbox.put(operation)
 
     def run(self) -> None:
-        """Announce what comes."""
         while (operation := self._inbox.get()) is not None:
             operation.announce()
             del operation  # with its tensors, which a thread that waits would keep

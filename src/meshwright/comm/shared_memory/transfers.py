@@ -79,7 +79,6 @@ class TakenMessage:
 
 @functools.lru_cache(maxsize=64)
 def dtype_digest(dtype: torch.dtype) -> int:
-    """Compute the digest of a dtype's name."""
     return digest(str(dtype))
 
 
@@ -322,7 +321,6 @@ class Transfers:
         )
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, label: str) -> SharedWork:
-        """Send ``tensor`` to rank ``peer`` of the group."""
         return self._begin(ChannelTransfer(self, "send", tensor, peer, tag, label))
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int, label: str) -> SharedWork:
@@ -330,7 +328,6 @@ class Transfers:
         return self._begin(ChannelTransfer(self, "recv", tensor, peer, tag, label))
 
     def close(self) -> None:
-        """End the background thread."""
         self._background.close()
 
     def look(self) -> bool:
@@ -439,7 +436,6 @@ class Transfers:
         return [rank for rank in others if meeting.state(rank) != LEFT] or others
 
     def late(self, transfer: ChannelTransfer, seconds: float) -> str:
-        """Describe who is missing in ``transfer`` after ``seconds``."""
         peers = self.meeting.peers
         names = ", ".join(peers.name(rank) for rank in self._awaited(transfer))
         held = "; ".join(

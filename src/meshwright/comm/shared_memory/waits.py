@@ -55,7 +55,6 @@ class Futex:
         self._syscall(self._NUMBER, address, self._WAIT, value & 0xFFFFFFFF, time_limit, 0, 0)
 
     def wake(self, address: int) -> None:
-        """Wake everybody who sleeps on the word at ``address``."""
         self._syscall(self._NUMBER, address, self._WAKE, self._EVERYBODY, None, 0, 0)
 
 
@@ -123,7 +122,6 @@ class Peers:
         return f"rank {self.ranks[rank]} (process {self.pids[rank]}{stopped})"
 
     def close(self) -> None:
-        """Close the descriptors."""
         with self._looking:
             for descriptor in self._rank_of:
                 os.close(descriptor)
@@ -248,12 +246,10 @@ class Meeting:
         return True
 
     def missing(self) -> list[int]:
-        """List the ranks of the group that have not arrived at this step."""
         words, step = self._words, self.step
         return [rank for index, rank in self._arrival_of.items() if words[index] < step]
 
     def describe_missing(self, what: object, seconds: float) -> str:
-        """Describe who is missing after ``seconds`` of waiting."""
         missing = self.missing()
         names = ", ".join(self.peers.name(rank) for rank in missing) or "nobody any more"
         there = [self.peers.ranks[r] for r in range(self.layout.size) if r not in missing]
