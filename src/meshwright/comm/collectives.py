@@ -562,7 +562,7 @@ class Communicator:
             pending.explain_call(error)
             raise
         finally:
-            if self._is_labeled:
+            if self._is_labeled:  # a call that raised before it took the label must not leave it
                 group.label_next("")
         return pending
 

@@ -124,6 +124,7 @@ class TransferWaiter:
         except BaseException as error:  # it is raised again by the rank's own wait
             self._error = error
         thread, self._thread = self._thread, None
+        # Before the lock: whoever it wakes may begin the next transfer, and then takes this thread.
         if thread is not None and self._is_last:
             self._idle.append(thread)
         self._running.release()

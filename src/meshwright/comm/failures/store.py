@@ -309,6 +309,7 @@ class Gathering:
             return True
         if self._board.look is not None:  # it stands on the board
             self._board.run(self._board.look)
+        # The key is there for good, so no further wait for it would take any time.
         self._board.clock.sleep(min(seconds, self._board.every))
         return False
 
@@ -364,6 +365,8 @@ class Worker:
 
     def run(self, work: Callable[[], T], refuse: Callable[[], None]) -> T:
         """Have ``work`` done and return its value; ``refuse`` may raise meanwhile."""
+        # In the thread itself an order would wait for the one that gives it; after the end of the
+        # thread nobody else uses the client.
         if self._has_stopped or threading.current_thread() is self._thread:
             return work()
         order: Future[T] = Future()

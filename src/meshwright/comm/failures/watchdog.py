@@ -486,6 +486,7 @@ class _Neighbors:
                 descriptor = os.pidfd_open(process.pid)
             except (AttributeError, OSError):
                 descriptor = -1
+            # Asked after the open: the number may have gone to another process before it.
             if not process.has_ended and descriptor >= 0:
                 self._rank_of[descriptor] = rank
                 self._poll.register(descriptor, select.POLLIN)

@@ -99,6 +99,7 @@ class Segment:
             os.fchmod(descriptor, 0o600)
             nbytes = -(-nbytes // PAGE) * PAGE
             os.ftruncate(descriptor, nbytes)
+            # A peer that touches pages beyond the end of a file ends by SIGBUS.
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
             return cls(descriptor, nbytes, populate=populate)
@@ -129,7 +130,7 @@ class Segment:
         except BaseException:
             os.close(own)
             raise
-        segment.close_descriptor()
+        segment.close_descriptor()  # peers open the owner's; the mapping needs none
         return segment
 
     def close_descriptor(self) -> None:
@@ -192,7 +193,7 @@ class SharedTensors:
 
     def address_of(self, pid: int, location: Location) -> int:
         """Return the address here of bytes in a segment of ``pid``, which is mapped if need be."""
-        if pid == self._pid:
+        if pid == self._pid:  # a peer that is a thread of this process
             with self._lock:
                 owned = list(self._owned.values())
             start = next(s for s in owned if s.words[1] == location.serial)
@@ -204,6 +205,7 @@ class SharedTensors:
             return segment.address + location.offset
 
     def _map(self, pid: int, location: Location) -> Segment:
+        # Only here, since nothing tells this process that a peer has freed a tensor.
         for key in [key for key, mapped in self._mapped.items() if not mapped.words[2]]:
             del self._mapped[key]
         segment = Segment.open(pid, location.descriptor, location.nbytes, populate=True)
@@ -245,7 +247,8 @@ class SharedTensors:
                 self._pooled += segment.nbytes
                 self._pool.setdefault(segment.nbytes, []).append(segment)
                 return
-        # The pages go at once; peers drop their mapping when they next map another segment.
+        # The pages go at once, but for the first: there peers read that they can drop their mapping,
+        # when they next map another segment.
         segment.words[2] = 0
         segment.map.madvise(mmap.MADV_REMOVE, PAGE, segment.nbytes - PAGE)
         segment.close_descriptor()

@@ -105,6 +105,7 @@ def register() -> None:
     if BACKEND.upper() in known_backends():
         return
     host = _Host()
+    # Else peers that still wait would take this process for one that was lost.
     atexit.register(host.close)
     dist.Backend.register_backend(BACKEND, host.create, extended_api=True, devices=["cpu"])
 
@@ -154,7 +155,7 @@ def join(
         segment.words[first + PID] = os.getpid()
         _await_all(store, segment, layout, ranks, limit, known)
     finally:
-        segment.close_descriptor()
+        segment.close_descriptor()  # all have mapped it, or some never will
     words = [layout.rank_word(index) for index in range(layout.size)]
     processes = [(segment.words[word + PID], segment.words[word + STARTED]) for word in words]
     return Meeting(segment, layout, Peers(processes, ranks, rank), Patience.of(crowd), timeout)

@@ -469,7 +469,7 @@ class SharedMemoryGroup(PythonGroup):
     def shutdown(self) -> None:
         """Leave the group: end its threads, and let the peers know."""
         left, self._left = self._left, None
-        if left is None or self._pid != os.getpid():
+        if left is None or self._pid != os.getpid():  # a forked child must not leave for its parent
             return
         left(self)
         self._meeting.end(CommunicationError(f"the group {self._name!r} was destroyed"))

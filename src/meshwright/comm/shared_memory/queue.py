@@ -116,7 +116,7 @@ class SharedWork(Work):
         With a ``timeout`` it raises `CollectiveTimeoutError` when that passes first. The operation
         continues, and may be waited for again.
         """
-        seconds = timeout.total_seconds()
+        seconds = timeout.total_seconds()  # c10d's 0 means: no bound of this call's own
         if not self.done and seconds > 0:
             if not self._drive(time.monotonic() + seconds):
                 raise CollectiveTimeoutError(self._late(seconds))
@@ -344,7 +344,7 @@ class OperationQueue:
             finally:
                 self._lock.release()
             self._announce()
-        else:
+        else:  # atomic, without the lock: whoever holds that comes to it in its turn
             self._pending.append(operation)
         if run_now:
             operation.wait()

@@ -51,6 +51,7 @@ class Futex:
 
     def wait(self, address: int, value: int, seconds: float) -> None:
         """Sleep while the word at ``address`` has ``value``, for at most ``seconds``."""
+        # The kernel compares 32 bits: the low half of a word of ours, which comes first in memory.
         time_limit = (ctypes.c_long * 2)(int(seconds), int(seconds % 1 * 1e9))
         self._syscall(self._NUMBER, address, self._WAIT, value & 0xFFFFFFFF, time_limit, 0, 0)
 
@@ -94,6 +95,7 @@ class Peers:
             if pid == os.getpid():
                 continue
             try:
+                # Before its start is compared: the number may go to another process in between.
                 descriptor = os.pidfd_open(pid)
             except ProcessLookupError:
                 self._lost.add(rank)
@@ -205,6 +207,7 @@ class Meeting:
                 else:
                     if not self._sleep(index, until, limit, what, awake_for):
                         return False
+        # Also of ranks that have arrived: one of them alone may have seen a mismatch of sizes.
         if words[self._states].tobytes() != self._nobody:
             self._check_states(self._others, what, messages=False)
         return True
@@ -234,6 +237,8 @@ class Meeting:
                     raise CollectiveTimeoutError(self.describe_missing(what, self.timeout))
                 if until is not None and now >= until:
                     return False
+                # Without a fence: where this loads too early, the kernel compares the word again,
+                # behind a fence of its own.
                 words[own] = 1
                 seen = words[index]
                 if seen >= step:
@@ -268,6 +273,8 @@ class Meeting:
         """Tell ``rank`` that a message has moved; ``count`` differs from call to call."""
         words = self._words
         index = self._bells[rank]
+        # The one word that several ranks write, and one write may cover another. All that counts is
+        # that the value differs from the one heard, so it has the writer's number in it.
         words[index] = (count << 10 | self.peers.me) & 0x7FFFFFFF
         self._fence.acquire(False)
         self._fence.release()
@@ -350,6 +357,7 @@ class Meeting:
         if isinstance(error, RankFailedError):
             self._words[self.layout.rank_word(self.peers.me) + CULPRIT] = error.rank + 1
         self.segment.bytes[8 * first + 8 : 8 * first + 8 + len(data)] = data
+        # Last: who sees the state reads the reason and the culprit.
         self.leave(MISMATCHED if isinstance(error, CollectiveMismatchError) else FAILED)
 
     def end(self, error: BaseException) -> None:
@@ -362,6 +370,7 @@ class Meeting:
         index = self.layout.states + self.peers.me
         if self._words[index] == 0:
             self._words[index] = state
+        # Peers in a collective sleep on this rank's arrival, those in a message on their own bells.
         for word in (self._mine, *(self._bells[rank] for rank in self._others)):
             self._futex.wake(self.segment.address + 8 * word)
 
