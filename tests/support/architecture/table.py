@@ -54,7 +54,7 @@ ROOM_LINES: dict[str, int] = {
     "axes": 138,
     "checkpoint": 5560,
     "cli": 855,
-    "comm": 16181,
+    "comm": 15947,
     "compiler": 1233,
     "composition": 4546,
     "data": 417,

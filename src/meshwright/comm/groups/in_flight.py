@@ -15,20 +15,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from meshwright.comm.streams import DeviceEvent, captures, current_stream, is_capturing, record
 
 if TYPE_CHECKING:
     from meshwright.comm.collectives import Communicator
     from meshwright.comm.failures.waiting import Issued
-
-
-class Asked(Protocol):
-    """The part of c10d's work that is used here."""
-
-    def is_completed(self) -> bool:
-        """Check whether it has ended, well or not."""
+    from meshwright.comm.pending import Work
 
 
 class Flight:
@@ -44,14 +38,14 @@ class Flight:
         self.since = time.monotonic()
         """The time of the call, or at which those before it on its communicator had ended."""
         self.is_over = False
-        self._works: Sequence[Asked] = ()
+        self._works: Sequence[Work] = ()
         self._end: DeviceEvent | None = None
 
     def __str__(self) -> str:
         at = f", called at {self.line}" if self.line else ""
         return f"{self.issued.describe(self.communicator.axis)}{at}"
 
-    def launched(self, works: Sequence[Asked]) -> None:
+    def launched(self, works: Sequence[Work]) -> None:
         """Take the works that were started; a batch adds its work to the list at its end."""
         self._works = works
         if isinstance(works, tuple) and not works:  # c10d has made the current stream wait

@@ -247,8 +247,8 @@ class SharedTensors:
                 self._pooled += segment.nbytes
                 self._pool.setdefault(segment.nbytes, []).append(segment)
                 return
-        # The pages go at once, but for the first: there peers read that they can drop their mapping,
-        # when they next map another segment.
+        # The pages go at once, but for the first: there peers read that they can drop their
+        # mapping, when they next map another segment.
         segment.words[2] = 0
         segment.map.madvise(mmap.MADV_REMOVE, PAGE, segment.nbytes - PAGE)
         segment.close_descriptor()

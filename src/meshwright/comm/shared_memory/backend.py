@@ -35,7 +35,7 @@ from meshwright.comm.shared_memory.arena import (
 from meshwright.comm.shared_memory.collectives import SLOT_BYTES
 from meshwright.comm.shared_memory.group import BACKEND, SharedMemoryGroup
 from meshwright.comm.shared_memory.transfers import CHANNEL_BYTES
-from meshwright.comm.shared_memory.waits import PID, STARTED, Meeting, Patience, Peers
+from meshwright.comm.shared_memory.waits import PID, STARTED, Meeting, Peers
 from meshwright.environment import local_size
 from meshwright.errors import CollectiveTimeoutError, CommunicationError, RankFailedError
 from meshwright.torch_internals.distributed import add_backend, known_backends, number_operations
@@ -158,7 +158,7 @@ def join(
         segment.close_descriptor()  # all have mapped it, or some never will
     words = [layout.rank_word(index) for index in range(layout.size)]
     processes = [(segment.words[word + PID], segment.words[word + STARTED]) for word in words]
-    return Meeting(segment, layout, Peers(processes, ranks, rank), Patience.of(crowd), timeout)
+    return Meeting(segment, layout, Peers(processes, ranks, rank), crowd, timeout)
 
 
 def _create(store: dist.Store, layout: ArenaLayout, ranks: Sequence[int]) -> Segment:

@@ -368,7 +368,10 @@ class Exchange:
         if max(sizes) > LOCATE_BYTES:
             places = self._places(parity, address)
         if outputs is not None:
-            self._copy_whole(places, sizes, outputs, address)
+            for rank, place in enumerate(places):
+                start = address if rank == self.rank else place
+                if start is not None and sizes[rank] and outputs[rank] != start:
+                    _copy(outputs[rank], start, sizes[rank])
         staged = max(
             [size for size, at in zip(sizes, places, strict=True) if at is None], default=0
         )
@@ -389,19 +392,6 @@ class Exchange:
         if places.count(None) < len(places):
             self.meeting.arrive()
             yield
-
-    def _copy_whole(
-        self,
-        places: Sequence[int | None],
-        sizes: Sequence[int],
-        outputs: Sequence[int],
-        own: int,
-    ) -> None:
-        """Copy this rank's own bytes and those that lie in the peers' shared tensors."""
-        for rank, place in enumerate(places):
-            start = own if rank == self.rank else place
-            if start is not None and sizes[rank] and outputs[rank] != start:
-                _copy(outputs[rank], start, sizes[rank])
 
     # ------------------------------------------------------------------ exchanging
 

@@ -405,7 +405,7 @@ class OperationQueue:
     ) -> bool:
         """Bring the first operation of the queue to its end; False when ``until`` comes first.
 
-        Waits are `Patience.seconds` awake, or ``awake_for``.
+        Waits are `waits.AWAKE` seconds awake, or ``awake_for``.
         """
         meeting = self.meeting
         if not operation.started:

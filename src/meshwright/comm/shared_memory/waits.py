@@ -13,7 +13,6 @@ import select
 import threading
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 
 from meshwright.comm.failures.processes import is_stopped, process_start
 from meshwright.comm.shared_memory.arena import ArenaLayout, Segment
@@ -38,6 +37,11 @@ NAP = 0.05
 """Seconds of one sleep; after each, the peers' lives and the time limit are looked at."""
 
 
+AWAKE = 250e-6
+"""Seconds for which a rank gives its core to others between looks before it sleeps. Waking a
+process on an idle core takes some 50 microseconds, and ranks are often less apart."""
+
+
 class Futex:
     """Sleeping until a 32-bit word of shared memory changes."""
 
@@ -57,25 +61,6 @@ class Futex:
 
     def wake(self, address: int) -> None:
         self._syscall(self._NUMBER, address, self._WAKE, self._EVERYBODY, None, 0, 0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """The wait of a rank before it sleeps."""
-
-    spins: int
-    """Looks at the word without giving up the core."""
-    seconds: float
-    """For how long it then gives the core to other processes between looks, before it sleeps."""
-
-    @classmethod
-    def of(cls, ranks: int) -> Patience:
-        """Make one for ``ranks`` processes on this host.
-
-        Waking a process on an idle core takes some 50 microseconds, and ranks are often less apart.
-        With more ranks than cores the core is given at once to those that are waited for.
-        """
-        return cls(spins=60 if ranks <= len(os.sched_getaffinity(0)) else 10, seconds=250e-6)
 
 
 class Peers:
@@ -142,12 +127,12 @@ class Meeting:
         segment: Segment,
         layout: ArenaLayout,
         peers: Peers,
-        patience: Patience,
+        crowd: int,
         timeout: float,
     ) -> None:
+        """``crowd`` is the number of ranks on this host."""
         self.step = 0
         self.peers = peers
-        self.patience = patience
         self.timeout = timeout
         """Seconds for which an operation that begins from now on may wait for its peers."""
         self.broken: BaseException | None = None
@@ -166,8 +151,10 @@ class Meeting:
         self._states = slice(layout.states, layout.states + layout.size)
         self._bells = [layout.rank_word(rank) + DOORBELL for rank in range(layout.size)]
         self._nobody = bytes(8 * layout.size)
-        self._spins = range(patience.spins)
-        self._awake = patience.seconds
+        # With more ranks than cores the core is given at once to those that are waited for.
+        self._spins = range(60 if crowd <= len(os.sched_getaffinity(0)) else 10)
+        """Looks at a word without giving up the core."""
+        self._awake = AWAKE
         """Seconds for which this rank gives its core away before it sleeps until a message comes:
         fewer behind messages that took longer, as those of stages that compute in between."""
 
@@ -196,7 +183,7 @@ class Meeting:
 
         ``until`` and ``limit`` are times of the monotonic clock. At ``limit``, or when a rank is
         lost, left or failed, an error names it and ``what`` was waited for. ``awake_for`` stands in
-        the place of `Patience.seconds`.
+        the place of `AWAKE`.
         """
         words, step = self._words, self.step
         for index in self._arrivals:
@@ -222,7 +209,7 @@ class Meeting:
     ) -> bool:
         words, step = self._words, self.step
         now = time.monotonic()
-        awake_until = now + (self.patience.seconds if awake_for is None else awake_for)
+        awake_until = now + (AWAKE if awake_for is None else awake_for)
         while now < awake_until:
             os.sched_yield()
             if words[index] >= step:
@@ -298,9 +285,8 @@ class Meeting:
         if words[index] == heard:
             self._futex.wait(self.segment.address + 8 * index, heard, min(NAP, seconds))
         words[own] = 0
-        patience = self.patience.seconds
-        is_long = time.monotonic() - begun > patience
-        self._awake = max(self._awake / 2, patience / 16) if is_long else patience
+        is_long = time.monotonic() - begun > AWAKE
+        self._awake = max(self._awake / 2, AWAKE / 16) if is_long else AWAKE
 
     # ------------------------------------------------------------------ failures
 
