@@ -111,7 +111,7 @@ class Communicator:
         if self._first_tag:
             return self
         if not self._control:
-            self._control.append(self._on_host())
+            self._control.append(self._control_channel())
         found = self._control[0]
         return found if found.axis == self.axis else found.along(self.axis)
 
@@ -120,26 +120,23 @@ class Communicator:
         """This one and its control channel, if it was used: each has counts of its own."""
         return (self, *self._control)
 
-    def _on_host(self) -> Communicator:
+    def _control_channel(self) -> Communicator:
         host = copy.copy(self)
-        host._become_control()
-        return host
-
-    def _become_control(self) -> None:
-        self.device, self.is_followed = torch.device("cpu"), False
-        self.is_on_host = self.waits_on_host = True
-        self.clock = Clock(self.device)
-        self.name += CONTROL
-        self._first_tag = CONTROL_TAGS
-        self._begin()
+        host.device, host.is_followed = torch.device("cpu"), False
+        host.is_on_host = host.waits_on_host = True
+        host.clock = Clock(host.device)
+        host.name += CONTROL
+        host._first_tag = CONTROL_TAGS
+        host._begin()
         group = self._group()
         if not isinstance(group, dist.ProcessGroup):
-            return  # of ranks that are no processes
-        if self.device.type not in {device.type for device in device_types_of(group)}:
+            return host  # of ranks that are no processes
+        if host.device.type not in {device.type for device in device_types_of(group)}:
             made: Any = lookup.host_group(self.ranks)
             # c10d's table of groups keeps it alive.
-            self._group, group = weakref.ref(made), made
-        self.backend = lookup.backend_for(group, self.device)
+            host._group, group = weakref.ref(made), made
+        host.backend = lookup.backend_for(group, host.device)
+        return host
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -161,11 +158,8 @@ class Communicator:
     def along(self, axis: str) -> Self:
         """Copy it under the name ``axis``; copies share counts of operations and what is kept."""
         named = copy.copy(self)
-        named._rename(axis)
+        named.axis = axis
         return named
-
-    def _rename(self, axis: str) -> None:
-        self.axis = axis
 
     def __eq__(self, other: object) -> bool:
         """Equal when it is the same rank of the same group, whatever axis it is named by."""
@@ -551,8 +545,8 @@ class Communicator:
                 label=label,
                 sequence=issued.sequence,
             )
-            PROCESS.tell_issued(collective)
-            pending.observed(collective, self.clock.mark())
+            PROCESS.tell("issued", collective)
+            pending.observed = collective, self.clock.mark()
         if is_ours and shown.is_counted(kind, tensor):
             launch = shown.in_place_of(kind, launch, functional=self._is_functional)
         if self.is_followed and PROCESS.watcher is not None:
@@ -563,16 +557,16 @@ class Communicator:
         try:
             if PROCESS.checks is not None:
                 with PROCESS.checks.labeled(text, is_control=self._first_tag > 0):
-                    pending.launched(*launch(group))
+                    pending.works, pending.finish = launch(group)
                 return pending
             if self._is_labeled:
                 group.label_next(text)
-            pending.launched(*launch(group))
+            pending.works, pending.finish = launch(group)
         except RuntimeError as error:
             pending.explain_call(error)
             raise
         finally:
-            if self._is_labeled:
+            if self._is_labeled:  # a call that raised before it took the label must not leave it
                 group.label_next("")
         return pending
 

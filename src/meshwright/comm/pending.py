@@ -21,7 +21,6 @@ from meshwright.comm.failures.waiting import (
 )
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.comm.streams import record
-from meshwright.errors import InternalError
 from meshwright.timeline import Collective
 
 if TYPE_CHECKING:
@@ -125,6 +124,7 @@ class TransferWaiter:
         except BaseException as error:  # it is raised again by the rank's own wait
             self._error = error
         thread, self._thread = self._thread, None
+        # Before the lock: whoever it wakes may begin the next transfer, and then takes this thread.
         if thread is not None and self._is_last:
             self._idle.append(thread)
         self._running.release()
@@ -166,15 +166,14 @@ class Pending:
     """
 
     __slots__ = (
-        "_collective",
-        "_finish",
         "_finished",
         "_flight",
-        "_start",
         "_value",
-        "_works",
         "communicator",
+        "finish",
         "issued",
+        "observed",
+        "works",
     )
 
     def __init__(
@@ -183,18 +182,15 @@ class Pending:
         self.communicator = communicator
         self.issued = issued
         self._value = value
-        self._works: Sequence[Work] = ()
-        self._finish: Callable[[], None] | None = None
+        self.works: Sequence[Work] = ()
+        """The works that `wait` waits for; on the host, only those not waited for yet."""
+        self.finish: Callable[[], None] | None = None
+        """Runs once, after the last of the works."""
         self._finished: DeviceEvent | None = None
         """The point of a device's stream at which its value was there."""
         self._flight: Flight | None = None
-        self._collective: Collective | None = None
-        self._start: Mark | None = None
-
-    def launched(self, works: Sequence[Work], finish: Callable[[], None] | None) -> None:
-        """Take the works that were started; ``finish`` runs once after the last of them."""
-        self._works = works
-        self._finish = finish
+        self.observed: tuple[Collective, Mark] | None = None
+        """The operation and its start, to tell the observers when it completes."""
 
     def followed(self, launch: Callable[[Any], Launched]) -> Callable[[Any], Launched]:
         """Wrap ``launch`` to note the operation from before the call until the device ends it."""
@@ -215,18 +211,9 @@ class Pending:
 
         return noted
 
-    @property
-    def works(self) -> Sequence[Work]:
-        """The works that `wait` waits for; on the host, only those not waited for yet."""
-        return self._works
-
-    def observed(self, collective: Collective, start: Mark) -> None:
-        """Remember what to tell the observers when it completes."""
-        self._collective, self._start = collective, start
-
     def is_completed(self) -> bool:
         """Check whether a wait would return at once."""
-        return all(work.is_completed() for work in self._works)
+        return all(work.is_completed() for work in self.works)
 
     def wait(
         self, timeout: float | None = None, *, watch: Callable[[], None] | None = None
@@ -243,7 +230,7 @@ class Pending:
         if PROCESS.stopped is not None:
             PROCESS.refuse()
         if self.communicator.waits_on_host:
-            for work in self._works:
+            for work in self.works:
                 try:
                     work.wait(SLICE)
                     continue
@@ -252,12 +239,12 @@ class Pending:
                 self._wait_on(work, timeout, watch)
             if self.communicator.is_on_host:
                 # On a device they stay: each later wait orders the stream that is current then.
-                self._works = ()
+                self.works = ()
         else:
-            for work in self._works:
+            for work in self.works:
                 work.wait()
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
+        if self.finish is not None:
+            finish, self.finish = self.finish, None  # first: it may raise, and runs once
             finish()
             if not self.communicator.is_on_host:
                 self._finished = record(self.communicator.device)
@@ -266,20 +253,14 @@ class Pending:
         if self._flight is not None:
             self._flight.waited(self._finished or record(self.communicator.device))
             self._flight = None
-        if self._collective is not None:
-            self._report()
+        if self.observed is not None:
+            (collective, start), self.observed = self.observed, None
+            PROCESS.tell("completed", collective, start, self.communicator.clock.mark())
         return self._value
 
     def describe(self) -> str:
         """Describe the operation in one phrase: kind, number, label, axis."""
         return self.issued.describe(self.communicator.axis)
-
-    def _report(self) -> None:
-        collective, start = self._collective, self._start
-        self._collective = None
-        if collective is None or start is None:
-            raise InternalError(f"{self.describe()} is observed without a start")
-        PROCESS.tell_completed(collective, start, self.communicator.clock.mark())
 
     def explain_call(self, error: RuntimeError) -> None:
         """Raise why a transport gave ``error`` in the call itself, and name the rank behind it.

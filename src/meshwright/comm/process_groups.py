@@ -521,7 +521,9 @@ def _abort_devices() -> list[dist.ProcessGroup]:
     """Abort the groups in which this rank's devices may hang; lists them, unusable from now on."""
     groups = groups_to_abort()
     if groups and PROCESS.stopped is None:
-        PROCESS.stop(CommunicationError("this process has left its run without the other ranks"))
+        PROCESS.stopped = CommunicationError(
+            "this process has left its run without the other ranks"
+        )
         abort_together(groups, watchdog.ABORT_WITHIN)
     return [group for group, _ in groups]
 

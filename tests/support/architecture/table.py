@@ -54,7 +54,7 @@ ROOM_LINES: dict[str, int] = {
     "axes": 138,
     "checkpoint": 5471,
     "cli": 851,
-    "comm": 16135,
+    "comm": 15905,
     "compiler": 1233,
     "composition": 4546,
     "data": 417,

@@ -60,8 +60,8 @@ __getattr__ = names_inside(
         "meshwright.comm.pending": "Launched, TransferWaiter",
         "meshwright.comm.shared_memory": "arena, backend, collectives",
         "meshwright.comm.shared_memory.arena": "ArenaLayout, Segment, SharedTensors",
-        "meshwright.comm.shared_memory.channels": "CHANNEL_BYTES",
         "meshwright.comm.shared_memory.collectives": "SLOT_BYTES",
         "meshwright.comm.shared_memory.reductions": "accumulate, check_reduction",
+        "meshwright.comm.shared_memory.transfers": "CHANNEL_BYTES",
     }
 )

@@ -93,7 +93,6 @@ class Words:
     line: str = ""
 
     def to_json(self) -> str:
-        """Write it for the other ranks."""
         call = self.call
         form = replace(call, reduction="").form
         return json.dumps(
@@ -290,15 +289,17 @@ _ANY = "from any rank"
 """Counts receives from any source that nobody has waited for yet."""
 
 
-class _MessageSides:
-    """Both sides of one message, as far as they have come."""
+class _MessageSides(Awaited):
+    """Both sides of one message; a `BoundedWait` awaits the other one's words."""
+
+    lacks = "has not called the other side of it"
 
     def __init__(self, group: _Group, key: str, side: str, peer: int, words: Words) -> None:
         self.group = group
         self.key = f"{key}/{'recv' if side == 'send' else 'send'}"
         self._said = words.to_json()
-        self.ranks = group.axis.ranks[group.axis.rank], group.axis.ranks[peer]
-        self.text = f"{words.call} {'to' if side == 'send' else 'from'} rank {self.ranks[1]}"
+        self._own, self.ranks = group.axis.ranks[group.axis.rank], [group.axis.ranks[peer]]
+        self.text = f"{words.call} {'to' if side == 'send' else 'from'} rank {self.ranks[0]}"
         self.is_met = False
         self.error: Exception | None = None
         group.monitor.board.set(f"{key}/{side}", self._said)
@@ -314,35 +315,21 @@ class _MessageSides:
             # Labels of messages say what each side is about.
             plain = [[k[2], "", "", *row[3:]] for k, row in zip(kinds, rows, strict=True)]
             if differ(plain) or plain[0][5] != plain[1][5]:
-                self.error = self.group.error(self.ranks, rows, "a message")
+                self.error = self.group.error([self._own, *self.ranks], rows, "a message")
         if self.error is not None:
             raise self.error
 
-
-class _AwaitedMessage(Awaited):
-    """The other side of a message, for a `BoundedWait`: its words tell whether it has come."""
-
-    lacks = "has not called the other side of it"
-
-    def __init__(self, meeting: _MessageSides) -> None:
-        self._meeting = meeting
-        self.ranks = [meeting.ranks[1]]
-
     def describe(self) -> str:
-        """Name it in one phrase."""
-        return self._meeting.text
+        return self.text
 
     def topic(self, answers: Answers) -> str:
-        """Name it for reports."""
-        return self._meeting.key
+        return self.key
 
     def need(self) -> Need:
-        """Say whom it needs: the other side, until its words are there."""
-        return Need(ranks=[] if self._meeting.is_met else self.ranks)
+        return Need(ranks=[] if self.is_met else self.ranks)
 
     def has_come(self, rank: int, answer: Mapping[str, Any]) -> bool:
-        """Tell whether the other side's words have come."""
-        return self._meeting.is_met
+        return self.is_met
 
 
 class CheckedMessage(Work):
@@ -356,7 +343,6 @@ class CheckedMessage(Work):
         self._waiter = TransferWaiter(work, PROCESS.idle_waiters) if is_waited else None
 
     def is_completed(self) -> bool:
-        """Check whether it has ended, well or not."""
         if self._meeting.error is not None:
             return True
         return (self._waiter or self._work).is_completed()
@@ -368,7 +354,7 @@ class CheckedMessage(Work):
             self._wait(time.monotonic() + seconds, self._meeting.group.monitor.check)
             return True
         monitor = self._meeting.group.monitor
-        with BoundedWait(monitor, _AwaitedMessage(self._meeting), monitor.limit) as watch:
+        with BoundedWait(monitor, self._meeting, monitor.limit) as watch:
             try:
                 self._wait(float("inf"), watch.look)
             except RuntimeError as error:
@@ -386,7 +372,6 @@ class CheckedMessage(Work):
         self._work.wait() if self._waiter is None else self._waiter.wait()
 
     def synchronize(self) -> None:
-        """Wait until it has ended."""
         self.wait()
 
     def get_future(self) -> Any:  # type: ignore[override]  # noqa: ANN401
@@ -426,13 +411,11 @@ class MessageFromAny(Work):
             self._group.message("recv", self._source_rank(), words)
         return True
 
-    def _source_rank(self) -> int:
-        """Find the rank of the group that has sent it; torch's ``recv`` asks for it."""
+    def _source_rank(self) -> int:  # torch's ``recv`` asks for it
         source: int = self._work._source_rank()
         return source
 
     def synchronize(self) -> None:
-        """Wait until it has ended."""
         self.wait()
 
 
@@ -456,11 +439,11 @@ class CallChecks:
                     method = FORMER_METHODS.get(name, name)
                     setattr(kind, name, self._checked(method, getattr(kind, name)))
         self._undo.append(watch_functional_operators(self._seen))
-        PROCESS.compare_calls(self)
+        PROCESS.checks = self
 
     def release(self) -> None:
         """Restore the methods that were replaced; nothing is compared any more."""
-        PROCESS.compare_calls(None)
+        PROCESS.checks = None
         for undo in self._undo:
             undo()
         self._undo.clear()

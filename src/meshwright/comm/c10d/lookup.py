@@ -118,10 +118,8 @@ def all_gather(
     output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool
 ) -> Any:  # noqa: ANN401 - c10d's work, or None
     """Gather equal 1-D shares into ``output``."""
-    replaced = replacement("all_gather")
-    if replaced is not None or tensor.is_complex():
-        call = replaced or current("all_gather")
-        return call(output, tensor, group=group, async_op=async_op)
+    if replacement("all_gather") is not None or tensor.is_complex():
+        return current("all_gather")(output, tensor, group=group, async_op=async_op)
     options = c10d.AllgatherOptions()
     options.asyncOp = async_op
     return _waited(all_gather_single_of(group)(output, tensor, options), async_op=async_op)
@@ -136,10 +134,8 @@ def reduce_scatter(
     async_op: bool,
 ) -> Any:  # noqa: ANN401 - c10d's work, or None
     """Reduce 1-D ``tensor`` over the ranks, and keep this rank's share in ``output``."""
-    replaced = replacement("reduce_scatter")
-    if replaced is not None or tensor.is_complex():
-        call = replaced or current("reduce_scatter")
-        return call(output, tensor, op=op, group=group, async_op=async_op)
+    if replacement("reduce_scatter") is not None or tensor.is_complex():
+        return current("reduce_scatter")(output, tensor, op=op, group=group, async_op=async_op)
     options = c10d.ReduceScatterOptions()
     options.reduceOp = op  # pyrefly: ignore[bad-assignment]
     options.asyncOp = async_op
@@ -149,10 +145,8 @@ def reduce_scatter(
 def transfer(given: Transfer, world_peer: int, group: dist.ProcessGroup) -> Any:  # noqa: ANN401
     """Begin to send or receive, with the world's number of the other rank; returns c10d's work."""
     direction, tensor = given.direction, given.tensor
-    replaced = replacement(direction)
-    if replaced is not None or tensor.is_complex():
-        call = replaced or current(direction)
-        return call(tensor, world_peer, group=group, tag=given.tag)
+    if replacement(direction) is not None or tensor.is_complex():
+        return current(direction)(tensor, world_peer, group=group, tag=given.tag)
     post = group.send if direction == "send" else group.recv
     return post([tensor], given.peer, given.tag)
 

@@ -232,10 +232,6 @@ class FailureMonitor:
         with self._publishing(failure):
             self._post(_notice_of(failure, self._past, is_final=True))
 
-    def found_ended(self, rank: int) -> None:
-        """Note that the process of ``rank`` has ended: a failure, unless it had left or failed."""
-        self.board.later(lambda: self._found_ended(rank))
-
     def go_on(self) -> None:
         """Start over: what this rank has published or raised for no longer ends anything.
 
@@ -388,7 +384,8 @@ class FailureMonitor:
             attempt=self._attempt,
         )
 
-    def _found_ended(self, rank: int) -> None:
+    def found_ended(self, rank: int) -> None:
+        """Publish, in the board's thread, that ``rank`` has ended, unless it had left or failed."""
         failure = Failure(
             rank=rank,
             by=self.rank,

@@ -54,13 +54,14 @@ def enter(
 ) -> FailureMonitor:
     """Watch this rank, and those of its host, from now on."""
     monitor = FailureMonitor(store, rank, world_size, hang_after=hang_after, limit=limit, host=host)
-    PROCESS.enter(monitor, Watchdog(monitor, end_process))
+    PROCESS.monitor, PROCESS.watcher = monitor, Watchdog(monitor, end_process)
     return monitor
 
 
 def resign() -> None:
     """Stop this rank's watcher and monitor; the others are told nothing."""
-    monitor, watcher = PROCESS.leave()
+    monitor, watcher = PROCESS.monitor, PROCESS.watcher
+    PROCESS.monitor = PROCESS.watcher = None
     if watcher is not None:
         watcher.stop()
     if monitor is not None:
@@ -100,7 +101,7 @@ def leave() -> bool:
 
 def end_process(error: BaseException) -> None:
     """End this process for ``error`` now, with status 1 and without the interpreter's own end."""
-    PROCESS.fall_silent()  # the others know
+    PROCESS.monitor = None  # the others know: the hook called next must not tell them again
     sys.excepthook(type(error), error, None)  # for whoever listens, as it is not raised
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

@@ -57,7 +57,6 @@ class Process:
 
     @classmethod
     def own(cls) -> Process:
-        """Describe this process."""
         try:
             started = process_start(os.getpid())
         except OSError:

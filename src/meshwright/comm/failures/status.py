@@ -224,7 +224,6 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def phase_text() -> str:
-    """Name the phases that this rank is in."""
     return " > ".join(str(record) for record in list(PROCESS.phases))
 
 

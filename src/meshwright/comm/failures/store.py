@@ -123,7 +123,6 @@ class StoreClient:
     # ---------------------------------------------------------------- requests
 
     def set(self, key: str, value: str) -> None:
-        """Leave ``value`` under ``key``."""
         self._request(lambda: self._store.set(key, value))
 
     def get(self, key: str) -> str | None:
@@ -135,15 +134,12 @@ class StoreClient:
         return self._request(lambda: list(map(_text, self._store.multi_get(list(keys)))))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Tell whether all ``keys`` have values."""
         return self._request(lambda: self._store.check(list(keys)))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the number under ``key``; returns the sum."""
         return self._request(lambda: self._store.add(key, amount))
 
     def append(self, key: str, value: str) -> None:
-        """Put ``value`` behind what stands under ``key``."""
         self._request(lambda: self._store.append(key, value))
 
     def arrival(self, key: str) -> KeyWait:
@@ -168,7 +164,6 @@ class StoreClient:
         return self._request(lambda: _text(self._store.compare_set(key, expected, value)))
 
     def delete_key(self, key: str) -> None:
-        """Remove ``key`` and its value."""
         self._request(lambda: self._store.delete_key(key))
 
     # ---------------------------------------------------------------- private
@@ -314,6 +309,7 @@ class Gathering:
             return True
         if self._board.look is not None:  # it stands on the board
             self._board.run(self._board.look)
+        # The key is there for good, so no further wait for it would take any time.
         self._board.clock.sleep(min(seconds, self._board.every))
         return False
 
@@ -342,7 +338,6 @@ class SystemClock:
         return time.time()
 
     def sleep(self, seconds: float) -> None:
-        """Pause this thread."""
         time.sleep(seconds)
 
     def worker(self, look: Callable[[], object], every: float) -> Worker:
@@ -370,6 +365,8 @@ class Worker:
 
     def run(self, work: Callable[[], T], refuse: Callable[[], None]) -> T:
         """Have ``work`` done and return its value; ``refuse`` may raise meanwhile."""
+        # In the thread itself an order would wait for the one that gives it; after the end of the
+        # thread nobody else uses the client.
         if self._has_stopped or threading.current_thread() is self._thread:
             return work()
         order: Future[T] = Future()

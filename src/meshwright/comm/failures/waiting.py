@@ -146,11 +146,9 @@ class AwaitedOperation(Awaited):
             self.ranks = [rank for rank in communicator.ranks if rank != self._rank]
 
     def topic(self, answers: Answers) -> str:
-        """Name it alike on all ranks."""
         return f"{self._communicator.name}/{self._key(self._rank)}/{self._issued.sequence}"
 
     def describe(self) -> str:
-        """Name it in one phrase."""
         called = f", called at {self._line}," if self._line else ""
         return f"{self._issued.describe(self._communicator.axis)}{called}"
 
@@ -161,7 +159,6 @@ class AwaitedOperation(Awaited):
         return Need(ranks=ranks, channel=channel, key=key, number=self._issued.sequence)
 
     def has_come(self, rank: int, answer: Mapping[str, Any]) -> bool:
-        """Check whether ``rank``, which says ``answer``, has issued it."""
         counts = self._group(answer).get("counts", {})
         return int(counts.get(self._key(rank), 0)) > self._issued.sequence
 
@@ -182,7 +179,6 @@ class AwaitedOperation(Awaited):
         return found
 
     def last_of(self, answer: Mapping[str, Any]) -> str:
-        """Say what a rank has issued last on the same axis."""
         last = self._group(answer).get("last", ())
         if not last:
             return ", nothing issued on this axis yet"
@@ -702,7 +698,6 @@ class AllOthers(Awaited):
         self._what = what
 
     def describe(self) -> str:
-        """Name it in one phrase."""
         return self._what
 
 
@@ -723,7 +718,6 @@ class OutsideCall(AllOthers):
         self._missing = missing
 
     def need(self) -> Need:
-        """Say whom it needs, where that is known."""
         return NOBODY if self._missing is None else Need(ranks=list(self._missing()))
 
     def topic(self, answers: Answers) -> str:
@@ -733,7 +727,6 @@ class OutsideCall(AllOthers):
         return f"outside/{first}/{waiting.get(first, {}).get('number')}"
 
     def has_come(self, rank: int, answer: Mapping[str, Any]) -> bool:
-        """Tell whether ``rank`` waits, too."""
         return bool(answer["waiting"])
 
 

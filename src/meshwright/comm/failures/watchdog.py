@@ -37,6 +37,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import NamedTuple
 
@@ -272,7 +273,6 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
         self._stop.set()
         self._neighbors.wake()
         if self._thread is not threading.current_thread():
@@ -303,7 +303,8 @@ class Watchdog:
 
     def _look(self) -> None:
         for rank in self._neighbors.ended(self._monitor):
-            self._monitor.found_ended(rank)
+            # Not here: a request may wait for a store that is silent, and this thread watches it.
+            self._monitor.board.later(partial(self._monitor.found_ended, rank))
         self._look_at_store()
         call = self._calls.look()
         # Negative: the numbers of waits of ours are not.
@@ -421,7 +422,8 @@ class Watchdog:
         if not groups:
             self._end(error)
         elif PROCESS.stopped is None:
-            PROCESS.stop(error)  # before: what an abort ends leaves no numbers to continue with
+            # First: what an abort ends leaves no numbers to continue with.
+            PROCESS.stopped = error
             self._stopped_at = time.monotonic()
             recorded = recorded_operations(RECORDED)
             last = f"; c10d's flight recorder: {', '.join(recorded)}" if recorded else ""
@@ -484,6 +486,7 @@ class _Neighbors:
                 descriptor = os.pidfd_open(process.pid)
             except (AttributeError, OSError):
                 descriptor = -1
+            # Asked after the open: the number may have gone to another process before it.
             if not process.has_ended and descriptor >= 0:
                 self._rank_of[descriptor] = rank
                 self._poll.register(descriptor, select.POLLIN)
@@ -497,7 +500,6 @@ class _Neighbors:
         return [rank for rank in self._ended if rank not in monitor.ranks.left]
 
     def close(self) -> None:
-        """Close the descriptors."""
         for descriptor in [*self._rank_of, self._reading, self._writing]:
             os.close(descriptor)
         self._rank_of.clear()

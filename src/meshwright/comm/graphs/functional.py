@@ -98,7 +98,6 @@ def all_to_all(
 
 
 def traced_all_reduce(x: torch.Tensor, axis: Communicator) -> torch.Tensor:
-    """Compute the sum of every rank's ``x``, in the graph that is being traced."""
     return graph_operators.wait_tensor(graph_operators.all_reduce(x.contiguous(), "sum", axis.name))
 
 

@@ -98,12 +98,14 @@ def _alike(gradient: torch.Tensor, *_: object) -> torch.Tensor:
 @apart
 def _with_kept(gradient: torch.Tensor, index: int, model: str) -> torch.Tensor:
     kept = _find(model).take_kept(index)
+    # A copy: by its schema the operator returns memory of its own.
     return gradient.clone() if kept is None else gradient + kept
 
 
 @torch.library.impl("meshwright::deliver", "CompositeExplicitAutograd")
 @apart
 def _deliver(token: torch.Tensor, gradient: torch.Tensor, index: int, model: str) -> None:
+    # A copy: the graph may use the memory of its gradient for another value after this.
     _find(model).deliver(index, gradient.clone())
 
 

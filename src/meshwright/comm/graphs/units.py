@@ -71,12 +71,10 @@ class UnitForm:
     """True when gradients were enabled."""
 
     def text(self) -> str:
-        """Write it down."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod
     def of(cls, text: str) -> UnitForm:
-        """Read what `text` has written."""
         read = json.loads(text)
         parts = tuple(
             UnitPart(line, start, tuple(shape), trains)
@@ -160,7 +158,7 @@ def _set_up(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> No
     ctx.mark = mark
     ctx.save_for_backward(token)
     parts = UnitForm.of(form).parts
-    ctx.set_materialize_grads(False)
+    ctx.set_materialize_grads(False)  # zeros would be reduced as gradients
     ctx.mark_non_differentiable(*(w for w, p in zip(output, parts, strict=True) if not p.trains))
 
 

@@ -15,20 +15,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from meshwright.comm.streams import DeviceEvent, captures, current_stream, is_capturing, record
 
 if TYPE_CHECKING:
     from meshwright.comm.collectives import Communicator
     from meshwright.comm.failures.waiting import Issued
-
-
-class Asked(Protocol):
-    """The part of c10d's work that is used here."""
-
-    def is_completed(self) -> bool:
-        """Check whether it has ended, well or not."""
+    from meshwright.comm.pending import Work
 
 
 class Flight:
@@ -44,14 +38,14 @@ class Flight:
         self.since = time.monotonic()
         """The time of the call, or at which those before it on its communicator had ended."""
         self.is_over = False
-        self._works: Sequence[Asked] = ()
+        self._works: Sequence[Work] = ()
         self._end: DeviceEvent | None = None
 
     def __str__(self) -> str:
         at = f", called at {self.line}" if self.line else ""
         return f"{self.issued.describe(self.communicator.axis)}{at}"
 
-    def launched(self, works: Sequence[Asked]) -> None:
+    def launched(self, works: Sequence[Work]) -> None:
         """Take the works that were started; a batch adds its work to the list at its end."""
         self._works = works
         if isinstance(works, tuple) and not works:  # c10d has made the current stream wait
@@ -66,7 +60,6 @@ class Flight:
         self.is_over, self._works, self._end = True, (), None
 
     def has_ended(self) -> bool:
-        """Ask the device."""
         if self.is_over or not self.communicator.is_open:
             return True
         end = self._end
@@ -76,10 +69,6 @@ class Flight:
             return bool(self._works) and all(work.is_completed() for work in self._works)
         except RuntimeError:  # the device is broken: the program is told by its own next call
             return False
-
-    def comes_first(self, now: float) -> None:
-        """Begin to count its time: what was before it on its communicator has ended."""
-        self.since = max(self.since, now)
 
 
 class Flights:
@@ -110,7 +99,7 @@ class Flights:
                 return None
             while queue and queue[0].has_ended():
                 queue.popleft().ended()
-                if queue:
-                    queue[0].comes_first(time.monotonic())
+                if queue:  # its time counts from here: it could not run before
+                    queue[0].since = max(queue[0].since, time.monotonic())
             heads += list(queue)[:1]
         return min(heads, key=lambda flight: flight.since, default=None)

@@ -36,15 +36,12 @@ class PythonGroup(ProcessGroup):
         self._backend = backend
 
     def rank(self) -> int:
-        """Return this rank's number in the group."""
         return self._rank
 
     def size(self) -> int:
-        """Count the ranks."""
         return self._size
 
     def name(self) -> str:
-        """Find the name of the backend."""
         return self._backend
 
     getBackendName = name  # noqa: N815
@@ -56,7 +53,6 @@ class PythonGroup(ProcessGroup):
 
     @property
     def host_backend(self) -> str:
-        """The name of the backend that moves tensors of the host."""
         return self._backend
 
     @property
@@ -66,29 +62,19 @@ class PythonGroup(ProcessGroup):
         return (torch.device("cpu"),) if self in living_groups() else ()
 
     @property
-    def groupname_of(self) -> str:
-        """The name by which c10d finds the group."""
-        return self._name
-
-    @property
     def group_desc(self) -> str:
-        """The purpose of the group."""
         return self._description
 
     def getGroupName(self) -> str:  # noqa: N802
-        """Find the name by which c10d finds the group."""
         return self._name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Set the name by which c10d finds the group."""
         self._name = name
 
     def getGroupDesc(self) -> str:  # noqa: N802
-        """Return the purpose of the group."""
         return self._description
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
-        """Set what the group is for."""
         self._description = description
 
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
@@ -116,7 +102,6 @@ class CpuTransport:
         return dist.ProcessGroupGloo
 
     def name(self) -> str:
-        """Find the name of the backend."""
         return self._name
 
     def supports_tensor_alloc(self, device: object) -> bool:

@@ -18,14 +18,14 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from meshwright.comm.groups.in_flight import Flights
 from meshwright.comm.memory.pages import PagePool
 from meshwright.comm.observing.observers import ActionObserver, Observer, SpanObserver
 from meshwright.comm.streams import Mark
 from meshwright.errors import CommunicationError
-from meshwright.timeline import Collective, Lane
+from meshwright.timeline import Lane
 
 if TYPE_CHECKING:
     from meshwright.comm.c10d.checking import CallChecks
@@ -83,7 +83,7 @@ class ProcessState:
     flights: Flights = field(default_factory=Flights)
     """Operations of devices that are under way."""
     stopped: CommunicationError | None = None
-    """The error for which the groups of devices were aborted; `refuse` raises it."""
+    """The error that all communication raises since the groups of devices were aborted."""
     has_refused: bool = False
     """True when the program was told of that."""
     layouts: MutableMapping[Any, Any] = field(default_factory=weakref.WeakValueDictionary)
@@ -115,20 +115,6 @@ class ProcessState:
     holding: threading.RLock = field(default_factory=threading.RLock)
     """Whoever changes ``held`` has this; a fork waits for it."""
 
-    def enter(self, monitor: FailureMonitor, watcher: Watchdog) -> None:
-        """Enter a run, in which ``monitor`` speaks for this process and ``watcher`` looks on."""
-        self.monitor, self.watcher = monitor, watcher
-
-    def fall_silent(self) -> None:
-        """Tell the run nothing more; this process is still watched."""
-        self.monitor = None
-
-    def leave(self) -> tuple[FailureMonitor | None, Watchdog | None]:
-        """Leave the run; returns the monitor and the watcher, which the caller stops."""
-        found = self.monitor, self.watcher
-        self.monitor = self.watcher = None
-        return found
-
     @contextlib.contextmanager
     def size_one_as_many(self) -> Iterator[None]:
         """Gather, sum and compare over axes of one rank, made in the block, as over larger ones.
@@ -140,10 +126,6 @@ class ProcessState:
             yield
         finally:
             self.one_as_many = False
-
-    def stop(self, error: CommunicationError) -> None:
-        """Have all communication raise ``error`` from now on."""
-        self.stopped = error
 
     def refuse(self) -> None:
         """Raise the error for which this process communicates no more, if there is one."""
@@ -161,10 +143,6 @@ class ProcessState:
         digest = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
         return f"{digest}/{self.groups_made[ranks]}"
 
-    def compare_calls(self, checks: CallChecks | None) -> None:
-        """Compare every call by ``checks`` from now on; None: no call."""
-        self.checks = checks
-
     def release(self) -> None:
         """Give back what is held, forget what is known of the run, and compare calls no more."""
         self.groups_made.clear()
@@ -177,35 +155,17 @@ class ProcessState:
             self.held.clear()
         self.flights = Flights()
 
-    def tell_issued(self, collective: Collective) -> None:
-        """Tell every observer that ``collective`` is about to run."""
+    def tell(self, event: Literal["issued", "completed", "ran"], *what: object) -> None:
+        """Tell all observers of ``event``, which is a method of theirs; remove one that raises."""
         for observer in tuple(self.observers):
+            if event == "ran" and not isinstance(observer, ActionObserver):
+                continue
             try:
-                observer.issued(collective)
+                getattr(observer, event)(*what)
             except Exception:
-                self._remove(observer)
-
-    def tell_completed(self, collective: Collective, start: Mark, end: Mark) -> None:
-        """Tell every observer that ``collective`` ran between two marks."""
-        for observer in tuple(self.observers):
-            try:
-                observer.completed(collective, start, end)
-            except Exception:
-                self._remove(observer)
-
-    def tell_ran(self, name: str, lane: Lane, category: str, start: Mark, end: Mark) -> None:
-        """Tell every observer of actions that one ran between two marks."""
-        for observer in tuple(self.observers):
-            if isinstance(observer, ActionObserver):
-                try:
-                    observer.ran(name, lane, category, start, end)
-                except Exception:
-                    self._remove(observer)
-
-    def _remove(self, observer: Observer) -> None:
-        _log.exception("observer %r failed and is removed; the collectives go on", observer)
-        with contextlib.suppress(ValueError):
-            self.observers.remove(observer)
+                _log.exception("observer %r failed and is removed; the collectives go on", observer)
+                with contextlib.suppress(ValueError):  # another thread may have removed it
+                    self.observers.remove(observer)
 
 
 PROCESS = ProcessState()
@@ -226,7 +186,7 @@ def hears_actions() -> bool:
 
 def tell_ran(name: str, lane: Lane, category: str, start: Mark, end: Mark) -> None:
     """Tell observers that an action of a schedule ran between two marks."""
-    PROCESS.tell_ran(name, lane, category, start, end)
+    PROCESS.tell("ran", name, lane, category, start, end)
 
 
 @contextlib.contextmanager

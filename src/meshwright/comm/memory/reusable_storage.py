@@ -64,6 +64,7 @@ class _PagedLine(Line):
         nbytes = numel * dtype.itemsize
         self._pool = pool
         self._window = pool.open(nbytes)
+        # The tensor's storage holds it: the window is closed with the last view, not with the line.
         memory = (ctypes.c_char * nbytes).from_address(self._window.start)
         closing = weakref.finalize(memory, pool.close, self._window)
         # At exit the tensor may still be in use: its window has to stay.

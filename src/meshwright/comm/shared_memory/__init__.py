@@ -9,10 +9,9 @@ Bottom-up:
     buffers       strided tensors as one stretch of memory
     collectives   each collective, as a generator of steps
     queue         the order of calls, and their works
-    channels      the channels of messages between ranks
-    transfers     point-to-point messages
+    transfers     point-to-point messages, and the channels between ranks
     group         the process group that c10d calls
-    backend       the backend as `torch.distributed` learns of it
+    backend       the backend as `torch.distributed` learns of it, and the way of ranks to one arena
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
+from meshwright.comm.failures.processes import place
 from meshwright.errors import CommunicationError
 
 PAGE = 4096
@@ -48,6 +49,8 @@ def unsupported() -> str:
         try:
             os.close(os.open(f"/proc/self/fd/{probe}", os.O_RDWR | os.O_CLOEXEC))
             os.close(os.pidfd_open(os.getpid()))
+            # Without the boot's id, hosts of one name would be taken for one host.
+            os.close(os.open("/proc/sys/kernel/random/boot_id", os.O_RDONLY | os.O_CLOEXEC))
         finally:
             os.close(probe)
     except OSError as error:
@@ -57,10 +60,7 @@ def unsupported() -> str:
 
 def host_identity() -> str:
     """Return a text that is equal in two processes exactly when they can share memory."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
-        boot = file.read().strip()
-    namespace = os.stat("/proc/self/ns/pid").st_ino
-    return f"{platform.node()}/{boot}/{namespace}/{os.geteuid()}"
+    return f"{place()}/{os.geteuid()}"
 
 
 def _is_dumpable() -> bool:
@@ -99,6 +99,7 @@ class Segment:
             os.fchmod(descriptor, 0o600)
             nbytes = -(-nbytes // PAGE) * PAGE
             os.ftruncate(descriptor, nbytes)
+            # A peer that touches pages beyond the end of a file ends by SIGBUS.
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
             return cls(descriptor, nbytes, populate=populate)
@@ -129,7 +130,7 @@ class Segment:
         except BaseException:
             os.close(own)
             raise
-        segment.close_descriptor()
+        segment.close_descriptor()  # peers open the owner's; the mapping needs none
         return segment
 
     def close_descriptor(self) -> None:
@@ -192,7 +193,7 @@ class SharedTensors:
 
     def address_of(self, pid: int, location: Location) -> int:
         """Return the address here of bytes in a segment of ``pid``, which is mapped if need be."""
-        if pid == self._pid:
+        if pid == self._pid:  # a peer that is a thread of this process
             with self._lock:
                 owned = list(self._owned.values())
             start = next(s for s in owned if s.words[1] == location.serial)
@@ -204,6 +205,7 @@ class SharedTensors:
             return segment.address + location.offset
 
     def _map(self, pid: int, location: Location) -> Segment:
+        # Only here, since nothing tells this process that a peer has freed a tensor.
         for key in [key for key, mapped in self._mapped.items() if not mapped.words[2]]:
             del self._mapped[key]
         segment = Segment.open(pid, location.descriptor, location.nbytes, populate=True)
@@ -245,7 +247,8 @@ class SharedTensors:
                 self._pooled += segment.nbytes
                 self._pool.setdefault(segment.nbytes, []).append(segment)
                 return
-        # The pages go at once; peers drop their mapping when they next map another segment.
+        # The pages go at once, but for the first: there peers read that they can drop their
+        # mapping, when they next map another segment.
         segment.words[2] = 0
         segment.map.madvise(mmap.MADV_REMOVE, PAGE, segment.nbytes - PAGE)
         segment.close_descriptor()

@@ -1,13 +1,13 @@
-"""The c10d backend ``meshwright``, as `torch.distributed` learns of it.
+"""The c10d backend ``meshwright``, and the way of the ranks of a new group to one arena.
 
 The import of `meshwright.comm` makes it known to `torch.distributed`; then
 ``init_process_group("cpu:meshwright")``, subgroups, `DeviceMesh`, functional collectives and
 DTensor work on it. Each group is looked at on its own: one whose ranks are processes of one user on
 one host shares memory, any other is an ordinary Gloo group.
 
-The ranks of a new group find one arena by their store. Each rank either writes its number into the
-arena or says in the store why it cannot map it. So either all ranks see all numbers, or all come to
-read a refusal: they never disagree.
+The ranks meet by their store. Each either writes its number into the arena or says in the store why
+it cannot map it. So either all ranks see all numbers, or all come to read a refusal: they never
+disagree.
 """
 
 from __future__ import annotations
@@ -32,18 +32,96 @@ from meshwright.comm.shared_memory.arena import (
     host_identity,
     unsupported,
 )
-from meshwright.comm.shared_memory.channels import CHANNEL_BYTES
 from meshwright.comm.shared_memory.collectives import SLOT_BYTES
 from meshwright.comm.shared_memory.group import BACKEND, SharedMemoryGroup
-from meshwright.comm.shared_memory.waits import PID, STARTED, Meeting, Patience, Peers
+from meshwright.comm.shared_memory.transfers import CHANNEL_BYTES
+from meshwright.comm.shared_memory.waits import PID, STARTED, Meeting, Peers
 from meshwright.environment import local_size
 from meshwright.errors import CollectiveTimeoutError, CommunicationError, RankFailedError
 from meshwright.torch_internals.distributed import add_backend, known_backends, number_operations
+
+_log = logging.getLogger("meshwright")
 
 ARENA, REFUSED = "meshwright/arena", "meshwright/refused"
 """Keys of the store: where the arena is, and why a rank cannot take part."""
 LOOK_EVERY = 0.05
 """Seconds between two looks at whether a rank has refused."""
+
+
+class _Host:
+    """The tensors in shared memory, which the groups of this process share."""
+
+    def __init__(self) -> None:
+        self.tensors = SharedTensors()
+        self._groups: dict[int, SharedMemoryGroup] = {}
+        self._known: dict[int, tuple[int, int]] = {}
+        """Process id and start time of the ranks of this host that were met, by world number."""
+        self.crowd = 1
+        """The most ranks on this host that are known of."""
+
+    def create(self, options: GroupOptions, backend_options: object) -> dist.ProcessGroup:
+        """Make a group: the creator that c10d calls on each of its ranks."""
+        ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+        if not dist.is_initialized():
+            self._known.clear()  # a new world has ranks of its own
+        crowd = max(self.crowd, local_size() or 1, len(ranks))
+        timeout = options.timeout.total_seconds()
+        try:
+            meeting = join(options.store, options.group_rank, ranks, crowd, timeout, self._known)
+        except ApartError as error:
+            _log.info("group %s communicates through Gloo: %s", options.group_id, error)
+            return _gloo_group(options, ranks)
+        self.crowd = crowd
+        self._known.update(zip(ranks, meeting.peers.processes, strict=True))
+        group = SharedMemoryGroup(options, meeting, self.tensors, self._forget)
+        self._groups[id(group)] = group
+        return group
+
+    def _forget(self, group: SharedMemoryGroup) -> None:
+        self._groups.pop(id(group), None)
+
+    def close(self) -> None:
+        """Leave all groups, when the interpreter ends."""
+        for group in list(self._groups.values()):
+            group.shutdown()
+
+
+def _gloo_group(options: GroupOptions, ranks: Sequence[int]) -> dist.ProcessGroup:
+    store = dist.PrefixStore("gloo", options.store)
+    transport = dist.ProcessGroupGloo(
+        store, options.group_rank, options.group_size, timeout=options.timeout
+    )
+    transport.options.global_ranks_in_group = list(ranks)
+    transport.options.group_name = options.group_id  # pyrefly: ignore[bad-assignment]
+    number_operations(transport)
+    group = dist.ProcessGroup(store, options.group_rank, options.group_size)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    add_backend(group, torch.device("cpu"), kind, transport)
+    return group
+
+
+def register() -> None:
+    """Make the backend known to `torch.distributed`. Further calls do nothing."""
+    if BACKEND.upper() in known_backends():
+        return
+    host = _Host()
+    # Else peers that still wait would take this process for one that was lost.
+    atexit.register(host.close)
+    dist.Backend.register_backend(BACKEND, host.create, extended_api=True, devices=["cpu"])
+
+
+def allocate(group: dist.ProcessGroup | None, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Make an uninitialized 1-D tensor that the ranks of every group gather and reduce in place.
+
+    ``group`` is any group of this backend. On others, and on None, it is an ordinary tensor. A
+    process forked from this one sees the same memory: it must not write to it.
+    """
+    if isinstance(group, SharedMemoryGroup):
+        return group.tensors.allocate(numel, dtype)
+    return torch.empty(numel, dtype=dtype, device="cpu")
+
+
+# ---------------------------------------------------------------- the way to one arena
 
 
 class ApartError(Exception):
@@ -77,10 +155,10 @@ def join(
         segment.words[first + PID] = os.getpid()
         _await_all(store, segment, layout, ranks, limit, known)
     finally:
-        segment.close_descriptor()
+        segment.close_descriptor()  # all have mapped it, or some never will
     words = [layout.rank_word(index) for index in range(layout.size)]
     processes = [(segment.words[word + PID], segment.words[word + STARTED]) for word in words]
-    return Meeting(segment, layout, Peers(processes, ranks, rank), Patience.of(crowd), timeout)
+    return Meeting(segment, layout, Peers(processes, ranks, rank), crowd, timeout)
 
 
 def _create(store: dist.Store, layout: ArenaLayout, ranks: Sequence[int]) -> Segment:
@@ -192,78 +270,3 @@ def _check_lives(
 
 def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
-
-
-_log = logging.getLogger("meshwright")
-
-
-class _Host:
-    """The tensors in shared memory, which the groups of this process share."""
-
-    def __init__(self) -> None:
-        self.tensors = SharedTensors()
-        self._groups: dict[int, SharedMemoryGroup] = {}
-        self._known: dict[int, tuple[int, int]] = {}
-        """Process id and start time of the ranks of this host that were met, by world number."""
-        self.crowd = 1
-        """The most ranks on this host that are known of."""
-
-    def create(self, options: GroupOptions, backend_options: object) -> dist.ProcessGroup:
-        """Make a group: the creator that c10d calls on each of its ranks."""
-        ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-        if not dist.is_initialized():
-            self._known.clear()  # a new world has ranks of its own
-        crowd = max(self.crowd, local_size() or 1, len(ranks))
-        timeout = options.timeout.total_seconds()
-        try:
-            meeting = join(options.store, options.group_rank, ranks, crowd, timeout, self._known)
-        except ApartError as error:
-            _log.info("group %s communicates through Gloo: %s", options.group_id, error)
-            return _gloo_group(options, ranks)
-        self.crowd = crowd
-        self._known.update(zip(ranks, meeting.peers.processes, strict=True))
-        group = SharedMemoryGroup(options, meeting, self.tensors, self._forget)
-        self._groups[id(group)] = group
-        return group
-
-    def _forget(self, group: SharedMemoryGroup) -> None:
-        self._groups.pop(id(group), None)
-
-    def close(self) -> None:
-        """Leave all groups, when the interpreter ends."""
-        for group in list(self._groups.values()):
-            group.shutdown()
-
-
-def _gloo_group(options: GroupOptions, ranks: Sequence[int]) -> dist.ProcessGroup:
-    store = dist.PrefixStore("gloo", options.store)
-    transport = dist.ProcessGroupGloo(
-        store, options.group_rank, options.group_size, timeout=options.timeout
-    )
-    transport.options.global_ranks_in_group = list(ranks)
-    transport.options.group_name = options.group_id  # pyrefly: ignore[bad-assignment]
-    number_operations(transport)
-    group = dist.ProcessGroup(store, options.group_rank, options.group_size)
-    kind = dist.ProcessGroup.BackendType.GLOO
-    add_backend(group, torch.device("cpu"), kind, transport)
-    return group
-
-
-def register() -> None:
-    """Make the backend known to `torch.distributed`. Further calls do nothing."""
-    if BACKEND.upper() in known_backends():
-        return
-    host = _Host()
-    atexit.register(host.close)
-    dist.Backend.register_backend(BACKEND, host.create, extended_api=True, devices=["cpu"])
-
-
-def allocate(group: dist.ProcessGroup | None, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Make an uninitialized 1-D tensor that the ranks of every group gather and reduce in place.
-
-    ``group`` is any group of this backend. On others, and on None, it is an ordinary tensor. A
-    process forked from this one sees the same memory: it must not write to it.
-    """
-    if isinstance(group, SharedMemoryGroup):
-        return group.tensors.allocate(numel, dtype)
-    return torch.empty(numel, dtype=dtype, device="cpu")

@@ -71,6 +71,9 @@ class Exchange:
     def _view(self, address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Make a remembered tensor over ``numel`` elements of shared memory, outside autograd.
 
+        It keeps no mapping alive. It is used only for an address that is mapped in this step, and
+        then shows what is mapped there now, as a new one would.
+
         Not for other memory: a gradient has another address in each step, and what is remembered of
         it takes small pieces of C's heap between large ones, which then never fit a gradient again.
         """
@@ -133,6 +136,8 @@ class Exchange:
         yield
         self.records.check(parity, call)
         places: list[int] = []
+        # From here on all ranks choose alike: the check has shown that their shapes are the same,
+        # and all read the same locations.
         if nbytes > LOCATE_BYTES:
             places = [place for place in self._places(parity, address) if place is not None]
         if is_direct and not places:
@@ -158,6 +163,7 @@ class Exchange:
             count = min(block, stop - first)
             sources = [place + first * width for place in places]
             views = [self._view(source, count, dtype) for source in sources]
+            # Into the first rank's tensor: no other rank reads or writes this range of any.
             accumulate(views[0], views, call.reduction, alias=0)
             for source in sources[1:]:
                 _copy(source, sources[0], count * width)
@@ -227,6 +233,8 @@ class Exchange:
         """Reduce ``tensor``, which holds a share for each rank, into this rank's ``output``."""
         share, nbytes, address = output.nbytes, tensor.nbytes, tensor.data_ptr()
         inside = address <= output.data_ptr() < address + nbytes
+        # An output inside of the input may cover any source: an alias behind the last one has
+        # `accumulate` sum elsewhere, and copy.
         alias = self.size if inside else None
         own = bytes_of(flat(tensor), self.rank * share, share)
         located = self._locate(address, nbytes)
@@ -360,7 +368,10 @@ class Exchange:
         if max(sizes) > LOCATE_BYTES:
             places = self._places(parity, address)
         if outputs is not None:
-            self._copy_whole(places, sizes, outputs, address)
+            for rank, place in enumerate(places):
+                start = address if rank == self.rank else place
+                if start is not None and sizes[rank] and outputs[rank] != start:
+                    _copy(outputs[rank], start, sizes[rank])
         staged = max(
             [size for size, at in zip(sizes, places, strict=True) if at is None], default=0
         )
@@ -381,19 +392,6 @@ class Exchange:
         if places.count(None) < len(places):
             self.meeting.arrive()
             yield
-
-    def _copy_whole(
-        self,
-        places: Sequence[int | None],
-        sizes: Sequence[int],
-        outputs: Sequence[int],
-        own: int,
-    ) -> None:
-        """Copy this rank's own bytes and those that lie in the peers' shared tensors."""
-        for rank, place in enumerate(places):
-            start = own if rank == self.rank else place
-            if start is not None and sizes[rank] and outputs[rank] != start:
-                _copy(outputs[rank], start, sizes[rank])
 
     # ------------------------------------------------------------------ exchanging
 

@@ -17,14 +17,14 @@ from meshwright.comm.shared_memory.arena import Location
 from meshwright.comm.shared_memory.waits import Meeting
 from meshwright.errors import CollectiveMismatchError
 
-DIGEST, LABEL, SOURCE, TARGET, TEXT, NOTES = 0, 1, 2, 6, 10, 64
-"""Words of a record: two digests, two locations, length and bytes of the text, a note per rank."""
+DIGEST, LABEL, SOURCE, TEXT, NOTES = 0, 1, 2, 6, 64
+"""Words of a record: two digests, a location, length and bytes of the text, a note per rank."""
 TEXT_BYTES = 8 * (NOTES - TEXT - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedCall(Call):
-    """A call with its fingerprint, and the head of its record, without locations and notes."""
+    """A call with its fingerprint, and the head of its record, without location and notes."""
 
     fingerprint: int = 0
     record: bytes = b""
@@ -33,7 +33,7 @@ class RecordedCall(Call):
         """Return this call with its fingerprint and record computed."""
         fingerprint, label = digest(self.form), digest(self.label) | 1 if self.label else 0
         data = str(self).encode()[:TEXT_BYTES]
-        # Zeros for the locations: they clear those of the step that used this record before.
+        # Zeros for the location: they clear that of the step that used this record before.
         head = struct.pack("<2q", fingerprint, label) + bytes(8 * (TEXT - 2))
         record = head + struct.pack("<q", len(data)) + data
         return replace(self, fingerprint=fingerprint, record=record)
@@ -55,50 +55,30 @@ class Records:
         self.threads: set[str] = set()
         """The names of the threads that have issued calls of the group on this rank."""
 
-    def write(
-        self,
-        parity: int,
-        call: RecordedCall,
-        source: Location | None = None,
-        target: Location | None = None,
-    ) -> None:
+    def write(self, parity: int, call: RecordedCall, source: Location | None = None) -> None:
         """Write what this rank calls; its peers read it when it has arrived at the step."""
         first = self._first[parity][self._me]
         record = call.record
         self._bytes[8 * first : 8 * first + len(record)] = record
         if source is not None:
-            self._write_location(first + SOURCE, source)
-        if target is not None:
-            self._write_location(first + TARGET, target)
-
-    def _write_location(self, word: int, location: Location) -> None:
-        words = self._words
-        words[word] = location.serial
-        words[word + 1] = location.descriptor
-        words[word + 2] = location.offset
-        words[word + 3] = location.nbytes
+            words, word = self._words, first + SOURCE
+            words[word] = source.serial
+            words[word + 1] = source.descriptor
+            words[word + 2] = source.offset
+            words[word + 3] = source.nbytes
 
     def write_notes(self, parity: int, notes: list[int]) -> None:
-        """Write a number for each rank beside the record."""
         first = self._first[parity][self._me] + NOTES
         self._words[first : first + len(notes)] = array("q", notes)
 
     def notes(self, parity: int, rank: int) -> list[int]:
-        """List the numbers that ``rank`` wrote beside its record."""
         first = self._first[parity][rank] + NOTES
         return self._words[first : first + len(self._first[parity])].tolist()
 
     def source(self, parity: int, rank: int) -> Location | None:
         """Find the place of the input of ``rank``, if its peers can map it."""
-        return self._location(self._first[parity][rank] + SOURCE)
-
-    def target(self, parity: int, rank: int) -> Location | None:
-        """Find the place of the output of ``rank``, if its peers can map it."""
-        return self._location(self._first[parity][rank] + TARGET)
-
-    def _location(self, word: int) -> Location | None:
-        words = self._words
-        if not words[word]:
+        words, word = self._words, self._first[parity][rank] + SOURCE
+        if not words[word]:  # serial numbers begin at 1
             return None
         return Location(words[word], words[word + 1], words[word + 2], words[word + 3])
 

@@ -85,15 +85,6 @@ class _Issuing(threading.local):
             self.label = ""
         return label
 
-    def begin_coalescing(self) -> None:
-        """Keep the works that are noted from now on."""
-        self.coalesced = []
-
-    def end_coalescing(self) -> list[SharedWork]:
-        """Return the works that were noted since `begin_coalescing`."""
-        works, self.coalesced = self.coalesced or [], None
-        return works
-
 
 @contextlib.contextmanager
 def _in_ranges(kind: str) -> Iterator[None]:
@@ -401,7 +392,7 @@ class SharedMemoryGroup(PythonGroup):
     def send(self, tensors: Tensors, peer: int, tag: int = 0) -> SharedWork:
         """Send a tensor to a rank of the group."""
         with _in_ranges("send") if is_profiled() else _UNSEEN:
-            return self._note(self._transfers.send(dense(tensors[0]), peer, tag, self._label()))
+            return self._note(self._transfers.send(tensors[0], peer, tag, self._label()))
 
     def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> SharedWork:
         """Receive a tensor from a rank of the group."""
@@ -418,11 +409,11 @@ class SharedMemoryGroup(PythonGroup):
     # ------------------------------------------------------------------ coalescing
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._issuing.begin_coalescing()
+        self._issuing.coalesced = []
 
     def _end_coalescing(self, device: torch.device) -> SharedWork:
-        works = self._issuing.end_coalescing()
-        return works[0] if len(works) == 1 else JoinedWork(works)
+        works, self._issuing.coalesced = self._issuing.coalesced or [], None
+        return self._all(works)
 
     def _note(self, work: SharedWork) -> SharedWork:
         coalesced = self._issuing.coalesced
@@ -478,7 +469,7 @@ class SharedMemoryGroup(PythonGroup):
     def shutdown(self) -> None:
         """Leave the group: end its threads, and let the peers know."""
         left, self._left = self._left, None
-        if left is None or self._pid != os.getpid():
+        if left is None or self._pid != os.getpid():  # a forked child must not leave for its parent
             return
         left(self)
         self._meeting.end(CommunicationError(f"the group {self._name!r} was destroyed"))
@@ -497,7 +488,7 @@ class SharedMemoryGroup(PythonGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long an operation may wait for its peers."""
-        self._meeting.bound(timeout.total_seconds())
+        self._meeting.timeout = timeout.total_seconds()
 
     def _get_backend(self, device: torch.device) -> CpuTransport:
         if torch.device(device).type != "cpu":

@@ -95,24 +95,19 @@ class SharedWork(Work):
         return self.outputs
 
     def is_completed(self) -> bool:
-        """Check whether the operation has ended, in order or with an error."""
         return self.done
 
     def is_success(self) -> bool:
-        """Check whether the operation has ended without an error."""
         return self.done and self.error is None
 
     def exception(self) -> BaseException | None:
-        """Return the error of the operation, if it has ended with one."""
         return self.error
 
     def result(self) -> list[torch.Tensor]:
-        """List the tensors of the operation, after waiting for them."""
         self.wait()
         return list(self.outputs)
 
     def synchronize(self) -> None:
-        """Wait for the operation."""
         self.wait()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -121,7 +116,7 @@ class SharedWork(Work):
         With a ``timeout`` it raises `CollectiveTimeoutError` when that passes first. The operation
         continues, and may be waited for again.
         """
-        seconds = timeout.total_seconds()
+        seconds = timeout.total_seconds()  # c10d's 0 means: no bound of this call's own
         if not self.done and seconds > 0:
             if not self._drive(time.monotonic() + seconds):
                 raise CollectiveTimeoutError(self._late(seconds))
@@ -150,7 +145,6 @@ class JoinedWork(SharedWork):
         self.works = works
 
     def get_future(self) -> Future[Sequence[torch.Tensor]]:  # type: ignore[override]
-        """Make a future of the tensors of all operations, in their order."""
         futures = [work.get_future() for work in self.works]
         return torch.futures.collect_all(futures).then(self._values)
 
@@ -160,19 +154,15 @@ class JoinedWork(SharedWork):
         return [tensor for future in futures.value() for tensor in future.value()]
 
     def is_completed(self) -> bool:
-        """Check whether all operations have ended."""
         return all(work.is_completed() for work in self.works)
 
     def is_success(self) -> bool:
-        """Check whether all operations have ended without an error."""
         return all(work.is_success() for work in self.works)
 
     def exception(self) -> BaseException | None:
-        """Find the first error of an operation."""
         return next((work.error for work in self.works if work.error is not None), None)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait until all operations have ended."""
         for work in self.works:
             work.wait(timeout)
         return True
@@ -199,8 +189,9 @@ class _QueuedCollective(SharedWork):
     def __str__(self) -> str:
         return str(self.call)
 
-    def start(self, meeting: Meeting) -> None:
+    def start(self) -> None:
         """Take the first step, which never blocks; with the lock of the queue held."""
+        meeting = self.queue.meeting
         self.started = True
         if meeting.broken is not None:
             self.queue.end(self, unusable(meeting.broken))
@@ -217,7 +208,7 @@ class _QueuedCollective(SharedWork):
         return self.queue.drive(self, until)
 
     def _late(self, seconds: float) -> str:
-        return self.queue.describe_missing(self, seconds)
+        return self.queue.meeting.describe_missing(self.call, seconds)
 
 
 class _Announcer(threading.Thread):
@@ -234,7 +225,6 @@ class _Announcer(threading.Thread):
         self._inbox.put(operation)
 
     def run(self) -> None:
-        """Announce what comes."""
         while (operation := self._inbox.get()) is not None:
             operation.announce()
             del operation  # with its tensors, which a thread that waits would keep
@@ -318,7 +308,7 @@ class OperationQueue:
     """The FIFO of one group. Whoever holds its lock brings the first operation forward."""
 
     def __init__(self, meeting: Meeting, name: str) -> None:
-        self._meeting = meeting
+        self.meeting = meeting
         self._lock = threading.Lock()
         self._pending: deque[_QueuedCollective] = deque()
         self._ended: deque[_QueuedCollective] = deque()
@@ -341,8 +331,8 @@ class OperationQueue:
     ) -> SharedWork:
         """Run the operation now, to its end or to its first wait, or after those ahead of it."""
         operation = _QueuedCollective(self, call, body, outputs, held)
-        if self._meeting.broken is not None:
-            raise unusable(self._meeting.broken)
+        if self.meeting.broken is not None:
+            raise unusable(self.meeting.broken)
         if not self._pending and self._lock.acquire(blocking=False):
             try:
                 is_first = not self._pending  # another thread may have come in between
@@ -350,11 +340,11 @@ class OperationQueue:
                 if is_first and run_now:
                     self._advance(operation, time.monotonic() + SLICE)
                 elif is_first:
-                    operation.start(self._meeting)
+                    operation.start()
             finally:
                 self._lock.release()
             self._announce()
-        else:
+        else:  # atomic, without the lock: whoever holds that comes to it in its turn
             self._pending.append(operation)
         if run_now:
             operation.wait()
@@ -398,10 +388,6 @@ class OperationQueue:
                 self._announcers.append(announcer)
             announcer.take(operation)
 
-    def describe_missing(self, operation: _QueuedCollective, seconds: float) -> str:
-        """Describe who is missing in ``operation``."""
-        return self._meeting.describe_missing(operation.call, seconds)
-
     def close(self) -> None:
         """End the threads; operations still waiting raise."""
         self._background.close()
@@ -419,11 +405,11 @@ class OperationQueue:
     ) -> bool:
         """Bring the first operation of the queue to its end; False when ``until`` comes first.
 
-        Waits are `Patience.seconds` awake, or ``awake_for``.
+        Waits are `waits.AWAKE` seconds awake, or ``awake_for``.
         """
-        meeting = self._meeting
+        meeting = self.meeting
         if not operation.started:
-            operation.start(meeting)
+            operation.start()
         if operation.done:
             return True
         limit = operation.limit
@@ -444,7 +430,7 @@ class OperationQueue:
     def end(self, operation: _QueuedCollective, error: BaseException | None) -> None:
         """End ``operation``, the first of the queue, by ``error`` where it has failed."""
         if error is not None:
-            self._meeting.break_with(error)
+            self.meeting.break_with(error)
         operation.finish(error)
         self._pending.popleft()
         self._ended.append(operation)
@@ -458,9 +444,9 @@ class OperationQueue:
             while self._pending:
                 operation = self._pending[0]
                 if not operation.started:
-                    operation.start(self._meeting)
+                    operation.start()
                     moved = True
-                elif self._meeting.all_arrived() or self._is_troubled(operation):
+                elif self.meeting.all_arrived() or self._is_troubled(operation):
                     # This thread's core is wanted by the computation that runs beside it.
                     self._advance(operation, time.monotonic() + BURST, awake_for=0.0)
                     moved = True

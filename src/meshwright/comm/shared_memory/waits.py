@@ -13,7 +13,6 @@ import select
 import threading
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 
 from meshwright.comm.failures.processes import is_stopped, process_start
 from meshwright.comm.shared_memory.arena import ArenaLayout, Segment
@@ -38,6 +37,11 @@ NAP = 0.05
 """Seconds of one sleep; after each, the peers' lives and the time limit are looked at."""
 
 
+AWAKE = 250e-6
+"""Seconds for which a rank gives its core to others between looks before it sleeps. Waking a
+process on an idle core takes some 50 microseconds, and ranks are often less apart."""
+
+
 class Futex:
     """Sleeping until a 32-bit word of shared memory changes."""
 
@@ -51,31 +55,12 @@ class Futex:
 
     def wait(self, address: int, value: int, seconds: float) -> None:
         """Sleep while the word at ``address`` has ``value``, for at most ``seconds``."""
+        # The kernel compares 32 bits: the low half of a word of ours, which comes first in memory.
         time_limit = (ctypes.c_long * 2)(int(seconds), int(seconds % 1 * 1e9))
         self._syscall(self._NUMBER, address, self._WAIT, value & 0xFFFFFFFF, time_limit, 0, 0)
 
     def wake(self, address: int) -> None:
-        """Wake everybody who sleeps on the word at ``address``."""
         self._syscall(self._NUMBER, address, self._WAKE, self._EVERYBODY, None, 0, 0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """The wait of a rank before it sleeps."""
-
-    spins: int
-    """Looks at the word without giving up the core."""
-    seconds: float
-    """For how long it then gives the core to other processes between looks, before it sleeps."""
-
-    @classmethod
-    def of(cls, ranks: int) -> Patience:
-        """Make one for ``ranks`` processes on this host.
-
-        Waking a process on an idle core takes some 50 microseconds, and ranks are often less apart.
-        With more ranks than cores the core is given at once to those that are waited for.
-        """
-        return cls(spins=60 if ranks <= len(os.sched_getaffinity(0)) else 10, seconds=250e-6)
 
 
 class Peers:
@@ -95,6 +80,7 @@ class Peers:
             if pid == os.getpid():
                 continue
             try:
+                # Before its start is compared: the number may go to another process in between.
                 descriptor = os.pidfd_open(pid)
             except ProcessLookupError:
                 self._lost.add(rank)
@@ -123,7 +109,6 @@ class Peers:
         return f"rank {self.ranks[rank]} (process {self.pids[rank]}{stopped})"
 
     def close(self) -> None:
-        """Close the descriptors."""
         with self._looking:
             for descriptor in self._rank_of:
                 os.close(descriptor)
@@ -142,14 +127,14 @@ class Meeting:
         segment: Segment,
         layout: ArenaLayout,
         peers: Peers,
-        patience: Patience,
+        crowd: int,
         timeout: float,
     ) -> None:
+        """``crowd`` is the number of ranks on this host."""
         self.step = 0
         self.peers = peers
-        self.patience = patience
         self.timeout = timeout
-        """Seconds for which an operation may wait for its peers."""
+        """Seconds for which an operation that begins from now on may wait for its peers."""
         self.broken: BaseException | None = None
         self.layout = layout
         self.segment = segment
@@ -166,8 +151,10 @@ class Meeting:
         self._states = slice(layout.states, layout.states + layout.size)
         self._bells = [layout.rank_word(rank) + DOORBELL for rank in range(layout.size)]
         self._nobody = bytes(8 * layout.size)
-        self._spins = range(patience.spins)
-        self._awake = patience.seconds
+        # With more ranks than cores the core is given at once to those that are waited for.
+        self._spins = range(60 if crowd <= len(os.sched_getaffinity(0)) else 10)
+        """Looks at a word without giving up the core."""
+        self._awake = AWAKE
         """Seconds for which this rank gives its core away before it sleeps until a message comes:
         fewer behind messages that took longer, as those of stages that compute in between."""
 
@@ -196,7 +183,7 @@ class Meeting:
 
         ``until`` and ``limit`` are times of the monotonic clock. At ``limit``, or when a rank is
         lost, left or failed, an error names it and ``what`` was waited for. ``awake_for`` stands in
-        the place of `Patience.seconds`.
+        the place of `AWAKE`.
         """
         words, step = self._words, self.step
         for index in self._arrivals:
@@ -207,6 +194,7 @@ class Meeting:
                 else:
                     if not self._sleep(index, until, limit, what, awake_for):
                         return False
+        # Also of ranks that have arrived: one of them alone may have seen a mismatch of sizes.
         if words[self._states].tobytes() != self._nobody:
             self._check_states(self._others, what, messages=False)
         return True
@@ -221,7 +209,7 @@ class Meeting:
     ) -> bool:
         words, step = self._words, self.step
         now = time.monotonic()
-        awake_until = now + (self.patience.seconds if awake_for is None else awake_for)
+        awake_until = now + (AWAKE if awake_for is None else awake_for)
         while now < awake_until:
             os.sched_yield()
             if words[index] >= step:
@@ -236,6 +224,8 @@ class Meeting:
                     raise CollectiveTimeoutError(self.describe_missing(what, self.timeout))
                 if until is not None and now >= until:
                     return False
+                # Without a fence: where this loads too early, the kernel compares the word again,
+                # behind a fence of its own.
                 words[own] = 1
                 seen = words[index]
                 if seen >= step:
@@ -248,12 +238,10 @@ class Meeting:
         return True
 
     def missing(self) -> list[int]:
-        """List the ranks of the group that have not arrived at this step."""
         words, step = self._words, self.step
         return [rank for index, rank in self._arrival_of.items() if words[index] < step]
 
     def describe_missing(self, what: object, seconds: float) -> str:
-        """Describe who is missing after ``seconds`` of waiting."""
         missing = self.missing()
         names = ", ".join(self.peers.name(rank) for rank in missing) or "nobody any more"
         there = [self.peers.ranks[r] for r in range(self.layout.size) if r not in missing]
@@ -272,6 +260,8 @@ class Meeting:
         """Tell ``rank`` that a message has moved; ``count`` differs from call to call."""
         words = self._words
         index = self._bells[rank]
+        # The one word that several ranks write, and one write may cover another. All that counts is
+        # that the value differs from the one heard, so it has the writer's number in it.
         words[index] = (count << 10 | self.peers.me) & 0x7FFFFFFF
         self._fence.acquire(False)
         self._fence.release()
@@ -295,9 +285,8 @@ class Meeting:
         if words[index] == heard:
             self._futex.wait(self.segment.address + 8 * index, heard, min(NAP, seconds))
         words[own] = 0
-        patience = self.patience.seconds
-        is_long = time.monotonic() - begun > patience
-        self._awake = max(self._awake / 2, patience / 16) if is_long else patience
+        is_long = time.monotonic() - begun > AWAKE
+        self._awake = max(self._awake / 2, AWAKE / 16) if is_long else AWAKE
 
     # ------------------------------------------------------------------ failures
 
@@ -354,11 +343,8 @@ class Meeting:
         if isinstance(error, RankFailedError):
             self._words[self.layout.rank_word(self.peers.me) + CULPRIT] = error.rank + 1
         self.segment.bytes[8 * first + 8 : 8 * first + 8 + len(data)] = data
+        # Last: who sees the state reads the reason and the culprit.
         self.leave(MISMATCHED if isinstance(error, CollectiveMismatchError) else FAILED)
-
-    def bound(self, seconds: float) -> None:
-        """Bound by ``seconds`` the waits of operations that begin from now on."""
-        self.timeout = seconds
 
     def end(self, error: BaseException) -> None:
         """Leave, and have what this rank calls later raise ``error``."""
@@ -370,6 +356,7 @@ class Meeting:
         index = self.layout.states + self.peers.me
         if self._words[index] == 0:
             self._words[index] = state
+        # Peers in a collective sleep on this rank's arrival, those in a message on their own bells.
         for word in (self._mine, *(self._bells[rank] for rank in self._others)):
             self._futex.wake(self.segment.address + 8 * word)
 
