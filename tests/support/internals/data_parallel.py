@@ -7,9 +7,7 @@ from support.internals import names_inside
 __getattr__ = names_inside(
     {
         "meshwright.data_parallel.checks.alignment": "NOTES",
-        "meshwright.data_parallel.checks.order": (
-            "OrderCheck, OrderOptions, OrderRecord, OrderedUnit"
-        ),
+        "meshwright.data_parallel.checks.ledger": "Ledger, OrderedUnit, digest_of",
         "meshwright.data_parallel.checks.same_weights": "BITS, PATIENCE, SameWeights, bits_of",
         "meshwright.data_parallel.checks.starting_state": "digest_of_all, digests_of, synchronize",
         "meshwright.data_parallel.checks.step_watch": "StepWatch, Steps",

@@ -27,7 +27,6 @@ from torch import nn
 from torch.profiler import record_function
 
 from meshwright.comm.graphs.untraced import apart, untraced
-from meshwright.data_parallel.checks.order import OrderOptions
 from meshwright.data_parallel.checks.starting_state import StartingBuffer
 from meshwright.data_parallel.modules.nested import (
     Loan,
@@ -91,7 +90,7 @@ class Driver:
         name: str = "",
         *,
         cast: CastSettings | None = None,
-        order: OrderOptions | None = None,
+        in_detail: bool = False,
         parts: Iterable[nn.Module] = (),
         ignored: PlacesIn = (),
         buffers: Sequence[StartingBuffer] = (),
@@ -108,8 +107,8 @@ class Driver:
         """Compared when the root starts, and forgotten then."""
         self.name = name
         self.cast = cast or CastSettings()
-        self.order = order
-        """The options of the order check if this becomes the root."""
+        self.in_detail = in_detail
+        """The order check of a root: see `Ledger`."""
         self.iteration: Iteration | None = None
         """The state that the units of one root share; None before the first forward."""
         self.is_root = self.is_below = False
@@ -194,7 +193,7 @@ class Driver:
             if driver.unit is not None:
                 driver.unit.exposure.refresh(driver.unit)
         with torch.inference_mode(False):
-            iteration = Iteration(list(drivers), self.order)
+            iteration = Iteration(list(drivers), in_detail=self.in_detail)
         ignored = frozenset(place for driver in drivers for place in driver.ignored)
         iteration.look_at(module, ModuleTree(module, ignored, _unit_of, self.clean))
         check_meta(drivers)
