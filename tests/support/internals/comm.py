@@ -26,7 +26,7 @@ __getattr__ = names_inside(
         ),
         "meshwright.comm.dtensors.unreadable": "Unreadable",
         "meshwright.comm.failures": "membership, waiting, watchdog",
-        "meshwright.comm.failures.events": "GroupEvent, meet",
+        "meshwright.comm.failures.events": "EventCheck, GroupEvent, meet",
         "meshwright.comm.failures.failure": "FailureMonitor",
         "meshwright.comm.failures.liveness": "Entry, Need",
         "meshwright.comm.failures.membership": "LEAVE_TIMEOUT, record_failure",
