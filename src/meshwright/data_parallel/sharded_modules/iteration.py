@@ -356,21 +356,20 @@ class Iteration:
     # -------------------------------------------------------------------------- backward
 
     def begin_backward(self) -> None:
-        """Begin a backward pass, once: announce it, and have autograd call `end_backward`."""
-        if not self.is_in_backward:
-            self.is_of_inputs = self.keeps_sums and not self._reaches_parameters()
-            if self._ledger is not None:
-                self._ledger.happens(GroupEvent(OF_INPUTS if self.is_of_inputs else OF_PARAMETERS))
-            for unit in self.units:
-                if unit.is_at_rest:
-                    unit.show_at_rest(False)
-            self.is_in_backward, self.keeps_graph = True, keeps_graph()
-            # Only `create_graph=True` leaves gradients enabled within a backward pass.
-            self.makes_graph = torch.is_grad_enabled()
-            if self.makes_graph:
-                self._check_kept()
-            self.take_waiting()
-            at_end_of_backward(self.end_backward)
+        """Begin a backward pass: announce it, and have autograd call `end_backward`."""
+        self.is_of_inputs = self.keeps_sums and not self._reaches_parameters()
+        if self._ledger is not None:
+            self._ledger.happens(GroupEvent(OF_INPUTS if self.is_of_inputs else OF_PARAMETERS))
+        for unit in self.units:
+            if unit.is_at_rest:
+                unit.show_at_rest(False)
+        self.is_in_backward, self.keeps_graph = True, keeps_graph()
+        # Only `create_graph=True` leaves gradients enabled within a backward pass.
+        self.makes_graph = torch.is_grad_enabled()
+        if self.makes_graph:
+            self._check_kept()
+        self.take_waiting()
+        at_end_of_backward(self.end_backward)
 
     def _reaches_parameters(self) -> bool:
         """Whether the running backward pass gives any parameter a gradient."""
@@ -495,7 +494,12 @@ class Iteration:
 
     def deliver(self) -> None:
         """Set the gradients of the units whose reductions have ended; asks ranks for use flags."""
-        units = [unit for unit in self.units if any(g.mean is not None for g in unit.groups)]
+        units: list[Unit] = []
+        for unit in self.units:
+            for group in unit.groups:
+                if group.mean is not None:
+                    units.append(unit)
+                    break
         if not units:
             return
         if self._streams is not None:
