@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from meshwright.comm.c10d.lookup import checks_in_detail
-from meshwright.data_parallel.checks.order import OrderOptions
 from meshwright.data_parallel.checks.starting_state import StartingBuffer
 from meshwright.data_parallel.sharded_modules.iteration import Iteration
 from meshwright.data_parallel.sharded_modules.module_hooks import Driver, driver_of
@@ -45,8 +44,8 @@ class UnitDriver(Driver):
         leaves_out: Collection[nn.Module] = (),
         buffers: Sequence[StartingBuffer] = (),
     ) -> None:
-        order = OrderOptions(in_detail=checks_in_detail())
-        super().__init__(unit, order=order, ignored=ignored, buffers=buffers)
+        in_detail = checks_in_detail()
+        super().__init__(unit, in_detail=in_detail, ignored=ignored, buffers=buffers)
         # What a root frees after its forward is gathered at once for its backward.
         self.keeps_as_root = unit is not None and not unit.settings.keep_full_after_forward
         self.leaves_out = leaves_out

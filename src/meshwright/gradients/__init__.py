@@ -2,7 +2,7 @@
 
 Bottom-up:
 
-    bits        checksums, zeros and steps that a device decides on, without a host that waits
+    bits        digests, zeros and steps that a device decides on, without a host that waits
     closeness   equal on all ranks up to rounding, or the first tensor that is not
     loss        a mean, or (sum, count), over microbatches and ranks
     finite      all ranks skip or stop together
@@ -12,7 +12,7 @@ Bottom-up:
 
 from __future__ import annotations
 
-from meshwright.gradients.bits import checksum, step_if, zero_unless
+from meshwright.gradients.bits import digest_of_all, digests_of, step_if, zero_unless
 from meshwright.gradients.closeness import (
     Held,
     beyond_rounding,
@@ -80,10 +80,11 @@ __all__ = [
     "beyond_rounding_first",
     "call_module",
     "check_optimizer",
-    "checksum",
     "clip_grad_norm_",
     "cut_batch",
     "declare_element_wise",
+    "digest_of_all",
+    "digests_of",
     "global_norm",
     "group_by_spread",
     "is_due",

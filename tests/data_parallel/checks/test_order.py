@@ -15,8 +15,8 @@ from meshwright import comm
 from meshwright.comm import Recorder, observe, settle
 from meshwright.errors import CollectiveMismatchError, CommunicationError, RankFailedError
 from meshwright.testing import Ranks
-from support.internals.comm import registry
-from support.internals.data_parallel import OrderCheck, OrderedUnit, OrderOptions, OrderRecord
+from support.internals.comm import GroupEvent, registry
+from support.internals.data_parallel import Ledger, OrderedUnit, digest_of
 from support.late import as_on_a_host, raises_by_now
 
 UNITS = [
@@ -26,32 +26,36 @@ UNITS = [
     OrderedUnit(name="layer3", parameters=("layer3.weight",), payload=(18,)),
     OrderedUnit(name="tower", parameters=("tower.weight",), payload=(50,)),
 ]
-DETAIL = OrderOptions(in_detail=True)
 
 
 class Root:
     """A root whose units gather eight numbers each, and whose backward does nothing."""
 
-    def __init__(self, options: OrderOptions | None = None) -> None:
+    def __init__(self, *, in_detail: bool = False) -> None:
         self.world = comm.communicator()
-        self.check = OrderCheck(self.world, UNITS, options, root="Model")
+        self.ledger = Ledger(self.world, UNITS, in_detail=in_detail, root="Model")
+
+    def begin(self, *, training: bool = True) -> None:
+        kind = "training" if training else "evaluation"
+        self.ledger.happens(GroupEvent(f"a forward pass in {kind}"))
+        self.ledger.begin(training=training)
 
     def forward(self, order: list[int], *, training: bool = True) -> None:
         registry.go_on()
-        self.check.begin(training=training)
+        self.begin(training=training)
         for unit in order:
-            self.check.record(unit)
+            self.ledger.record(unit)
             output = torch.empty(8 * self.world.size)
             self.world.all_gather(output, torch.zeros(8), label="unshard").wait()
-        self.check.end_forward()
+        self.ledger.end_forward()
 
     def step(self, order: list[int]) -> None:
         self.forward(order)
-        self.check.finish()
+        self.ledger.finish()
 
     def finish(self) -> None:
         """End the backward, and take in what a device compares late."""
-        self.check.finish()
+        self.ledger.finish()
         settle()
 
 
@@ -61,13 +65,11 @@ def both(one: list[int], other: list[int]) -> list[int]:
     return other if world.rank == world.size - 1 else one
 
 
-def test_digests_of_records_differ() -> None:
-    record = OrderRecord((0, 1, 2))
-    assert record.digest() == OrderRecord((0, 1, 2)).digest()
-    digests = {OrderRecord(order).digest() for order in ((), (0,), (0, 0), (1,), (0, 1), (1, 0))}
+def test_digests_of_orders_differ() -> None:
+    assert digest_of((0, 1, 2)) == digest_of([0, 1, 2])
+    digests = {digest_of(order) for order in ((), (0,), (0, 0), (1,), (0, 1), (1, 0))}
     assert len(digests) == 6
     assert all(-(2**63) <= digest < -1 for digest in digests)
-    assert record.digest(record.digest()) != record.digest()
 
 
 @pytest.mark.few(1)
@@ -82,23 +84,10 @@ def test_equal_orders_cost_one_small_gather_a_forward(ranks: Ranks, size: int) -
         step = [("all_gather", "unshard")] * 3 + [("all_gather", "order")]
         assert recorder.kinds() == step * 3
         assert {c.bytes for c in recorder.collectives if c.label == "order"} == {24 * size}
-        assert root.check.describe()["iteration"] == 3
-        assert root.check.reference == OrderRecord((0, 1, 2))
+        assert root.ledger.forwards == 3
+        assert root.ledger.reference == [0, 1, 2]
 
     ranks(size, body)
-
-
-def test_one_rank_sends_nothing(ranks: Ranks) -> None:
-    def body() -> None:
-        recorder = Recorder()
-        with observe(recorder):
-            root = Root()
-            root.step([0, 1])
-            root.step([1, 0])
-        assert ("all_gather", "order") not in recorder.kinds()
-        assert root.check.reference == OrderRecord((1, 0))
-
-    ranks(1, body)
 
 
 # ------------------------------------------------------------------------ the first forward
@@ -108,7 +97,7 @@ def test_one_rank_sends_nothing(ranks: Ranks) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_first_forward_that_differs_under_detail(ranks: Ranks, size: int) -> None:
     def body() -> None:
-        root = Root(DETAIL)
+        root = Root(in_detail=True)
         text = (
             r"Forward order differs across ranks: rank 0 is all-gathering parameters for "
             rf"\['layer1.weight'\] while rank {size - 1} is all-gathering parameters for "
@@ -122,7 +111,7 @@ def test_a_first_forward_that_differs_under_detail(ranks: Ranks, size: int) -> N
             root.step([0, 1])
         assert recorder.kinds().count(("all_gather", "order")) == 1
         with pytest.raises(RuntimeError, match=rf"rank 0 is .* while rank {size - 1} ends its"):
-            Root(DETAIL).step(both([0, 1], [0]))
+            Root(in_detail=True).step(both([0, 1], [0]))
 
     ranks(size, body)
 
@@ -158,7 +147,7 @@ def test_a_difference_is_an_error_before_anything_is_issued(
         for _ in range(forwards_before):
             root.step(one)
         text = caught(lambda: root.step(both(one, other)))
-        assert f"forward {forwards_before + 1} of Model" in text
+        assert f"forward {forwards_before + 1}, position" in text
         assert "Every rank must run the same units in the same order" in text
         return text
 
@@ -199,7 +188,7 @@ def test_a_change_made_together_is_silent(ranks: Ranks, size: int) -> None:
         root = Root()
         for order in ([0, 1], [0, 1], [0, 2, 1], [0, 2, 1], [0], [3, 2, 1, 0], [1], [2], [3, 3]):
             root.step(order)
-            assert root.check.reference == OrderRecord(tuple(order))
+            assert root.ledger.reference == order
         monitor = registry.PROCESS.monitor
         assert monitor is not None
         settle()
@@ -227,15 +216,14 @@ def test_what_is_not_recorded(ranks: Ranks) -> None:
         recorder = Recorder()
         with observe(recorder):
             root.forward([1, 0], training=False)
-            with torch.no_grad():
-                root.forward(both([0, 2], [2, 0]))
-            root.check.record(3)
-            root.check.end_forward()
-            root.check.finish()
+            root.forward(both([0, 2], [2, 0]), training=False)
+            root.ledger.record(3)
+            root.ledger.end_forward()
+            root.ledger.finish()
         assert ("all_gather", "order") not in recorder.kinds()
-        assert root.check.describe()["iteration"] == 1
+        assert root.ledger.forwards == 1
         root.step([0, 1])
-        assert root.check.describe()["iteration"] == 2
+        assert root.ledger.forwards == 2
 
     ranks(2, body)
 
@@ -245,12 +233,12 @@ def test_forwards_without_a_backward_and_several_before_one(ranks: Ranks) -> Non
         root = Root()
         for _ in range(20):
             root.forward([0, 1])
-        root.check.finish()
+        root.ledger.finish()
         root.forward([0, 1])
-        root.check.begin()
-        root.check.record(0)  # an exception ends this forward
+        root.begin()
+        root.ledger.record(0)  # an exception ends this forward
         root.forward([0, 1])
-        root.check.finish()
+        root.ledger.finish()
 
     ranks(2, body)
 
@@ -264,11 +252,11 @@ def test_what_could_not_mix_up_is_an_error_also_where_others_warn(
     ranks: Ranks, one: list[int], other: list[int]
 ) -> None:
     def body() -> None:
-        root = Root(DETAIL)
+        root = Root(in_detail=True)
         for _ in range(2):
             root.step(one)
         text = caught(lambda: root.step(both(one, other)))
-        assert "Forward order differs across ranks: rank 1 in forward 3 of Model, position" in text
+        assert "Forward order differs across ranks: rank 1 in forward 3, position" in text
 
     ranks(2, body)
 
@@ -282,7 +270,7 @@ BEFORE = (
 @pytest.mark.parametrize("forwards_before", [1, 3])
 def test_later_forwards_warn_under_detail_and_train_on(ranks: Ranks, forwards_before: int) -> None:
     def body() -> None:
-        root = Root(DETAIL)
+        root = Root(in_detail=True)
         for _ in range(forwards_before):
             root.step([0, 1])
         if root.world.rank == 1:
@@ -303,9 +291,9 @@ def test_later_forwards_warn_under_detail_and_train_on(ranks: Ranks, forwards_be
             )
         else:
             root.forward([0, 1, 3])
-        root.check.finish()
+        root.ledger.finish()
         root.step(both([0, 1], [0, 2]))
-        assert root.check.is_unchecked
+        assert root.ledger.is_unchecked
 
     # The extra unit of rank 0 keeps the numbers of gathers equal; under detail it warns as well.
     def quiet() -> None:
@@ -332,7 +320,7 @@ class Log(logging.Handler):
 def test_ranks_that_stay_are_silent_under_detail(ranks: Ranks) -> None:
     def body() -> None:
         log = Log()
-        root = Root(DETAIL)
+        root = Root(in_detail=True)
         root.step([0, 1])
         order = both([0, 1], [0, 2])
         if root.world.rank == 1:
@@ -350,7 +338,7 @@ def test_ranks_that_stay_are_silent_under_detail(ranks: Ranks) -> None:
 
 def test_changes_made_together_warn_once_under_detail(ranks: Ranks) -> None:
     def body() -> None:
-        root = Root(DETAIL)
+        root = Root(in_detail=True)
         root.step([0, 1])
         with pytest.warns(UserWarning, match="Expected to all-gather for"):
             root.step([0, 2])
@@ -362,7 +350,7 @@ def test_changes_made_together_warn_once_under_detail(ranks: Ranks) -> None:
 
 def test_a_unit_that_the_check_was_not_told_of(ranks: Ranks) -> None:
     def body() -> None:
-        root = Root(DETAIL)
+        root = Root(in_detail=True)
         root.step([0])
         text = "parameters for a newly-added parameter since construction time"
         with pytest.warns(UserWarning, match=text):
@@ -378,22 +366,22 @@ def test_a_unit_that_the_check_was_not_told_of(ranks: Ranks) -> None:
 def test_a_hang_report_shows_who_left_its_order(ranks: Ranks) -> None:
     def body() -> None:
         log = Log()
-        root = Root(DETAIL)
+        root = Root(in_detail=True)
         root.step([0, 1])
         monitor = registry.PROCESS.monitor
         assert monitor is not None
         monitor.hang_after = 1.0
         if root.world.rank == 1:
-            root.check.begin()
+            root.begin()
             with pytest.warns(UserWarning, match=BEFORE):
-                root.check.record(2)
+                root.ledger.record(2)
             time.sleep(3.0)
             root.world.all_gather(torch.empty(16), torch.zeros(8), label="unshard").wait()
         else:
-            root.check.begin()
-            root.check.record(0)
+            root.begin()
+            root.ledger.record(0)
             root.world.all_gather(torch.empty(16), torch.zeros(8), label="unshard").wait()
-            text = "rank 1 had said: forward 2 of Model, position 0: expected root, got layer2"
+            text = "rank 1 had said: forward 2, position 0: expected root, got layer2"
             assert text in log.text
 
     ranks(2, body)

@@ -19,11 +19,11 @@ from meshwright.data_parallel import fully_shard, keep_batch_norm_local
 from meshwright.errors import CollectiveMismatchError
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.fsdp import ShardingStrategy
+from meshwright.gradients import digest_of_all, digests_of
 from meshwright.mesh import init_device_mesh
 from meshwright.plan import Plan, TrainPlan
 from meshwright.testing import Ranks
 from support.internals.axes import Axes
-from support.internals.data_parallel import digest_of_all, digests_of
 
 CLASSES = {"flat": {"use_orig_params": False}, "original": {"use_orig_params": True}}
 STRATEGIES = ["fully_shard", *CLASSES]

@@ -165,6 +165,10 @@ def body_together() -> list[int]:
     return counts
 
 
+def test_one_rank_compares_nothing(ranks: Ranks) -> None:
+    assert ranks(1, body_together) == [[0] * 7]
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_that_change_together_are_silent(ranks: Ranks, size: int) -> None:
     assert ranks(size, body_together) == [[1] * 7] * size

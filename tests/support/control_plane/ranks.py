@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -18,14 +19,15 @@ from typing import Any, TypeVar
 from support.control_plane.store import CountingStore, Server
 from support.control_plane.time import SimulatedClock
 from support.internals.comm import (
-    Coming,
+    Awaited,
     Entry,
     FailureMonitor,
+    Need,
     Process,
     device_choice,
+    meet,
     membership,
     rendezvous,
-    wait_for_all,
 )
 
 T = TypeVar("T")
@@ -45,15 +47,27 @@ class Used:
         )
 
 
-@dataclass(slots=True)
-class _World:
-    """The part of a communicator that a wait looks at."""
+class _Place(Awaited):
+    """A place of the program that all ranks come to."""
 
-    name: str
-    rank: int
-    ranks: tuple[int, ...]
-    size: int
-    timeout: float | None
+    lacks = "has not come to it"
+
+    def __init__(self, name: str, others: Sequence[int]) -> None:
+        self.ranks = others
+        self._name = name
+
+    def describe(self) -> str:
+        return f"the comparison of {self._name},"
+
+    def topic(self, answers: Mapping[int, Mapping[str, Any]]) -> str:
+        return self._name
+
+    def need(self) -> Need:
+        ranks = Need.listed(self.ranks)
+        return Need(ranks=ranks, channel="world", number=sys.maxsize, place=self._name)
+
+    def has_come(self, rank: int, answer: Mapping[str, Any]) -> bool:
+        return self._name in answer["described"]["places"]["come to"]
 
 
 class SimulatedRank:
@@ -97,15 +111,9 @@ class SimulatedRank:
 
     def wait_for(self, place: str, timeout: float | None = None) -> None:
         """Come to ``place`` of the program, and wait until all ranks have come."""
-        size = self.monitor.world_size
-        axis = _World("world", self.rank, tuple(range(size)), size, timeout)
-
-        def has_come(answer: Mapping[str, Any]) -> bool:
-            return place in answer["described"]["places"]["come to"]
-
         self._places.append(place)
-        coming = Coming(communicator=axis, place=place, name=place, come=has_come)
-        wait_for_all(self.monitor, f"here/{place}", coming, lambda answers: False)
+        there = _Place(place, self.monitor.others)
+        meet(self.monitor, f"here/{place}", there, lambda answers: False, timeout)
 
     def describe(self) -> Mapping[str, Any]:
         """Tell ranks that ask where this one has come to."""

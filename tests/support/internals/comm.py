@@ -25,9 +25,9 @@ __getattr__ = names_inside(
         ),
         "meshwright.comm.dtensors.unreadable": "Unreadable",
         "meshwright.comm.failures": "membership, waiting, watchdog",
-        "meshwright.comm.failures.events": "Coming, wait_for_all",
+        "meshwright.comm.failures.events": "EventCheck, GroupEvent, meet",
         "meshwright.comm.failures.failure": "FailureMonitor",
-        "meshwright.comm.failures.liveness": "Entry",
+        "meshwright.comm.failures.liveness": "Entry, Need",
         "meshwright.comm.failures.membership": "LEAVE_TIMEOUT, record_failure",
         "meshwright.comm.failures.processes": "Process",
         "meshwright.comm.failures.sameness": "differing, first_difference, require_equal",
@@ -37,7 +37,7 @@ __getattr__ = names_inside(
         "meshwright.comm.failures.store": (
             "KeyWait, Notices, STORE, StoreClient, SystemClock, Worker"
         ),
-        "meshwright.comm.failures.waiting": "Issued",
+        "meshwright.comm.failures.waiting": "Awaited, Issued",
         "meshwright.comm.graphs": "functional, marks",
         "meshwright.comm.graphs.marks": (
             "AGREE, ALL_REDUCE, ALL_REDUCE_COALESCED, ALL_REDUCE_IN_PLACE, DIVIDED, "

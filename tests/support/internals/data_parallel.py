@@ -6,13 +6,12 @@ from support.internals import names_inside
 
 __getattr__ = names_inside(
     {
-        "meshwright.data_parallel.checks.alignment": "NOTES",
-        "meshwright.data_parallel.checks.order": (
-            "OrderCheck, OrderOptions, OrderRecord, OrderedUnit"
-        ),
+        "meshwright.data_parallel.checks.alignment": "Alignment, NOTES, PassNotes",
+        "meshwright.data_parallel.checks.ledger": "Ledger, OrderedUnit, digest_of",
         "meshwright.data_parallel.checks.same_weights": "BITS, PATIENCE, SameWeights, bits_of",
-        "meshwright.data_parallel.checks.starting_state": "digest_of_all, digests_of, synchronize",
+        "meshwright.data_parallel.checks.starting_state": "synchronize",
         "meshwright.data_parallel.checks.step_watch": "StepWatch, Steps",
+        "meshwright.data_parallel.checks.forward_writes": "BatchBuffers",
         "meshwright.data_parallel.modules.batch_norm": "LocalStatistics",
         "meshwright.data_parallel.modules.checkpoint_names": "SteppedOver",
         "meshwright.data_parallel.modules.nested": "Loan, tensors_kept_by",
@@ -25,7 +24,10 @@ __getattr__ = names_inside(
         "meshwright.data_parallel.replicas.reducer": "GradientReducer",
         "meshwright.data_parallel.replicas.replicated": "check_names, replicate_with",
         "meshwright.data_parallel.replicas.traced": "Marking",
+        "meshwright.data_parallel.sharded_modules.agreement": "SameCopies",
+        "meshwright.data_parallel.sharded_modules.iteration": "Iteration",
         "meshwright.data_parallel.sharded_modules.module_hooks": "Driver, attach",
+        "meshwright.data_parallel.sharded_modules.module_tree": "ModuleTree",
         "meshwright.data_parallel.shards": "buffer, sharding",
         "meshwright.data_parallel.shards.buffer": "BufferTypes, DataAxes, FlatBuffer",
         "meshwright.data_parallel.shards.dtensor_exposure": "HOME",

@@ -6,6 +6,6 @@ from support.internals import names_inside
 
 __getattr__ = names_inside(
     {
-        "meshwright.gradients": "bits, norm",
+        "meshwright.gradients": "norm",
     }
 )

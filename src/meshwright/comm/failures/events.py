@@ -9,8 +9,10 @@ when it does what it has not done before::
     after a pass that raised                  ask, and continue only where every rank has issued as
                                               many collectives: what one left out, others wait in
 
-Ranks ask through the board of `comm.failures.failure`, before any collective is issued: an answer
-that differs is an error on the rank that asks, and the others read it while they wait.
+An event may have steps, as a forward pass has its units, see `Ledger` of `data_parallel`. Ranks ask
+through the board of `comm.failures.failure`, before any collective is issued: an answer that
+differs is an error on the rank that asks, and the others read it while they wait. Not later: Gloo
+ends the process at a gather to which another rank gives more.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 from meshwright.comm.collectives import Communicator
 from meshwright.comm.failures.failure import FailureMonitor
@@ -38,6 +40,9 @@ FIRST_ROLL_CALL, NEXT_ROLL_CALL = 0.1, 1.0
 
 REMEMBERED = 8
 """Events that a rank can still be asked about."""
+
+END = -1
+"""Stands for "the event ends here" where a step could come."""
 
 REMEDY = (
     "Every rank must run the same passes with the same settings: as many forward and backward "
@@ -61,6 +66,39 @@ class GroupEvent:
     """More words for reports of this rank."""
 
 
+@dataclass(slots=True, eq=False)
+class Turn:
+    """An event in the course of one rank, and its steps so far."""
+
+    number: int
+    event: GroupEvent
+    issued: Sequence[int]
+    """Collectives that the rank had issued on each axis before it, also of control data."""
+    steps: list[int] = field(default_factory=list)
+    has_ended: bool = False
+    """True when no step follows any more; set behind the last one, for other threads."""
+
+    def at(self, position: int) -> int | None:
+        """The step at ``position``, `END` behind the last; None where it has not come yet."""
+        if position < len(self.steps):
+            return self.steps[position]
+        return END if self.has_ended else None
+
+
+class _Told(NamedTuple):
+    """The words of another rank about the same root."""
+
+    turns: Mapping[int, Turn]
+    state: State
+    issued: Sequence[int]
+
+    def has_come(self, number: int, position: int | None = None) -> bool:
+        """Check whether it has come to event ``number``, or to a step of that."""
+        if position is not None and number in self.turns:
+            return self.turns[number].at(position) is not None
+        return any(at >= number for at in self.turns)
+
+
 class EventCheck:
     """The events of one root on this rank. ``state`` says what is set, unit by unit.
 
@@ -74,50 +112,40 @@ class EventCheck:
         state: Callable[[], State],
         axes: Sequence[Communicator] = (),
     ) -> None:
-        self._communicator = communicator
+        self.communicator = communicator
         self._rank = communicator.ranks[communicator.rank]
-        self._root = root
+        self.root = root
         self._state = state
         self._axes = tuple(axes)
-        self._number = 0
-        self._tail: tuple[tuple[int, str, int, list[int]], ...] = ()
+        self._turns: tuple[Turn, ...] = ()
+        """The last events, the current one at the end."""
         self._last: tuple[GroupEvent | None, GroupEvent | None] = (None, None)
         self._known: set[tuple[GroupEvent | None, ...]] = set()
         self._said: Gathering | None = None
         """The last words of all ranks."""
-        self._key = Registration("events", communicator, self)
-
-    def is_new(self, event: GroupEvent) -> bool:
-        """Check whether ``event`` has never followed the two events before it."""
-        return (*self._last, event) not in self._known
+        self.key = Registration("events", communicator, self)
 
     def happens(
-        self,
-        event: GroupEvent,
-        *,
-        asks: bool = False,
-        after: str = "",
-        instead: Callable[[Mapping[str, Any]], str] = lambda _: "",
+        self, event: GroupEvent, *, asks: bool = False, after: str = "", if_new: str = ""
     ) -> None:
         """Note that ``event`` is next, and compare it where it is new; call before its collectives.
 
-        ``after`` names the pass that raised on this rank just before, if one did or may have.
-        ``instead`` finds in the answer of a rank what it does in the place of the event, where that
-        is no event.
+        ``after`` names the pass that raised on this rank just before, if one did or may have;
+        ``if_new`` that of an event that is new.
 
         Raises `CollectiveMismatchError` when another rank does something else, which is found out
         when it has never followed the two events before it, or when it ``asks``; and when
         another rank waits for what this one left out.
         """
-        monitor = PROCESS.monitor
-        if monitor is None or self._communicator.is_alone:
+        if self.communicator.is_alone:
             return
-        self._count(event)
-        turn = (*self._last, event)
+        turn = self._take_turn(event)
+        three = (*self._last, event)
         self._last = (self._last[1], event)
-        if asks or after or turn not in self._known:
-            self._ask(monitor, event, after, instead)
-            self._known.add(turn)
+        monitor, is_new = PROCESS.monitor, three not in self._known
+        if monitor is not None and (asks or after or is_new):
+            self._ask(monitor, turn, after=after or (if_new if is_new else ""))
+            self._known.add(three)
 
     def exchange(self, event: GroupEvent, said: str) -> list[str]:
         """Exchange the words of all ranks at ``event``, which is next, in rank order.
@@ -128,34 +156,39 @@ class EventCheck:
         Raises `CollectiveMismatchError` when another rank does something else or has left,
         `RankFailedError` and `CollectiveTimeoutError` as a collective does.
         """
-        monitor, ranks = PROCESS.monitor, self._communicator.ranks
-        if monitor is None or self._communicator.is_alone:
-            return self._communicator.gather_values(said, label=event.text)
-        self._count(event)
-        words = Gathering(monitor.board, f"{self._key}/{self._number}", len(ranks))
-        if not words.come(json.dumps([self._communicator.rank, said])):
+        monitor, ranks = PROCESS.monitor, self.communicator.ranks
+        if monitor is None or self.communicator.is_alone:
+            return self.communicator.gather_values(said, label=event.text)
+        place = _Place(self, self._take_turn(event))
 
-            def compare(answers: Answers) -> bool:
-                self._have_come(monitor, event, "", answers)
-                return False  # who has come may still be about to say its words
+        def compare(answers: Answers) -> bool:
+            self._have_come(monitor, place, answers)
+            return False  # who has come may still be about to say its words
 
-            _wait(monitor, self._coming(event), words, compare)
+        line = json.dumps([self.communicator.rank, said])
+        words = meet(monitor, place.key, place, compare, self.communicator.timeout, line=line)
         rows = dict(json.loads(line) for line in words.lines())
-        if self._said is not None and self._communicator.rank == 0:
+        if self._said is not None and self.communicator.rank == 0:
             self._said.forget()  # who is here has read all that was said before
         self._said = words
         return [rows[rank] for rank in range(len(ranks))]
 
     def describe(self) -> Mapping[str, Any]:
         """Describe the place of this rank, for peers that ask; called from the monitor's thread."""
-        return {"tail": self._tail, "state": self._state(), "issued": self._issued()}
+        rows = []
+        for turn in self._turns:
+            has_ended = turn.has_ended  # before the steps: it is set behind the last of them
+            event, steps = turn.event, [*turn.steps]
+            rows.append([turn.number, event.text, event.state, turn.issued, steps, has_ended])
+        return {"turns": rows, "state": self._state(), "issued": self._issued()}
 
     # --------------------------------------------------------------------------- private
 
-    def _count(self, event: GroupEvent) -> None:
-        self._number += 1
-        here = (self._number, event.text, event.state, self._issued())
-        self._tail = (*self._tail[1 - REMEMBERED :], here)
+    def _take_turn(self, event: GroupEvent) -> Turn:
+        number = self._turns[-1].number + 1 if self._turns else 1
+        turn = Turn(number, event, self._issued())
+        self._turns = (*self._turns[1 - REMEMBERED :], turn)
+        return turn
 
     def _issued(self) -> list[int]:
         """Count the collectives that this rank has issued on each axis, also of control data."""
@@ -168,88 +201,77 @@ class EventCheck:
         return found
 
     def _ask(
-        self,
-        monitor: FailureMonitor,
-        event: GroupEvent,
-        after: str,
-        instead: Callable[[Mapping[str, Any]], str],
-    ) -> None:
-        votes = f"{self._key}/{self._number}/{event.text}/{event.state}"
-        if after:
-            votes += f"/{self._tail[-1][-1]}"
-        here = functools.partial(self._have_come, monitor, event, after)
+        self, monitor: FailureMonitor, turn: Turn, position: int | None = None, *, after: str = ""
+    ) -> str:
+        """Vote for an event, or for the step of it at ``position``; returns the key of the vote."""
+        place = _Place(self, turn, position, after)
+        key = f"{place.key}/{turn.event.text}/{turn.event.state}"
+        if position is not None:
+            key = f"{place.key}/{turn.at(position)}"
+        elif after:
+            key += f"/{turn.issued}"
+        have_come = functools.partial(self._have_come, monitor, place)
+        return meet(monitor, key, place, have_come, self.communicator.timeout).key
 
-        def have_come(answers: Answers) -> bool:
-            if here(answers):
-                return True
-            for rank in self._coming(event).ranks:
-                answer = answers.get(rank)
-                theirs = self._told(answer)
-                is_behind = theirs is not None and not _has_come(theirs, self._number)
-                other = instead(answer) if answer is not None and is_behind else ""
-                if theirs is not None and other:
-                    self._fail(monitor, event, rank, other, theirs["state"])
-            return False
-
-        wait_for_all(monitor, votes, self._coming(event, after), have_come)
-
-    def _have_come(
-        self, monitor: FailureMonitor, event: GroupEvent, after: str, answers: Answers
-    ) -> bool:
+    def _have_come(self, monitor: FailureMonitor, place: _Place, answers: Answers) -> bool:
         """Check whether nobody is left to wait for. Raises when a rank does something else."""
-        number, is_complete = self._number, True
-        for rank in self._communicator.ranks:
-            if rank == self._rank:
-                continue
-            theirs = self._told(answers.get(rank))
-            if theirs is None:
+        turn, position, is_complete = place.turn, place.position, True
+        steps: dict[int, int] = {}
+        for rank in place.ranks:
+            told = self.told(answers.get(rank))
+            if told is None:
                 is_complete = False
                 continue
-            tail = {at: (text, state) for at, text, state, _ in theirs["tail"]}
-            if after:
-                issued = next((n for at, *_, n in theirs["tail"] if at == number), theirs["issued"])
-                self._compare_issued(monitor, issued, rank, after)
-            if not tail or max(tail) < number:
+            theirs = told.turns.get(turn.number)
+            if place.after:
+                issued = told.issued if theirs is None else theirs.issued
+                self._compare_issued(monitor, place, issued, rank)
+            if theirs is not None and theirs.event != turn.event:
+                self._fail(monitor, turn, rank, theirs.event.text, told.state)
+            if not told.has_come(turn.number, position):
                 is_complete = False
-            elif tail.get(number, (event.text, event.state)) != (event.text, event.state):
-                self._fail(monitor, event, rank, tail[number][0], theirs["state"])
+                if instead := self._instead(told.turns):
+                    self._fail(monitor, turn, rank, instead, told.state)
+            elif theirs is not None and position is not None:
+                steps[rank] = theirs.at(position) or 0
+        if position is not None:
+            self._compare_steps(monitor, turn, position, steps)
         return is_complete
 
-    def _coming(self, event: GroupEvent, after: str = "") -> Coming:
-        number, place = self._number, f"{event.shown or event.text} of {self._root}"
-        if after:
-            place += f", which rank {self._rank} begins after it raised in {after}"
+    def _instead(self, turns: Mapping[int, Turn]) -> str:
+        """Name the step that a rank of these ``turns`` does in the place of this one's event."""
+        return ""
 
-        def has_come(answer: Mapping[str, Any]) -> bool:
-            theirs = self._told(answer)
-            return theirs is not None and _has_come(theirs, number)
+    def _compare_steps(
+        self, monitor: FailureMonitor, turn: Turn, position: int, steps: Mapping[int, int]
+    ) -> None:
+        """Raise where the ``steps`` of other ranks at ``position`` are not this one's."""
 
-        return Coming(
-            communicator=self._communicator,
-            place=place,
-            name=f"{self._key}/{number}",
-            come=has_come,
-        )
+    def shown(self, turn: Turn, position: int | None) -> str:
+        """Name an event, or its step at ``position``, for reports."""
+        return f"{turn.event.shown or turn.event.text} of {self.root}"
 
-    def _told(self, answer: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    def told(self, answer: Mapping[str, Any] | None) -> _Told | None:
         """Find the same root's words in the ``answer`` of another rank; None without any."""
-        theirs = None if answer is None else answer["described"].get(str(self._key))
-        match theirs:
-            case {"tail": list(tail), "state": dict(), "issued": list()} if all(
-                isinstance(each, list) and len(each) == 4 for each in tail
+        match None if answer is None else answer["described"].get(str(self.key)):
+            case {"turns": list(rows), "state": dict(state), "issued": list(issued)} if all(
+                isinstance(row, list) and len(row) == 6 for row in rows
             ):
-                return theirs
+                turns = {
+                    number: Turn(number, GroupEvent(text, digest), *more)
+                    for number, text, digest, *more in rows
+                }
+                return _Told(turns, state, issued)
         return None
 
     def _compare_issued(
-        self, monitor: FailureMonitor, theirs: Sequence[int], rank: int, after: str
+        self, monitor: FailureMonitor, place: _Place, theirs: Sequence[int], rank: int
     ) -> None:
         """Raise where ``rank`` has issued what this rank left out when it raised."""
-        mine = self._tail[-1][-1]
-        for axis, here, there in zip(self._axes, mine, theirs, strict=True):
+        for axis, here, there in zip(self._axes, place.turn.issued, theirs, strict=True):
             if there > here:
                 error = CollectiveMismatchError(
-                    f"rank {self._rank} raised in {after} of {self._root}, after {here} "
+                    f"rank {self._rank} raised in {place.after} of {self.root}, after {here} "
                     f"collectives on axis {axis.axis}, and goes on, while rank {rank} has issued "
                     f"{there}: they would be mixed up with those of another pass. Let all ranks "
                     "give up a pass together, before its first collective, or end the run"
@@ -258,23 +280,20 @@ class EventCheck:
                 raise error
 
     def _fail(
-        self, monitor: FailureMonitor, event: GroupEvent, rank: int, other: str, state: State
+        self, monitor: FailureMonitor, turn: Turn, rank: int, other: str, state: State
     ) -> NoReturn:
-        if other != event.text:
-            found = f"{event.text} on rank {self._rank}, {other} on rank {rank}"
+        text = turn.event.text
+        if other != text:
+            found = f"{text} on rank {self._rank}, {other} on rank {rank}"
         else:
             both = first_difference([self._rank, rank], [self._state(), state])
-            found = f"{event.text} with {both or 'settings that differed for a while'}"
+            found = f"{text} with {both or 'settings that differed for a while'}"
         error = CollectiveMismatchError(
-            f"What the ranks do with {self._root} differs, at number {self._number}: {found}. "
+            f"What the ranks do with {self.root} differs, at number {turn.number}: {found}. "
             f"Nothing of it has been sent. {REMEDY}"
         )
         monitor.publish(error, is_cause=True)
         raise error
-
-
-def _has_come(theirs: Mapping[str, Any], number: int) -> bool:
-    return any(at >= number for at, *_ in theirs["tail"])
 
 
 class Registration:
@@ -301,55 +320,42 @@ class Registration:
         return self._key
 
 
-class Axis(Protocol):
-    """The part of a `Communicator` that a wait looks at."""
-
-    name: str
-    rank: int
-    ranks: tuple[int, ...]
-    size: int
-    timeout: float | None
-
-
-class Coming(Awaited):
-    """The other ranks' coming to a ``place`` of the program, as a `BoundedWait` sees it.
-
-    ``name`` tells it from every other place, the same on all ranks; ``come`` tells from the answer
-    of a rank whether it has come.
-    """
+class _Place(Awaited):
+    """An event of ``check``, or a step of it, to which the other ranks are to come."""
 
     lacks = "has not come to it"
 
     def __init__(
-        self,
-        *,
-        communicator: Axis,
-        place: str,
-        name: str,
-        come: Callable[[Mapping[str, Any]], bool],
+        self, check: EventCheck, turn: Turn, position: int | None = None, after: str = ""
     ) -> None:
-        self.communicator = communicator
-        self.ranks = [r for n, r in enumerate(communicator.ranks) if n != communicator.rank]
-        self._place = place
-        self._name = name
-        self._come = come
+        """``after`` names the pass that raised on this rank before it, if one did."""
+        axis = self._axis = check.communicator
+        self.ranks = [rank for n, rank in enumerate(axis.ranks) if n != axis.rank]
+        self.turn, self.position, self.after = turn, position, after
+        self.key = f"{check.key}/{turn.number}" + ("" if position is None else f"/{position}")
+        self._check = check
+        rank = axis.ranks[axis.rank]
+        self._shown = check.shown(turn, position)
+        if after:
+            self._shown += f", which rank {rank} begins after it raised in {after}"
 
     def describe(self) -> str:
         """Name it in one phrase."""
-        return f"the comparison of {self._place},"
+        return f"the comparison of {self._shown},"
 
     def topic(self, answers: Answers) -> str:
         """Name it for reports."""
-        return self._name
+        return self.key
 
     def need(self) -> Need:
         """Say whom it needs: the ranks of the axis that do not wait at this place."""
-        ranks, channel = Need.listed(self.ranks), self.communicator.name
-        return Need(ranks=ranks, channel=channel, number=sys.maxsize, place=self._name)
+        ranks, channel = Need.listed(self.ranks), self._axis.name
+        return Need(ranks=ranks, channel=channel, number=sys.maxsize, place=self.key)
 
     def has_come(self, rank: int, answer: Mapping[str, Any]) -> bool:
         """Tell whether ``rank``, which says ``answer``, has come."""
-        return self._come(answer)
+        told = self._check.told(answer)
+        return told is not None and told.has_come(self.turn.number, self.position)
 
     def last_of(self, answer: Mapping[str, Any]) -> str:
         """Say what every rank must do, where another waits for something else."""
@@ -358,47 +364,41 @@ class Coming(Awaited):
     def differences(self, answers: Answers) -> list[str]:
         """Say which ranks will never come."""
         left = [r for r in self.ranks if r in answers and answers[r]["leaving"]]
-        left = [rank for rank in left if not self._come(answers[rank])]
+        left = [rank for rank in left if not self.has_come(rank, answers[rank])]
         if not left:
             return []
-        mine = self.communicator.ranks[self.communicator.rank]
-        return [f"ranks {left} leave the run, where rank {mine} is at {self._place}. {REMEDY}"]
+        rank = self._axis.ranks[self._axis.rank]
+        return [f"ranks {left} leave the run, where rank {rank} is at {self._shown}. {REMEDY}"]
 
 
-def wait_for_all(
+def meet(
     monitor: FailureMonitor,
-    votes: str,
-    awaited: Coming,
+    key: str,
+    place: Awaited,
     have_come: Callable[[Answers], bool],
-) -> None:
-    """Vote for ``votes`` and wait until every rank has.
+    limit: float | None,
+    *,
+    line: str = "",
+) -> Gathering:
+    """Vote for ``key``, with a ``line`` if any, and wait until every rank has, or to the ``limit``.
 
     Ranks that do not vote are asked; ``have_come`` tells from their answers whether nobody is to
-    come any more, or raises. This wait keeps nobody from coming: what others need of this rank has
-    been issued.
+    come any more, or raises: a rank that asks ends the wait of all, or fails it. This wait keeps
+    nobody from coming: what others need of this rank has been issued.
     """
-    coming = Gathering(monitor.board, votes, awaited.communicator.size)
-    if not coming.come():
-        _wait(monitor, awaited, coming, have_come)
-
-
-def _wait(
-    monitor: FailureMonitor,
-    awaited: Coming,
-    coming: Gathering,
-    have_come: Callable[[Answers], bool],
-) -> None:
-    """Wait at the store for all votes; a rank that asks ends the wait of all, or fails it."""
-    first, every, place = FIRST_ROLL_CALL, NEXT_ROLL_CALL, coming.key
-    limit = awaited.communicator.timeout
+    votes = Gathering(monitor.board, key, len(place.ranks) + 1)
+    if votes.come(line):
+        return votes
+    first, every = FIRST_ROLL_CALL, NEXT_ROLL_CALL
     try:
-        with BoundedWait(monitor, awaited, limit, first=first, every=every, place=place) as watch:
-            while not coming.wait(watch.pause):
+        with BoundedWait(monitor, place, limit, first=first, every=every, place=key) as watch:
+            while not votes.wait(watch.pause):
                 answers = watch.look()
                 if answers is not None and have_come(answers):
-                    coming.close(ALL)
-                    return
+                    votes.close(ALL)
+                    break
     except CommunicationError:
         with contextlib.suppress(RankFailedError):  # what it says cannot reach anybody
-            coming.close("a failure")
+            votes.close("a failure")
         raise
+    return votes

@@ -7,8 +7,7 @@ Bottom-up:
     step_watch      the steps of optimizers
     same_weights    digests of copies of the weights, compared in some passes
     alignment       numbers behind the gradients: of which pass they are, and other notes
-    order_record    one forward's order of units, and messages of it
-    order           the order of units, recorded and compared
+    ledger          the passes of a root and the order of its units, compared
 """
 
 from __future__ import annotations

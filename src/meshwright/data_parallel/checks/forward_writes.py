@@ -9,9 +9,9 @@ from torch import nn
 
 from meshwright.comm import Communicator
 from meshwright.comm.failures.sameness import differing
-from meshwright.data_parallel.checks.starting_state import digests_of
 from meshwright.data_parallel.modules.batch_norm import with_statistics
 from meshwright.errors import warn
+from meshwright.gradients import digests_of
 from meshwright.torch_internals.modules import non_persistent_buffers_of
 from meshwright.torch_internals.tensors import version_of
 

@@ -23,9 +23,8 @@ from meshwright.comm import Communicator, LateNumbers
 from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.comm.dtensors.subclasses import values_of
 from meshwright.comm.failures.sameness import RowDifference, first_difference, refusal
-from meshwright.data_parallel.checks.starting_state import digest_of_all, digests_of
 from meshwright.errors import CollectiveMismatchError, warn
-from meshwright.gradients import beyond_rounding_first, is_due
+from meshwright.gradients import beyond_rounding_first, digest_of_all, digests_of, is_due
 
 BITS = 16
 """Bits of a digest that travel: others differ by chance alone in one of 65,536 comparisons."""

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -20,8 +20,9 @@ from meshwright.comm import Communicator, watch_run
 from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.comm.dtensors.subclasses import values_of
 from meshwright.comm.failures.sameness import differing, first_difference, require_equal
-from meshwright.comm.streams import is_host, moved
+from meshwright.comm.streams import is_host
 from meshwright.errors import CollectiveMismatchError
+from meshwright.gradients import digests_of
 from meshwright.torch_internals.autograd import without_transforms
 from meshwright.torch_internals.modules import non_persistent_buffers_of
 from meshwright.torch_internals.tensors import foreach_copy_
@@ -30,15 +31,6 @@ SLAB_BYTES = 64 * 2**20
 """At most so many bytes are copied together for one broadcast; a larger tensor goes alone."""
 
 _ITEM_SIZE = attrgetter("dtype.itemsize")
-LANES = 2**14
-"""32-bit lanes that are multiplied by weights of their own in a digest."""
-ROWS = 16
-"""Rows of lanes that are read at once, so that memory of a digest stays in a cache."""
-_TOGETHER = 16 * ROWS
-"""Short tensors that are read as one: few operators, in at most 16 MiB."""
-GOLDEN = -7046029254386353131
-"""Odd, with the bits of the golden ratio's fraction in 64 bits: multiples of it look random."""
-
 SAME_DDP = "DDP expects same model across all ranks: "
 """The words of torch's DDP."""
 
@@ -222,26 +214,12 @@ def synchronize(
 # ------------------------------------------------------------------------------------ digests
 
 
-@dataclass(frozen=True, slots=True)
-class Starts:
-    """Digests of what was sharded together, until they are compared over the ranks."""
+class Start(NamedTuple):
+    """Digests of a tensor when it was sharded, until they are compared over the ranks."""
 
     whole: torch.Tensor
-    """One for each tensor."""
     own: torch.Tensor
-    """Of this rank's parts. A part that differs from it was written since, in whatever way."""
-
-    @classmethod
-    def of(cls, whole: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> Starts:
-        """Put digests together."""
-        device = whole[0].device
-        return cls(*(torch.stack([each.to(device) for each in some]) for some in (whole, own)))
-
-    def beside(self, at: int, now: torch.Tensor | None) -> Compared:
-        """Return what is compared of tensor ``at`` where ``now`` is the digest of this rank's part,
-        if any.
-        """
-        return None if now is None else (self.whole[at], self.own[at], now)
+    """Of this rank's part. A part that differs from it was written since, in whatever way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,9 +228,7 @@ class StartingBuffer:
 
     module: nn.Module
     name: str
-    starts: Starts
-    at: int
-    """Its number in ``starts``."""
+    start: Start
     axes: tuple[Communicator, ...]
     """Those over which ranks must hold it alike."""
 
@@ -286,112 +262,8 @@ def starting_buffers(
     found: list[StartingBuffer] = []
     for (module, name, _), digest in zip(held, digests, strict=True):
         if digest is not None:
-            starts = Starts(digest.view(1), digest.view(1))
-            found.append(StartingBuffer(module, name, starts, 0, axes))
+            found.append(StartingBuffer(module, name, Start(digest, digest), axes))
     return tuple(found)
-
-
-@torch.no_grad()
-def digests_of(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """64 bits for each tensor that are equal for equal bits, on its device: no host stop.
-
-    Of a DTensor its local tensor. None for None, and for what has no bits of its own to read.
-
-    Lanes of 32 bits are folded, so that all of their bits count, and multiplied by weights that
-    depend on the place; integers wrap around, so that the order of the sum does not matter. Short
-    tensors of a device share the operators, which are what takes time of them: all tensors of a
-    unit in one call take a tenth of what each takes alone.
-    """
-    found: list[torch.Tensor | None] = [None] * len(tensors)
-    short: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
-    factors: dict[torch.device, torch.Tensor] = {}
-    for index, tensor in enumerate(tensors):
-        raw = None if tensor is None else _bytes_of(tensor)
-        if raw is None:
-            continue
-        if raw.device not in factors:
-            factors[raw.device] = _weights(raw.device)
-        if not raw.numel() % 4 and raw.numel() < 4 * LANES:
-            short.setdefault(raw.device, []).append((index, raw.view(torch.int32)))
-        else:
-            found[index] = _digest_of_long(raw, factors[raw.device])
-    for device, words in short.items():
-        weights = factors[device]
-        for start in range(0, len(words), ROWS):
-            some = words[start : start + ROWS]
-            lengths = [each.numel() for _, each in some]
-            line = _folded(torch.cat([each for _, each in some]))
-            line.mul_(torch.cat([weights[:length] for length in lengths]))
-            sums = torch.stack([part.sum() for part in line.split(lengths)])
-            for (index, _), digest in zip(some, sums.mul_(GOLDEN).unbind(), strict=True):
-                found[index] = digest
-    return found
-
-
-@torch.no_grad()
-def digest_of_all(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    """64 bits for all of ``tensors`` together, in their order, on the device of the first.
-
-    See `digests_of`. Short ones are read as one long tensor. None where nothing has bits to read.
-    """
-    found: list[torch.Tensor] = []
-    short: dict[torch.device, list[torch.Tensor]] = {}
-    factors: dict[torch.device, torch.Tensor] = {}
-
-    def read(raw: torch.Tensor) -> None:
-        if raw.device not in factors:
-            factors[raw.device] = _weights(raw.device)
-        found.append(_digest_of_long(raw, factors[raw.device]))
-
-    for tensor in tensors:
-        raw = _bytes_of(tensor)
-        if raw is None:
-            continue
-        if raw.numel() >= 4 * LANES:
-            read(raw)
-            continue
-        line = short.setdefault(raw.device, [])
-        line.append(raw)
-        if len(line) == _TOGETHER:
-            read(torch.cat(line))
-            line.clear()
-    for line in short.values():
-        if line:
-            read(torch.cat(line))
-    return _one_of(torch.stack([moved(each, found[0].device) for each in found])) if found else None
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """View the bytes of ``tensor``, or copy them; None where it has none to read."""
-    if type(tensor) is not torch.Tensor and type(tensor) is not nn.Parameter:
-        tensor = values_of(local_of(tensor))
-    local = tensor.detach()
-    if local.is_meta or local.layout is not torch.strided or local.is_quantized:
-        return None
-    if type(local) is not torch.Tensor and type(local) is not nn.Parameter:
-        return None
-    raw = local.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-    return raw.clone() if raw.storage_offset() % 4 else raw
-
-
-def _digest_of_long(raw: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """See `digests_of`: of any number of bytes."""
-    lanes = raw.numel() // 4
-    whole = lanes // LANES * LANES
-    words = raw[: lanes * 4].view(torch.int32)
-    rows = words[:whole].view(-1, LANES).split(ROWS) if whole else ()
-    parts = [_folded(each).mul_(weights).sum(1) for each in rows]
-    tail = words[whole:]
-    parts.append(_folded(tail).mul_(weights[: tail.numel()]).sum().view(1))
-    rest = raw[lanes * 4 :].to(torch.int32)
-    parts.append((rest * weights[: rest.numel()]).sum().view(1))
-    return _one_of(torch.cat(parts))
-
-
-def _one_of(digests: torch.Tensor) -> torch.Tensor:
-    """Make one digest of several."""
-    places = torch.arange(1, 2 * digests.numel(), 2, device=digests.device)
-    return (digests * places.mul_(GOLDEN)).sum()
 
 
 @torch.no_grad()
@@ -444,13 +316,3 @@ def _to_host(compared: Sequence[Compared]) -> list[int | None]:
         whole, own, now = (0, 0, 1) if each is None else (next(numbers) for _ in range(3))
         found.append(whole if own == now else None)
     return found
-
-
-def _folded(words: torch.Tensor) -> torch.Tensor:
-    return (words >> 16).bitwise_xor_(words)
-
-
-def _weights(device: torch.device) -> torch.Tensor:
-    """Odd numbers of 32 bits, one for each lane."""
-    steps = torch.arange(1, LANES + 1, device=device).mul_(GOLDEN)
-    return (steps >> 32).to(torch.int32).bitwise_or_(1)

@@ -26,7 +26,6 @@ from meshwright.data_parallel.checks.starting_state import (
     broadcast_tensors,
     compare_digests,
     compare_parameters,
-    digests_of,
 )
 from meshwright.data_parallel.checks.step_watch import StepWatch
 from meshwright.data_parallel.distributed_parameters import check_axes, local_parameters
@@ -43,7 +42,7 @@ from meshwright.data_parallel.replicas.reducer import (
 )
 from meshwright.data_parallel.replicas.traced import Marking, Route
 from meshwright.errors import CollectiveMismatchError
-from meshwright.gradients import mark_mean
+from meshwright.gradients import digests_of, mark_mean
 from meshwright.torch_internals.autograd import (
     at_end_of_backward,
     function_transforms,

@@ -42,7 +42,7 @@ from meshwright.data_parallel.replicas.buckets import KeptMemory
 from meshwright.data_parallel.replicas.gradient_bucket import compressed_dtype
 from meshwright.data_parallel.replicas.reducer import GradientReducer
 from meshwright.errors import CollectiveMismatchError
-from meshwright.gradients import checksum
+from meshwright.gradients import digests_of
 from meshwright.torch_internals.autograd import at_end_of_backward, running_backward
 
 _log = logging.getLogger("meshwright")
@@ -465,9 +465,9 @@ class Marking:
         Raises CollectiveMismatchError on every rank, naming the first parameter.
         """
         gradients = [parameter.grad for _, parameter in self._reducer.named]
-        missing = torch.zeros(1, dtype=torch.int64, device=self._communicator.device)
-        sums = [missing if each is None else checksum(local_of(each)) for each in gradients]
-        self._reducer.late.look(torch.cat(sums), self._compare_sums)
+        missing = torch.zeros((), dtype=torch.int64, device=self._communicator.device)
+        sums = [missing if each is None else each for each in digests_of(gradients)]
+        self._reducer.late.look(torch.stack(sums), self._compare_sums)
 
     def _compare_sums(self, sums: list[float]) -> None:
         named = zip(self._reducer.named, sums, strict=True)

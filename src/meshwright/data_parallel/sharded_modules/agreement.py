@@ -23,12 +23,12 @@ from meshwright.data_parallel.checks.same_weights import SameWeights
 from meshwright.data_parallel.checks.starting_state import (
     Compared,
     compare_digests,
-    digests_of,
     require_equal_tensors,
 )
 from meshwright.data_parallel.shards.parameter_group import UnitSettings
 from meshwright.data_parallel.shards.unit import Unit
 from meshwright.errors import CollectiveMismatchError
+from meshwright.gradients import digests_of
 
 if TYPE_CHECKING:
     from meshwright.data_parallel.sharded_modules.module_hooks import Driver
@@ -100,13 +100,14 @@ def compare_values(drivers: Sequence[Driver], names: Mapping[nn.Module, str]) ->
             replicate = group.axes.replicate
             nows = digests_of([group.buffer.own(index) for index in range(len(group.slots))])
             for slot, now in zip(group.slots, nows, strict=True):
-                found = slot.take_start()
+                start, slot.start = slot.start, None
                 (module, attribute), name = slot.places[0], slot.name
                 if module in names:
                     name = driver.clean(f"{names[module]}.{attribute}".lstrip("."))
                 name = driver.alike(name)
+                is_known = start is not None and now is not None
+                row = name, (start.whole, start.own, now) if is_known else None
                 for axis in group.axes.communicators:
-                    row = name, None if found is None else found[0].beside(found[1], now)
                     by_axis.setdefault(axis, []).append(row)
                 if replicate is not None and now is not None:
                     copying.add(replicate)
@@ -117,7 +118,9 @@ def compare_values(drivers: Sequence[Driver], names: Mapping[nn.Module, str]) ->
             name = driver.clean(f"{names.get(buffer.module, '')}.{buffer.name}".lstrip("."))
             name = driver.alike(name)
             for axis in buffer.axes:
-                by_axis.setdefault(axis, []).append((name, buffer.starts.beside(buffer.at, now)))
+                whole, own = buffer.start
+                row = name, None if now is None else (whole, own, now)
+                by_axis.setdefault(axis, []).append(row)
     difference = ""
     for axis, rows in by_axis.items():
         if not axis.is_alone:

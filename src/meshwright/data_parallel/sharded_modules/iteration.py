@@ -11,22 +11,28 @@ An iteration that raised is abandoned when the next one begins.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from meshwright import comm
 from meshwright.comm import Communicator
-from meshwright.comm.failures.events import EventCheck, GroupEvent
+from meshwright.comm.failures.events import GroupEvent
 from meshwright.comm.graphs.untraced import apart
 from meshwright.comm.groups.registry import go_on
 from meshwright.data_parallel.checks.alignment import NonFinite, UseCounts
 from meshwright.data_parallel.checks.forward_writes import BatchBuffers
-from meshwright.data_parallel.checks.order import OrderCheck, OrderedUnit, OrderOptions
-from meshwright.data_parallel.checks.order_record import ACCUMULATES, INTERRUPTED, STEPPED, UNKNOWN
+from meshwright.data_parallel.checks.ledger import (
+    ACCUMULATES,
+    INTERRUPTED,
+    STEPPED,
+    UNKNOWN,
+    Ledger,
+    OrderedUnit,
+)
 from meshwright.data_parallel.checks.step_watch import Steps, StepWatch
 from meshwright.data_parallel.modules.batch_norm import LocalStatistics
 from meshwright.data_parallel.sharded_modules.agreement import (
@@ -68,7 +74,7 @@ class Iteration:
     _was_training: bool | None = None
     _written: BatchBuffers | None = None
 
-    def __init__(self, drivers: Sequence[Driver], options: OrderOptions | None) -> None:
+    def __init__(self, drivers: Sequence[Driver], *, in_detail: bool = False) -> None:
         self.drivers = tuple(drivers)
         self.tree: ModuleTree | None = None
         """The modules of the root; set when it has started."""
@@ -118,17 +124,20 @@ class Iteration:
         self._streams = _streams_of(units, self.axes)
         self._steps = StepWatch(self._exposed, self._given, self._before_step, with_settings=True)
         # At debug level DETAIL, torch's class does not compare which parameters train.
-        strict = options is None or not options.in_detail
-        self._states = UnitStates(drivers, with_training=strict)
+        self._states = UnitStates(drivers, with_training=not in_detail)
         self._copies = SameCopies(drivers)
         self._widest = communicator = _widest(units)
-        self._check: OrderCheck | None = None
-        self._events: EventCheck | None = None
+        self._ledger: Ledger | None = None
         if communicator is not None and not communicator.is_alone:
-            compare_units(communicator, self.drivers, with_training=strict)
-            self._check = _order_check(communicator, self.drivers, options)
-            root = self.drivers[0].name
-            self._events = EventCheck(communicator, root, self._states.describe, self.axes)
+            compare_units(communicator, self.drivers, with_training=not in_detail)
+            self._ledger = Ledger(
+                communicator,
+                [_ordered(driver) for driver in drivers],
+                in_detail=in_detail,
+                root=drivers[0].name,
+                state=self._states.describe,
+                axes=self.axes,
+            )
 
     def look_at(self, module: nn.Module, tree: ModuleTree) -> None:
         """Watch the modules of the root ``module``, and what BatchNorm there does."""
@@ -154,14 +163,14 @@ class Iteration:
             self._order.clear()
         if len(self.finished) > REMEMBERED * len(self.drivers):
             self.finished.clear()
-        if self._check is None or self._events is None:
+        if self._ledger is None:
             return
         is_training = training and torch.is_grad_enabled()
         # In evaluation nothing depends on settings, and ranks enter and leave it together.
         text = "a forward pass in training" if is_training else "a forward pass in evaluation"
         event = GroupEvent(text, self._states.digest() if is_training else 0)
         turns = is_training is not self._was_training
-        self._events.happens(event, asks=turns, after=raised_in)
+        self._ledger.happens(event, asks=turns, after=raised_in)
         self._was_training = is_training
         weights = self._weights(bool(raised_in)) if is_training else UNKNOWN
         if is_training and self._copies.checks:
@@ -171,7 +180,7 @@ class Iteration:
                 self._written.compare()
             self._written.note()
         settings = self._steps.settings if is_training else ()
-        self._check.begin(training=training, weights=weights, settings=settings)
+        self._ledger.begin(training=is_training, weights=weights, settings=settings)
 
     def _begin(self) -> str:
         """Begin a forward; returns the pass that raised before it, "" if none did."""
@@ -205,10 +214,10 @@ class Iteration:
         raised_in = self._begin()
         self.take_waiting()
         self.finished.clear()
-        if self._events is not None:
+        if self._ledger is not None:
             event = GroupEvent(what, self._states.digest() if training else 0)
             turns = training is not self._was_training
-            self._events.happens(event, asks=turns, after=raised_in)
+            self._ledger.happens(event, asks=turns, after=raised_in)
             self._was_training = training
             if training and self._copies.checks:
                 self._copies.begin_pass()
@@ -223,8 +232,8 @@ class Iteration:
 
     def record(self, driver: Driver) -> Driver | None:
         """Record that ``driver`` runs next; returns the one that came after it the last time."""
-        if self._check is not None:
-            self._check.record(self._numbers[driver])
+        if self._ledger is not None:
+            self._ledger.record(self._numbers[driver])
         position = len(self._order)
         self._order.append(driver)
         expected = self._expected
@@ -234,20 +243,16 @@ class Iteration:
 
     def begin_graph(self, what: str) -> None:
         """Compare ``what``, which a compiled graph is about to do, with the other ranks."""
-        if self._events is not None:
-            self._events.happens(GroupEvent(what), instead=self._outside_of_graphs)
-
-    def _outside_of_graphs(self, answer: Mapping[str, Any]) -> str:
-        unit = "" if self._check is None else self._check.passed(answer)
-        return unit and f"{unit}, outside of a compiled graph,"
+        if self._ledger is not None:
+            self._ledger.begin_graph(what)
 
     def end_forward(self) -> None:
         """End the root's forward."""
         self.is_in_forward = False
         if not torch.is_grad_enabled():
             self._end_streams()
-        if self._check is not None:
-            self._check.end_forward()
+        if self._ledger is not None:
+            self._ledger.end_forward()
 
     def _end_streams(self) -> None:
         if self._streams is not None:
@@ -332,7 +337,7 @@ class Iteration:
                 unit.has_changed()
                 unit.reshard()
         # Not inside join: ranks that are done take part in announced collectives only.
-        if self._check is not None:
+        if self._ledger is not None:
             self._copies.judge()
 
     def _check_taken(self) -> None:
@@ -351,21 +356,20 @@ class Iteration:
     # -------------------------------------------------------------------------- backward
 
     def begin_backward(self) -> None:
-        """Begin a backward pass, once: announce it, and have autograd call `end_backward`."""
-        if not self.is_in_backward:
-            self.is_of_inputs = self.keeps_sums and not self._reaches_parameters()
-            if self._events is not None:
-                self._events.happens(GroupEvent(OF_INPUTS if self.is_of_inputs else OF_PARAMETERS))
-            for unit in self.units:
-                if unit.is_at_rest:
-                    unit.show_at_rest(False)
-            self.is_in_backward, self.keeps_graph = True, keeps_graph()
-            # Only `create_graph=True` leaves gradients enabled within a backward pass.
-            self.makes_graph = torch.is_grad_enabled()
-            if self.makes_graph:
-                self._check_kept()
-            self.take_waiting()
-            at_end_of_backward(self.end_backward)
+        """Begin a backward pass: announce it, and have autograd call `end_backward`."""
+        self.is_of_inputs = self.keeps_sums and not self._reaches_parameters()
+        if self._ledger is not None:
+            self._ledger.happens(GroupEvent(OF_INPUTS if self.is_of_inputs else OF_PARAMETERS))
+        for unit in self.units:
+            if unit.is_at_rest:
+                unit.show_at_rest(False)
+        self.is_in_backward, self.keeps_graph = True, keeps_graph()
+        # Only `create_graph=True` leaves gradients enabled within a backward pass.
+        self.makes_graph = torch.is_grad_enabled()
+        if self.makes_graph:
+            self._check_kept()
+        self.take_waiting()
+        at_end_of_backward(self.end_backward)
 
     def _reaches_parameters(self) -> bool:
         """Whether the running backward pass gives any parameter a gradient."""
@@ -471,27 +475,31 @@ class Iteration:
         for unit in self.in_flight:
             unit.finish_reduce()
         self.in_flight.clear()
-        if self._check is not None:
-            self._check.finish()
+        if self._ledger is not None:
+            self._ledger.finish()
             if self._copies.checks:
                 self._copies.finish()
         self.deliver()
-        self._has_delivered = self._check is not None and self._has_gradients()
+        self._has_delivered = self._ledger is not None and self._has_gradients()
         self.finished.clear()
 
     @contextlib.contextmanager
     def without_order_check(self) -> Iterator[None]:
         """Suspend the comparison of passes between ranks in the block: the caller compares."""
-        check, events = self._check, self._events
-        self._check = self._events = None
+        ledger, self._ledger = self._ledger, None
         try:
             yield
         finally:
-            self._check, self._events = check, events
+            self._ledger = ledger
 
     def deliver(self) -> None:
         """Set the gradients of the units whose reductions have ended; asks ranks for use flags."""
-        units = [unit for unit in self.units if any(g.mean is not None for g in unit.groups)]
+        units: list[Unit] = []
+        for unit in self.units:
+            for group in unit.groups:
+                if group.mean is not None:
+                    units.append(unit)
+                    break
         if not units:
             return
         if self._streams is not None:
@@ -524,20 +532,15 @@ class Iteration:
             unit.deliver(used)
 
 
-def _order_check(
-    communicator: Communicator, drivers: Sequence[Driver], options: OrderOptions | None
-) -> OrderCheck:
-    ordered = [
-        OrderedUnit(
-            name=driver.name,
-            parameters=() if driver.unit is None else tuple(s.name for s in driver.unit.slots),
-            payload=() if driver.unit is None else tuple(_sent(g) for g in driver.unit.groups),
-        )
-        for driver in drivers
-    ]
-    units = [driver.unit for driver in drivers if driver.unit is not None]
-    axes = {axis for unit in units for axis in unit.communicators}
-    return OrderCheck(communicator, ordered, options, axes=list(axes))
+def _ordered(driver: Driver) -> OrderedUnit:
+    unit = driver.unit
+    if unit is None:
+        return OrderedUnit(name=driver.name)
+    return OrderedUnit(
+        name=driver.name,
+        parameters=tuple(slot.name for slot in unit.slots),
+        payload=tuple(_sent(group) for group in unit.groups),
+    )
 
 
 def _streams_of(units: Sequence[Unit], axes: Sequence[Communicator]) -> UnitStreams | None:

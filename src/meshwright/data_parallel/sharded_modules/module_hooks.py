@@ -27,7 +27,6 @@ from torch import nn
 from torch.profiler import record_function
 
 from meshwright.comm.graphs.untraced import apart, untraced
-from meshwright.data_parallel.checks.order import OrderOptions
 from meshwright.data_parallel.checks.starting_state import StartingBuffer
 from meshwright.data_parallel.modules.nested import (
     Loan,
@@ -91,7 +90,7 @@ class Driver:
         name: str = "",
         *,
         cast: CastSettings | None = None,
-        order: OrderOptions | None = None,
+        in_detail: bool = False,
         parts: Iterable[nn.Module] = (),
         ignored: PlacesIn = (),
         buffers: Sequence[StartingBuffer] = (),
@@ -108,8 +107,8 @@ class Driver:
         """Compared when the root starts, and forgotten then."""
         self.name = name
         self.cast = cast or CastSettings()
-        self.order = order
-        """The options of the order check if this becomes the root."""
+        self.in_detail = in_detail
+        """The order check of a root: see `Ledger`."""
         self.iteration: Iteration | None = None
         """The state that the units of one root share; None before the first forward."""
         self.is_root = self.is_below = False
@@ -194,7 +193,7 @@ class Driver:
             if driver.unit is not None:
                 driver.unit.exposure.refresh(driver.unit)
         with torch.inference_mode(False):
-            iteration = Iteration(list(drivers), self.order)
+            iteration = Iteration(list(drivers), in_detail=self.in_detail)
         ignored = frozenset(place for driver in drivers for place in driver.ignored)
         iteration.look_at(module, ModuleTree(module, ignored, _unit_of, self.clean))
         check_meta(drivers)
@@ -259,7 +258,14 @@ class Driver:
         if unit is None:
             return self.cast_inputs(args, kwargs)
         unit.unshard(is_late=True)
-        self._gather_ahead(unit, following)
+        if self.forward_ahead is not None:
+            for driver in self.forward_ahead:
+                if driver.unit is not None:
+                    driver.unit.unshard()
+        elif (
+            unit.settings.forward_prefetch and following is not None and following.unit is not None
+        ):
+            following.unit.unshard()
         unit.wait_unshard()
         if torch.is_grad_enabled():
             if not is_recompute:
@@ -335,8 +341,11 @@ class Driver:
         ):
             iteration.in_blocks.append(unit)
         if self.is_root:
+            is_outermost = not self.loans
             for driver in iteration.drivers:
-                driver.leave_forward(is_outermost=not self.loans)
+                has_raised = is_outermost and bool(driver.loans)
+                if driver._to_run or has_raised:
+                    driver.leave_forward(has_raised=has_raised)
             iteration.end_forward()
         return output
 
@@ -349,25 +358,14 @@ class Driver:
         with torch.no_grad():
             return self.after_forward(module, (), output)
 
-    def leave_forward(self, *, is_outermost: bool) -> None:
+    def leave_forward(self, *, has_raised: bool) -> None:
         """End the root's forward: modules of a unit that did not run, or raised, no longer will."""
-        has_raised, unit = is_outermost and bool(self.loans), self.unit
-        if self._to_run or has_raised:
-            self._to_run.clear()
-            if has_raised:
-                self.loans.clear()
-            if unit is not None and (has_raised or not unit.settings.keep_full_after_forward):
-                unit.reshard()
-
-    def _gather_ahead(self, unit: Unit, following: Driver | None) -> None:
-        if self.forward_ahead is not None:
-            for driver in self.forward_ahead:
-                if driver.unit is not None:
-                    driver.unit.unshard()
-            return
-        other = following.unit if following is not None else None
-        if other is not None and unit.settings.forward_prefetch:
-            other.unshard()
+        unit = self.unit
+        self._to_run.clear()
+        if has_raised:
+            self.loans.clear()
+        if unit is not None and (has_raised or not unit.settings.keep_full_after_forward):
+            unit.reshard()
 
     def _own_modules(self, module: nn.Module) -> Sequence[nn.Module]:
         """``module`` and the modules below it that have no driver, or this one."""
@@ -458,7 +456,8 @@ class Driver:
             return
         if unit is not None and unit.changes != self._changes:
             raise converted(self.name, unit.communicators)
-        iteration.begin_backward()
+        if not iteration.is_in_backward:
+            iteration.begin_backward()
         self._before = before = iteration.before(self)
         if unit is not None and unit.settings.unshard_in_backward:
             is_kept = unit.phase is Phase.FULL
@@ -486,7 +485,8 @@ class Driver:
         """Hook of the inputs' gradients: reduces those of the parameters, and frees the unit."""
         iteration, unit = self.iteration, self.unit
         if iteration is not None:
-            iteration.begin_backward()
+            if not iteration.is_in_backward:
+                iteration.begin_backward()
             if iteration.makes_graph:  # which is run again: that pass is this unit's
                 return
         self._uses -= 1
@@ -601,7 +601,8 @@ class _GradientHooks:
         self._hooks = [leaf.register_post_accumulate_grad_hook(self._arrived) for leaf in leaves]
 
     def _arrived(self, leaf: torch.Tensor) -> None:
-        self._iteration.begin_backward()
+        if not self._iteration.is_in_backward:
+            self._iteration.begin_backward()
 
     def stop(self) -> None:
         """Remove the hooks."""

@@ -299,7 +299,8 @@ class GraphedRoot:
     def _begin_backward(self, digest: str) -> None:
         token = self._iteration.token
         self._is_wanted = token is not None and gets_gradient(token)
-        self._iteration.begin_backward()
+        if not self._iteration.is_in_backward:
+            self._iteration.begin_backward()
         self._iteration.begin_graph(f"a compiled backward pass ({digest})")
 
     def _at(self, number: int) -> tuple[TracedDriver, Unit]:

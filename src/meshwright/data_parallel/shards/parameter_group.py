@@ -21,7 +21,7 @@ from meshwright.comm.dtensors.dtensor import dtensor_at_rest, is_dtensor, local_
 from meshwright.comm.dtensors.local_leaves import take_over
 from meshwright.comm.dtensors.subclasses import values_of
 from meshwright.comm.streams import is_host
-from meshwright.data_parallel.checks.starting_state import Starts, digests_of, has_values_of
+from meshwright.data_parallel.checks.starting_state import Start, has_values_of
 from meshwright.data_parallel.shards.buffer import (
     BufferTypes,
     CustomCollective,
@@ -39,7 +39,7 @@ from meshwright.data_parallel.shards.gradient_lines import (
 from meshwright.data_parallel.shards.slot import Slot, have_gradients
 from meshwright.data_parallel.shards.tensor_extensions import ExtendedBuffer, whole_parameter
 from meshwright.errors import InternalError
-from meshwright.gradients import Factor, NonFiniteValues, multiply_
+from meshwright.gradients import Factor, NonFiniteValues, digests_of, multiply_
 from meshwright.layout import LineLayout
 from meshwright.torch_internals.tensors import version_of
 
@@ -190,28 +190,22 @@ class ParameterGroup:
         wholes = [self.slots[index].original for index in chosen]
         digests = digests_of([*wholes, *map(self.buffer.own, chosen)])
         pairs = zip(chosen, digests[: len(chosen)], digests[len(chosen) :], strict=True)
-        found = [(i, whole, own) for i, whole, own in pairs if whole is not None is not own]
-        if not found:
-            return
-        indices, whole, own = zip(*found, strict=True)
-        starts = Starts.of(whole, own)
-        for at, index in enumerate(indices):
-            self.slots[index].starts, self.slots[index].start_at = starts, at
+        for index, whole, own in pairs:
+            if whole is not None and own is not None:
+                self.slots[index].start = Start(whole, own)
 
     def carry_starts(self, parts: Sequence[torch.Tensor]) -> None:
         """Keep the starts of slots whose ``parts`` convert the current ones; forget the others."""
         for index, (slot, part) in enumerate(zip(self.slots, parts, strict=True)):
-            found = slot.take_start()
+            found, slot.start = slot.start, None
             if found is None:
                 continue
-            starts, at = found
             before, after = self.buffer.own(index).view(-1), part.reshape(-1)
             own, now = digests_of([before, after])
             if own is None or now is None or not has_values_of(after, before):
                 continue
-            if torch.equal(own, starts.own[at].to(own.device)):
-                slot.starts = Starts(starts.whole[at : at + 1], now.view(1))
-                slot.start_at = 0
+            if torch.equal(own, found.own.to(own.device)):
+                slot.start = Start(found.whole, now)
 
     def _carry_gradients(self, before: FlatBuffer) -> None:
         """Keep what waits for a reduction, in the current dtype and on the current device."""

@@ -434,8 +434,7 @@ def _release(driver: Driver, slot: Slot) -> Slot:
         computes=slot.computes,
         given=slot.given,
         memory=slot.memory,
-        starts=slot.starts,
-        start_at=slot.start_at,
+        start=slot.start,
         extension=slot.extension,
         local=local.clone(),
         original=whole_parameter(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from meshwright.comm.dtensors.dtensor import AtRest
-from meshwright.data_parallel.checks.starting_state import Starts
+from meshwright.data_parallel.checks.starting_state import Start
 from meshwright.data_parallel.distributed_parameters import LocalParameter
 from meshwright.data_parallel.shards.placement import Place
 from meshwright.data_parallel.shards.tensor_extensions import Extension
@@ -92,10 +92,8 @@ class Slot:
     """The memory that this object lay in with others, where it was a plain parameter."""
     extension: Extension | None = None
     """The way of its gather, for a tensor subclass that has one of its own."""
-    starts: Starts | None = None
-    """Digests of when it was sharded with others, until they are compared over the ranks."""
-    start_at: int = 0
-    """Its number in ``starts``."""
+    start: Start | None = None
+    """Digests of when it was sharded, until they are compared over the ranks."""
     home: weakref.ref[Any] | None = None
     """The driver of its unit."""
 
@@ -117,11 +115,6 @@ class Slot:
             if module in modules
         ]
         self.names = tuple(found) or self.names
-
-    def take_start(self) -> tuple[Starts, int] | None:
-        """Hand the digests over, once, and its number among them."""
-        starts, self.starts = self.starts, None
-        return None if starts is None else (starts, self.start_at)
 
     def forget_gone(self) -> None:
         """Forget the parameter object that the user had, if nobody holds it any more."""

@@ -8,7 +8,6 @@ computed there and compared once they have reached the host, see `LateNumbers`.
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
@@ -29,7 +28,7 @@ from meshwright.comm.failures.sameness import (
 )
 from meshwright.comm.streams import is_host, moved
 from meshwright.errors import LayoutError
-from meshwright.gradients import Held, checksum, kind_of, require_close
+from meshwright.gradients import Held, digests_of, kind_of, require_close
 
 _LABEL = "digest of what ranks hold whole"
 _SHARES = (
@@ -217,12 +216,11 @@ def look_at_bits(
     devices = [tensor.device for _, tensor in named if tensor is not None]
     device = next((each for each in devices if not is_host(each)), torch.device("cpu"))
     held = [(n, None if t is None else t.detach().clone() if is_late else t) for n, t in named]
-    sums: list[torch.Tensor] = []
-    spans: list[int] = []
-    for _, tensor in held:
-        parts = () if tensor is None else _parts_of(tensor)
-        spans.append(len(parts))
-        sums += [moved(checksum(part), device) for part in parts]
+    parts = [() if tensor is None else _parts_of(tensor) for _, tensor in held]
+    spans = [len(each) for each in parts]
+    digests = digests_of([*itertools.chain.from_iterable(parts)])
+    unread = torch.zeros((), dtype=torch.int64, device=device)
+    sums = [unread if each is None else moved(each, device) for each in digests]
 
     def read(numbers: Sequence[float]) -> None:
         rest = iter(numbers)
@@ -232,7 +230,7 @@ def look_at_bits(
         ]
         judge(held, digests)
 
-    late.look(torch.cat(sums) if sums else torch.empty(0, device=device), read, is_late=is_late)
+    late.look(torch.stack(sums) if sums else torch.empty(0, device=device), read, is_late=is_late)
 
 
 def _replicated(
@@ -256,18 +254,17 @@ def _verify(
     hint: str,
     exchange: Exchange,
 ) -> None:
-    rows = {name: f"{kind_of(tensor)}, {_digest(tensor)}" for name, tensor in named}
-    meaning = "the parameters that they replicate, by digests,"
-    require_equal(
-        axis, rows, meaning, label=_LABEL, error=LayoutError, remedy=hint, exchange=exchange
-    )
+    late = LateNumbers()
 
+    def judge(held: Sequence[Held], digests: Sequence[str]) -> None:
+        rows = {name: digest for (name, _), digest in zip(held, digests, strict=True)}
+        meaning = "the parameters that they replicate, by digests,"
+        require_equal(
+            axis, rows, meaning, label=_LABEL, error=LayoutError, remedy=hint, exchange=exchange
+        )
 
-def _digest(tensor: torch.Tensor) -> str:
-    content = hashlib.sha256()
-    for part in _parts_of(tensor):
-        content.update(_bytes_of(part).numpy().tobytes())
-    return content.hexdigest()[:16]
+    look_at_bits(named, late, judge, is_late=False)
+    late.settle()
 
 
 def _parts_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -275,8 +272,3 @@ def _parts_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         return [tensor.detach()]
     whole = tensor.detach().coalesce()
     return [whole.indices(), whole.values()]
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
-    return plain.view(-1).view(torch.uint8)

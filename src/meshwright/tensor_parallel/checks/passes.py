@@ -109,9 +109,7 @@ class Passes:
         since = f"{issued - self._issued} collectives after the one before"
         event = GroupEvent(f"a forward pass of {root}{kind}, {since}")
         self._issued = issued
-        is_new = self._check.is_new(event)
-        after = "a pass or left out a part of one" if is_new else ""
-        self._check.happens(event, after=after)
+        self._check.happens(event, if_new="a pass or left out a part of one")
 
     def declared_whole(self, tensor: torch.Tensor, name: str) -> None:
         """Compare an input that module ``name`` declares Replicate across ranks.
