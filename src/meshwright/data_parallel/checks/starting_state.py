@@ -214,7 +214,7 @@ def synchronize(
 # ------------------------------------------------------------------------------------ digests
 
 
-class Start(NamedTuple):
+class StartDigests(NamedTuple):
     """Digests of a tensor when it was sharded, until they are compared over the ranks."""
 
     whole: torch.Tensor
@@ -228,7 +228,7 @@ class StartingBuffer:
 
     module: nn.Module
     name: str
-    start: Start
+    start: StartDigests
     axes: tuple[Communicator, ...]
     """Those over which ranks must hold it alike."""
 
@@ -262,7 +262,7 @@ def starting_buffers(
     found: list[StartingBuffer] = []
     for (module, name, _), digest in zip(held, digests, strict=True):
         if digest is not None:
-            found.append(StartingBuffer(module, name, Start(digest, digest), axes))
+            found.append(StartingBuffer(module, name, StartDigests(digest, digest), axes))
     return tuple(found)
 
 

@@ -21,7 +21,7 @@ from meshwright.comm.dtensors.dtensor import dtensor_at_rest, is_dtensor, local_
 from meshwright.comm.dtensors.local_leaves import take_over
 from meshwright.comm.dtensors.subclasses import values_of
 from meshwright.comm.streams import is_host
-from meshwright.data_parallel.checks.starting_state import Start, has_values_of
+from meshwright.data_parallel.checks.starting_state import StartDigests, has_values_of
 from meshwright.data_parallel.shards.buffer import (
     BufferTypes,
     CustomCollective,
@@ -192,7 +192,7 @@ class ParameterGroup:
         pairs = zip(chosen, digests[: len(chosen)], digests[len(chosen) :], strict=True)
         for index, whole, own in pairs:
             if whole is not None and own is not None:
-                self.slots[index].start = Start(whole, own)
+                self.slots[index].start = StartDigests(whole, own)
 
     def carry_starts(self, parts: Sequence[torch.Tensor]) -> None:
         """Keep the starts of slots whose ``parts`` convert the current ones; forget the others."""
@@ -205,7 +205,7 @@ class ParameterGroup:
             if own is None or now is None or not has_values_of(after, before):
                 continue
             if torch.equal(own, found.own.to(own.device)):
-                slot.start = Start(found.whole, now)
+                slot.start = StartDigests(found.whole, now)
 
     def _carry_gradients(self, before: FlatBuffer) -> None:
         """Keep what waits for a reduction, in the current dtype and on the current device."""
