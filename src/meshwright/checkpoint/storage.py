@@ -43,6 +43,7 @@ class Storage:
         os.fsync(handle)
 
     def close(self, handle: int) -> None:
+        """Close the file."""
         os.close(handle)
 
     def sync_directory(self, path: Path) -> None:
@@ -54,12 +55,15 @@ class Storage:
             os.close(handle)
 
     def rename(self, source: Path, target: Path) -> None:
+        """Give a directory another name in the same parent."""
         source.rename(target)
 
     def remove_file(self, path: Path) -> None:
+        """Remove one file or link."""
         path.unlink()
 
     def remove_directory(self, path: Path) -> None:
+        """Remove one empty directory."""
         path.rmdir()
 
     def free_bytes(self, path: Path) -> int:

@@ -33,6 +33,7 @@ class WorkLine:
         return self.name
 
     def advance(self) -> Stamp:
+        """Add one piece of work."""
         self._clock[self.number] += 1
         return Stamp(self.number, self._clock[self.number])
 
@@ -41,6 +42,7 @@ class WorkLine:
         return self._clock.get(stamp.line, 0) >= stamp.count
 
     def snapshot(self) -> dict[int, int]:
+        """Copy the clock, for an event."""
         return dict(self._clock)
 
     def wait_until(self, clock: dict[int, int]) -> None:
