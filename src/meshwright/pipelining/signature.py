@@ -453,7 +453,7 @@ def _found(module: str, name: str) -> Any:  # noqa: ANN401 - a class
     for part in name.split("."):
         found = getattr(found, part, None)
     # The names come from another rank's message: call nothing but NamedTuple classes.
-    if is_namedtuple_class(found):
+    if isinstance(found, type) and is_namedtuple_class(found):
         return found
     raise PipeliningShapeError(
         f"no NamedTuple {name} is found in {module} on this rank, of which a stage gives a "
