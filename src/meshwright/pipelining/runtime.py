@@ -34,7 +34,7 @@ from meshwright.pipelining.p2p import (
 )
 from meshwright.pipelining.residency import Residencies, Residency
 from meshwright.pipelining.signature import detached, digest, signature_of
-from meshwright.pipelining.stage import PipelineStage, Start, StepOfStage
+from meshwright.pipelining.stage import BackwardStart, PipelineStage, StepOfStage
 from meshwright.pipelining.ties import TiedParameters, tied_pairs
 from meshwright.schedule.actions import (
     BACKWARD,
@@ -486,7 +486,7 @@ class _StepRun:
         if not self.training:
             return
         first = loss[0] if isinstance(loss, tuple) else loss
-        start = Start(first, batch.weights[k] if batch.weights else 1.0)
+        start = BackwardStart(first, batch.weights[k] if batch.weights else 1.0)
         # A kept seed spares each microbatch a kernel. A subclass, such as a DTensor, cannot start
         # from a plain tensor: its loss is multiplied by the weight instead.
         if type(first) is torch.Tensor and not first.dim() and first.is_floating_point():

@@ -23,6 +23,7 @@ import torch
 from meshwright.errors import PipeliningShapeError
 from meshwright.torch_internals.trees import (
     TreeSpec,
+    is_namedtuple_class,
     is_namedtuple_instance,
     tree_flatten,
     tree_leaves,
@@ -37,7 +38,7 @@ def as_outputs(value: object) -> tuple[Any, ...]:
     """Return the outputs of a module as a tuple: each element is an argument of the next stage."""
     if isinstance(value, torch.Tensor):
         return (value,)
-    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+    if isinstance(value, tuple) and not is_namedtuple_instance(value):
         return value
     return tuple(value) if isinstance(value, list) else (value,)
 
@@ -76,7 +77,6 @@ class TensorMeta:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorMeta:
-        """Describe ``tensor``."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
 
     @property
@@ -453,7 +453,7 @@ def _found(module: str, name: str) -> Any:  # noqa: ANN401 - a class
     for part in name.split("."):
         found = getattr(found, part, None)
     # The names come from another rank's message: call nothing but NamedTuple classes.
-    if isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields"):
+    if isinstance(found, type) and is_namedtuple_class(found):
         return found
     raise PipeliningShapeError(
         f"no NamedTuple {name} is found in {module} on this rank, of which a stage gives a "

@@ -50,10 +50,10 @@ from meshwright.torch_internals.tensors import any_schema_of, is_view
 from meshwright.torch_internals.trees import tree_map_only
 
 __all__ = [
+    "BackwardStart",
     "Chunk",
     "PipelineStage",
     "StageBuilder",
-    "Start",
     "StepOfStage",
     "build_stage",
     "check_declared",
@@ -82,7 +82,7 @@ Gradients = list[torch.Tensor | None]
 
 
 @dataclass(slots=True)
-class Start:
+class BackwardStart:
     """The loss of one microbatch, and its weight in the gradient."""
 
     loss: torch.Tensor
@@ -101,7 +101,7 @@ class Chunk:
     """By source stage, the leaves of this stage's graph that its forward has read of it."""
     values: Values | None = None
     """This stage's outputs, from the forward to the backward."""
-    start: Start | None = None
+    start: BackwardStart | None = None
     """On the last stage, what the backward starts from."""
     returned: dict[int, Gradients] = field(default_factory=dict)
     """By target stage, the gradients of this stage's outputs that it has sent back."""
@@ -457,7 +457,7 @@ class PipelineStage:
         # The chunk lives until the next step, and must not keep the graph of its outputs that long.
         chunk.values = chunk.start = None
         if start is None and loss is not None:
-            start = Start(loss)
+            start = BackwardStart(loss)
         if start is not None:
             if start.seed is not None and (loss is None or loss is start.loss):
                 return [start.loss], [start.seed]

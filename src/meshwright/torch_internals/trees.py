@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch.utils._pytree import (
     TreeSpec,
+    is_namedtuple_class,
     is_namedtuple_instance,
     tree_flatten,
     tree_leaves,
@@ -16,6 +17,7 @@ from torch.utils._pytree import (
 
 __all__ = [
     "TreeSpec",
+    "is_namedtuple_class",
     "is_namedtuple_instance",
     "tree_flatten",
     "tree_leaves",
