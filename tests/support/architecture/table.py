@@ -175,7 +175,7 @@ NAMES_PEERS = frozenset({"integrations/torch_names.py"})
 # What torch keeps private: dotted names with a part that begins with an underscore, and private
 # names of its objects, also as strings. Other packages have these.
 PRIVATE_ROOM = "torch_internals"
-OF_OTHERS = frozenset({"_fields", "_init_weights", "_models", "_read_pyc"})
+OF_OTHERS = frozenset({"_init_weights", "_models", "_read_pyc"})
 # Files of that room for these rooms alone: one is torch.distributed, one stands in for parts of
 # torch, one loads the compiler.
 PRIVATE_DOORS: dict[str, tuple[str, ...]] = {
