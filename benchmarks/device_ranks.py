@@ -8,16 +8,18 @@ NCCL refuses two ranks of one host on one GPU, but takes ranks whose ``NCCL_HOST
 ranks on hosts of their own, and sends between them over sockets. The processes take turns on the
 card, so each operation takes longer than on a cluster; bytes and numbers of operations are true.
 
-The model is a decoder as Llama's. Arms take turns in short rounds, and a ratio is taken within a
-round. Given are the medians of the rounds and their quartiles: the time of a step, until the device
-has done it, of the slowest rank, and ours over torch's. Both arms train the same model on the same
-batches, and their losses must agree.
+Programs: `fully_shard` against FSDP2, hybrid sharding too, `replicate` against DDP under autocast,
+the class against FSDP1, and 1F1B against torch's. The model is a decoder as Llama's. Arms take
+turns in short rounds, and a ratio is taken within a round. Given are the medians of the rounds and
+their quartiles: the time of a step, until the device has done it, of the slowest rank, and ours
+over torch's. Both arms train the same model on the same batches, and their losses must agree.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import json
 import math
 import os
@@ -29,22 +31,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.pipelining as torch_pipelining
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFullyShardedDataParallel
+from torch.distributed.fsdp import MixedPrecision as TorchMixedPrecision
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright import comm
+from meshwright import comm, pipelining
 from meshwright.data_parallel import MixedPrecisionPolicy, fully_shard, replicate
+from meshwright.fsdp import FullyShardedDataParallel, MixedPrecision
+from meshwright.fsdp.wrap import ModuleWrapPolicy
 
 __all__ = ["main"]
 
 WARM = 3
 CLOSE = 0.02
 """Losses in bfloat16 may differ by so much of theirs after the steps of a benchmark."""
+MICROBATCHES = 8
+"""Of a pipeline, of one row each."""
 NARROW: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 Row = dict[str, Any]
@@ -66,7 +76,7 @@ class Size:
 
 SIZES = {
     "llama": Size(12, 1024, 2816, 16, 4096, (4, 256), 3),
-    "miniature": Size(2, 32, 48, 2, 64, (2, 8), 1),
+    "miniature": Size(4, 32, 48, 2, 64, (2, 8), 1),
 }
 
 
@@ -109,8 +119,28 @@ class Decoder(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        scores = self.head(self.norm(x))[:, :-1].float()
-        return F.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
+        return loss_of(self.head(self.norm(x)), tokens)
+
+
+def loss_of(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(scores[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Part(nn.Module):
+    """A stage of a decoder: as many of its blocks as any other's, and what lies at its ends."""
+
+    def __init__(self, model: Decoder, number: int, count: int) -> None:
+        super().__init__()
+        layers = len(model.blocks)
+        self.embedding = model.embedding if number == 0 else None
+        self.blocks = model.blocks[number * layers // count : (number + 1) * layers // count]
+        self.end = nn.Sequential(model.norm, model.head) if number == count - 1 else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.embedding is None else self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return x if self.end is None else self.end(x)
 
 
 # ------------------------------------------------------------------------------------ arms
@@ -122,16 +152,72 @@ def mesh_of(device: torch.device, *, is_hybrid: bool) -> DeviceMesh:
     return init_device_mesh(device.type, shape, mesh_dim_names=names)
 
 
-def shard_with(
-    shard: Callable[..., Any], policy: type, *, is_hybrid: bool = False
-) -> Callable[[Decoder, torch.device], nn.Module]:
+class Trained:
+    """One arm: a model and its optimizer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Train one step; returns the loss, which is 0 on ranks that have none."""
+        loss = self.run(tokens)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def run(self, tokens: torch.Tensor) -> torch.Tensor:
+        """A forward and a backward."""
+        loss: torch.Tensor = self.model(tokens)
+        loss.backward()
+        return loss
+
+
+class Piped(Trained):
+    """A stage of 1F1B, in bfloat16, by the ``library``: torch's or ours."""
+
+    def __init__(self, library: Any, model: Decoder, device: torch.device) -> None:  # noqa: ANN401
+        world = comm.communicator()
+        part = Part(model, world.rank, world.size).bfloat16()
+        super().__init__(part)
+        stage = library.PipelineStage(part, world.rank, world.size, device)
+        self.schedule = library.Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_of)
+        self.is_first, self.is_last = world.rank == 0, world.rank == world.size - 1
+
+    def run(self, tokens: torch.Tensor) -> torch.Tensor:
+        losses: list[torch.Tensor] = []
+        target = {"target": tokens, "losses": losses} if self.is_last else {}
+        self.schedule.step(*((tokens,) if self.is_first else ()), **target)
+        return torch.stack(losses).mean() if losses else torch.zeros(())
+
+
+Arm = Callable[[Decoder, torch.device], Trained]
+
+
+def shard_with(shard: Callable[..., Any], policy: type, *, is_hybrid: bool = False) -> Arm:
     """Make an arm: each block a unit, and the root, in bfloat16 with sums in float32."""
 
-    def arm(model: Decoder, device: torch.device) -> nn.Module:
+    def arm(model: Decoder, device: torch.device) -> Trained:
         mesh = mesh_of(device, is_hybrid=is_hybrid)
         for part in (*model.blocks, model):
             shard(part, mesh=mesh, mp_policy=policy(**NARROW))
-        return model
+        return Trained(model)
+
+    return arm
+
+
+def wrap_with(wrapper: type[nn.Module], policy: type, precision: type) -> Arm:
+    """Make an arm of the class: each block a unit, with original parameters."""
+
+    def arm(model: Decoder, device: torch.device) -> Trained:
+        wrapped = wrapper(
+            model,
+            auto_wrap_policy=policy({Block}),
+            mixed_precision=precision(**NARROW),
+            device_id=device,
+            use_orig_params=True,
+        )
+        return Trained(wrapped)
 
     return arm
 
@@ -149,16 +235,22 @@ class Cast(nn.Module):
             return loss
 
 
-Arm = Callable[[Decoder, torch.device], nn.Module]
-
 PAIRS: dict[str, tuple[Arm, Arm]] = {
     "fully_shard": (
         shard_with(fully_shard, MixedPrecisionPolicy),
         shard_with(torch_fully_shard, TorchPolicy),
     ),
     "replicate": (
-        lambda model, device: Cast(replicate(model), device),
-        lambda model, device: Cast(DistributedDataParallel(model), device),
+        lambda model, device: Trained(Cast(replicate(model), device)),
+        lambda model, device: Trained(Cast(DistributedDataParallel(model), device)),
+    ),
+    "class": (
+        wrap_with(FullyShardedDataParallel, ModuleWrapPolicy, MixedPrecision),
+        wrap_with(TorchFullyShardedDataParallel, TorchModuleWrapPolicy, TorchMixedPrecision),
+    ),
+    "1F1B": (
+        functools.partial(Piped, pipelining),
+        functools.partial(Piped, torch_pipelining),
     ),
     "hybrid": (
         shard_with(fully_shard, MixedPrecisionPolicy, is_hybrid=True),
@@ -169,21 +261,6 @@ PAIRS: dict[str, tuple[Arm, Arm]] = {
 
 
 # -------------------------------------------------------------------------------- measuring
-
-
-class Trained:
-    """One arm: a model and its optimizer."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-
-    def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.model(tokens)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
 
 
 def finish(device: torch.device) -> None:
@@ -205,14 +282,21 @@ def spend(arm: Trained, tokens: torch.Tensor, steps: int) -> float:
     return max(seconds for (seconds,) in world.gather_numbers([spent], label="seconds"))
 
 
-def compare(pair: tuple[Arm, Arm], size: Size, rounds: int, device: torch.device) -> Row:
-    """Train both arms in turns; rounds of which the first is not counted."""
+def batch_of(name: str, size: Size) -> torch.Tensor:
+    """Tokens of this rank; ranks of a pipeline have the same."""
+    is_pipeline = name == "1F1B"
+    torch.manual_seed(1 if is_pipeline else 1 + comm.communicator().rank)
+    rows, length = size.batch
+    return torch.randint(size.vocabulary, (MICROBATCHES if is_pipeline else rows, length))
+
+
+def compare(name: str, size: Size, rounds: int, device: torch.device) -> Row:
+    """Train both arms of a program in turns."""
     torch.manual_seed(0)
     model = Decoder(size).to(device)
-    arms = [Trained(make(copy.deepcopy(model), device)) for make in pair]
+    arms = [make(copy.deepcopy(model), device) for make in PAIRS[name]]
     del model
-    torch.manual_seed(1 + comm.communicator().rank)
-    tokens = torch.randint(size.vocabulary, size.batch).to(device)
+    tokens = batch_of(name, size).to(device)
     losses = [[arm.step(tokens).item() for _ in range(WARM)] for arm in arms]
     for one, other in zip(*losses, strict=True):
         if not math.isclose(one, other, rel_tol=CLOSE):
@@ -259,7 +343,7 @@ def measure(rank: int, ranks: int, options: argparse.Namespace, results: dict[st
     comm.connect("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     for name in options.pairs:
         if name != "hybrid" or ranks >= 4:
-            row = compare(PAIRS[name], SIZES[options.size], options.rounds, device)
+            row = compare(name, SIZES[options.size], options.rounds, device)
             if rank == 0:
                 results[f"{name}, {ranks} ranks"] = row
     comm.disconnect()

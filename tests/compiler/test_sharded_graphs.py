@@ -7,6 +7,7 @@ import logging
 import re
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -153,20 +154,17 @@ def most_whole() -> Any:
     """Count the units that are whole or on their way, at most at a time, root apart."""
     held: set[str] = set()
     found = [0]
-    become = Unit._become
 
-    def watched(self: Unit, phase: Phase) -> None:
-        become(self, phase)
-        if self.name != "FSDPNet":
+    def become(unit: Unit, phase: Phase) -> None:
+        unit.__dict__["phase"] = phase
+        if unit.name != "FSDPNet":
             is_held = phase in (Phase.GATHERING, Phase.FULL)
-            (held.add if is_held else held.discard)(self.name)
+            (held.add if is_held else held.discard)(unit.name)
             found[0] = max(found[0], len(held))
 
-    Unit._become = watched  # pyrefly: ignore[bad-assignment]
-    try:
+    watched = property(lambda unit: unit.__dict__["phase"], become)
+    with mock.patch.object(Unit, "phase", watched, create=True):
         yield found
-    finally:
-        Unit._become = become  # pyrefly: ignore[bad-assignment]
 
 
 def train(case: Case, backend: Any = aot_backend) -> Run:

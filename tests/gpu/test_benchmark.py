@@ -53,7 +53,8 @@ def test_ranks_of_one_device_are_compared_with_torch(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads(target.read_text())["rows"]
-    assert list(rows) == ["fully_shard, 4 ranks", "replicate, 4 ranks", "hybrid, 4 ranks"]
+    programs = ["fully_shard", "replicate", "class", "1F1B", "hybrid"]
+    assert list(rows) == [f"{name}, 4 ranks" for name in programs]
     for name, row in rows.items():
         assert f"| {name} |" in done.stdout
         assert all(low > 0 for low, _, _ in row.values())

@@ -11,7 +11,7 @@ from torch import nn
 
 from meshwright.comm.streams import is_host
 from meshwright.data_parallel.checks.starting_state import is_of_one_rank
-from meshwright.data_parallel.shards.parameter_hooks import has_hooks
+from meshwright.data_parallel.shards.slot import has_hooks
 from meshwright.errors import warn
 
 

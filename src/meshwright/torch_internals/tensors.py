@@ -50,6 +50,7 @@ __all__ = [
     "schema_of",
     "set_local_tensor",
     "skips_dispatch_modes",
+    "split_into",
     "storage_id",
     "storage_users",
     "to_copy_operator",
@@ -70,6 +71,8 @@ foreach_norm_operator = required("torch.ops.aten._foreach_norm.Scalar", "correct
 foreach_norm = required("torch._foreach_norm", "takes the norms of many tensors in one call")
 join_in_chunks = required("torch._chunk_cat", "packs gradients rank by rank")
 """Split each tensor into chunks along a dim; join the first chunks of all, then the second ones."""
+split_into = required("torch.split_with_sizes_copy", "unpacks gathered parameters")
+"""Copy the stretches of a tensor along a dim to a list of tensors ``out``: what joining undoes."""
 assert_soon = required("torch._assert_async", "checks a value where the device gets to it")
 """Raise where a boolean tensor is false: at once on the CPU, without a host sync elsewhere."""
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from meshwright.comm import Communicator, Recorder, communicator, observe, subgroup
-from meshwright.errors import InternalError
 from meshwright.testing import Ranks
 from support.internals.data_parallel import (
     BufferTypes,
@@ -202,12 +201,11 @@ def test_collectives_of_a_step(ranks: Ranks) -> None:
     ]
 
 
-def test_the_phase_is_checked() -> None:
+def test_phases() -> None:
     unit = flat_unit([("layer", nn.Linear(2, 2))], DataAxes(), UnitSettings(), FlatExposure())
     assert unit.phase is Phase.SHARDED
     unit.unshard()
-    with pytest.raises(InternalError, match="unit 'layer' is gathering and cannot become sharded"):
-        unit._become(Phase.SHARDED)
+    assert unit.phase is Phase.GATHERING
     unit.wait_unshard()
     assert unit.phase is Phase.FULL
     unit.reshard()

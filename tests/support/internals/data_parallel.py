@@ -33,8 +33,7 @@ __getattr__ = names_inside(
         "meshwright.data_parallel.shards.dtensor_exposure": "HOME",
         "meshwright.data_parallel.shards.gradient_lines": "GradientLine, KeptLine",
         "meshwright.data_parallel.shards.parameter_group": "ParameterGroup, UnitSettings",
-        "meshwright.data_parallel.shards.parameter_hooks": "accumulator_of",
-        "meshwright.data_parallel.shards.slot": "collect_slots, group_slots",
+        "meshwright.data_parallel.shards.slot": "accumulator_of, collect_slots, group_slots",
         "meshwright.data_parallel.shards.unit": "Exposure, Phase, Unit",
     }
 )

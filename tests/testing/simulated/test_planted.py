@@ -261,7 +261,7 @@ FAULTS: dict[str, Fault] = {
     "a wait of another stream": Fault(
         SHARDED,
         on_a_side(FlatBuffer, "finish_gather"),
-        r"unordered: aten\.addmm\S* on the first stream at .* aten\._foreach_copy_\S* on a side",
+        r"unordered: aten\.addmm\S* on the first stream at .* aten\.split_with\S* on a side",
     ),
     "a second wait that is none": Fault(
         waiting_twice,

@@ -44,9 +44,8 @@ from meshwright.data_parallel.sharded_modules.module_tree import ModuleTree
 from meshwright.data_parallel.shards.buffer import DataAxes
 from meshwright.data_parallel.shards.gradient_lines import sum_parts
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup
-from meshwright.data_parallel.shards.parameter_hooks import accumulator_of
 from meshwright.data_parallel.shards.replaced_parameters import rank_in
-from meshwright.data_parallel.shards.slot import have_gradients
+from meshwright.data_parallel.shards.slot import accumulator_of, have_gradients
 from meshwright.data_parallel.shards.unit import Phase, Unit, UnitStreams
 from meshwright.gradients import warn_without_gradients
 from meshwright.torch_internals.autograd import accumulates, at_end_of_backward, keeps_graph

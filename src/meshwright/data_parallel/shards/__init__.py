@@ -7,8 +7,7 @@ Bottom-up:
     buffer               one line of elements: the shard, the whole, and gradients
     placement            the ranks and the dim that each parameter is sharded over
     tensor_extensions    tensor subclasses that define how they are gathered
-    slot                 one parameter of a unit, with all its uses
-    parameter_hooks      hooks of users on parameters
+    slot                 one parameter of a unit, with all its uses and hooks of users
     parameter_group      the parameters of a unit that lie in one buffer
     replaced_parameters  tensors that users put in the place of a parameter
     unit                 parameters that are gathered and reduced together

@@ -19,8 +19,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ from meshwright.comm.memory.reusable_storage import Line, line_of
 from meshwright.comm.streams import is_host
 from meshwright.data_parallel.shards.gradient_lines import GradientLine
 from meshwright.layout import LineLayout, contiguous_strides
-from meshwright.torch_internals.tensors import foreach_copy_, version_of
+from meshwright.torch_internals.tensors import foreach_copy_, split_into, version_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +131,27 @@ class Moves(NamedTuple):
         return list(joined.values())
 
 
+class PackKey(NamedTuple):
+    """What buffers have in common that a device gathers by one operation."""
+
+    ranks: Communicator
+    is_kept: bool
+    """True where the parts among fewer ranks are gathered; see `FlatBuffer.keep`."""
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Stretches(NamedTuple):
+    """The stretches of a row, side by side, and where each goes: a row of what is there."""
+
+    sizes: list[int]
+    places: list[torch.Tensor]
+
+    def fill(self, rows: torch.Tensor) -> None:
+        """Copy from ``rows``, of one rank each, by one operation."""
+        split_into(rows, self.sizes, 1, out=self.places)
+
+
 _Copies: TypeAlias = tuple[list[torch.Tensor], list[torch.Tensor]]
 """Targets, and the sources that are copied to them."""
 
@@ -177,8 +198,8 @@ class FlatBuffer:
         self._together = layout.together(least)
         self._comes_staged = not self.is_direct and self._together == len(layout.names)
         """True when every tensor is gathered into ``_staging``, and copied from there."""
-        self._after: Callable[[], _Copies] | Literal["staged"] | None = None
-        """Gives the copies to make when the gather in flight has ended; "staged": `_copies`."""
+        self._incoming: torch.Tensor | None = None
+        """What the gather in flight fills, if that is not ``full``: it is copied from there."""
         self._kept: tuple[Communicator, torch.Tensor] | None = None
         """This rank's part of the whole line among fewer ranks, between two uses; see `keep`."""
         self._held: object = None
@@ -214,6 +235,34 @@ class FlatBuffer:
         """The copies from ``_staging``; made while that and ``full`` have memory."""
         with torch.inference_mode(False), torch.no_grad():
             return self._copies_from(self._staging.tensor, self._together)
+
+    @cached_property
+    def stretches(self) -> Stretches | None:
+        """The stretches of a shard, in order, with their places; made while ``full`` has memory.
+
+        None where several copies do it: between hosts, which each make one for a tensor, and where
+        a chunk is no stretch of its tensor.
+        """
+        layout, parts = self.layout, self.axes.parts
+        with torch.inference_mode(False), torch.no_grad():
+            if is_host(self.device) or not layout.shard_size:
+                return None
+            if self.is_direct:
+                return self.stretches_of(parts)
+            chunked = layout.chunked_layout()
+            if any(chunked.dims):
+                return None
+            sizes, at = list[int](), 0
+            for start, size in zip(chunked.offsets, chunked.sizes, strict=True):
+                # What lies in a gap of a shard goes to the gap between the whole tensors.
+                sizes += [each for each in (start - at, size) if each]
+                at = start + size
+            regions = self.full.split([size * parts for size in sizes])
+            return Stretches(sizes, [region.view(parts, -1) for region in regions])
+
+    def stretches_of(self, parts: int) -> Stretches:
+        """The only stretch, of a line that is split into ``parts`` as it lies."""
+        return Stretches([self.full.numel() // parts], [self.full.view(parts, -1)])
 
     # ------------------------------------------------------------------------ parameters
 
@@ -298,12 +347,13 @@ class FlatBuffer:
         if self._whole is None:
             return None
         kept, self._kept = self._kept, None
+        if kept is not None and self.is_stale:
+            kept = None
         self._held = kept
-        if kept is not None and not self.is_stale:
+        if kept is not None:
             ranks, mine = kept
             if custom is not None:
-                line = self._gather_by(custom, ranks, mine, label, started)
-                self._after = partial(_pair, self.full, line)
+                self._incoming = self._gather_by(custom, ranks, mine, label, started)
                 return None
             self._whole.restore()
             place = self.full.view(ranks.size, -1)[ranks.rank]
@@ -317,15 +367,11 @@ class FlatBuffer:
             return None
         if custom is not None:
             self._whole.restore()
-            line = self._gather_by(custom, shard, self.shard, label, started)
-            if self.is_direct:
-                self._after = partial(_pair, self.full, line)
-            else:
-                self._after = partial(self._copies_from, line, len(self.layout.names))
+            self._incoming = self._gather_by(custom, shard, self.shard, label, started)
             return None
         if not self.is_direct and self._together:
             self._staging.restore()
-            self._after = "staged"
+            self._incoming = self._staging.tensor
         if not self._comes_staged:
             self._whole.restore()  # else in `finish_gather`: both have memory only briefly
         given: list[torch.Tensor] = []
@@ -338,17 +384,55 @@ class FlatBuffer:
             given.append(mine)
         return Moves(shard, outputs, given) if given else None
 
+    @property
+    def pack_key(self) -> PackKey | None:
+        """What it has in common with those that it can be gathered with; see `GatherPack`.
+
+        None where this one is gathered by itself: each rank holds it whole, or a chunk is no
+        stretch of its tensor.
+        """
+        kept, shard, layout = self._kept, self.axes.shard, self.layout
+        if shard is None or not self.axes.is_cut or not layout.shard_size:
+            return None
+        if layout.cuts_dims and any(layout.chunked_layout().dims):
+            return None
+        is_kept = kept is not None and not self.is_stale
+        return PackKey(kept[0] if is_kept else shard, is_kept, self.types.compute, self.device)
+
+    def give(self) -> torch.Tensor:
+        """Hand over this rank's part for a gather that `GatherPack` makes."""
+        kept, self._kept = self._kept, None
+        if kept is not None and self.is_stale:
+            kept = None
+        self._held = kept
+        if kept is not None:
+            return kept[1]
+        self._gathered_version = version_of(self.shard)
+        return self.shard
+
+    def restore(self) -> None:
+        """Get memory for the whole line."""
+        if self._whole is not None:
+            self._whole.restore()
+
     def finish_gather(self, before_freeing: Callable[[], None] | None = None) -> None:
         """Copy what was gathered to its places in ``full``.
 
         ``before_freeing`` is called when that has begun, before memory is given back.
         """
-        copies, self._after = self._after, None
-        if copies is not None and self._whole is not None:
+        line, self._incoming = self._incoming, None
+        if line is not None and self._whole is not None:
             self._whole.restore()
-            targets, sources = self._copies if copies == "staged" else copies()
-            if targets:
-                foreach_copy_(targets, sources)
+            if self.is_direct or self._held is not None:
+                self.full.copy_(line)
+            elif self.stretches is not None:
+                self.stretches.fill(line.view(self.axes.parts, -1))
+            else:
+                is_staged = line is self._staging.tensor
+                count = len(self.layout.names)
+                targets, sources = self._copies if is_staged else self._copies_from(line, count)
+                if targets:
+                    foreach_copy_(targets, sources)
             if before_freeing is not None:
                 before_freeing()
             self._staging.free()
@@ -462,27 +546,20 @@ class FlatBuffer:
         return line
 
     def _copies_from(self, line: torch.Tensor, count: int) -> _Copies:
-        """List the copies from ``line``, which holds what was gathered of the first ``count``.
-
-        On the host one copy serves all ranks; devices fuse copies of contiguous memory only.
-        """
+        """List the copies from ``line``, which holds what was gathered of the first ``count``."""
         layout, width = self.layout.chunked_layout(), line.numel() // self.layout.parts
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         for index in range(count):
             start, size = layout.offsets[index], layout.sizes[index]
             first = layout.whole_start(index)
-            if not layout.dims[index] and is_host(self.device):
+            if not layout.dims[index]:
                 place = self.full[first : first + size * layout.parts]
                 targets.append(place.view(layout.parts, size))
                 sources.append(line.view(layout.parts, width)[:, start : start + size])
                 continue
             for part in range(layout.parts):
                 at = part * width + start
-                if not layout.dims[index]:
-                    targets.append(self.full[first + part * size : first + (part + 1) * size])
-                    sources.append(line[at : at + size])
-                    continue
                 box = layout.box(index, part)
                 if box.numel:
                     # A place in `full`: what autograd has saved of `view` must not look changed.
@@ -491,8 +568,57 @@ class FlatBuffer:
         return targets, sources
 
 
-def _pair(target: torch.Tensor, source: torch.Tensor) -> _Copies:
-    return [target], [source]
+class GatherPack:
+    """Buffers of one unit and dtype over the same ranks, which a device gathers by one operation.
+
+    ::
+
+        a row, of one rank    | shard of buffer 0 | shard of buffer 1 |
+
+    In use for parameters that train beside frozen ones: these are buffers of their own, since only
+    the gradients of the others are reduced.
+    """
+
+    def __init__(self, key: PackKey, buffers: list[FlatBuffer]) -> None:
+        self.buffers = buffers
+        self._is_kept, ranks = key.is_kept, key.ranks
+        self._ranks = ranks
+        widths = [
+            b.full.numel() // ranks.size if key.is_kept else b.layout.shard_size for b in buffers
+        ]
+        with torch.inference_mode(False), torch.no_grad():
+            self._line = line_of(sum(widths) * ranks.size, key.dtype, key.device)
+            self._rows = self._line.tensor.view(ranks.size, -1)
+            self._own = self._rows[ranks.rank]
+            self._places = self._own.split(widths)
+        self._stretches: Stretches | None = None
+
+    def gather(self) -> Moves:
+        """Prepare to gather all buffers; the caller launches the moves that are returned."""
+        self._line.restore()
+        given = [buffer.give() for buffer in self.buffers]
+        if given[0].device == self._own.device:
+            foreach_copy_(self._places, given)
+        else:  # from the host
+            for place, mine in zip(self._places, given, strict=True):
+                place.copy_(mine, non_blocking=True)
+        return Moves(self._ranks, [self._line.tensor], [self._own])
+
+    def finish(self, before_freeing: Callable[[], None]) -> None:
+        """Copy what was gathered to its places; see `FlatBuffer.finish_gather`."""
+        for buffer in self.buffers:
+            buffer.restore()
+        found = self._stretches
+        if found is None:
+            found = self._stretches = Stretches([], [])
+            for buffer in self.buffers:
+                own = None if self._is_kept else buffer.stretches
+                own = own or buffer.stretches_of(self._ranks.size)
+                found.sizes.extend(own.sizes)
+                found.places.extend(own.places)
+        found.fill(self._rows)
+        before_freeing()
+        self._line.free()
 
 
 def _piece(line: torch.Tensor, start: int, shape: Sequence[int]) -> torch.Tensor:

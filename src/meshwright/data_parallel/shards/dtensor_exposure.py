@@ -27,14 +27,15 @@ from meshwright.comm.dtensors.gradient_part import gradient_part, plain
 from meshwright.comm.dtensors.sharded_axes import is_marked_spread
 from meshwright.data_parallel.distributed_parameters import mark_spread
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup
-from meshwright.data_parallel.shards.parameter_hooks import (
+from meshwright.data_parallel.shards.replaced_parameters import data_assigned, replaced
+from meshwright.data_parallel.shards.slot import (
+    HOME,
+    Slot,
     accumulators_of,
     carry_hooks,
     change_by_hooks,
     has_hooks,
 )
-from meshwright.data_parallel.shards.replaced_parameters import data_assigned, replaced
-from meshwright.data_parallel.shards.slot import HOME, Slot
 from meshwright.data_parallel.shards.unit import Exposure, Phase, Unit
 from meshwright.errors import InternalError
 from meshwright.gradients import mark_mean, warn_of_zeros
@@ -182,7 +183,7 @@ class ExposedTensors(Exposure):
     def parts_of(
         self, group: ParameterGroup, flat: nn.Parameter, line: torch.Tensor
     ) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        entries = self.entries(group) if self._flat.get(group) is flat else ()
+        entries = self._entries[group] if self._flat.get(group) is flat else ()
         return [
             (e.exposed, dtensor_at_rest(beginning_storage(e.part_of(line)), *e.wrap))
             for e in entries
@@ -210,7 +211,7 @@ class ExposedTensors(Exposure):
     def let_go(self, unit: Unit) -> None:
         for group in unit.groups:
             self._guarded.discard(group)
-            for entry in self.entries(group):
+            for entry in self._entries[group]:
                 entry.guard = None
 
     def refresh(self, unit: Unit) -> None:
@@ -224,7 +225,7 @@ class ExposedTensors(Exposure):
             flat = self._flat.get(group)
             if flat is not None and flat.data_ptr() != group.buffer.shard.data_ptr():
                 raise data_assigned(group.slots[0].name, group.axes.communicators)
-            for entry in self.entries(group):
+            for entry in self._entries[group]:
                 exposed, full = entry.exposed, entry.slot.full
                 local = local_tensor_of(exposed)
                 # Conversions give the same parameter another local tensor. What is sent to another
@@ -250,7 +251,7 @@ class ExposedTensors(Exposure):
     def _guard(self, group: ParameterGroup) -> None:
         """Reject gradients past the hooks of those that train; before a pass none can come."""
         self._guarded.add(group)
-        entries = self.entries(group)
+        entries = self._entries[group]
         new = [e for e in entries if e.guard is None and e.exposed.requires_grad]
         for entry, guard in zip(new, _refuse_past_hooks(new), strict=True):
             entry.guard = guard
@@ -272,7 +273,7 @@ class ExposedTensors(Exposure):
         """Put the whole parameters into the modules, trainable as the DTensors are now."""
         self._has_run = True
         for group in unit.groups:
-            for entry in self.entries(group):
+            for entry in self._entries[group]:
                 exposed, full = entry.exposed, entry.slot.full
                 if not (full.requires_grad is entry.trains is exposed.requires_grad):
                     if full.requires_grad is not exposed.requires_grad:
@@ -286,14 +287,14 @@ class ExposedTensors(Exposure):
 
     def follow_training(self, unit: Unit) -> None:
         for group in unit.groups:
-            for entry in self.entries(group):
+            for entry in self._entries[group]:
                 entry.follow_training()
             self._guard(group)
 
     def _zero_alike(self) -> None:
         """Zero the gradients of the parameters where a flat one was zeroed, and the reverse."""
         for group, flat in self._flat.items():
-            entries = self.entries(group)
+            entries = self._entries[group]
             if flat.grad is None:
                 # What a loss has left that read the DTensors since waits for the next mean.
                 for entry in entries if group in self._delivered else ():
@@ -305,23 +306,23 @@ class ExposedTensors(Exposure):
     def parameters(self, unit: Unit) -> list[nn.Parameter]:
         """See `Exposure`: the DTensors, and shards that are parameters of their own."""
         flats = [flat for group in unit.groups if (flat := self._flat.get(group)) is not None]
-        return [e.exposed for group in unit.groups for e in self.entries(group)] + flats
+        return [e.exposed for group in unit.groups for e in self._entries[group]] + flats
 
     def version(self, unit: Unit) -> int:
         """See `Exposure`. Fused writes to DTensors are not counted."""
         return sum(
-            [version_of(e.exposed) for group in unit.groups for e in self.entries(group)]
+            [version_of(e.exposed) for group in unit.groups for e in self._entries[group]]
         ) + sum([version_of(group.buffer.shard) for group in unit.groups])
 
     def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
-        return [entry.exposed.requires_grad for entry in self.entries(group)]
+        return [entry.exposed.requires_grad for entry in self._entries[group]]
 
     def has_gradients(self, unit: Unit) -> bool:
         flats = (self._flat.get(group) for group in unit.groups)
         return any(flat is not None and flat.grad is not None for flat in flats) or any(
             entry.stop > entry.start and entry.exposed.grad is not None
             for group in unit.groups
-            for entry in self.entries(group)
+            for entry in self._entries[group]
         )
 
     def set_gradients(
@@ -335,7 +336,7 @@ class ExposedTensors(Exposure):
             return
         fresh = self._on(group, reduced)
         hooked: list[nn.Parameter] = []
-        for entry, gradient, is_used in zip(self.entries(group), fresh, used, strict=True):
+        for entry, gradient, is_used in zip(self._entries[group], fresh, used, strict=True):
             if is_used and has_hooks(entry.exposed) and entry.exposed.requires_grad:
                 change_by_hooks(entry.exposed, gradient, entry.slot.name)
                 hooked.append(entry.exposed)
@@ -354,7 +355,7 @@ class ExposedTensors(Exposure):
         flat = self._flat.get(group)
         if flat is None or flat.grad is not None:
             return False
-        return any(entry.exposed.grad is not None for entry in self.entries(group))
+        return any(entry.exposed.grad is not None for entry in self._entries[group])
 
     @torch.no_grad()
     def follow_gradients(self, group: ParameterGroup) -> None:
@@ -362,7 +363,7 @@ class ExposedTensors(Exposure):
         flat = self._flat.get(group)
         if flat is None or flat.grad is None:
             return
-        entries, line = self.entries(group), plain(flat.grad)
+        entries, line = self._entries[group], plain(flat.grad)
         if all(entry.exposed.grad is None for entry in entries):
             flat.grad = None
             return
@@ -383,7 +384,7 @@ class ExposedTensors(Exposure):
     ) -> None:
         flat = self._flat.get(group)
         if flat is not None:
-            entries = self.entries(group)
+            entries = self._entries[group]
             self._delivered.add(group)
             if flat.grad is not None and any(e.exposed.grad is not None for e in entries):
                 flat.grad.add_(reduced)  # the parameters' gradients are views of it
@@ -391,19 +392,19 @@ class ExposedTensors(Exposure):
                     if is_used and e.exposed.grad is None and e.exposed.requires_grad:
                         e.exposed.grad = e.gradient_on(plain(flat.grad), is_shown=True)
                 return
-            for entry in self.entries(group):
+            for entry in self._entries[group]:
                 if entry.exposed.grad is not None:  # of a loss that has read the DTensor itself
                     own = entry.exposed.grad.redistribute(placements=entry.exposed.placements)
                     entry.part_of(plain(reduced)).add_(local_of(own))
             is_part = is_marked_spread(flat)
             flat.grad = (
-                gradient_part(reduced, self.entries(group)[0].slot.name) if is_part else reduced
+                gradient_part(reduced, self._entries[group][0].slot.name) if is_part else reduced
             )
             for entry in entries:
                 entry.exposed.grad = None
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for entry, gradient, is_used in zip(self.entries(group), fresh, used, strict=True):
+        for entry, gradient, is_used in zip(self._entries[group], fresh, used, strict=True):
             exposed = entry.exposed
             if exposed.grad is not None and exposed.grad.placements != exposed.placements:
                 # A loss has read the DTensor itself, and autograd left what was easiest for it.
@@ -427,7 +428,7 @@ class ExposedTensors(Exposure):
         is_kept = kept.holds(reduced)
         if is_kept and kept.guests:
             return [guest for guest, _ in kept.guests]
-        entries = self.entries(group)
+        entries = self._entries[group]
         is_shown = group in self._flat
         made = [entry.gradient_on(reduced, is_shown=is_shown) for entry in entries]
         if is_kept:
@@ -442,7 +443,7 @@ class ExposedTensors(Exposure):
         Callers that hold the former parameters keep these, and their memory.
         """
         for group in unit.groups:
-            entries = self.entries(group)
+            entries = self._entries[group]
             held = [self._held(entry) for entry in entries]
             for entry, parameter in zip(entries, held, strict=True):
                 _check_alike(entry, parameter, held[0])

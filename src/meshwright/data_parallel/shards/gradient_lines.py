@@ -17,6 +17,7 @@ import torch
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.comm.memory.reusable_storage import line_of
+from meshwright.comm.streams import is_host
 from meshwright.data_parallel.distributed_parameters import PartialSum
 from meshwright.layout import LineLayout
 from meshwright.torch_internals.tensors import (
@@ -118,11 +119,15 @@ class GradientLine:
         self._memory = line_of(self.numel, dtype, device)
         self._line = self._memory.tensor
         self._rows = self._line.view(layout.parts, -1)
-        self._source: torch.Tensor | None = None
+        self.tensor = self._line
+        """What is reduced, 1-D: the line, or a gradient where autograd left it."""
+        self.has_gradient = False
+        """True when it holds something."""
         self._is_even = self._is_filled(layout) and all(
             layout.is_even(i) and 0 not in layout.shapes[i]  # torch refuses to join what is empty
             for i in indices
         )
+        self._gaps_before = self._find_joins(layout, device)
         self._memory.free()
 
     # A line of even parts needs these only where a tensor has no gradient.
@@ -145,29 +150,22 @@ class GradientLine:
         with torch.inference_mode(False):
             return self._find_gaps()
 
-    @property
-    def has_gradient(self) -> bool:
-        """True when it holds something."""
-        return self._source is not None or not self._memory.is_free
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The tensor that is reduced, 1-D."""
-        return self._line if self._source is None else self._source
-
     def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Put whole gradients of its tensors (zeros for None) in place, or add them."""
         if self.has_gradient:
             self._add(gradients)
             return
+        self.has_gradient = True
         if len(gradients) == 1 and self._is_even and self._may_borrow(gradients[0]):
-            self._source = gradients[0].view(-1)  # pyrefly: ignore[missing-attribute]
+            self.tensor = gradients[0].view(-1)  # pyrefly: ignore[missing-attribute]
             return
         self._memory.restore()
         present = [gradient for gradient in gradients if gradient is not None]
         is_full = len(present) == len(gradients)
-        if is_full and self._is_even:
-            join_in_chunks(present, 0, self._rows.shape[0], out=self._rows)
+        if is_full and self._gaps_before is not None:
+            joined = present if self._is_even else self._with_gaps(present, self._gaps_before)
+            if joined:
+                join_in_chunks(joined, 0, self._rows.shape[0], out=self._rows)
             return
         if self._gaps:
             foreach_zero_(self._gaps)
@@ -180,19 +178,19 @@ class GradientLine:
 
     def release(self) -> None:
         """Forget the gradients."""
-        self._source = None
+        self.tensor, self.has_gradient = self._line, False
         self._memory.free()
 
     def parts(self) -> list[list[torch.Tensor]]:
         """List for each of its tensors the places that hold its gradient."""
-        if self._source is not None:
-            return [[self._source]]
+        if self.tensor is not self._line:
+            return [[self.tensor]]
         return [[target for target, _ in slot] for slot in self._slots]
 
     def wholes(self, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
         """Return the full gradients that it holds, in ``shapes``: copies, or the borrowed one."""
-        if self._source is not None:
-            return [self._source.view(shapes[0])]
+        if self.tensor is not self._line:
+            return [self.tensor.view(shapes[0])]
         found = []
         for shape, slot in zip(shapes, self._slots, strict=True):
             whole = self._line.new_zeros(shape)
@@ -206,6 +204,35 @@ class GradientLine:
 
     # --------------------------------------------------------------------------- private
 
+    def _find_joins(self, layout: LineLayout, device: torch.device) -> list[int] | None:
+        """The elements that lie between each tensor and the one before, in a shard.
+
+        None where joining the chunks of all takes no less than a copy for each: on hosts if there
+        are gaps or short chunks, and where one is cut along another dim than 0.
+        """
+        if self._is_even:
+            return [0 for _ in self.indices]
+        if is_host(device) or not layout.cuts_dims or any(layout.chunked_layout().dims):
+            return None
+        sizes, found, at = layout.chunked_layout().sizes, list[int](), self.start
+        for index in self.indices:
+            found.append(layout.offsets[index] - at)
+            at = layout.offsets[index] + sizes[index]
+        return found
+
+    def _with_gaps(
+        self, gradients: Sequence[torch.Tensor], gaps: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """List ``gradients`` and zeros for the gaps, without what is empty: torch refuses that.
+
+        Joining them makes the ends of short chunks zero.
+        """
+        parts, found = self._rows.shape[0], list[torch.Tensor]()
+        zeros = gradients[0].new_zeros(parts * max(gaps))
+        for gradient, gap in zip(gradients, gaps, strict=True):
+            found += [each for each in (zeros[: parts * gap], gradient) if each.numel()]
+        return found
+
     def _may_borrow(self, gradient: torch.Tensor | None) -> bool:
         """Whether the collective can read ``gradient`` where it is."""
         return (
@@ -218,8 +245,8 @@ class GradientLine:
         )
 
     def _add(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        if self._source is not None:
-            source, self._source = self._source, None
+        if self.tensor is not self._line:
+            source, self.tensor = self.tensor, self._line
             self._memory.restore()
             self._line.copy_(source)
         targets, sources = self._pairs(gradients, zeroes=False)

@@ -44,7 +44,7 @@ from meshwright.layout import LineLayout
 from meshwright.torch_internals.tensors import version_of
 
 _REQUIRES_GRAD = attrgetter("full.requires_grad")
-_LEAF = attrgetter("leaf")
+_LEAF, _OF_LEAF = attrgetter("leaf"), attrgetter("leaf.grad")
 
 ReduceHook = Callable[[torch.Tensor, torch.Tensor], None]
 """``hook(whole, out)``: reduces the whole line of gradients and writes this rank's part to ``out``
@@ -236,12 +236,28 @@ class ParameterGroup:
         self._versions = [*map(version_of, map(_LEAF, self.slots))]
 
     def take_written(self) -> str:
-        """Name a parameter that was written since it was gathered, and forget that."""
+        """Name a whole parameter that was written, or given other memory, since it was gathered.
+
+        That is forgotten: parameters have the memory of the line again.
+        """
         before, self._versions = self._versions, [*map(version_of, map(_LEAF, self.slots))]
-        if before == self._versions:
-            return ""
-        pairs = zip(self.slots, before, self._versions, strict=True)
-        return next(slot.name for slot, then, now in pairs if then != now)
+        lost = ""
+        if before != self._versions and self.buffer.is_copy:
+            pairs = zip(self.slots, before, self._versions, strict=True)
+            lost = next(slot.name for slot, then, now in pairs if then != now)
+        start, addresses = self._addresses
+        if start != self.buffer.full.data_ptr():
+            start = self.buffer.full.data_ptr()
+            # `data_ptr` is 0 where there is no memory.
+            addresses = [start + at if start and at is not None else 0 for at in self._distances]
+            self._addresses = start, addresses
+        found = [*map(torch.Tensor.data_ptr, self._wholes)]
+        if found != addresses:
+            for index, now, then in zip(self._in_line, found, addresses, strict=True):
+                if now != then:
+                    self.slots[index].leaf.data = self.buffer.view(index)
+                    lost = lost or self.slots[index].name
+        return lost
 
     def note_written(self, index: int) -> None:
         """Accept what was written to a full parameter: it is in the shards."""
@@ -280,34 +296,14 @@ class ParameterGroup:
         self._addresses: tuple[int, list[int]] = (-1, [])
         buffer.release()
 
-    def moved(self) -> list[tuple[Slot, torch.Tensor]]:
-        """List parameters whose full tensors were given other memory, with views of the line."""
-        start, addresses = self._addresses
-        if start != self.buffer.full.data_ptr():
-            start = self.buffer.full.data_ptr()
-            # `data_ptr` is 0 where there is no memory.
-            addresses = [start + at if start and at is not None else 0 for at in self._distances]
-            self._addresses = start, addresses
-        found = [*map(torch.Tensor.data_ptr, self._wholes)]
-        if found == addresses:
-            return []
-        pairs = zip(self._in_line, found, addresses, strict=True)
-        moved = [index for index, now, then in pairs if now != then]
-        return [(self.slots[index], self.buffer.view(index)) for index in moved]
-
     @property
     def is_trainable(self) -> bool:
         """True when any of its parameters requires grad now."""
         return any(map(_REQUIRES_GRAD, self.slots))
 
-    @property
-    def has_new_gradient(self) -> bool:
-        """True when autograd has left gradients on the whole parameters."""
-        return have_gradients(self.slots)
-
     def forget_gradients(self) -> None:
         """Drop what autograd and passes without a reduction have left."""
-        for slot in self.slots if self.has_new_gradient else ():
+        for slot in self.slots if have_gradients(self.slots) else ():
             slot.leaf.grad = slot.full.grad = None
         self.buffer.release_gradients()
         self.partial = None
@@ -328,7 +324,7 @@ class ParameterGroup:
     def accumulate(self) -> None:
         """Move the gradients that autograd has left on the parameters to the buffer."""
         gradients = self._new_gradients()
-        if all(gradient is None for gradient in gradients):
+        if {*map(type, gradients)} <= {type(None)}:
             return
         if self._extensions:
             gradients = [None if g is None else values_of(g) for g in gradients]
@@ -347,7 +343,7 @@ class ParameterGroup:
         """List what autograd has left, this rank's parts where that is a DTensor."""
         if self.has_outer:
             return [*map(_gathered, self.slots)]
-        return [slot.leaf.grad for slot in self.slots]
+        return [*map(_OF_LEAF, self.slots)]
 
     def _refuse_sparse(
         self, gradients: Iterable[torch.Tensor | None], error: RuntimeError | None = None

@@ -22,7 +22,6 @@ from meshwright.data_parallel.sharded_modules.module_tree import STATES
 from meshwright.data_parallel.shards.buffer import ALONE, BufferTypes, DataAxes
 from meshwright.data_parallel.shards.dtensor_exposure import ExposedTensors
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup, UnitSettings
-from meshwright.data_parallel.shards.parameter_hooks import carry_hooks
 from meshwright.data_parallel.shards.placement import Place, PlacementChoice, Target, place
 from meshwright.data_parallel.shards.policies import (
     CPUOffloadPolicy,
@@ -34,7 +33,13 @@ from meshwright.data_parallel.shards.replaced_parameters import (
     refuse_views,
     retire_sharded,
 )
-from meshwright.data_parallel.shards.slot import HOME, Slot, collect_slots, group_slots
+from meshwright.data_parallel.shards.slot import (
+    HOME,
+    Slot,
+    carry_hooks,
+    collect_slots,
+    group_slots,
+)
 from meshwright.data_parallel.shards.tensor_extensions import (
     PLAIN,
     Extension,

@@ -1,9 +1,9 @@
-"""A `Slot`: one parameter of a unit, with all its uses."""
+"""A `Slot`: one parameter of a unit, with all its uses, and the hooks that users register on it."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -11,11 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from meshwright.comm.dtensors.dtensor import AtRest
+from meshwright.comm.dtensors.after_hooks import carry_after_hooks, has_after_hooks
+from meshwright.comm.dtensors.dtensor import AtRest, local_of
 from meshwright.data_parallel.checks.starting_state import StartDigests
 from meshwright.data_parallel.distributed_parameters import LocalParameter
 from meshwright.data_parallel.shards.placement import Place
 from meshwright.data_parallel.shards.tensor_extensions import Extension
+from meshwright.errors import InternalError
+from meshwright.torch_internals.autograd import backward_hooks_of, set_backward_hooks
 from meshwright.torch_internals.tensors import has_storage, storage_id, storage_users
 
 HOME = "_meshwright_home"
@@ -177,3 +180,61 @@ def group_slots(slots: Iterable[Slot], *, by_training: bool = True) -> list[list
         is_trainable = slot.original.requires_grad or not by_training
         groups.setdefault((slot.original.dtype, is_trainable), []).append(slot)
     return list(groups.values())
+
+
+# ------------------------------------------------------------------------- hooks of users
+
+# Autograd never sees a sharded parameter: it sees the full one, whose gradient is of one rank. So
+# what was registered on the parameter runs here, once for each mean that is delivered. The hook of
+# a single process sees the same; `Tensor.register_hook` on a replica sees that of its own rank.
+
+
+def has_hooks(parameter: torch.Tensor) -> bool:
+    """Whether ``parameter`` has hooks of either kind."""
+    return bool(backward_hooks_of(parameter)) or has_after_hooks(parameter)
+
+
+def carry_hooks(source: torch.Tensor, target: nn.Parameter, name: str) -> None:
+    """Give ``target``, which takes the place of ``source``, its hooks; handles remove both."""
+    if backward_hooks_of(source):
+        set_backward_hooks(target, backward_hooks_of(source))
+    carry_after_hooks(source, target, name)
+
+
+class _Behind(torch.autograd.Function):
+    """A node behind leaves. It calls no operator, which would cost DTensors many times as much."""
+
+    @staticmethod
+    def forward(ctx: object, *leaves: torch.Tensor) -> torch.Tensor:  # pyrefly: ignore[bad-override]
+        return torch.empty(0, device="cpu")
+
+
+def accumulators_of(leaves: Sequence[torch.Tensor]) -> list[torch.autograd.graph.Node]:
+    """The nodes by which autograd adds to ``.grad`` of ``leaves``, which require grad."""
+    with torch.enable_grad():
+        behind: torch.Tensor = _Behind.apply(*leaves)
+    nodes = () if behind.grad_fn is None else behind.grad_fn.next_functions
+    found = [node for node, _ in nodes if node is not None]
+    if len(found) != len(leaves):
+        raise InternalError(f"{len(leaves)} leaves have {len(found)} nodes behind them")
+    return found
+
+
+def accumulator_of(leaf: torch.Tensor) -> torch.autograd.graph.Node:
+    """The node by which autograd adds to ``leaf.grad``; ``leaf`` requires grad."""
+    return accumulators_of([leaf])[0]
+
+
+def change_by_hooks(parameter: torch.Tensor, gradient: torch.Tensor, name: str) -> None:
+    """Give ``gradient`` to the hooks of ``parameter``; what they return is written to it."""
+    for hook in tuple((backward_hooks_of(parameter) or {}).values()):
+        try:
+            changed = hook(gradient)
+            if changed is not None:
+                local_of(gradient).copy_(local_of(changed))
+        except Exception as error:
+            error.add_note(
+                f"This was a hook of parameter {name!r}, which is sharded: it was given the mean "
+                f"gradient as a {type(gradient).__name__} of shape {tuple(gradient.shape)}."
+            )
+            raise

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from operator import attrgetter
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,10 +30,10 @@ from torch.autograd.graph import increment_version
 
 from meshwright.comm import Communicator, Pending
 from meshwright.comm.streams import DeviceEvent, SideStream, captures, current_stream, record
-from meshwright.data_parallel.shards.buffer import FlatBuffer, Moves
+from meshwright.data_parallel.shards.buffer import FlatBuffer, GatherPack, Moves, PackKey
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup, UnitSettings
 from meshwright.data_parallel.shards.replaced_parameters import written
-from meshwright.data_parallel.shards.slot import Slot
+from meshwright.data_parallel.shards.slot import Slot, have_gradients
 from meshwright.errors import InternalError
 from meshwright.torch_internals.tensors import has_storage, set_versions, version_of
 
@@ -54,16 +53,6 @@ _LEAF = attrgetter("leaf")
 
 HERE = contextlib.nullcontext()
 """No stream beside the computation."""
-
-LEGAL = MappingProxyType(
-    {
-        Phase.SHARDED: frozenset({Phase.GATHERING}),
-        Phase.GATHERING: frozenset({Phase.FULL}),
-        Phase.FULL: frozenset({Phase.SHARDED, Phase.REDUCING}),
-        Phase.REDUCING: frozenset({Phase.SHARDED, Phase.GATHERING}),
-    }
-)
-"""The phases that may follow each phase."""
 
 
 class Exposure(ABC):
@@ -195,7 +184,8 @@ class Unit:
         """Called before collectives: "unshard", "reduce", "reduce_further"."""
         self.changes = 0
         """The number of times that parameters were converted, loaded or replaced."""
-        self._phase = Phase.SHARDED
+        self.phase = Phase.SHARDED
+        """The phase of the parameters; see above for what may follow which."""
         self._has_second_sum = False
         self._waits = False  # with gradients, for a later pass
         self.streams: UnitStreams | None = None
@@ -209,6 +199,10 @@ class Unit:
         self._gathers: list[Pending] = []
         self._sums: list[Pending] = []
         """Under way."""
+        self._packs: dict[PackKey, GatherPack] = {}
+        """Made so far, by `FlatBuffer.pack_key`, on devices."""
+        self._packed: list[GatherPack] = []
+        """On their way."""
         self.trainable_groups: tuple[ParameterGroup, ...] = ()
         """The groups in which a parameter requires grad, as of when they were last whole."""
         self._hidden: tuple[Sequence[torch.Tensor], Sequence[int]] = (), ()
@@ -219,12 +213,7 @@ class Unit:
         self.exposure.show_sharded(self)
 
     def __repr__(self) -> str:
-        return f"Unit({self.name!r}, {self._phase})"
-
-    @property
-    def phase(self) -> Phase:
-        """The phase of the parameters."""
-        return self._phase
+        return f"Unit({self.name!r}, {self.phase})"
 
     def change(self, **settings: Any) -> None:
         """Change some of the settings, which are those of `UnitSettings`."""
@@ -255,20 +244,28 @@ class Unit:
         """
         if self.is_at_rest:  # a caller that saw them may have written to them
             self.reshard()
-        if self._phase in (Phase.FULL, Phase.GATHERING):
-            if self._phase is Phase.GATHERING or not any(map(_IS_STALE, self.groups)):
+        if self.phase in (Phase.FULL, Phase.GATHERING):
+            if self.phase is Phase.GATHERING or not any(map(_IS_STALE, self.groups)):
                 return
-            self._become(Phase.SHARDED)
+            self.phase = Phase.SHARDED
             if self.streams is not None:  # which writes where the computation may still read
                 self.streams.gathers.follow()
         if self.announce is not None:
             self.announce(self, "unshard")
-        self._become(Phase.GATHERING)
+        self.phase = Phase.GATHERING
         label, custom, started = f"unshard {self.name}", self.settings.all_gather, self._gathers
         streams = self.streams
         with HERE if streams is None else streams.gathering(self.groups, is_late=is_late):
             found: list[Moves] = []
+            packed: set[FlatBuffer] = set()
+            if streams is not None and len(self.groups) > 1 and custom is None:
+                self._packed = self._find_packs()
+                for pack in self._packed:
+                    packed.update(pack.buffers)
+                    found.append(pack.gather())
             for group in self.groups:
+                if group.buffer in packed:
+                    continue
                 moves = group.buffer.gather(label, started, custom)
                 if moves is not None:
                     found.append(moves)
@@ -279,9 +276,9 @@ class Unit:
 
     def wait_unshard(self) -> None:
         """Wait for the parameters and let the modules hold them."""
-        if self._phase is Phase.FULL:
+        if self.phase is Phase.FULL:
             return
-        if self._phase is not Phase.GATHERING:
+        if self.phase is not Phase.GATHERING:
             self.unshard()
         _wait_for(self._gathers)
         if self._is_there is not None:
@@ -290,15 +287,17 @@ class Unit:
             set_versions(*self._hidden)
             self._hidden = (), ()
         before_freeing = None if self.streams is None else self.streams.gathers.follow
+        while self._packed and before_freeing is not None:
+            self._packed.pop().finish(before_freeing)
         for group in self.groups:
             group.finish_gather(before_freeing)
-        self._become(Phase.FULL)
+        self.phase = Phase.FULL
         self.exposure.show_full(self)
         self.trainable_groups = tuple(filter(_IS_TRAINABLE, self.groups))
 
     def show_at_rest(self, is_shown: bool) -> None:
         """Show sharded parameters in the modules while full ones are kept, or the full ones."""
-        if self._phase is Phase.FULL and self.is_at_rest is not is_shown:
+        if self.phase is Phase.FULL and self.is_at_rest is not is_shown:
             self.is_at_rest = is_shown
             (self.exposure.show_sharded if is_shown else self.exposure.show_full)(self)
 
@@ -308,7 +307,7 @@ class Unit:
         Returns whether it did: `forget_block` is due when the backward does not come.
         """
         block = self.settings.block
-        if block is None or self._phase is not Phase.FULL:
+        if block is None or self.phase is not Phase.FULL:
             self.reshard()
             return False
         for group in self.groups:
@@ -325,9 +324,9 @@ class Unit:
         """Put the sharded parameters into the modules and free the full ones."""
         if self.settings.block is not None:
             self.forget_block()
-        if self._phase in (Phase.SHARDED, Phase.REDUCING):
+        if self.phase in (Phase.SHARDED, Phase.REDUCING):
             return
-        if self._phase is Phase.GATHERING:
+        if self.phase is Phase.GATHERING:
             self.wait_unshard()
         self._put_away()
 
@@ -335,17 +334,15 @@ class Unit:
         """Name a whole parameter that was written, or given other memory, and forget that."""
         lost = ""
         for group in self.groups:
-            written = group.take_written()
-            lost = lost or (written if group.buffer.is_copy else "")
-            for slot, view in group.moved():
-                slot.leaf.data = view
-                lost = lost or slot.name
+            name = group.take_written()
+            lost = lost or name
         return lost
 
     def has_changed(self) -> None:
         """Note that parameters were converted, loaded, stepped or replaced: graphs are invalid."""
         self.changes += 1
         self._hidden = (), ()
+        self._packs.clear()  # they keep the shards of buffers that may have been replaced
 
     def find_trainable(self) -> None:
         """Note which groups have a parameter that requires grad now."""
@@ -369,7 +366,7 @@ class Unit:
                 group.buffer.release()
         else:
             self.streams.leave(self.groups)
-        self._become(Phase.REDUCING if self.is_reducing else Phase.SHARDED)
+        self.phase = Phase.REDUCING if self.is_reducing else Phase.SHARDED
         if lost:
             raise written(lost, self.communicators)
 
@@ -378,10 +375,12 @@ class Unit:
     @property
     def has_gradient(self) -> bool:
         """True when whole gradients of this rank wait for a reduction."""
-        return any(
-            group.has_new_gradient or (group.buffer.has_gradient and not self.is_reducing)
-            for group in self.groups
-        )
+        for group in self.groups:
+            if have_gradients(group.slots):
+                return True
+            if not self.is_reducing and group.buffer.gradients[0].has_gradient:
+                return True
+        return False
 
     @property
     def found_non_finite(self) -> list[str]:
@@ -404,7 +403,7 @@ class Unit:
         """Name a parameter whose gradient is from a pass that no hook announced; drop it."""
         if self._waits:
             return ""
-        left = [s for g in self.groups if g.has_new_gradient for s in g.slots]
+        left = [s for g in self.groups if have_gradients(g.slots) for s in g.slots]
         found = [slot for slot in left if slot.leaf.grad is not None or slot.full.grad is not None]
         for slot in found:
             slot.leaf.grad = slot.full.grad = None
@@ -467,8 +466,8 @@ class Unit:
         else:
             self._finish_on(self._last)
         self.is_reducing = False
-        if self._phase is Phase.REDUCING:
-            self._become(Phase.SHARDED)
+        if self.phase is Phase.REDUCING:
+            self.phase = Phase.SHARDED
 
     def _finish_on(self, stream: SideStream) -> None:
         """Make the means on ``stream``. The computation waits for what has read the gradients."""
@@ -500,7 +499,7 @@ class Unit:
 
     def drop(self) -> None:
         """Abandon an iteration that raised: nothing is in flight then, and all is sharded."""
-        if self._phase is Phase.GATHERING:
+        if self.phase is Phase.GATHERING:
             self.wait_unshard()
         _wait_for(self._sums)
         if self.streams is not None:
@@ -508,25 +507,30 @@ class Unit:
         for group in self.groups:
             group.drop()
         self.is_reducing = self._waits = False
-        if self._phase is Phase.REDUCING:
-            self._become(Phase.SHARDED)
+        if self.phase is Phase.REDUCING:
+            self.phase = Phase.SHARDED
         self.reshard()
 
     # --------------------------------------------------------------------------- private
+
+    def _find_packs(self) -> list[GatherPack]:
+        """Pack the buffers that one gather can fill, as they are now."""
+        alike: dict[PackKey, list[FlatBuffer]] = {}
+        for group in self.groups:
+            key = None if group.is_extended else group.buffer.pack_key
+            if key is not None:
+                alike.setdefault(key, []).append(group.buffer)
+        found = {key: buffers for key, buffers in alike.items() if len(buffers) > 1}
+        for key, buffers in found.items():
+            if key not in self._packs or self._packs[key].buffers != buffers:
+                self._packs[key] = GatherPack(key, buffers)
+        return [self._packs[key] for key in found]
 
     @property
     def _sums_twice(self) -> bool:
         if self.settings.reduce_hook is not None or not self.settings.all_reduce:
             return False
         return any(group.axes.replicate is not None for group in self.groups)
-
-    def _become(self, phase: Phase) -> None:
-        if phase not in LEGAL[self._phase]:
-            raise InternalError(
-                f"unit {self.name!r} is {self._phase} and cannot become {phase} now; from there "
-                f"it may become {', '.join(sorted(LEGAL[self._phase]))}"
-            )
-        self._phase = phase
 
 
 def _wait_for(started: list[Pending]) -> None:

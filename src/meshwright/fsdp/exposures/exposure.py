@@ -21,16 +21,15 @@ from meshwright.comm.dtensors.gradient_part import gradient_part, plain, waiting
 from meshwright.comm.dtensors.sharded_axes import is_marked_spread
 from meshwright.data_parallel.distributed_parameters import cut_axes, mark_spread
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup
-from meshwright.data_parallel.shards.parameter_hooks import accumulator_of, change_by_hooks
 from meshwright.data_parallel.shards.replaced_parameters import rank_in, replaced
-from meshwright.data_parallel.shards.slot import Slot
+from meshwright.data_parallel.shards.slot import Slot, accumulator_of, change_by_hooks
 from meshwright.data_parallel.shards.unit import Exposure, Unit
 from meshwright.errors import InternalError
 from meshwright.gradients import mark_mean, warn_of_zeros
 from meshwright.layout import FlatLayout, FlatPiece
 from meshwright.torch_internals.autograd import backward_hooks_of
 from meshwright.torch_internals.modules import FLAT
-from meshwright.torch_internals.tensors import version_of
+from meshwright.torch_internals.tensors import foreach_copy_, version_of
 
 # Whole gradients of this rank that wait for a reduction are ``.grad`` of what optimizers hold.
 # After a backward in ``no_sync`` programs find there what has been added up so far: they look at
@@ -391,14 +390,13 @@ class FlatExposure(Exposed):
         layout = flat_layout(group)
         line = torch.zeros(layout.numel, dtype=group.types.compute, device=group.buffer.device)
         self._line = line
-        self._joined.clear()
-        for index, (slot, gradient) in enumerate(zip(group.slots, gradients, strict=True)):
-            start, stop = layout.range(index)
-            part = line[start:stop].view(layout.shapes[index])
-            if gradient is not None:
-                part.copy_(gradient)
+        ranges = map(layout.range, range(len(gradients)))
+        parts = [line[slice(*r)].view(s) for r, s in zip(ranges, layout.shapes, strict=True)]
+        targets = [p for p, g in zip(parts, gradients, strict=True) if g is not None]
+        foreach_copy_(targets, [gradient for gradient in gradients if gradient is not None])
+        for slot, part in zip(group.slots, parts, strict=True):
             slot.leaf.grad = part
-            self._joined.append(part)
+        self._joined = parts
 
     def take_waiting(self, unit: Unit) -> bool:
         taken = self._waiting.take()
