@@ -136,7 +136,7 @@ def body_later() -> None:
     assert bool(text) is is_first
     assert not text or "BatchNorm '1' normalizes" in text
     # What a warning has named is not named again, by whichever replica; nothing is left to ask.
-    model[2] = replicate(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)).double())
+    model[2] = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
     again = DistributedDataParallel(model)
     found = said(train, lambda: loss(again, x).backward())
     assert [bool(text) for text in found] == [is_first, False]
