@@ -104,7 +104,8 @@ def test_every_wait_on_a_device_orders_the_stream_that_is_current(finishes: bool
     ordered: list[str] = []
     work, value = _DeviceWork(ordered), torch.ones(1)
     pending = Pending(communicator, Issued(0, "all_reduce", ""), value)
-    pending.launched([work], (lambda: ordered.append("finish")) if finishes else None)
+    pending.works = [work]
+    pending.finish = (lambda: ordered.append("finish")) if finishes else None
     for stream in ("first", "second"):
         work.stream = stream
         assert pending.wait() is value
