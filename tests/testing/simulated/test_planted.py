@@ -159,7 +159,7 @@ def wait_once(patch: Patch) -> None:
     wait = Pending.wait
 
     def first(self: Pending, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        found, self._works = wait(self, *args, **kwargs), ()
+        found, self.works = wait(self, *args, **kwargs), ()
         return found
 
     patch.setattr(Pending, "wait", first)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from types import MappingProxyType
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -214,21 +214,14 @@ def synchronize(
 # ------------------------------------------------------------------------------------ digests
 
 
-class StartDigests(NamedTuple):
-    """Digests of a tensor when it was sharded, until they are compared over the ranks."""
-
-    whole: torch.Tensor
-    own: torch.Tensor
-    """Of this rank's part. A part that differs from it was written since, in whatever way."""
-
-
 @dataclass(frozen=True, slots=True)
 class StartingBuffer:
     """A buffer as it was when its module was sharded."""
 
     module: nn.Module
     name: str
-    start: StartDigests
+    start: torch.Tensor
+    """Its digest."""
     axes: tuple[Communicator, ...]
     """Those over which ranks must hold it alike."""
 
@@ -262,7 +255,7 @@ def starting_buffers(
     found: list[StartingBuffer] = []
     for (module, name, _), digest in zip(held, digests, strict=True):
         if digest is not None:
-            found.append(StartingBuffer(module, name, StartDigests(digest, digest), axes))
+            found.append(StartingBuffer(module, name, digest, axes))
     return tuple(found)
 
 

@@ -105,10 +105,11 @@ def compare_values(drivers: Sequence[Driver], names: Mapping[nn.Module, str]) ->
                 if module in names:
                     name = driver.clean(f"{names[module]}.{attribute}".lstrip("."))
                 name = driver.alike(name)
-                is_known = start is not None and now is not None
-                row = name, (start.whole, start.own, now) if is_known else None
+                compared = None
+                if start is not None and now is not None:
+                    compared = start[0], start[1], now
                 for axis in group.axes.communicators:
-                    by_axis.setdefault(axis, []).append(row)
+                    by_axis.setdefault(axis, []).append((name, compared))
                 if replicate is not None and now is not None:
                     copying.add(replicate)
                     by_axis[replicate].append((name, (now, now, now)))
@@ -118,8 +119,7 @@ def compare_values(drivers: Sequence[Driver], names: Mapping[nn.Module, str]) ->
             name = driver.clean(f"{names.get(buffer.module, '')}.{buffer.name}".lstrip("."))
             name = driver.alike(name)
             for axis in buffer.axes:
-                whole, own = buffer.start
-                row = name, None if now is None else (whole, own, now)
+                row = name, None if now is None else (buffer.start, buffer.start, now)
                 by_axis.setdefault(axis, []).append(row)
     difference = ""
     for axis, rows in by_axis.items():

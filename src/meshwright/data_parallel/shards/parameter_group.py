@@ -21,7 +21,7 @@ from meshwright.comm.dtensors.dtensor import dtensor_at_rest, is_dtensor, local_
 from meshwright.comm.dtensors.local_leaves import take_over
 from meshwright.comm.dtensors.subclasses import values_of
 from meshwright.comm.streams import is_host
-from meshwright.data_parallel.checks.starting_state import StartDigests, has_values_of
+from meshwright.data_parallel.checks.starting_state import has_values_of
 from meshwright.data_parallel.shards.buffer import (
     BufferTypes,
     CustomCollective,
@@ -190,9 +190,15 @@ class ParameterGroup:
         wholes = [self.slots[index].original for index in chosen]
         digests = digests_of([*wholes, *map(self.buffer.own, chosen)])
         pairs = zip(chosen, digests[: len(chosen)], digests[len(chosen) :], strict=True)
-        for index, whole, own in pairs:
-            if whole is not None and own is not None:
-                self.slots[index].start = StartDigests(whole, own)
+        known = [
+            (i, whole, own) for i, whole, own in pairs if whole is not None and own is not None
+        ]
+        if not known:
+            return
+        # Rows of one tensor: the collector has few objects to go through for each unit.
+        both = [each.to(own.device) for _, whole, own in known for each in (whole, own)]
+        for (index, _, _), start in zip(known, torch.stack(both).view(-1, 2), strict=True):
+            self.slots[index].start = start
 
     def carry_starts(self, parts: Sequence[torch.Tensor]) -> None:
         """Keep the starts of slots whose ``parts`` convert the current ones; forget the others."""
@@ -204,8 +210,8 @@ class ParameterGroup:
             own, now = digests_of([before, after])
             if own is None or now is None or not has_values_of(after, before):
                 continue
-            if torch.equal(own, found.own.to(own.device)):
-                slot.start = StartDigests(found.whole, now)
+            if torch.equal(own, found[1].to(own.device)):
+                slot.start = torch.stack([found[0].to(now.device), now])
 
     def _carry_gradients(self, before: FlatBuffer) -> None:
         """Keep what waits for a reduction, in the current dtype and on the current device."""

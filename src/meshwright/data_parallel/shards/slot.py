@@ -13,7 +13,6 @@ from torch import nn
 
 from meshwright.comm.dtensors.after_hooks import carry_after_hooks, has_after_hooks
 from meshwright.comm.dtensors.dtensor import AtRest, local_of
-from meshwright.data_parallel.checks.starting_state import StartDigests
 from meshwright.data_parallel.distributed_parameters import LocalParameter
 from meshwright.data_parallel.shards.placement import Place
 from meshwright.data_parallel.shards.tensor_extensions import Extension
@@ -95,7 +94,7 @@ class Slot:
     """The memory that this object lay in with others, where it was a plain parameter."""
     extension: Extension | None = None
     """The way of its gather, for a tensor subclass that has one of its own."""
-    start: StartDigests | None = None
+    start: torch.Tensor | None = None
     """Digests of when it was sharded, until they are compared over the ranks."""
     home: weakref.ref[Any] | None = None
     """The driver of its unit."""
