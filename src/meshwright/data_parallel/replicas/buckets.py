@@ -145,7 +145,7 @@ class Reduction(ABC):
         return
 
     def deliver(self) -> None:
-        """Make what a communication hook has left the parameters' gradients."""
+        """Set the parameters' gradients from the result of a communication hook."""
         return
 
     def unused(self) -> Sequence[int]:

@@ -142,7 +142,7 @@ class PackKey(NamedTuple):
 
 
 class Stretches(NamedTuple):
-    """The stretches of a row, side by side, and where each goes: a row of what is there."""
+    """The sizes of adjacent stretches of a row, and the place that each is copied to."""
 
     sizes: list[int]
     places: list[torch.Tensor]

@@ -236,9 +236,9 @@ class ParameterGroup:
         self._versions = [*map(version_of, map(_LEAF, self.slots))]
 
     def take_written(self) -> str:
-        """Name a whole parameter that was written, or given other memory, since it was gathered.
+        """Name a whole parameter that was written or moved in memory since the gather, "" for none.
 
-        That is forgotten: parameters have the memory of the line again.
+        The change is dropped: all parameters are views of the line again.
         """
         before, self._versions = self._versions, [*map(version_of, map(_LEAF, self.slots))]
         lost = ""

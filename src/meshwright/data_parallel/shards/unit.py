@@ -331,7 +331,7 @@ class Unit:
         self._put_away()
 
     def take_written(self) -> str:
-        """Name a whole parameter that was written, or given other memory, and forget that."""
+        """Name a whole parameter that was written or moved to other memory, and drop the change."""
         lost = ""
         for group in self.groups:
             name = group.take_written()
