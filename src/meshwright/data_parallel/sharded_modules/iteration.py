@@ -157,7 +157,7 @@ class Iteration:
         raised_in = self._begin()
         if self._follow is not None:
             self._follow()
-        if self._order:
+        if self._order:  # empty after an abandoned pass: the order before that one stays
             self._expected, self._order = self._order, self._expected
             self._order.clear()
         if len(self.finished) > REMEMBERED * len(self.drivers):
@@ -362,7 +362,7 @@ class Iteration:
         if self._ledger is not None:
             self._ledger.happens(GroupEvent(OF_INPUTS if self.is_of_inputs else OF_PARAMETERS))
         for unit in self.units:
-            if unit.is_at_rest:
+            if unit.is_at_rest:  # without a gather: one rank alone may have listed its parameters
                 unit.show_at_rest(False)
         self.is_in_backward, self.keeps_graph = True, keeps_graph()
         # Only `create_graph=True` leaves gradients enabled within a backward pass.
