@@ -129,6 +129,8 @@ class P2PChannels:
         while self.closed:
             source, target = self.closed[0]
             peer = target if parent.rank == source else source
+            # First over the control channel, whose waits are watched, so that both ranks are here
+            # when the communicator is created.
             if not self._greeting:
                 for begin in (parent.control.recv, parent.control.send):
                     # The device is named wherever control data is made: torch.set_default_device
