@@ -166,10 +166,9 @@ NAMES = "_meshwright_names_below"
 def list_below(modules: Iterable[nn.Module], unit: Unit) -> None:
     """Have `named_parameters` of ``modules`` list their parameters of ``unit``.
 
-    Only the wrapped module registers the flat parameter; those below hold plain attributes. They
-    would list nothing, and code that sums, freezes or trains their parameters would silently do
-    nothing. At rest the attributes are empty tensors, which reject gradients, freezing and
-    optimizers.
+    Only the wrapped module registers the flat parameter. Those below would list nothing, and code
+    that sums, freezes or trains their parameters would silently do nothing. At rest these are
+    empty tensors, which reject gradients, freezing and optimizers.
     """
     names: dict[nn.Module, list[str]] = {}
     for slot in unit.slots:

@@ -149,8 +149,7 @@ def _weights(device: torch.device) -> torch.Tensor:
 def step_if(is_good: torch.Tensor, optimizer: Optimizer, gradients: Iterable[torch.Tensor]) -> None:
     """Step ``optimizer`` if ``is_good``, a flag on the device that the host does not read.
 
-    Where it is False, a fused optimizer writes nothing, and any other steps with ``gradients``
-    set to zero.
+    Where it is False, fused optimizers write nothing; others step with ``gradients`` set to zero.
     """
     if steps_by_flag(optimizer):
         step_unless(is_good.logical_not().float(), optimizer)
