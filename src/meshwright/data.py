@@ -338,7 +338,7 @@ class _Reader:
         self._collate = collate
 
     def __getitems__(self, drawn: Sequence[object]) -> object:
-        """Read the batch that an order has drawn."""
+        """Read and collate the samples that an order has drawn for one batch."""
         is_worker = of_torch.get_worker_info() is not None
         with contextlib.nullcontext() if is_worker else _generators_kept():
             return self._collate([self._sample(each) for each in drawn])

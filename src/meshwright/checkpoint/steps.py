@@ -40,7 +40,7 @@ def step_directory(folder: str | os.PathLike[str], step: int) -> Path:
 
 
 def torso_directory(target: Path, kind: str = "tmp") -> Path:
-    """Return a new name next to ``target`` for what is not a checkpoint yet, or no longer."""
+    """Return a unique path beside ``target`` for an unfinished or discarded checkpoint."""
     return target.with_name(f".{target.name}.{kind}-{secrets.token_hex(4)}")
 
 

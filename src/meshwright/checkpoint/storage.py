@@ -122,7 +122,7 @@ def reason(error: Exception) -> str:
 
 
 def advice(error: Exception) -> str:
-    """Advice on an error of a save."""
+    """Advice for the user on ``error``, which a save has raised."""
     match getattr(error, "errno", None):
         case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
             return "free some space or choose another folder"

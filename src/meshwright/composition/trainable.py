@@ -443,7 +443,7 @@ class Trainable:
     def _non_finite(
         self, window: LossWindow, step: int, loss: float, norm: float
     ) -> NonFiniteError:
-        """Make the error of all ranks. Loss and norm are the same on all of them."""
+        """Make the error that all ranks raise; collective, with the same ``loss`` and ``norm``."""
         harm = UNTOUCHED
         if self._looks_late:
             harm = UNWRITTEN if steps_by_flag(self.optimizer) else ZEROED

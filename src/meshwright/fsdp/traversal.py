@@ -132,7 +132,7 @@ class UnitDriver(Driver):
 
 
 def name_alike(name: str, paths: Mapping[str, str]) -> str:
-    """The name that ranks compare of a module or of its tensor, by `paths_alike`."""
+    """The name of a module, or of a tensor in one, by which ranks compare it; see `paths_alike`."""
     path, _, last = name.rpartition(".")
     return paths.get(name) or f"{paths.get(path, path)}.{last}".lstrip(".")
 
@@ -164,10 +164,10 @@ NAMES = "_meshwright_names_below"
 
 
 def list_below(modules: Iterable[nn.Module], unit: Unit) -> None:
-    """Make ``modules`` of ``unit`` list what they have as attributes, too.
+    """Have `named_parameters` of ``modules`` list their parameters of ``unit``.
 
-    Only the wrapped module registers the flat parameter. One below it would list nothing, and code
-    that sums over, freezes or trains that would silently do nothing. At rest the attributes are
+    Only the wrapped module registers the flat parameter. Those below would list nothing, and code
+    that sums, freezes or trains their parameters would silently do nothing. At rest these are
     empty tensors, which reject gradients, freezing and optimizers.
     """
     names: dict[nn.Module, list[str]] = {}

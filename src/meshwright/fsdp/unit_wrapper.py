@@ -367,9 +367,9 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         return Inside(super()._inside._module, FLAT)
 
     def _asked_for(self, info: Any) -> StateDictSettings:  # noqa: ANN401 - torch's
-        """The settings that torch's functions ask for, by their options and not the user's.
+        """The settings for torch's state-dict functions: from ``info``, not from the user's own.
 
-        That is this rank's parts where they did not ask for the whole.
+        Sharded values, unless ``info`` asks for whole ones or nothing is sharded.
         """
         offloads = info.cpu_offload
         if info.full_state_dict or self._groups.strategy is ShardingStrategy.NO_SHARD:

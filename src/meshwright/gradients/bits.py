@@ -1,4 +1,4 @@
-"""Bits of tensors, as the integers that they stand for, on the device that they lie on."""
+"""The bits of tensors, read as integers on the tensors' own device: digests and flags."""
 
 from __future__ import annotations
 
@@ -147,9 +147,9 @@ def _weights(device: torch.device) -> torch.Tensor:
 
 
 def step_if(is_good: torch.Tensor, optimizer: Optimizer, gradients: Iterable[torch.Tensor]) -> None:
-    """Step with ``gradients`` if that ``is_good``, a tensor that the host does not read.
+    """Step ``optimizer`` if ``is_good``, a flag on the device that the host does not read.
 
-    Else fused optimizers write nothing, and others step with gradients of zero.
+    Where it is False, fused optimizers write nothing; others step with ``gradients`` set to zero.
     """
     if steps_by_flag(optimizer):
         step_unless(is_good.logical_not().float(), optimizer)

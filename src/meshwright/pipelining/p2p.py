@@ -62,6 +62,7 @@ ROOM = 512
 _COUNT = 8
 """Bytes at its start that hold the length of the text."""
 _FIRST_TAG = 1 << 29
+# A receive on Gloo wakes a thread of its sender, so small ones are posted and awaited together.
 _AHEAD = 16
 """The number of posted receives up to which more are posted early."""
 _SMALL = 1 << 16
@@ -128,6 +129,8 @@ class P2PChannels:
         while self.closed:
             source, target = self.closed[0]
             peer = target if parent.rank == source else source
+            # First over the control channel, whose waits are watched, so that both ranks are here
+            # when the communicator is created.
             if not self._greeting:
                 for begin in (parent.control.recv, parent.control.send):
                     # The device is named wherever control data is made: torch.set_default_device
@@ -364,6 +367,7 @@ class Transport:
         self.control = ControlMessages(communicator, number)
         self.signatures = SignatureCache()
         self.ids: IdCache = {}
+        # On Gloo a look hands the transfer to a waiting thread.
         self.can_look = communicator.backend != "gloo"
         """True when checking that a send has completed is cheap."""
         self.posts_ahead = communicator.is_on_host and not self.can_look

@@ -242,6 +242,7 @@ class Runtime:
         self.register(custom)
         self._notices = Notices(communicator, f"schedule {number}")
         self._driven = [each for listed in residencies.values() for each in listed]
+        # Ranks of other pipelines wait for this one in reductions of its stages: tell them, too.
         self._failures = Failures(communicator, self._notices, has_replicas=bool(self._driven))
         ties = next(iter(stages.values())).ties
         modules = {index: stage.submod for index, stage in stages.items()}
@@ -396,6 +397,7 @@ class _StepRun:
             runtime.transport,
             self.ids,
             runtime.steps,
+            # The mode is the lowest bit: another mode is a mistake of its own, not another plan.
             2 * runtime.plan + training,
             runtime.look,
             runtime.disagreement,
@@ -421,6 +423,7 @@ class _StepRun:
                         after(self, entry)
                 else:
                     self.call(entry)
+            # Control messages that have come meanwhile may give the sizes of receives left behind.
             if self.transfers.unposted:
                 self.transfers.post_rest()
             # Reports each send near its end, not with the next send or at the end of the step.
@@ -481,6 +484,7 @@ class _StepRun:
             return
         loss = function(stage.results[k], batch.targets[k], **batch.loss_kwargs)
         check_loss(loss, stage.results, batch.targets, k, is_weighed=bool(batch.weights))
+        # By microbatch, in whichever order the row runs them; None stands for those to come.
         batch.losses += [None] * (len(batch.args) - len(batch.losses))
         batch.losses[k] = loss
         if not self.training:

@@ -391,7 +391,7 @@ def _as_whole(x: torch.Tensor, passage: _Passage) -> torch.Tensor:
 
 
 def _same_whole(x: torch.Tensor, whole: torch.Tensor, passage: _Passage) -> torch.Tensor:
-    """Return the ``whole`` of ``x`` in a backward, where every rank uses it alike."""
+    """Return ``x`` gathered, in a backward: ``whole``, or a new gather if gradients are enabled."""
     if passage.dim is None:
         return x
     if not torch.is_grad_enabled():

@@ -18,7 +18,7 @@ from meshwright.checkpoint.tensor_file import item_size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """The contents of a checkpoint."""
+    """What a checkpoint holds, by its manifest: files, metadata of tensors, and other values."""
 
     step: int
     ranks: int | None

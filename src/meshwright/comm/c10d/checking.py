@@ -255,7 +255,7 @@ class _Group:
         return meeting
 
     def error(self, ranks: Sequence[int], rows: Sequence[Any], where: str) -> Exception:
-        """Make the error for ranks whose words are ``rows``."""
+        """Make the error for ``ranks`` whose calls differ; ``rows`` describe them, one for each."""
         found = told(ranks, map(_as_told, rows))
         return CollectiveMismatchError(
             f"the ranks call different things, at {where} of axis {self.axis.axis}: {found}. "

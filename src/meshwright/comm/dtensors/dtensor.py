@@ -186,12 +186,12 @@ def dtensor_around(local: torch.Tensor, rest: AtRest) -> DTensor:
 
 
 def beginning_storage(local: torch.Tensor) -> torch.Tensor:
-    """Make a tensor on the memory of ``local`` that has a storage of its own, which begins with it.
+    """Make a tensor on the memory of ``local`` with a storage that begins at its first element.
 
-    For what DTensors hold: copies and files then have their part alone, and compilers, which do not
-    take DTensors around views with an offset, see that such parts do not overlap. Writes to either
-    are counted for both. What is made keeps the storage of ``local`` alive, which must never be
-    resized or moved (`share_memory_`): users get no tensor on it. Of subclasses, ``local`` itself.
+    DTensors hold such tensors, so that copies and files contain this part alone. Compilers do not
+    take DTensors around views with an offset, and see here that parts do not overlap. Both tensors
+    share a version counter. The result keeps the storage of ``local`` alive, which must never be
+    resized or moved (`share_memory_`): users get no tensor on it. Subclasses are returned as is.
     """
     if type(local) is not torch.Tensor:
         return local

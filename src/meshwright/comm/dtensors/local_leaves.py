@@ -232,9 +232,9 @@ def take_over(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def sum_partial(parameter: nn.Parameter, add: PartialGradient) -> nn.Parameter:
-    """Find its `local_leaf`, whose gradient is a part of a sum over ranks: ``add`` receives it.
+    """Return the `local_leaf` of ``parameter`` and have ``add`` sum its gradient over ranks.
 
-    `hand_over` calls ``add(parameter, gradient)``, and that `deliver` with the sum, now or later.
+    `hand_over` calls ``add(parameter, gradient)``, which calls `deliver`, now or later.
     """
     leaf = local_leaf(parameter)
     if leaf is not parameter:

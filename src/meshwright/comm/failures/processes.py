@@ -74,7 +74,7 @@ class Process:
         return self.is_visible and not is_alive(self.pid, self.started)
 
     def look(self) -> Look:
-        """Look at its threads."""
+        """Read its state, its CPU time, and whether one of its threads is running."""
         if self.has_ended:
             return Look("", 0, is_running=False)
         ticks, is_running = 0, False

@@ -377,7 +377,7 @@ class Watchdog:
     def _look_at_trouble(
         self, trouble: RankFailedError, call: StuckCall | Flight | None, now: float
     ) -> None:
-        """Name the failure; give up where ``call`` is stuck because of it."""
+        """Log another rank's failure once; give up when it has blocked ``call`` for too long."""
         monitor = self._monitor
         if self._known_since is None:
             self._known_since = now

@@ -99,7 +99,7 @@ def _then_copied(body: Steps, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 def cut(tensor: torch.Tensor, sizes: Sequence[int], size: int, name: str) -> list[tuple[int, int]]:
-    """List address and bytes of ``size`` parts of ``tensor`` along dim 0, equal without sizes."""
+    """List address and bytes of ``size`` parts along dim 0: of ``sizes`` rows, or equal ones."""
     rows = tensor.shape[0] if tensor.dim() else 0
     if not sizes:
         sizes = [rows // size] * size

@@ -60,7 +60,7 @@ Sizes = Sequence[int]
 
 
 class _Issuing(threading.local):
-    """The notes of one thread on what it issues on a group."""
+    """One thread's state while it issues on a group: the next label, and a batch being built."""
 
     label = ""
     coalesced: list[SharedWork] | None = None

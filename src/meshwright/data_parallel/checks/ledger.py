@@ -247,6 +247,7 @@ class Ledger(EventCheck):
         """Announce that this rank is about to leave its order, and ask the others from here on."""
         self._has_left = True
         if self._is_in_detail:
+            # Such a rank warns and continues; differing labels would raise in its next collective.
             for axis in self._axes:
                 axis.forgo_labels()
         if self.is_unchecked or PROCESS.monitor is None:

@@ -35,7 +35,7 @@ def place_of(wrapper: nn.Module, own: str) -> tuple[str, ...]:
 
 
 def without_compiled(name: str) -> str:
-    """Leave the places out of ``name`` that `torch.compile` has added."""
+    """Remove the path components from ``name`` that `torch.compile` has added."""
     return ".".join(part for part in name.split(".") if part != COMPILED)
 
 

@@ -36,7 +36,7 @@ class EqualBuffers:
         return self._held.look()
 
     def follow(self) -> Mapping[str, torch.Tensor]:
-        """Do as `look`; a collective where this rank has others than before, in number or kind.
+        """Return what `look` does; a collective if buffers were added, removed or changed in kind.
 
         Raises CollectiveMismatchError on every rank, naming the buffer, where they are not alike.
         """

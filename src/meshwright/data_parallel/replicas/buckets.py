@@ -145,7 +145,7 @@ class Reduction(ABC):
         return
 
     def deliver(self) -> None:
-        """Make what a communication hook has left the parameters' gradients."""
+        """Set the parameters' gradients from the result of a communication hook."""
         return
 
     def unused(self) -> Sequence[int]:
@@ -376,6 +376,7 @@ class Bucket(Reduction):
             parameter, view = self.parameters[place], self.views[place]
             parameter.grad = view if self.is_gradient_view else torch.empty_like(parameter)
         for count, rider in zip(counts[len(self.parameters) :], self.riders, strict=True):
+            # Any count above zero has it adopt the sum, which is zeros where no rank had one.
             rider.adopt(math.inf if self._zeros_for_unused else count)
 
     def _counts(self) -> list[float]:
@@ -521,6 +522,7 @@ class LargeGradient(_AloneGradient):
     def launch(self, communicator: Communicator) -> None:
         if self._tensor is None:
             raise InternalError(f"{self.layout.label} was not filled")
+        # Dense, but perhaps transposed, of which `view(-1)` would make no flat view.
         flat = self._tensor.as_strided((self._tensor.numel(),), (1,))
         self._pending = communicator.all_reduce(flat, label=self.layout.label)
 

@@ -371,6 +371,7 @@ class GradientReducer:
         number, missing = bucket.layout.index, self._counters.missing
         missing[number] -= 1
         if missing[number] == 0 and number == self._next:
+            # In the order of the buckets, whichever fills first: ranks pair reductions up by order.
             while self._next < len(self.buckets) and missing[self._next] == 0:
                 self._launch_next()
 

@@ -157,7 +157,7 @@ class Iteration:
         raised_in = self._begin()
         if self._follow is not None:
             self._follow()
-        if self._order:
+        if self._order:  # empty after an abandoned pass: the order before that one stays
             self._expected, self._order = self._order, self._expected
             self._order.clear()
         if len(self.finished) > REMEMBERED * len(self.drivers):
@@ -183,6 +183,7 @@ class Iteration:
 
     def _begin(self) -> str:
         """Begin a forward; returns the pass that raised before it, "" if none did."""
+        # The user goes on: what this rank raised before must not end its waits from here on.
         go_on()
         if self.is_in_backward or self.is_in_forward:
             self.reset()
@@ -248,6 +249,7 @@ class Iteration:
     def end_forward(self) -> None:
         """End the root's forward."""
         self.is_in_forward = False
+        # With gradients the backward gathers from the same shards, and `end_backward` ends this.
         if not torch.is_grad_enabled():
             self._end_streams()
         if self._ledger is not None:
@@ -360,7 +362,7 @@ class Iteration:
         if self._ledger is not None:
             self._ledger.happens(GroupEvent(OF_INPUTS if self.is_of_inputs else OF_PARAMETERS))
         for unit in self.units:
-            if unit.is_at_rest:
+            if unit.is_at_rest:  # without a gather: one rank alone may have listed its parameters
                 unit.show_at_rest(False)
         self.is_in_backward, self.keeps_graph = True, keeps_graph()
         # Only `create_graph=True` leaves gradients enabled within a backward pass.
@@ -410,6 +412,7 @@ class Iteration:
             unit.finish_reduce()
             self.in_flight.remove(unit)
         if is_limited:
+            # Hybrid sharding sums twice: their second sums run beside the first sum of this unit.
             for other in self.in_flight:
                 other.reduce_further()
             asked = self.most_in_flight
@@ -433,6 +436,7 @@ class Iteration:
             self._end_graph()
             return
         self.ended_in_forward = self.is_in_forward
+        # In an order that all ranks share, near that of the backward: each may issue collectives.
         for driver in reversed(self.drivers):
             driver.finish_backward(self)
         self._end_streams()
@@ -446,6 +450,7 @@ class Iteration:
             self.is_in_backward, self.keeps_sums = False, True
             return
         self._settle()
+        # Only now: where `_settle` raises, the next forward finds the pass open and abandons it.
         self.is_in_backward = False
         self.stop()
 
@@ -469,12 +474,14 @@ class Iteration:
 
     def _settle(self) -> None:
         """Wait for all reductions and set gradients."""
+        # All second sums are issued before any is waited for, so that they overlap.
         for unit in self.in_flight:
             unit.reduce_further()
         for unit in self.in_flight:
             unit.finish_reduce()
         self.in_flight.clear()
         if self._ledger is not None:
+            # Before gradients are set: no optimizer on the host may use those of ranks that differ.
             self._ledger.finish()
             if self._copies.checks:
                 self._copies.finish()

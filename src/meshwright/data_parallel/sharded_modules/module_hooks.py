@@ -192,6 +192,7 @@ class Driver:
             driver.adopt_names(names)
             if driver.unit is not None:
                 driver.unit.exposure.refresh(driver.unit)
+        # An evaluation may come first: autograd could not use inference tensors in training later.
         with torch.inference_mode(False):
             iteration = Iteration(list(drivers), in_detail=self.in_detail)
         ignored = frozenset(place for driver in drivers for place in driver.ignored)
@@ -239,6 +240,7 @@ class Driver:
             return untraced(self.before_forward, module, args, kwargs)
         if is_profiled() and not self._is_shown:
             with self._shown("pre_forward"):
+                # Not `self.before_forward`: a subclass that extends it has called this one already.
                 return Driver.before_forward(self, module, args, kwargs)
         if self.is_driven:
             if self.unit is not None:
@@ -254,6 +256,7 @@ class Driver:
             following = iteration.record(self)
             self._to_run.update(self._parts)
         unit = self.unit
+        # A forward that is recomputed in the backward must not move it: `before_backward` reads it.
         self._began = self._began if is_recompute else len(iteration.finished)
         if unit is None:
             return self.cast_inputs(args, kwargs)
@@ -352,6 +355,7 @@ class Driver:
     def end_without_graph(self, module: nn.Module, output: Any) -> Any:  # noqa: ANN401
         """End a forward that has switched gradients off by itself: no backward goes through it."""
         if self.unit is not None and torch.is_grad_enabled() and running_backward() == -1:
+            # `before_forward` has counted it, since gradients were enabled then.
             self._uses -= 1
             self._in_graphs -= 1
             self.has_run = self._uses > 0
@@ -490,6 +494,7 @@ class Driver:
             if iteration.makes_graph:  # which is run again: that pass is this unit's
                 return
         self._uses -= 1
+        # Other forwards of it have their backward still to come: gradients are not complete.
         if self._uses > 0 or iteration is None or unit is None:
             return
         before, self._before = self._before, None
@@ -497,6 +502,7 @@ class Driver:
         if other is not None and unit.settings.backward_prefetch == "after":
             other.unshard()
         self._end(iteration, unit, is_due=True)
+        # Its backward is next: tensors it hid may be read before its output's hook runs.
         if other is not None and other.settings.unshard_in_backward:
             other.wait_unshard()
 
@@ -506,6 +512,7 @@ class Driver:
         if not iteration.keeps_graph:
             self._in_graphs = 0
             self._unseen = self._unseen and self._unseen.stop()
+        # A kept graph may run again: each forward in it has its backward before it once more.
         self._uses, self.has_run = self._in_graphs, False
         self.loans.clear()  # of recomputed forwards that stopped early
         if unit is not None and (has_run or unit.has_gradient or unit.phase is not Phase.SHARDED):

@@ -1,4 +1,4 @@
-"""The members that the class of a module has beside its own after `fully_shard`."""
+"""The methods and properties that `fully_shard` adds to the class of a module."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Make a module of the class before sharding: a slice of a container has no unit."""
+        """Make an instance of the unsharded class: a slice of a sharded container has no unit."""
         return cls.__bases__[1](*args, **kwargs)
 
     # ------------------------------------------------------------------------ parameters

@@ -212,7 +212,7 @@ class GraphedRoot:
         return not obstacle
 
     def describe(self, driver: Driver, unit: Unit, *, has_backward: bool) -> tuple[int, str]:
-        """The number of ``unit`` and its current form."""
+        """The index of ``driver``, and the current `UnitForm` of its ``unit`` as text."""
         names = [each.name for each in self._drivers]
         around = [n for n, name in enumerate(names) if n and driver.name.startswith(f"{name}.")]
         parts: list[UnitPart] = []

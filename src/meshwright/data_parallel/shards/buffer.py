@@ -142,7 +142,7 @@ class PackKey(NamedTuple):
 
 
 class Stretches(NamedTuple):
-    """The stretches of a row, side by side, and where each goes: a row of what is there."""
+    """The sizes of adjacent stretches of a row, and the place that each is copied to."""
 
     sizes: list[int]
     places: list[torch.Tensor]
@@ -206,7 +206,9 @@ class FlatBuffer:
         """Keeps that alive while a gather reads it."""
         self._gathered_version = -1
 
-    # What only passes need is made in the first one.
+    # What only passes need is made in the first one. That may be an evaluation in inference mode,
+    # whose tensors autograd could not use later. Views are made while there is memory: torch
+    # refuses one that reaches beyond the end of its storage.
 
     @cached_property
     def gradients(self) -> tuple[GradientLine, ...]:

@@ -237,7 +237,7 @@ class GradientLine:
         """Whether the collective can read ``gradient`` where it is."""
         return (
             gradient is not None
-            and self._rows.shape[0] > 1
+            and self._rows.shape[0] > 1  # what every rank holds whole may be summed in place
             and gradient.dtype != torch.float16  # scaled in place before the sum
             and gradient.numel() == self.numel
             and gradient.dtype == self._line.dtype

@@ -235,6 +235,7 @@ class ParameterGroup:
     def finish_gather(self, before_freeing: Callable[[], None] | None = None) -> None:
         """Complete a gather: full parameters are in place afterwards; see `FlatBuffer`."""
         self.buffer.finish_gather(before_freeing)
+        # Not strict: `wholes` is empty where views of the line are the parameters.
         for slot, whole in zip(self.slots, self.buffer.wholes, strict=False):
             if slot.full is not whole:
                 whole.requires_grad_(slot.full.requires_grad)
@@ -242,9 +243,9 @@ class ParameterGroup:
         self._versions = [*map(version_of, map(_LEAF, self.slots))]
 
     def take_written(self) -> str:
-        """Name a whole parameter that was written, or given other memory, since it was gathered.
+        """Name a whole parameter that was written or moved in memory since the gather, "" for none.
 
-        That is forgotten: parameters have the memory of the line again.
+        The change is dropped: all parameters are views of the line again.
         """
         before, self._versions = self._versions, [*map(version_of, map(_LEAF, self.slots))]
         lost = ""
@@ -503,6 +504,7 @@ class ParameterGroup:
         self._reduced = self._added = self._result = None
         if not is_late:
             if reduced is not None and self.axes.shard is None and settings.reduce_hook is None:
+                # It was summed in place, in the gradients' own line, which is freed below.
                 own = self._line_for_sums().copy_(reduced)
                 if self.partial is reduced:
                     self.partial = own
@@ -521,6 +523,7 @@ class ParameterGroup:
         elif self._factor != 1.0:
             mean.mul_(self._factor)
         if self.mean is not None:
+            # A reduction before this one, of a backward that was not the last, say, waits still.
             self.mean.add_(mean.to(self.mean.device))
         else:
             self.mean = mean if self.home is None else self._at_home(mean)

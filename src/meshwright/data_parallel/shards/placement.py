@@ -54,7 +54,7 @@ class ShardPlacementResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The data axes as `fully_shard` is given them."""
+    """The data axes that `fully_shard` shards over, with the mesh around them."""
 
     mesh: DeviceMesh
     """The data axes alone: (shard), (replicate, shard), or (replicate) where ``cuts`` is False."""

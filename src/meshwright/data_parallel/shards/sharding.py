@@ -356,10 +356,10 @@ def remember(driver: Driver) -> None:
 def settle(
     modules: Sequence[nn.Module], drivers: Iterable[Driver], slots: Iterable[Slot]
 ) -> tuple[list[Slot], list[Slot]]:
-    """Sort ``slots`` into those that a new unit of ``modules`` takes and those from units inside.
+    """Sort ``slots`` into those of a new unit of ``modules`` and those it takes from inner units.
 
-    These are the units of ``drivers``. The local values of the latter are on ``slot.original``, in
-    the shape of this rank's chunk.
+    ``drivers`` drive the inner units. A slot from one of these has its local values on
+    ``slot.original``, in the shape of this rank's chunk.
     """
     own: list[Slot] = []
     for slot in slots:

@@ -286,6 +286,8 @@ class Unit:
         if self._hidden[0]:  # graphs may read what they have saved again
             set_versions(*self._hidden)
             self._hidden = (), ()
+        # Staging memory goes back to the stream of gathers, which must not write there before the
+        # copies from it have run on this one.
         before_freeing = None if self.streams is None else self.streams.gathers.follow
         while self._packed and before_freeing is not None:
             self._packed.pop().finish(before_freeing)
@@ -331,7 +333,7 @@ class Unit:
         self._put_away()
 
     def take_written(self) -> str:
-        """Name a whole parameter that was written, or given other memory, and forget that."""
+        """Name a whole parameter that was written or moved to other memory, and drop the change."""
         lost = ""
         for group in self.groups:
             name = group.take_written()
@@ -429,6 +431,7 @@ class Unit:
                 found.append(moves)
         streams = self.streams
         if streams is not None:
+            # The sums read gradients that the computation has been given to write.
             streams.sums.follow()
         with HERE if streams is None else streams.sums.used():
             for ranks, outputs, tensors in found if len(found) < 2 else Moves.joined(found):
@@ -476,6 +479,8 @@ class Unit:
             groups = self.trainable_groups
             # Held until the wait below, as `ParameterGroup.finish_reduce` asks.
             held = [(g.finish_reduce(self.settings, is_late=True), g) for g in groups]
+        # Tensors that are dropped here may go back to the stream of the computation, which then
+        # has to wait for their last use; otherwise the end of the first sums is enough.
         spent = any(
             each is not group.mean for used, group in held for each in used if each is not None
         )
@@ -601,6 +606,7 @@ class UnitStreams:
         """
         if not self._is_running:
             self.gathers.follow()
+        # Gathered again before it was freed: its memory stays, and is written behind its last use.
         for left in [left for left in self._left if left[1] is groups]:
             self._left.remove(left)
             self.gathers.wait_for(left[0])
@@ -611,6 +617,7 @@ class UnitStreams:
     def leave(self, groups: Sequence[ParameterGroup]) -> None:
         """Free the full parameters of ``groups`` behind the work enqueued by now."""
         self._left.append((record(self._device), groups, [group.buffer for group in groups]))
+        # In a pass the next gather gives memory back; outside of one none may come.
         if not self._is_running:
             self._give_back(0)
 

@@ -186,7 +186,7 @@ class Exposed(Exposure):
 
     @abstractmethod
     def list_full(self, unit: Unit) -> None:
-        """Register full parameters that are gathered and have been hidden."""
+        """Register gathered full parameters again after they were hidden."""
 
     @abstractmethod
     def list_at_rest(self, unit: Unit) -> None:
@@ -372,7 +372,7 @@ class FlatExposure(Exposed):
 
     @torch.no_grad()
     def show_waiting(self, unit: Unit) -> bool:
-        """See `Exposure`. They are joined to one line, in which autograd adds to them after."""
+        """See `Exposure`. They are joined in one line, in which autograd adds to them later."""
         group = self._only_group(unit)
         found = group.waiting()
         if all(gradient is None for gradient in found):

@@ -94,7 +94,7 @@ class OriginalExposure(Exposed):
         return [slot.original.requires_grad for slot in group.slots]
 
     def has_gradients(self, unit: Unit) -> bool:
-        """See `Exposure`. One of which others have all elements never has a gradient."""
+        """See `Exposure`. A parameter without elements on this rank never has a gradient here."""
         return any(slot.original.grad is not None for slot in unit.slots)
 
     def is_replaced(self, unit: Unit) -> bool:

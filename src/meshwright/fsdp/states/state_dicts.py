@@ -220,10 +220,10 @@ def _load_flat(group: ParameterGroup, flat: torch.Tensor, report: tuple[str, lis
 
 
 def _gathered_misfits(values: Mapping[Part, torch.Tensor]) -> dict[Part, torch.Tensor]:
-    """Gather the views, as another wrapping has left them, whose range is not that of their part.
+    """Gather each view that another wrapping has split differently from its part here.
 
-    All ranks are asked, and gather what does not fit on any: a rank without elements of either
-    would leave the gather out, and the others would wait for it.
+    Collective. A view that does not fit on one rank is gathered by all: a rank that has elements
+    of neither sees no misfit, would skip the gather, and the others would wait for it.
     """
     found = dict(values)
     by_axis: dict[Communicator, list[tuple[Part, ShardView]]] = {}

@@ -113,7 +113,7 @@ class _Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def look(self, module: nn.Module, args: object, output: object) -> None:
-        """Forward hook of the model: notes functions with a backward of their own.
+        """Forward hook of the model: notes the user's `autograd.Function`s in the output's graph.
 
         Raises TypeError for an output in which a trace finds no tensors.
         """

@@ -38,7 +38,7 @@ def differentiate_moves() -> None:
 
 
 def _backward(once: Callable[..., Any], again: _Gradient, ctx: Any, gradient: Any) -> Any:  # noqa: ANN401
-    """Compute the gradient of a move: as torch does, ``once``, where none of it will be asked."""
+    """Backward of a placement operator: torch's own ``once``, unless its gradient needs a graph."""
     if gradient is None or not gradient.requires_grad or not torch.is_grad_enabled():
         return once(ctx, gradient)
     return (again(ctx, gradient), *[None] * (len(ctx.needs_input_grad) - 1))
