@@ -59,6 +59,7 @@ def one_core() -> Iterator[None]:
     os.sched_setaffinity(0, before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_core")
 def test_a_terminal_shows_one_bar_and_each_note_once(tmp_path: Path) -> None:
     write_text(tmp_path)

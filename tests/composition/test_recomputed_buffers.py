@@ -173,7 +173,7 @@ def test_a_recomputed_forward_leaves_buffers(
     ranks(2 if sizes else 1, body, middle, sizes, batch_norm)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("middle", ["counting", "moving"])
 @pytest.mark.parametrize("layout", ["alone", "replicate", "shard"])
 @pytest.mark.devices("host", reason="nothing is compiled under a dispatch mode")
@@ -191,6 +191,7 @@ def body_example() -> None:
     assert [model.get_buffer(f"b.middle.{name}").item() for name in ("count", "again")] == [0, 0]
 
 
+@pytest.mark.slow
 def test_the_example_run_of_what_recomputes_itself_leaves_nothing(ranks: Ranks) -> None:
     ranks(2, body_example)
 

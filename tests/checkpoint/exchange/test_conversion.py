@@ -224,6 +224,7 @@ def convert(folder: Path, path: Path) -> list[Path]:
     return found
 
 
+@pytest.mark.slow
 def test_ranks_share_the_work(ranks: Ranks, saved: Path, tmp_path: Path) -> None:
     expected = dict(Net(0).state_dict())
     for to, path in zip(TARGETS, ranks(2, convert, tmp_path, saved)[0], strict=True):

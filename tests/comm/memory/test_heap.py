@@ -26,6 +26,7 @@ print(step())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator than glibc's")
 def test_what_a_step_has_freed_serves_the_next_one_without_page_faults() -> None:
     faults = {
