@@ -343,7 +343,7 @@ def test_a_second_run_is_refused_and_a_restart_after_kill_9_goes_on_at_once(
     words = ("train", str(config), "--run.steps=4000", "--run.save_every=2")
     with started(*words) as first:
         second = run(*words)
-        third = run("train", str(config), "--resume", str(tmp_path / "run"))
+        third = run(*words, "--resume", str(tmp_path / "run"))
         assert first.poll() is None
         for process in processes_about(config):
             os.kill(process, signal.SIGKILL)
