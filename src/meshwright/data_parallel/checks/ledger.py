@@ -98,7 +98,11 @@ class _Forward(NamedTuple):
     """The settings by which optimizers had changed them, one text for each group."""
     turn: Turn
     """The event that it is; its steps are the units so far."""
-    units: Sequence[int]
+
+    @property
+    def units(self) -> Sequence[int]:
+        """The units that have run, in order."""
+        return self.turn.steps
 
 
 class Ledger(EventCheck):
@@ -170,8 +174,7 @@ class Ledger(EventCheck):
             self._compare_next()
         self.forwards += 1
         self._has_left, self._asks = False, self.reference is None
-        turn = self._turns[-1]
-        self._now = _Forward(self.forwards, self.reference, weights, settings, turn, turn.steps)
+        self._now = _Forward(self.forwards, self.reference, weights, settings, self._turns[-1])
 
     def record(self, unit: int) -> None:
         """Unit number ``unit`` runs next; call it before its gather is issued.
