@@ -3,6 +3,7 @@
     python benchmarks/bench.py                    # under 25 minutes on two cores
     QUICK=1 python benchmarks/bench.py            # the small models of some, in five
     python benchmarks/bench.py --json figures.json --only "data parallel"
+    python benchmarks/bench.py --against ../older/src --turns 5 --only "Python and construction"
 
 The programs run one after the other, each in processes of its own; within each the arms take turns
 in short rounds, and a ratio is taken within a round: see their own heads for what they compare.
@@ -13,6 +14,9 @@ named behind it, and the status is 1. On a machine with a GPU `devices.py` runs,
 Beside each row stands its limit, where it has one: ``memcpy``, ``compute`` (one process) and
 ``floor`` (with the schedule's own bubble), a raw write or read, ``bare`` (the same operations
 written by hand), ``plain`` (the model without any parallelism, over the same peer).
+
+``--against`` runs each program by turns on this source and on another one. Its table has, for each
+row, the median and quartiles of both over all turns, and what this source costs over the other.
 """
 
 from __future__ import annotations
@@ -24,12 +28,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
 import torch
-from _figures import FILE
+from _figures import FILE, quartiles
 
 __all__ = ["main"]
 
@@ -242,21 +247,60 @@ def table(figures: list[Figure]) -> str:
     return "\n".join([*head, *(each.row() for each in ordered)])
 
 
-def perform(run: Run, path: Path, *, is_quick: bool) -> bool:
-    """Run a program, whose figures go to ``path``; True where it has ended well."""
+def perform(run: Run, path: Path, *, is_quick: bool, src: Path = HERE.parent / "src") -> bool:
+    """Run a program on the library in ``src``, figures to ``path``; True where it ends well."""
     words = [*run.words, *(run.quick or () if is_quick else ())]
     print(f"== {run.title}: {' '.join(words)}", flush=True)
     begun = time.monotonic()
     environment = {**os.environ, FILE: str(path), "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = (
-        f"{HERE.parent / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    )
+    environment["PYTHONPATH"] = f"{src}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     command = [sys.executable, "-W", "ignore", str(HERE / words[0]), *words[1:]]
     status = subprocess.run(command, check=False, env=environment).returncode
     print(
         f"   {time.monotonic() - begun:.0f} s{f', status {status}' if status else ''}", flush=True
     )
     return status == 0
+
+
+def compare(chosen: list[Run], other: Path, turns: int, *, is_quick: bool) -> int:
+    """Run each program by turns on ``other`` and on this source; print both; the exit status.
+
+    A row is worse where this source costs more than 3 % above the other, and the quartiles of the
+    turns lie apart; it is unclear where it costs as much and they do not.
+    """
+    sources = {"other": other.resolve(), "this": HERE.parent / "src"}
+    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    failed: set[str] = set()
+    for turn in range(turns):
+        for run in chosen:
+            for which in sorted(sources, reverse=turn % 2 == 1):
+                with tempfile.NamedTemporaryFile() as file:
+                    path = Path(file.name)
+                    if not perform(run, path, is_quick=is_quick, src=sources[which]):
+                        failed.add(f"{run.title} ({which})")
+                    for line in path.read_text().splitlines():
+                        row = json.loads(line)
+                        found[row["name"]][which].append(row["median"])
+    print("\n| What | other | this | this over other | |\n|---|---|---|---|---|")
+    worse = 0
+    for name, values in found.items():
+        if values.keys() != sources.keys():
+            continue
+        before, now = quartiles(values["other"]), quartiles(values["this"])
+        if min(before[0], now[0]) <= 0.0:
+            continue  # a difference around zero has no ratio
+        if name in LEAST:
+            ratio, is_apart = before[1] / now[1], now[2] < before[0]
+        else:
+            ratio, is_apart = now[1] / before[1], now[0] > before[2]
+        state = "" if ratio <= 1.03 else "worse" if is_apart else "unclear"
+        worse += state == "worse"
+        shown = (f"{middle:.3g} ({low:.3g}..{high:.3g})" for low, middle, high in (before, now))
+        print(f"| {name} | {' | '.join(shown)} | {ratio:.3f} | {state} |")
+    print(f"\n{len(found)} rows of {turns} turns: {worse} worse")
+    if failed:
+        print(f"failed: {', '.join(sorted(failed))}")
+    return 1 if failed else 0
 
 
 def main() -> int:
@@ -266,6 +310,8 @@ def main() -> int:
     )
     parser.add_argument("--only", default="", help="programs whose title holds this")
     parser.add_argument("--json", help="write the figures to this file, too")
+    parser.add_argument("--against", type=Path, help="the src of another version, by turns")
+    parser.add_argument("--turns", type=int, default=3, help="of each version")
     options = parser.parse_args()
     is_quick = os.environ.get("QUICK", "") not in ("", "0")
     runs = [*RUNS, *([ON_GPU] if torch.cuda.is_available() else [])]
@@ -273,6 +319,10 @@ def main() -> int:
     chosen = [run for run in chosen if not is_quick or run.quick is not None]
     if not chosen:
         parser.error(f"--only {options.only}: expected a part of {[run.title for run in runs]}")
+    if options.against is not None:
+        if not (options.against / "meshwright").is_dir():
+            parser.error(f"--against {options.against}: no folder meshwright in it")
+        return compare(chosen, options.against, options.turns, is_quick=is_quick)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "figures"
         path.touch()

@@ -62,7 +62,7 @@ its steps from some 16 MiB on: AdamW takes 36 ms for 32 MiB in pieces of 4 MiB, 
 
 
 class _GroupMember:
-    """One parameter and its place in the flat tensors."""
+    """One parameter and its place in the flat tensor."""
 
     __slots__ = ("address", "gradient", "local_gradient", "name", "parameter", "start")
 

@@ -111,7 +111,7 @@ class PowerSGDState:
         return numbers.clone()
 
     def start_matrices(self, index: int, matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return Q of each matrix, orthonormal: the last, or random numbers equal on all ranks."""
+        """Return Q of each matrix, orthonormal: the last one, or random and equal on all ranks."""
         found = self.q_memory_dict.get(index) if self.warm_start else None
         if found is None:
             found = []

@@ -38,7 +38,7 @@ class Notice(IntEnum):
 
 
 class Attendance:
-    """The ranks that still train, which all of ``communicators`` (a grid) hear in each notice."""
+    """Exchanges notices among all ranks of ``communicators`` (a grid), done ones included."""
 
     def __init__(self, communicators: Sequence[Communicator], *, throws: bool) -> None:
         self.communicators = tuple(communicators)

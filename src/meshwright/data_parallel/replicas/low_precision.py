@@ -112,7 +112,7 @@ class _Swap:
         self._running: list[tuple[list[Place], Loan]] = []
 
     def follow(self, places: list[Place], local: Mapping[int, LocalParameter]) -> None:
-        """Replace the parameters at ``places`` from now on; ``local`` are those that compute."""
+        """Use the parameters at ``places`` from now on; ``local`` holds tensors that compute."""
         self.places, self.local = places, local
 
     def before(

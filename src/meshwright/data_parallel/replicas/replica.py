@@ -413,7 +413,7 @@ class Replica:
 
     @torch.no_grad()
     def _step(self) -> None:
-        """Step the optimizers in the backward, with the means: after the reducer has finished."""
+        """Step the optimizers of `optimizer_in_backward`, once the reducer has finished."""
         self._is_stepping = False
         for parameter in self._stepped:
             if parameter.grad is not None:

@@ -398,7 +398,7 @@ class Iteration:
             unit.exposure.take_waiting(unit)
 
     def before(self, driver: Driver) -> Driver | None:
-        """The driver whose backward follows that of ``driver``: its forward ended just before."""
+        """Return the driver whose backward is next after ``driver``'s: its forward was before."""
         # The end of a backward clears `finished`: an older position may lie beyond it.
         for position in range(min(driver.position, len(self.finished)) - 1, -1, -1):
             other = self.finished[position]

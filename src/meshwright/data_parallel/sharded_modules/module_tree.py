@@ -54,7 +54,7 @@ class ModuleTree:
         self.verify()
 
     def verify(self) -> None:
-        """Raise RuntimeError where a parameter trains that no unit holds; cheap where none came."""
+        """Raise RuntimeError if a parameter trains that no unit holds; usually cheap."""
         is_same = bool(self._seen)
         for children, known, parameters, count in self._seen:
             if [*map(id, children.values())] != known or len(parameters) != count:

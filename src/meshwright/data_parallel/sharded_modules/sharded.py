@@ -95,7 +95,7 @@ class ShardedState:
 
     @property
     def without_effect(self) -> Mapping[str, object]:
-        """Settings that were accepted for torch's sake and change nothing, with their values."""
+        """Settings accepted for compatibility with torch that have no effect, with values."""
         return MappingProxyType(self.driver.without_effect)
 
 

@@ -73,7 +73,7 @@ class KeptLine:
         return self._line
 
     def _is_unused(self, line: torch.Tensor) -> bool:
-        """Whether only the line and the guests use the memory, and nobody uses the guests."""
+        """Whether only ``line`` and the guest tensors use the memory, and nobody uses these."""
         # One use each by the line, the storage that is asked for here, and each guest's local part,
         # or the storage that begins with that.
         lines = storage_id(line.untyped_storage())

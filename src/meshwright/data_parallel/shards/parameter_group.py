@@ -214,7 +214,7 @@ class ParameterGroup:
                 slot.start = torch.stack([found[0].to(now.device), now])
 
     def _carry_gradients(self, before: FlatBuffer) -> None:
-        """Keep what waits for a reduction, in the current dtype and on the current device."""
+        """Keep gradients that wait for a reduction, in the current dtype and on its device."""
         kind, device = self.types.reduce, self.buffer.device
         if before.has_gradient:
             self.buffer.take([g.to(device, kind) for g in before.whole_gradients()])

@@ -174,7 +174,7 @@ def _slot_of(given: object) -> Slot | None:
 
 
 def mixed(op: object, given: Iterable[object]) -> RuntimeError | None:
-    """The error for a sharded parameter that ``op`` was given beside a plain tensor, or None."""
+    """Make the error for ``op`` on a sharded parameter and a plain tensor, if it is one."""
     slot = next((found for each in given if (found := _slot_of(each)) is not None), None)
     if slot is None:
         return None

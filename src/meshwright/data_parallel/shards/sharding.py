@@ -336,7 +336,7 @@ def _check_parameters(slots: Iterable[Slot]) -> None:
 
 
 def remember(driver: Driver) -> None:
-    """Mark the parameters that the unit of ``driver`` has taken over, and let go of them."""
+    """Mark the parameters that the unit of ``driver`` has taken over, and release them."""
     unit = driver.unit
     if unit is None:
         return
