@@ -2,13 +2,13 @@
 
 Bottom-up:
 
-    modules                 modules as users have them: what they hold, are given, and are called
+    modules                 user modules: their tensors, their inputs, and their names
     distributed_parameters  parameters that are DTensors on axes of tensor parallelism
     checks                  checks that the ranks of one model do the same
     replicas                equal copies: `replicate` and `DistributedDataParallel`
-    comm_hooks              other ways to reduce a bucket of gradients than a plain sum
+    comm_hooks              communication hooks, which replace the plain sum of a bucket
     shards                  sharded parameters: their memory, their units, and how users see them
-    sharded_modules         `fully_shard`: how modules bring their units through an iteration
+    sharded_modules         `fully_shard`: the hooks that gather, free and reduce units
     flat_parameters         the flat view of a model, for optimizers
     residency               replicated and sharded modules as a pipeline's schedule drives them
 """

@@ -1,14 +1,14 @@
-"""Parameters that are DTensors on axes of tensor parallelism, as data parallelism handles them.
+"""How data parallelism handles parameters that are DTensors on axes of tensor parallelism.
 
-Modules that compute on local tensors say so, see `LocalComputation`; any other computes on DTensors
-itself. Data-parallel sums run over the data axes only, on plain tensors: those of this rank's part.
+Modules that compute on local tensors are marked, see `LocalComputation`; all others compute on the
+DTensors. Data-parallel sums run over the data axes only, on this rank's local tensors.
 
 A replica reduces the gradient of a *leaf*, a plain parameter over the same storage. The registered
-parameter stays what it is::
+parameter stays a DTensor::
 
     a backward begins   its ``.grad`` is lent to the leaf: the same memory
-    a gradient comes    autograd adds it to the leaf, or to the parameter, from where it is moved
-    the backward ends   the leaf's gradient, a mean now, is given back
+    a gradient arrives  autograd adds it to the leaf, or to the parameter, from where it is moved
+    the backward ends   the leaf's gradient, now the mean, is given back
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ MARK = "_tensor_parallel"
 
 
 class PartialSum(Protocol):
-    """Sums a gradient of which each rank of another axis has a part."""
+    """Sums a gradient of which each rank of another axis has a part (a Partial)."""
 
     @property
     def communicator(self) -> Communicator:
-        """The ranks of that axis."""
+        """The communicator of that axis."""
 
     def __call__(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Add the sum to ``parameter.grad``, at the latest at the end of this backward pass."""
@@ -59,7 +59,7 @@ class PartialSum(Protocol):
 class LocalComputation(Protocol):
     """The value of `MARK` on a module that computes on local tensors of DTensor parameters.
 
-    It holds for modules inside, too.
+    It applies to the modules inside, too.
     """
 
     @property
@@ -69,7 +69,7 @@ class LocalComputation(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LocalParameter:
-    """How one DTensor parameter computes, and how its gradient is summed."""
+    """Whether one DTensor parameter computes as a local tensor, and how its gradient is summed."""
 
     is_local: bool = False
     """True when every module that holds it computes on a plain tensor in its place."""
@@ -77,7 +77,7 @@ class LocalParameter:
 
 
 def local_parameters(module: nn.Module) -> Mapping[int, LocalParameter]:
-    """How the DTensor parameters below ``module`` compute, by their ``id``."""
+    """Map the ``id`` of each DTensor parameter below ``module`` to how it computes."""
     inside: set[nn.Module] = set()
     sums: dict[tuple[nn.Module, str], PartialSum] = {}
     for part in module.modules():
@@ -100,7 +100,7 @@ def local_parameters(module: nn.Module) -> Mapping[int, LocalParameter]:
 
 
 def computing(parameter: nn.Parameter, local: Mapping[int, LocalParameter]) -> nn.Parameter:
-    """The tensor that modules compute with: the local leaf of a DTensor where it has one."""
+    """Return the tensor that modules compute with: the local leaf of a DTensor, if it has one."""
     known = local.get(id(parameter))
     return local_leaf(parameter) if known is not None and known.is_local else parameter
 
@@ -119,7 +119,7 @@ def check_axes(name: str, known: AtRest, communicator: Communicator) -> None:
 
 
 def cut_axes(outer: AtRest | None, shard: Communicator | None) -> tuple[Communicator, ...]:
-    """The axes whose ranks hold different elements of what ``shard`` splits, and was ``outer``."""
+    """Return the axes over which a shard by ``shard`` of a tensor placed as ``outer`` differs."""
     own = () if shard is None else (shard,)
     if outer is None:
         return own
@@ -135,10 +135,10 @@ def mark_spread(
     *,
     is_line: bool = True,
 ) -> None:
-    """Mark what other ranks hold of a parameter, for sums over all parameters (the gradient norm).
+    """Mark which axes spread a parameter's elements, for sums over parameters (gradient norm).
 
-    ``line`` holds parts of the tensors that were ``outers``. Where they lie spread in several ways
-    such a sum is refused; ``name`` is that of the first. Without ``is_line`` it is one parameter.
+    ``line`` holds parts of the tensors that were ``outers``. Such a sum is refused if they are
+    spread in several ways; ``name`` is the first of them. Without ``is_line`` it is one parameter.
     """
     look_at_optimizers()
     cuts = {cut_axes(outer, shard) for outer in outers}
@@ -158,10 +158,10 @@ ARRIVED, CAME_EMPTY = 1, 2
 
 
 class ReadyCounters:
-    """The gradients that a backward pass has yet to bring. Hooks hold it: it refers to no tensor.
+    """Counts the gradients that a backward pass has yet to produce. Holds no tensor: hooks own it.
 
-    Hooks count in it while `is_open`. They leave the rest to the reducer: the first gradient of
-    a pass, the last of a bucket, a second one of a parameter, one that is None.
+    Hooks count in it while `is_open`. They leave the rest to the reducer: the first gradient of a
+    pass, the last of a bucket, a second one of a parameter, one that is None.
     """
 
     def __init__(self) -> None:
@@ -193,7 +193,7 @@ class _Lent:
         return handles
 
     def lend(self) -> None:
-        """Make the gradient that the parameter has so far a part of the leaf's."""
+        """Move the gradient that the parameter has so far to the leaf."""
         parameter, given = self.parameter, self.parameter.grad
         if given is None:
             return
@@ -214,7 +214,7 @@ class _Lent:
         self.leaf.grad, parameter.grad = gradient, None
 
     def collect(self) -> None:
-        """Move what autograd has left on the parameter, as a DTensor, to the leaf."""
+        """Move the DTensor gradient that autograd has left on the parameter to the leaf."""
         given, like = self.parameter.grad, known_at_rest(self.parameter)
         if given is None or like is None:
             return
@@ -248,7 +248,7 @@ class _Lent:
         return bool(backward_hooks_of(self.parameter))
 
     def give_up(self) -> None:
-        """Give back what an unfinished pass has left, but for parts of sums: those are lost."""
+        """Give back the gradients of an unfinished pass, except partial sums, which are lost."""
         if self.local.partial is not None:
             self.leaf.grad = None
         self.give_back()
@@ -292,7 +292,7 @@ class ReducedLeaves:
         self._last.atexit = False  # pyrefly: ignore[missing-attribute]
 
     def follow(self) -> set[int]:
-        """Look up the leaves again, as each forward does; returns the positions that changed."""
+        """Look up the leaves again, in each forward; returns the positions that changed."""
         changed = {n for n, lent in self.lent.items() if take_over(lent.parameter) is not lent.leaf}
         if changed:
             found = list(self.parameters)
@@ -309,10 +309,10 @@ class ReducedLeaves:
         arrived: Callable[[int, torch.Tensor], None],
         arrived_at_leaf: Callable[[int, torch.Tensor], None],
     ) -> None:
-        """Call one with its index when a gradient is complete here: the second for DTensors.
+        """Call ``arrived`` (or ``arrived_at_leaf``) with the index of each complete gradient.
 
-        Both are methods, whose object the parameters do not keep alive. What ``counters`` allows is
-        counted there instead. Parameters that do not require grad have no such hook yet.
+        Both are methods; hooks do not keep their object alive. Arrivals that ``counters`` can
+        handle are counted there instead. Parameters that do not require grad get no hook yet.
         """
         for index, parameter in enumerate(self.parameters):
             if not parameter.requires_grad or index in self._hooked:
@@ -325,32 +325,32 @@ class ReducedLeaves:
                 self._hooked[index] = [parameter.register_post_accumulate_grad_hook(hook)]
 
     def release(self) -> None:
-        """Remove all hooks: other parameters take the place of these."""
+        """Remove all hooks, before other parameters take the place of these."""
         self._last()
         self._hooked.clear()
 
     @property
     def has_hooks_of_others(self) -> bool:
-        """True when gradients pass hooks, beside ours, before they are reduced."""
+        """True when gradients pass foreign hooks before they are reduced."""
         found = sum([len(backward_hooks_of(p) or ()) for p in self._given])
         found += sum([len(after_hooks_of(p) or ()) for p in self._given])
         return found > len(self._hooked) - len(self._hooked.keys() & self.lent.keys())
 
     @torch.no_grad()
     def lend(self) -> None:
-        """Begin a backward that reduces."""
+        """Begin a backward that reduces: lend gradients to the leaves."""
         self._is_lent = True
         for lent in self.lent.values():
             lent.lend()
 
     @torch.no_grad()
     def collect(self, index: int) -> None:
-        """Collect the gradient of ``index``, complete on this rank, which will be reduced."""
+        """Collect the gradient of parameter ``index``, complete on this rank, to be reduced."""
         self.lent[index].collect()
 
     @torch.no_grad()
     def take(self, index: int, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Take this rank's part of what ``.grad`` of number ``index`` holds, and set it to None."""
+        """Return this rank's part of ``.grad`` of parameter ``index``, and set it to None."""
         if index in self.lent:
             self.lent[index].lend()
             parameter = self.lent[index].leaf
@@ -359,14 +359,14 @@ class ReducedLeaves:
 
     @torch.no_grad()
     def deliver(self, index: int, gradient: torch.Tensor) -> None:
-        """Deliver ``gradient`` of a compiled backward for number ``index``, a DTensor."""
+        """Set ``gradient``, from a compiled backward, for parameter ``index``, a DTensor."""
         lent = self.lent[index]
         lent.leaf.grad = gradient
         lent.give_back()
 
     @torch.no_grad()
     def keep(self, index: int) -> None:
-        """Keep the gradient of ``index``, complete on this rank, here."""
+        """Keep the complete gradient of parameter ``index`` on this rank, without a reduction."""
         lent = self.lent[index]
         if not lent.local.is_local:
             lent.collect()  # what autograd left may be a part of a sum
@@ -374,14 +374,14 @@ class ReducedLeaves:
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """End a backward; leaves hold the means."""
+        """End a backward: give the means from the leaves back to the DTensors."""
         self._is_lent = False
         for lent in self.lent.values():
             lent.give_back()
 
     @torch.no_grad()
     def give_up(self) -> None:
-        """Abandon a backward that was not given back: it will not be finished."""
+        """Abandon a backward that did not finish."""
         if self._is_lent:
             self._is_lent = False
             for lent in self.lent.values():
@@ -393,9 +393,9 @@ def _weakly(
 ) -> Callable[[torch.Tensor], None]:
     """Make a hook that calls ``method`` with ``index`` for as long as its object lives.
 
-    The garbage collector does not see what hooks of accumulated gradients refer to: a reducer that
-    they held would stay with its parameters, buckets and communicator for ever. A gradient that is
-    awaited, and that others of its bucket come after, is counted here: most are, of all parameters.
+    The garbage collector does not see references from hooks of accumulated gradients: a reducer
+    held by them would leak with its parameters, buffers and communicator. Expected gradients that
+    are not the last of their bucket, the most frequent case, are counted here directly.
     """
     bound = cast("MethodType", method)
     owner, function = weakref.ref(bound.__self__), bound.__func__

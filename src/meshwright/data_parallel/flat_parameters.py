@@ -1,11 +1,11 @@
 """The flat view of a model: one long tensor for each unit, or for all that no unit manages.
 
-An element-wise optimizer (SGD, Adam, AdamW and the like) does the same to every element, so it may
-as well step this rank's part of a whole unit at once: a few long tensors in place of hundreds of
-short ones. The flat tensors are the memory of the parameters, so both change together.
+An element-wise optimizer (SGD, Adam, AdamW) treats all elements alike, so it can step this rank's
+part of a whole unit at once: a few long tensors instead of hundreds of short ones. The parameters
+are views of the flat tensors, so both change together.
 
-Backward passes, reductions and hooks treat the parameters as ever. Reading ``.grad`` of a flat
-parameter, as an optimizer does, puts the gradients side by side::
+Backward passes, reductions and hooks work on the parameters as usual. Reading ``.grad`` of a flat
+parameter, as an optimizer does, joins the gradients::
 
     gradients of parameters                       reading ``.grad`` of the flat parameter
     none has one                                  None
@@ -13,8 +13,8 @@ parameter, as an optimizer does, puts the gradients side by side::
     some are not, as after the next backward      those are copied there, and are views from then on
     some have none                                those are zeros there, and views too
 
-So there is no state of its own, and zeroing either zeroes both. One parameter alone needs no copy:
-its gradient is that of the flat one.
+So the flat gradient is no extra state, and zeroing either zeroes both. A group of one parameter
+needs no copy: its gradient is the flat one.
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ class _GroupMember:
         self.local_gradient: torch.Tensor | None = None
 
     def part_of(self, line: torch.Tensor) -> torch.Tensor:
-        """The part of ``line`` that is its own, with its strides where they leave no holes."""
+        """Return its part of ``line``, with the parameter's strides if they leave no holes."""
         local = local_of(self.parameter.detach())
         if is_dense(local):
             return line.as_strided(local.shape, local.stride(), self.start).detach()
         return line[self.start : self.start + local.numel()].view(local.shape).detach()
 
     def wrapped(self, part: torch.Tensor) -> torch.Tensor:
-        """``part``, of any dtype, as a DTensor where the parameter is one."""
+        """Return ``part``, of any dtype, as a DTensor if the parameter is one."""
         like = known_at_rest(self.parameter)
         if like is None:
             return part
@@ -102,7 +102,7 @@ class _GroupMember:
         return local_of(self.parameter).data_ptr() == self.address
 
     def given(self, gradient: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a ``gradient`` that lies elsewhere."""
+        """Return this rank's part of a ``gradient`` that is outside of the flat gradient."""
         if gradient.layout is not torch.strided:
             raise TypeError(
                 f"parameter {self.name!r} has a sparse gradient, which a flat parameter cannot "
@@ -114,7 +114,7 @@ class _GroupMember:
 
 
 class _FlatPlace:
-    """The flat parameter that a parameter lies in; its copies lie in none."""
+    """The flat parameter that holds a parameter; copies of the parameter have none."""
 
     __slots__ = ("flat",)
 
@@ -129,19 +129,19 @@ class _FlatPlace:
 
 
 class FlatGroupParameter(ManyInOne):
-    """Several parameters, or this rank's parts of them, as one of 1 dim over the same memory."""
+    """A 1-D parameter over the memory of several parameters, or of this rank's parts of them."""
 
     members: tuple[_GroupMember, ...]
     _gradient: torch.Tensor | None
 
     def has_changed(self) -> None:
-        """Show autograd, and replicas, a change of the parameters made through the flat one."""
+        """Tell autograd, and replicas, that the flat parameter was written."""
         # The parts of DTensors count changes together with the memory that they are views of.
         increment_version([m.parameter for m in self.members if not is_dtensor(m.parameter)])
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradients of all, zeros for those without one; None when none has one."""
+        """The joined gradients, zeros where one is missing; None when all are."""
         found = [member.parameter.grad for member in self.members]
         self._check()
         if all(gradient is None for gradient in found):
@@ -175,15 +175,15 @@ class FlatGroupParameter(ManyInOne):
         raise _not_computed_with()
 
     def view_as(self, other: torch.Tensor) -> NoReturn:
-        """Reject a graph: the model computes with the parameters, so none would reach this one."""
+        """Refuse a graph: the model computes with the parameters, so none would reach this one."""
         raise _not_computed_with()
 
     def parts_of(self, line: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """List the parameters, and for each its part of ``line``, a DTensor where it is one."""
+        """Pair each parameter with its part of ``line``, a DTensor where the parameter is one."""
         return [(m.parameter, m.wrapped(m.part_of(line))) for m in self.members]
 
     def _alone(self, found: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """The gradient of the only member, if it is laid out as its parameter; else None."""
+        """The gradient of the only member, if laid out like its parameter; otherwise None."""
         if len(found) > 1 or found[0] is None:
             return None
         parameter, gradient = self.members[0].parameter, found[0]
@@ -251,11 +251,11 @@ def _stepped(optimizer: Optimizer, args: object, kwargs: object) -> None:
 
 
 def flat_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> list[FlatGroupParameter]:
-    """Make one for each dtype, device and set of axes that parts lie on, in order of names.
+    """Make a flat parameter for each dtype, device and set of sharding axes, in order of names.
 
-    On a CPU several, see `PIECE_BYTES`. The memory of the parameters becomes theirs.
-    Those of an earlier call are returned again where they consist of the same parameters. Raises
-    ValueError for one on the meta device, `LayoutError` for a partial sum.
+    On a CPU there are several, see `PIECE_BYTES`. They take over the memory of the parameters. Flat
+    parameters of an earlier call are returned again if they have the same members. Raises
+    ValueError for a parameter on the meta device, `LayoutError` for a partial sum.
     """
     alike: dict[tuple[object, ...], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:
@@ -271,7 +271,7 @@ def flat_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> list[FlatGroup
 
 
 def _pieces(named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """Split ``named`` into pieces of at most `PIECE_BYTES` on a CPU; longer ones stand alone."""
+    """Split ``named`` into pieces of at most `PIECE_BYTES` on a CPU; longer tensors stay alone."""
     piece: list[tuple[str, nn.Parameter]] = []
     filled = 0
     for name, parameter in named:
@@ -290,7 +290,7 @@ def _pieces(named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[list[tuple[st
 
 
 def _bytes_on_any_rank(parameter: nn.Parameter) -> int:
-    """Bound the bytes that any rank has of it: all ranks must find the same pieces."""
+    """Bound the bytes of ``parameter`` on any rank, so that all ranks find the same pieces."""
     ranks = math.prod(axis.size for axis in spread_of(parameter))
     return -(-parameter.numel() // ranks) * parameter.element_size()
 
@@ -320,25 +320,25 @@ def _flat_of(named: Sequence[tuple[str, nn.Parameter]]) -> FlatGroupParameter:
 
 
 def flat_groups(model: nn.Module) -> list[nn.Parameter]:
-    """Make as few 1-D parameters as can be of this rank's parts of ``model`` that train now.
+    """Make as few 1-D parameters as possible from this rank's parts of what trains in ``model``.
 
-    One for each unit of `fully_shard` and dtype; and of the parameters that no unit manages, plain
-    ones and DTensors of `parallelize_module`, one for each dtype, device and set of axes over which
-    their elements lie spread, on a CPU in pieces of a few MiB. The parameters are views of them,
-    and their gradients are too, from when ``.grad`` of a flat one is read; of those outside units a
-    second gradient is kept for it, but for long ones that stand alone.
+    Each unit of `fully_shard` gives one for each dtype. Parameters outside of units, plain ones and
+    DTensors of `parallelize_module`, give one for each dtype, device and set of axes that shard
+    them, on a CPU in pieces of a few MiB. The parameters become views of them, and so do their
+    gradients once ``.grad`` of a flat one is read. Outside of units this keeps a second copy of the
+    gradients, except for long ones that stand alone.
 
-    A parameter without a gradient (in a unit: on any rank) counts as zeros, unless none of a flat
-    one has any, and a warning names it: momentum and weight decay move it. Zero the gradients
-    through the optimizer or the model, and give these to element-wise optimizers only: an update
-    that looks at shapes or norms of single parameters is another one on flat tensors. Call it
-    again, and build the optimizer again, when the model was converted or other parameters train.
+    A parameter without a gradient (in a unit: on any rank) counts as zeros, unless no parameter of
+    the flat one has a gradient. A warning names it, because momentum and weight decay still move
+    it. Zero the gradients through the optimizer or the model. Use element-wise optimizers only: an
+    update that depends on shapes or norms of single parameters gives other results on flat tensors.
+    Call this again, and build a new optimizer, after converting the model or changing what trains.
 
-    How many there are may differ with the device and the layout: save an optimizer by the names of
-    the parameters, as `meshwright.checkpoint` does.
+    The number of flat parameters depends on the device and the layout: save an optimizer by the
+    names of the parameters, as `meshwright.checkpoint` does.
 
-    Raises ValueError when nothing of ``model`` trains but what `FullyShardedDataParallel` manages,
-    which is flat as it is, or when a parameter is on the meta device.
+    Raises ValueError when nothing of ``model`` trains except what `FullyShardedDataParallel`
+    manages, which is flat already, or when a parameter is on the meta device.
 
     >>> optimizer = torch.optim.AdamW(flat_groups(fully_shard(model)))
     """
@@ -368,10 +368,10 @@ def flat_groups(model: nn.Module) -> list[nn.Parameter]:
 def parts_of_flat(
     model: nn.Module, flat: nn.Parameter, line: torch.Tensor
 ) -> list[tuple[nn.Parameter, torch.Tensor]] | None:
-    """List the parameters of ``flat``, and what of ``line``, which is as long, each would have.
+    """Pair each parameter of ``flat`` with its part of ``line``, which has the same length.
 
-    That lies in the memory of ``line``, and is a DTensor where the parameter is one. None when
-    ``flat`` is none of the `flat_groups` of ``model``.
+    Parts are views of ``line``, as DTensors where the parameters are. None when ``flat`` is not one
+    of the `flat_groups` of ``model``.
     """
     if isinstance(flat, FlatGroupParameter):
         return flat.parts_of(line)

@@ -1,11 +1,11 @@
-"""Replicated and sharded modules as a pipeline's schedule drives them: what `pipelining` asks for.
+"""Replicated and sharded modules driven by a pipeline's schedule, by the interface of `pipelining`.
 
-From ``begin`` to ``finish`` hooks of the modules do nothing of their own: parameters are gathered
-by ``unshard``, gradients of microbatches add up on this rank, and ``reduce`` sums them, once.
-What was set by ``no_sync`` or ``set_requires_gradient_sync`` holds for whole steps. The order of
-units needs no check then: all of a stage are gathered together, in an order that all ranks know.
-After a step that raised on this rank alone, before any backward, the next one continues with what
-was gathered, so that the other ranks need not notice. Otherwise it discards what it finds.
+From ``begin`` to ``finish`` the modules' own hooks are inactive: ``unshard`` gathers parameters,
+gradients of microbatches add up on this rank, and ``reduce`` sums them once. The settings of
+``no_sync`` and ``set_requires_gradient_sync`` apply to whole steps. The order of units needs no
+check then: all units of a stage are gathered together, in a fixed order. After a step that raised
+on this rank alone, before any backward, the next one continues with the gathered parameters, so
+that the other ranks need not notice. Otherwise it discards them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _JOINED = (
 
 
 class ReplicaResidency:
-    """The residency of a replica, which the first step sets up: a collective then."""
+    """Drives a replica, which the first step sets up, a collective."""
 
     def __init__(self, replica: Replica) -> None:
         # The replica may hold this residency, so a strong reference back would be a cycle.
@@ -39,9 +39,9 @@ class ReplicaResidency:
         self._is_reducing = False
 
     def begin(self, what: str, *, training: bool) -> None:
-        """Get ready for a step. Buffers are those of the first rank, once for each step.
+        """Prepare for a step. Buffers of the first rank are broadcast once per step.
 
-        What the step is, all ranks compare before the first of its kind.
+        All ranks compare ``what`` the step is before the first of its kind.
         """
         # A stage without anything to train may still have buffers to keep equal.
         replica = self._replica.set_up(may_be_frozen=True)
@@ -58,27 +58,27 @@ class ReplicaResidency:
         replica.be_driven(True)
 
     def unshard(self) -> None:
-        """Do nothing: the parameters are there."""
+        """Do nothing: replicas hold whole parameters."""
 
     def wait_unshard(self) -> None:
-        """Do nothing: the parameters are there."""
+        """Do nothing: replicas hold whole parameters."""
 
     def accumulate(self) -> None:
         """Leave gradients in ``.grad``."""
         self._has_begun = False
 
     def reshard(self) -> None:
-        """Do nothing: the parameters stay."""
+        """Do nothing: replicas hold whole parameters."""
 
     def computing(self, module: nn.Module, name: str) -> torch.Tensor | None:
         """None: modules compute with the parameters themselves."""
         return None
 
     def written(self, module: nn.Module, name: str) -> None:
-        """Do nothing: there is no other copy."""
+        """Do nothing: replicas hold no other copy."""
 
     def reduce(self) -> None:
-        """Start to average all gradients, unless that is switched off."""
+        """Start to average all gradients, unless reductions are switched off."""
         reducer = self._replica.reducer
         if reducer.is_wanted:
             self._is_reducing = True
@@ -93,12 +93,12 @@ class ReplicaResidency:
             self._replica.reducer.finish()
 
     def drop(self) -> None:
-        """Let the module's hooks work again."""
+        """Re-enable the module's hooks."""
         self._replica.be_driven(False)
 
 
 class ShardedResidency:
-    """The residency of all units of one root."""
+    """Drives all units of one root."""
 
     def __init__(self, module: nn.Module, driver: Driver) -> None:
         self._module = module
@@ -108,9 +108,9 @@ class ShardedResidency:
         """The step that the next one may continue: it has raised before any backward."""
 
     def begin(self, what: str, *, training: bool) -> None:
-        """Get ready for a step, which is compared with that of the other ranks.
+        """Prepare for a step, which is compared with that of the other ranks.
 
-        Raises RuntimeError when the module lies within a root that has run before.
+        Raises RuntimeError when the module is inside a root that has run before.
         """
         self.prepare(self._module, self._root)
         iteration = self._iteration
@@ -144,7 +144,7 @@ class ShardedResidency:
             unit.wait_unshard()
 
     def accumulate(self) -> None:
-        """Add gradients up in the dtype of their reduction, where that is another one."""
+        """Add gradients up in the dtype of their reduction, if that differs."""
         self._begun = ""
         for unit in self._iteration.units:
             unit.keep_gradients()
@@ -155,9 +155,9 @@ class ShardedResidency:
             unit.reshard()
 
     def computing(self, module: nn.Module, name: str) -> torch.Tensor | None:
-        """The full parameter of a unit that ``module`` uses as ``name``; None for any other.
+        """The full parameter of a unit that ``module`` uses as ``name``; None if it has none.
 
-        Raises TypeError where it or its gradient has another dtype at rest.
+        Raises TypeError if the parameter or its gradient has another dtype at rest.
         """
         found = self._find(module, name)
         if found is None:
@@ -173,7 +173,7 @@ class ShardedResidency:
         return group.slots[index].leaf
 
     def written(self, module: nn.Module, name: str) -> None:
-        """Put a whole parameter that has been written into the shards."""
+        """Copy a whole parameter that has been written back into the shards."""
         found = self._find(module, name)
         if found is not None:
             group, index = found
@@ -192,9 +192,9 @@ class ShardedResidency:
         return None
 
     def reduce(self) -> None:
-        """Start to sum the gradients of all units, but for those that are not to be reduced.
+        """Start to sum the gradients of all units, except those that are not to be reduced.
 
-        All of them at once: their whole gradients are there in any case.
+        All at once, because their whole gradients are in memory in any case.
         """
         for unit in reversed(self._iteration.units):
             if unit.settings.synchronize and unit.trainable_groups:
@@ -207,7 +207,7 @@ class ShardedResidency:
         self._iteration.end_driven(training=self._is_training)
 
     def drop(self) -> None:
-        """Let hooks work again."""
+        """Re-enable the module's hooks."""
         if self._root.iteration is not None:
             for driver in self._root.iteration.drivers:
                 driver.is_driven = False
@@ -220,7 +220,7 @@ class ShardedResidency:
 def sharded_residency(
     module: nn.Module, kind: type[ShardedResidency] = ShardedResidency
 ) -> ShardedResidency:
-    """Return the residency of ``module``, or of a module around it that has asked before."""
+    """Return the driver of ``module``, or of a module around it that was driven before."""
     driver = driver_of(module)
     if driver is None:
         raise ValueError(f"fully_shard was not applied to this {type(module).__name__}")

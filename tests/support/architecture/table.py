@@ -58,7 +58,7 @@ ROOM_LINES: dict[str, int] = {
     "compiler": 1233,
     "composition": 4546,
     "data": 417,
-    "data_parallel": 16090,
+    "data_parallel": 16088,
     "doctor": 681,
     "environment": 219,
     "errors": 150,

@@ -1,4 +1,4 @@
-"""Checks that the ranks of one model hold and do the same.
+"""Checks that all ranks of a model have equal state and run the same passes.
 
 Bottom-up:
 
@@ -6,7 +6,7 @@ Bottom-up:
     forward_writes  parameters that a forward pass writes in place
     step_watch      the steps of optimizers
     same_weights    digests of copies of the weights, compared in some passes
-    alignment       numbers behind the gradients: of which pass they are, and other notes
+    alignment       notes sent behind the gradients: which pass they belong to, and other flags
     ledger          the passes of a root and the order of its units, compared
 """
 

@@ -1,35 +1,37 @@
-"""The check that ranks reduce gradients of the same pass: a few numbers behind the gradients.
+"""Checks that all ranks reduce gradients of the same pass, by a few numbers sent behind the
+gradients.
 
-Reductions pair up by their order alone. A rank that runs a backward pass more, or skips one, would
-silently average its gradients with those of another iteration. So each rank marks where it is:
-how often its weights have changed, and which backward pass of its last forward pass this is, each
-modulo three::
+Reductions are matched by their order alone. A rank that runs an extra backward pass, or skips one,
+would silently average its gradients with those of another iteration. So each rank sends its
+position: how often its weights have changed, and which backward pass of its last forward pass this
+is, each modulo three::
 
     weights  backward        sums over four ranks, the last of which is one step behind
     0 1 0    0 1 0           1 3 0    0 4 0      two places of three
 
-Sums of marks are above zero in any dtype, so the test is exact on any number of ranks; they are not
-a number where a rank gave its pass up. Ranks may accumulate different numbers of passes without a
-reduction: that is part of the mean's definition.
+Sums of marks are above zero in any dtype, so the test is exact on any number of ranks. They are NaN
+where a rank gave up its pass. Ranks may accumulate different numbers of passes without a reduction:
+that is part of the mean's definition.
 
-Equal counts may hide different changes. So digests of the weights travel, too, in some passes,
-see `same_weights`; a rank that was written otherwise than before notes it, which asks for one.
+Equal counts may hide different changes. So some passes also send digests of the weights, see
+`same_weights`. A rank whose weights were written in an unusual way sets a flag, and the next pass
+then sends digests.
 
-A rank whose weights other ranks change, as optimizers do that split the parameters up among ranks,
-does not see it. Where counts differ the weights themselves are compared; if they are equal such a
-rank gives no mark of its weights from then on. On a device that is seen one step late, when such
-an optimizer has made the weights equal again, so that a digest of each pass is kept from then on.
+Optimizers that split the parameters among ranks change weights of a rank that does not see it.
+Where counts differ, the weights themselves are compared; if they are equal, such a rank stops
+marking its weights. On a device the comparison comes one step later, when such an optimizer has
+made the weights equal again, so a digest of each pass is kept from then on.
 
-More notes travel with these; of replicas::
+The full notes of a replica::
 
     | where the rank is | lacks a gradient, was written otherwise | bits of a digest |
           6 numbers                     1 + 1                              2 x 16
     | has left the path of its first pass | is not finite |
           1, of a static graph only         1, if asked for
 
-So a pass that cannot be used costs no collective until one rank has something to say. Where the
-gradients are on a device the sums are looked at when the next pass begins, before any of it is
-sent. Ranks of sharded units tell each other after the sums, together with use counts.
+So the check costs no collective of its own until a rank reports a fault. Where the gradients are on
+a device, the sums are read when the next pass begins, before it sends anything. Sharded units send
+their notes after the sums, together with the use counts.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ class PassPlace(NamedTuple):
 
 
 class Alignment:
-    """The place of this rank among its backward passes, compared with those of the others."""
+    """This rank's position among its backward passes, compared with the other ranks'."""
 
     def __init__(
         self, named: Sequence[tuple[str, torch.Tensor]], *, is_alone: bool = False
@@ -107,14 +109,14 @@ class Alignment:
         """True when changes of this rank's weights can be noticed here."""
 
     def start_over(self) -> None:
-        """Restart the counts: all ranks have the same weights now, however they came to them."""
+        """Restart the counts, after all ranks were given the same weights."""
         self._weights, self._version, self._writes = 0, -1, 0
         self.has_parted = False
         self.copies.start_over()
         self._steps.take()
 
     def begin_forward(self) -> None:
-        """Begin a forward pass: count a change of the weights since the one before."""
+        """Begin a forward pass: count a change of the weights since the previous one."""
         version = sum([version_of(parameter) for parameter in self._parameters])
         if self._distributed:  # a write to a DTensor is one to the memory below it
             version += sum([version_of(local_of(parameter)) for parameter in self._distributed])
@@ -132,7 +134,7 @@ class Alignment:
             self._digest = self.copies.digest_of_now()
 
     def stays_local(self, index: int) -> None:
-        """Note a gradient that is not reduced: the pass was in ``no_sync``."""
+        """Note a gradient that is not reduced, because the pass was in ``no_sync``."""
         if not self._local and not self._has_warned:
             self._look_before_step()
         self._local.add(index)
@@ -150,7 +152,7 @@ class Alignment:
         self._steps.ask(partial(_before_step, weakref.ref(self)))
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Compare weights in doubt; warn, once, of a step with gradients of this rank alone."""
+        """Compare weights in doubt; warn, once, about a step with gradients of this rank alone."""
         self.copies.judge()
         if not self._has_warned:
             local = {id(p) for n in self._local if (p := self._parameters[n]).grad is not None}
@@ -168,7 +170,7 @@ class Alignment:
             self._steps.ask(None)
 
     def begin_backward(self, *, parts_copies: bool = False) -> None:
-        """Begin a backward pass that reduces; its gradients may let copies part."""
+        """Begin a backward pass that reduces; ``parts_copies``: gradients may differ by rank."""
         self._local.clear()
         self._backwards += 1
         compares = not (parts_copies or self._is_alone or self.has_parted)
@@ -176,7 +178,7 @@ class Alignment:
         self.place = PassPlace(self._weights, self._backwards, self._digest)
 
     def write(self, notes: torch.Tensor) -> None:
-        """Write into ``notes`` where this rank is, and the digest of its weights."""
+        """Write this rank's position and the digest of its weights into ``notes``."""
         notes.zero_()
         for place in self.marks():
             notes[place].fill_(1)  # to assign a number would wait for the device
@@ -187,7 +189,7 @@ class Alignment:
             notes[ONES:NOTES].add_(bits_of(self.copies.digest))
 
     def say(self) -> tuple[float, float]:
-        """What `write` says of the weights, as two numbers: a digest, and odd writes."""
+        """Return the digest, and whether weights were written in an unusual way, as numbers."""
         is_odd, self.is_odd = self.is_odd, False
         return self.copies.number(), float(is_odd)
 
@@ -198,10 +200,10 @@ class Alignment:
         *,
         gave_up: bool = False,
     ) -> CollectiveMismatchError | None:
-        """Make the error for ranks in different passes; collective. Who ``gave_up`` raised before.
+        """Make the error for ranks in different passes; collective. ``gave_up``: this rank raised.
 
-        ``place`` is that of the pass, of which this rank is in the next one by now. None where all
-        have the same weights and are in the same pass: they continue.
+        ``place`` is the judged pass, where this rank is already in the next one. Returns None, and
+        lets ranks continue, where all have the same weights and are in the same pass.
         """
         weights, backwards, digest = place or PassPlace(self._weights, self._backwards)
         digest = self.copies.digest_of_now() if digest is None else digest
@@ -230,13 +232,13 @@ class Alignment:
         )
 
     def marks(self) -> tuple[int, ...]:
-        """Return the places at which this rank writes a one: they say where it is."""
+        """Return the indices at which this rank writes a one, which encode its position."""
         backwards = 3 + self._backwards % 3
         return (self._weights % 3, backwards) if self._sees_changes else (backwards,)
 
 
 def agree(sums: Sequence[float]) -> bool:
-    """Whether all ranks wrote the same marks, by the ``sums`` of these."""
+    """Whether all ranks wrote the same marks, given their ``sums``."""
     if not sums:
         return True
     if not math.isfinite(sum(sums)):
@@ -259,7 +261,7 @@ STOPPED = "stop_on_non_finite: gradients of this backward pass are not finite"
 
 
 class PassNotes:
-    """The notes of this rank on its backward passes, and what follows from the sums."""
+    """This rank's notes on its backward passes, and the errors that follow from their sums."""
 
     def __init__(
         self,
@@ -276,11 +278,11 @@ class PassNotes:
 
     @property
     def numel(self) -> int:
-        """How many numbers `write` fills in."""
+        """The number of notes that `write` fills in."""
         return NOTES + (self.static is not None) + (self.reduced is not None)
 
     def begin(self, *, parts_copies: bool) -> None:
-        """Begin a backward pass that reduces; its gradients may let copies part."""
+        """Begin a backward pass that reduces; ``parts_copies``: gradients may differ by rank."""
         self.alignment.begin_backward(parts_copies=parts_copies)
         for values in (self.values, self.reduced):
             if values is not None:
@@ -289,7 +291,7 @@ class PassNotes:
     def write(self, notes: torch.Tensor, *, lacks: bool) -> None:
         """Write all notes, once all gradients of this rank are known.
 
-        ``lacks`` says that a parameter has none.
+        ``lacks``: some parameter has no gradient.
         """
         self.alignment.write(notes[:NOTES])
         if lacks:
@@ -300,7 +302,7 @@ class PassNotes:
             self.values.add_to(notes[-1].zero_())
 
     def add_reduced(self, notes: torch.Tensor) -> None:
-        """Add what was found in the gradients that communication hooks have reduced."""
+        """Add what was found in gradients that communication hooks have reduced."""
         if self.reduced is not None:
             self.reduced.add_to(notes[-1])
 
@@ -311,11 +313,11 @@ class PassNotes:
         differences: str,
         sums: Sequence[float],
     ) -> Exception | None:
-        """Make the error that every rank raises for a pass that is void, if one has said so.
+        """Make the error that every rank raises if a rank has marked this pass as void.
 
-        ``place`` is this rank's in that pass, `NOWHERE` in a pass that is not its own, and
-        ``differences`` are those of its path from the first pass. All ranks have the same ``sums``
-        of notes, so that they ask alike, and nothing is sent where all is well.
+        ``place`` is this rank's position in that pass, `NOWHERE` for a pass of other ranks only,
+        and ``differences`` are the deviations from the first pass. The ``sums`` of notes are equal
+        on all ranks, so all enter the same collectives, and none where nothing is wrong.
         """
         if place is not NOWHERE and not agree(sums[:MARKS]):
             error = self.alignment.refuse(communicator, place)
@@ -336,9 +338,9 @@ class PassNotes:
     def refuse_non_finite(
         self, notes: torch.Tensor, communicator: Communicator, *, is_local: bool
     ) -> NonFiniteError | None:
-        """Make the error that every rank raises for non-finite gradients, where it should raise.
+        """Make the error that every rank raises for non-finite gradients, if it should raise.
 
-        ``is_local`` says that a communication hook has left all gradients on their rank.
+        ``is_local``: a communication hook has left all gradients on their rank.
         """
         # Asked for: a device is waited for, so that no optimizer steps with what is not finite.
         if self.values is None or self.reduced is None or notes[-1].real.item() == 0:
@@ -351,7 +353,7 @@ class PassNotes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NonFinite:
-    """Gradients that are not finite on this rank when the sums of sharded units have ended."""
+    """Non-finite gradients of this rank, found when the sums of sharded units have ended."""
 
     flags: tuple[bool, ...] = ()
     """One flag for the other ranks: True where something was found; none if not asked for."""
@@ -362,7 +364,7 @@ class NonFinite:
 
     @classmethod
     def of(cls, units: Sequence[Unit]) -> NonFinite:
-        """Collect what ``units`` have found that are watched and not delivered yet."""
+        """Collect what watched ``units`` have found and not yet delivered."""
         values: list[str] = []
         sums = NonFiniteValues()
         for unit in reversed(units):
@@ -381,17 +383,17 @@ class NonFinite:
 
 
 class UseCounts:
-    """The exchange of which parameters had a gradient on any rank, pass by pass.
+    """Exchanges which parameters had a gradient on any rank, pass by pass.
 
-    A rank on which all had one needs no answer, and does not wait for it in this pass: the next
-    one takes it, when it has long arrived.
+    A rank that had all gradients needs no answer and does not wait for it: the next pass takes it,
+    long after it has arrived.
     """
 
     def __init__(self) -> None:
         self._told: list[Callable[[], object]] = []
 
     def begin_pass(self) -> None:
-        """Complete the exchanges of the pass before."""
+        """Complete the exchanges of the previous pass."""
         while self._told:
             self._told.pop()()
 
@@ -408,7 +410,7 @@ class UseCounts:
 
 
 def sum_notes(notes: Sequence[torch.Tensor], communicator: Communicator) -> None:
-    """Sum ``notes`` over the ranks, in place and in one collective, apart from the gradients."""
+    """Sum ``notes`` over the ranks, in place and in one collective, apart from gradients."""
     mine = torch.cat([note.real if note.is_complex() else note for note in notes])
     mine = mine.to(torch.float32)
     everyone = mine.new_empty(communicator.size * mine.numel())

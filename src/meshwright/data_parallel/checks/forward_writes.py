@@ -1,4 +1,4 @@
-"""Parameters and buffers that depend on which batch a rank has: rejected, or warned of."""
+"""Refusals and warnings for parameters and buffers that depend on the batch of one rank."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from meshwright.torch_internals.tensors import version_of
 
 
 def refuse_max_norm(module: nn.Module, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Refuse embeddings that scale the rows that their batch looks up, in each forward pass.
+    """Refuse embeddings with ``max_norm``, which rescale the looked-up rows in each forward pass.
 
-    Raises ValueError that names those of ``parameters`` of which this is true.
+    Raises ValueError naming those of ``parameters`` that are affected.
     """
     held = {id(parameter): name for name, parameter in parameters}
     for part in module.modules():
@@ -44,9 +44,9 @@ def refuse_lookups(module: nn.Module, parameters: Sequence[tuple[str, nn.Paramet
 def refuse_frequencies(
     modules: Iterable[nn.Module], parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> None:
-    """Refuse those of ``modules`` whose gradients are divided by how often each row is looked up.
+    """Refuse ``modules`` whose gradients are divided by how often each row is looked up.
 
-    Raises ValueError that names those of ``parameters`` of which this is true.
+    Raises ValueError naming those of ``parameters`` that are affected.
     """
     held = {id(parameter): name for name, parameter in parameters}
     for part in modules:
@@ -62,7 +62,7 @@ def refuse_frequencies(
 
 
 class ForwardWrites:
-    """Warns once of parameters that the first training pass of replicas wrote in place."""
+    """Warns once about parameters that the first training pass of replicas wrote in place."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.is_due = communicator.size > 1 and communicator.rank == 0
@@ -74,7 +74,7 @@ class ForwardWrites:
         self._before = [(name, parameter, version_of(parameter)) for name, parameter in parameters]
 
     def end(self) -> None:
-        """Warn of parameters that were written since `begin`."""
+        """Warn about parameters that were written since `begin`."""
         written = [name for name, parameter, at in self._before if version_of(parameter) != at]
         self.is_due = False
         self._before.clear()
@@ -88,9 +88,9 @@ class ForwardWrites:
 
 
 class BatchBuffers:
-    """Warns once of buffers that the first pass has written by the batch of each rank alone.
+    """Warns once about buffers that the first pass wrote from the batch of each rank alone.
 
-    BatchNorm has a warning of its own, and what no state dict has may be each rank's own.
+    BatchNorm has a warning of its own. Buffers that no state dict holds may differ by rank.
     """
 
     def __init__(
@@ -112,11 +112,11 @@ class BatchBuffers:
         """True until a pass has been compared, by all ranks together."""
 
     def note(self) -> None:
-        """Note the buffers before the pass, if none was compared."""
+        """Note the versions of the buffers before the pass, unless a pass was compared already."""
         self._before = self._now() if self.is_due else {}
 
     def compare(self) -> None:
-        """Compare what the pass since `note` has written, if any was; a collective then."""
+        """Compare the buffers written since `note`; a collective if there are any."""
         if not self._before:
             return
         before, self.is_due = {**self._before}, False

@@ -1,20 +1,20 @@
-"""The ledger of one root: its passes, and the order in which its units run, on all ranks alike.
+"""The ledger of one root: checks that all ranks run the same passes, with units in the same order.
 
 Ranks must gather the same units in the same order, or their collectives mix up different tensors.
-Checks, from the cheapest on::
+The checks, cheapest first::
 
     each unit       compare with the forward before             one integer, nothing is sent
     each forward    compare a hash of the order over the ranks  24 bytes a rank, on the host, and
                                                                 looked at when the backward ends;
                                                                 on a device one step later
-    some forwards   ask the other ranks before each unit        through the board once this rank has
+    some forwards   ask the other ranks before each unit        through the store once this rank has
                                                                 left its order, and in the first
                                                                 forward; there by a collective on
                                                                 request
 
 Passes are events, and units are their steps, see `comm.failures.events`. A rank that leaves its
-order says so on the board before its next collective, so that ranks that wait for it can name what
-it did. A change that all ranks make together is silent and becomes the order to compare with.
+order announces it in the store before its next collective, so that ranks that wait for it can say
+what it did. A change that all ranks make together is accepted silently and becomes the new order.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ REMEDY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderedUnit:
-    """The names by which messages call a unit."""
+    """A unit, with the names that messages use for it."""
 
     name: str
     parameters: tuple[str, ...] = ()
@@ -87,7 +87,7 @@ class OrderedUnit:
 
 
 class _Forward(NamedTuple):
-    """A forward in training, as it is compared over the ranks."""
+    """A training forward, as it is compared across ranks."""
 
     number: int
     reference: Sequence[int] | None
@@ -106,18 +106,17 @@ class _Forward(NamedTuple):
 
 
 class Ledger(EventCheck):
-    """The events of one root on this rank, and its units, checked against the other ranks.
+    """The passes and units of one root on this rank, checked against the other ranks.
 
     The root calls ``happens`` before each pass, ``begin`` when that is a forward, ``record`` for
     each unit before its gather, ``end_forward``, and ``finish`` when the backward ends, before an
-    optimizer can run. ``communicator`` spans all ranks that train the root together, more than
-    one, which number its ``units`` alike. The next ``begin`` forgets a forward that was left by an
-    exception.
+    optimizer can run. ``communicator`` spans the ranks, at least two, that train the root together;
+    all number its ``units`` alike. The next ``begin`` discards a forward that raised.
 
-    ``in_detail`` is as torch's class under debug level DETAIL: each unit of the first forward is
-    exchanged before it is gathered, where a difference raises. A rank that leaves its order later
-    warns at once and continues, which may mix up units of equal size; weights that differ, and a
-    collective that could only hang, raise all the same.
+    ``in_detail`` gives the behavior of torch's class under debug level DETAIL: each unit of the
+    first forward is exchanged before it is gathered, and a difference raises. A rank that leaves
+    its order later warns at once and continues, which may mix up units of equal size. Different
+    weights, and a collective that could only hang, raise in any case.
     """
 
     def __init__(
@@ -161,10 +160,10 @@ class Ledger(EventCheck):
     def begin(
         self, *, training: bool = True, weights: int = UNKNOWN, settings: Sequence[str] = ()
     ) -> None:
-        """Begin the forward that has been announced; units of one in ``training`` are recorded.
+        """Begin the announced forward; only units of a ``training`` forward are recorded.
 
-        ``weights`` tells whether an optimizer has stepped since the forward before, and
-        ``settings`` by what numbers, where that is known.
+        ``weights`` says whether an optimizer has stepped since the previous forward, and
+        ``settings`` holds the optimizer's settings, where known.
         """
         if self._now is not None:
             self._now.turn.has_ended, self._now = True, None
@@ -177,10 +176,10 @@ class Ledger(EventCheck):
         self._now = _Forward(self.forwards, self.reference, weights, settings, self._turns[-1])
 
     def record(self, unit: int) -> None:
-        """Unit number ``unit`` runs next; call it before its gather is issued.
+        """Record that unit number ``unit`` runs next; call it before its gather is issued.
 
-        Raises `CollectiveMismatchError` when other ranks run another unit here and that is an
-        error, before anything has been issued for the unit.
+        Raises `CollectiveMismatchError`, before anything is issued for the unit, when other ranks
+        run another unit here and that is an error.
         """
         now = self._now
         if now is None:
@@ -198,7 +197,7 @@ class Ledger(EventCheck):
             self._warn(now, position)
 
     def begin_graph(self, what: str) -> None:
-        """Announce ``what``, which a compiled graph is about to do within this forward."""
+        """Announce ``what`` a compiled graph is about to do within this forward."""
         self._is_in_graph = True
         try:
             self.happens(GroupEvent(what))
@@ -206,7 +205,7 @@ class Ledger(EventCheck):
             self._is_in_graph = False
 
     def end_forward(self) -> None:
-        """End the root's forward: start comparing its hash with the other ranks'."""
+        """End the root's forward: start to compare its hash with the other ranks'."""
         now = self._now
         if now is None:
             return
@@ -227,7 +226,7 @@ class Ledger(EventCheck):
         self._comparisons.append((started, now, self._has_left))
 
     def finish(self) -> None:
-        """End the backward: judge the comparisons in flight, on a device only older ones.
+        """End the backward: judge the comparisons in flight (on a device only the older ones).
 
         Raises `CollectiveMismatchError` on every rank when the orders differed and that is an
         error.
@@ -247,7 +246,7 @@ class Ledger(EventCheck):
     # ------------------------------------------------------------------ this rank's own order
 
     def _leave(self, now: _Forward, position: int) -> None:
-        """Announce that this rank is about to leave its order, and ask the others from here on."""
+        """Announce that this rank is about to leave its order, and ask the others from now on."""
         self._has_left = True
         if self._is_in_detail:
             # Such a rank warns and continues; differing labels would raise in its next collective.
@@ -300,8 +299,8 @@ class Ledger(EventCheck):
     def _ask_step(self, now: _Forward, position: int) -> None:
         """Compare the next unit with the other ranks'; raise before it is gathered if they differ.
 
-        In a first forward this can be a collective, on request. Else it goes through the board,
-        because ranks that have not left their order do not take part.
+        In a first forward this can be a collective, on request. Otherwise it goes through the
+        store, because ranks that have not left their order do not take part.
         """
         monitor = PROCESS.monitor
         if self._is_in_detail and now.reference is None:
@@ -330,14 +329,14 @@ class Ledger(EventCheck):
         )
 
     def shown(self, turn: Turn, position: int | None) -> str:
-        """Name a pass or a unit in reports."""
+        """Name a pass or a unit for reports."""
         if position is None:
             return super().shown(turn, position)
         unit = self._named(_at(turn.steps, position))
         return f"{unit}, position {position} of forward {self.forwards} of {self.root}"
 
     def _instead(self, turns: Mapping[int, Turn]) -> str:
-        """Name the unit that a rank of these ``turns`` runs in the place of a graph."""
+        """Name the unit that a rank of these ``turns`` runs instead of a graph."""
         here = self._now.turn if self._now is not None and self._is_in_graph else None
         theirs = None if here is None else turns.get(here.number)
         unit = None if here is None or theirs is None else theirs.at(len(here.steps))
@@ -346,9 +345,9 @@ class Ledger(EventCheck):
     def _compare_steps(
         self, monitor: FailureMonitor, turn: Turn, position: int, steps: Mapping[int, int]
     ) -> None:
-        """Raise for ranks that run another unit; in detail only where that would break.
+        """Raise for ranks that run another unit; ``in_detail`` only if collectives would fail.
 
-        There it is an error where collectives could not just mix up.
+        There, units that could merely mix up are no error.
         """
         now, unit = self._now, _at(turn.steps, position)
         others = {rank: other for rank, other in steps.items() if other != unit}
@@ -369,7 +368,7 @@ class Ledger(EventCheck):
         raise error
 
     def _may_mix(self, unit: int, other: int) -> bool:
-        """Whether the gathers of two units could pass for each other, with wrong results."""
+        """Whether the gathers of two units could be matched by mistake, with wrong results."""
         if END in (unit, other):
             return unit == other
         known = range(len(self._units))
@@ -382,7 +381,7 @@ class Ledger(EventCheck):
     # ------------------------------------------------------------------ over the ranks
 
     def _start(self, number: int, count: int, settings: int = 0) -> Callable[[], bytes]:
-        """Start to gather the integers of each rank, a `_ROW`."""
+        """Start to gather the integers of each rank (a `_ROW`)."""
         return self.communicator.start_equal(struct.pack(_ROW, number, count, settings), "order")
 
     def _compare_next(self) -> None:
@@ -421,10 +420,10 @@ class Ledger(EventCheck):
         self._votes.clear()
 
     def _difference(self, forward: _Forward) -> str:
-        """Describe what differs first in ``forward``, with its ranks. Every rank takes part.
+        """Describe the first difference in ``forward`` and its ranks. Every rank takes part.
 
-        Raises CollectiveMismatchError where it is of weights, which every step after it would use,
-        and in any case but as torch's class in detail.
+        Raises CollectiveMismatchError where the weights differ, since every later step would use
+        them, and otherwise unless ``in_detail``.
         """
         used = "One step of an optimizer may have" if self._is_late else "No optimizer has"
         used = f". {used} used its gradients"
@@ -464,12 +463,12 @@ class Ledger(EventCheck):
 
 
 def digest_of(units: Sequence[int]) -> int:
-    """63 bits of a hash of an order: below `END`, unlike any unit."""
+    """Hash an order to 63 bits: a number below `END`, different from any unit's."""
     payload = array("q", [len(units), *units]).tobytes()
     number = hashlib.blake2b(payload, digest_size=8).digest()
     return END - 1 - (int.from_bytes(number, "little") >> 2)
 
 
 def _at(units: Sequence[int], position: int) -> int:
-    """The unit at ``position``, or `END` behind the last."""
+    """The unit at ``position``, or `END` past the last."""
     return units[position] if position < len(units) else END

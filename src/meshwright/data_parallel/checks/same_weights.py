@@ -1,15 +1,15 @@
-"""The check that copies of weights stay equal: digests of them, compared in some passes.
+"""Checks that copies of weights stay equal, by digests that are compared in some passes.
 
 A write on one rank alone makes copies diverge, and no count of writes tells it from one on all::
 
     compared in   passes 1, 2, 4, 8, ... and from 1024 on each 1024th
-                  the pass after one in which a rank was written otherwise than in the pass before
+                  the pass after one in which a rank's weights were written in an unusual way
 
-Where digests differ, weights are in doubt: a pass may have written them for itself on each rank, as
-noise or an ascent by its own batch, which is undone before the step. So they are compared before
-the next step of an optimizer, or where none comes some passes later. Copies may differ by the
-rounding of many steps, where the ranks' processors do: that is said once. What differs by more is
-an error on every rank.
+Where digests differ, weights are only in doubt: a pass may have changed them on each rank for
+itself (noise, or an ascent step on its own batch) and undo that before the step. So the weights are
+compared before the next optimizer step, or some passes later if there is none. Ranks with different
+processors may differ by the rounding of many steps: that warns once. A larger difference is an
+error on every rank.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SameWeights:
         self._said: set[str] = set()
 
     def start_over(self) -> None:
-        """Restart the count of passes, from weights that all ranks have alike."""
+        """Restart the count of passes, after all ranks were given the same weights."""
         self.passes = 0
         """Passes so far."""
         self._next = 1
@@ -74,7 +74,7 @@ class SameWeights:
 
     @contextlib.contextmanager
     def parting(self) -> Iterator[None]:
-        """A block in which copies may diverge, as inside ``join``: that is a warning then."""
+        """A block in which copies may diverge, as inside ``join``: differences only warn."""
         self._may_part = True
         try:
             yield
@@ -82,13 +82,13 @@ class SameWeights:
             self._may_part = False
 
     def ask(self) -> None:
-        """Have the next pass compared; all ranks do it after the same pass."""
+        """Compare the next pass; all ranks call this after the same pass."""
         if self._answered < FREE + self.passes // SHARE:
             self._answered += 1
             self._next = self.passes + 1
 
     def begin_pass(self, *, compares: bool = True) -> None:
-        """Count a pass that ``compares`` weights, and take the digest where it is due."""
+        """Count a pass, and take the digest if it ``compares`` weights and a digest is due."""
         self.digest = None
         if not compares:
             return
@@ -110,14 +110,14 @@ class SameWeights:
         self._number = float(int(numbers[0]) >> 11 & _NUMBER) + 1.0
 
     def number(self) -> float:
-        """Take the digest as a number, once; that of a device in the next pass. 0.0 is none."""
+        """Return the digest as a number, once (0.0: none); a device's in the next pass."""
         if self.digest is None:
             self._late.settle()  # that of a pass before
         number, self._number = self._number, 0.0
         return number
 
     def digest_of_now(self) -> torch.Tensor | None:
-        """Compute a digest of all weights, 64 bits where they lie; None where there are none."""
+        """Compute a digest of all weights, 64 bits on their device; None without weights."""
         return digest_of_all([tensor for _, tensor in self._named()])
 
     def _digests(self) -> list[tuple[tuple[str, torch.Tensor], torch.Tensor]]:
@@ -129,7 +129,7 @@ class SameWeights:
     def doubt(self, axis: Communicator, *, is_in: bool = True) -> CollectiveMismatchError | None:
         """Handle digests that differ, which all ranks of ``axis`` see; returns the error to raise.
 
-        Without ``is_in`` those of this rank are not compared.
+        Without ``is_in`` the weights of this rank are not compared.
         """
         since = self.passes if self._doubt is None else self._doubt[0]
         if self._may_part or self.passes >= since + PATIENCE:
@@ -140,7 +140,7 @@ class SameWeights:
         return None
 
     def judge(self) -> None:
-        """Compare weights in doubt; called before a step of an optimizer, which all ranks make.
+        """Compare weights in doubt; called before an optimizer step, which all ranks make.
 
         Raises CollectiveMismatchError on every rank where they differ.
         """
@@ -155,8 +155,8 @@ class SameWeights:
     def _compare(self, axis: Communicator, *, is_in: bool) -> CollectiveMismatchError | None:
         """Make the error that every rank of ``axis`` raises where weights differ; collective.
 
-        None where they differ by rounding, which is said once. Without ``is_in`` those of this rank
-        are not compared.
+        Returns None, and warns once, where they differ only by rounding. Without ``is_in`` the
+        weights of this rank are not compared.
         """
         found = self._digests()
         mine = [digest.item() for _, digest in found] if is_in else None
@@ -197,10 +197,10 @@ class SameWeights:
 
 
 def bits_of(digest: torch.Tensor) -> torch.Tensor:
-    """Spell ``digest`` in numbers whose sums over the ranks tell whether all have the same.
+    """Encode ``digest`` as numbers whose sums over the ranks tell whether all ranks agree.
 
-    `BITS` ones or zeros, and one less each of them: somewhere both sums are above zero where two
-    ranks differ, in any dtype.
+    `BITS` bits and their complements: where two ranks differ in a bit, both sums are above zero, in
+    any dtype.
     """
     ones = (digest >> torch.arange(64 - BITS, 64, device=digest.device)).bitwise_and_(1)
     return torch.cat([ones, 1 - ones])

@@ -1,8 +1,8 @@
-"""State that all ranks must hold alike before the first step: compared, or broadcast from one rank.
+"""State that must be equal on all ranks before the first step: compared, or broadcast from one.
 
-Parameters that become shards are compared by digests, taken of the full tensors before these are
-sharded: afterwards no rank could tell that another has started from other values. Values that were
-written since are not compared, as a state that was loaded into the shards.
+Parameters that become shards are compared by digests of the full tensors, taken before sharding:
+afterwards no rank could tell that another had started from other values. Values written since then,
+such as a state loaded into the shards, are not compared.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def compare_parameters(
 ) -> None:
     """Check that every rank has the same parameters: names, shapes, dtypes, strides, which train.
 
-    Those whose names are in ``sparse`` give sparse gradients, those in ``fresh`` are other objects
-    than before; that is compared too. So are ``buffers``, which are to be broadcast. ``reason`` is
+    Names in ``sparse`` give sparse gradients, and names in ``fresh`` are parameters that were
+    replaced; both are compared too, as are ``buffers``, which are to be broadcast. ``reason`` is
     shown to ranks that do something else meanwhile.
 
-    Raises CollectiveMismatchError on every rank, naming the first tensor that differs and the
-    ranks on both sides.
+    Raises CollectiveMismatchError on every rank, naming the first tensor that differs and the ranks
+    of each version.
     """
     rows = [
         [name, list(t.shape), str(t.dtype), list(t.stride()), t.requires_grad]
@@ -83,7 +83,7 @@ def require_equal_tensors(
     label: str = "compare parameters",
     opening: str = "",
 ) -> None:
-    """Check that every rank has the same ``rows``, which describe its tensors; collective.
+    """Check that ``rows``, which describe this rank's tensors, are equal on every rank; collective.
 
     Raises CollectiveMismatchError on every rank, naming the first row that differs.
     """
@@ -106,11 +106,11 @@ def broadcast_tensors(
     source: int = 0,
     only_changed: bool = False,
 ) -> None:
-    """Give every rank the values that rank ``source`` has, in place.
+    """Overwrite ``tensors`` on every rank, in place, with the values of rank ``source``.
 
-    With ``only_changed`` what is equal already is not written: an existing graph may need it.
+    ``only_changed`` skips tensors that are equal already: an existing graph may need them.
 
-    Of DTensors the parts that this rank holds. Tensors travel together as bytes, whatever their
+    DTensors send the parts that this rank holds. Tensors travel together as bytes, whatever their
     dtypes, so that many small ones cost one broadcast.
     """
     # The largest elements first: each tensor then starts at a multiple of its element size.
@@ -131,7 +131,7 @@ def broadcast_tensors(
 
 
 def _without_copies(tensor: torch.Tensor) -> torch.Tensor:
-    """Take one index of each dim of ``tensor`` that was expanded: its elements share memory."""
+    """Take one index of each expanded dim of ``tensor``, whose elements share memory."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -169,7 +169,7 @@ def _broadcast_slab(
 
 
 def _changed(buffer: torch.Tensor, targets: Sequence[torch.Tensor]) -> list[int]:
-    """Find the targets whose bits are not those that ``buffer`` has for them, one after another."""
+    """Find the ``targets`` whose bits differ from those packed one after another in ``buffer``."""
     found: list[int] = []
     offset = 0
     for number, target in enumerate(targets):
@@ -186,10 +186,10 @@ def synchronize(
     shard: Communicator | None,
     replicate: Communicator | None,
 ) -> None:
-    """Give all ranks the tensors of the first; over ``replicate`` first, so that nodes agree.
+    """Give all ranks the tensors of the first rank; over ``replicate`` first, so that nodes agree.
 
-    Raises ValueError for what is on the meta device, or not where its ranks communicate, and
-    CollectiveMismatchError where ranks have other tensors.
+    Raises ValueError for tensors on the meta device, or not on the device that their ranks
+    communicate from, and CollectiveMismatchError where ranks have other tensors.
     """
     rows = [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in named]
     for axis in (replicate, shard):
@@ -232,7 +232,7 @@ class StartingBuffer:
 
 
 def is_of_one_rank(module: nn.Module, ignored: Collection[int]) -> bool:
-    """Whether all parameters of ``module`` are ``ignored``, by ``id``, as those of an expert."""
+    """Whether all parameters of ``module`` are ``ignored``, by ``id``, like those of an expert."""
     parameters = list(module.parameters())
     return bool(parameters) and all(id(parameter) in ignored for parameter in parameters)
 
@@ -240,9 +240,9 @@ def is_of_one_rank(module: nn.Module, ignored: Collection[int]) -> bool:
 def starting_buffers(
     modules: Iterable[nn.Module], ignored: Collection[int], axes: tuple[Communicator, ...]
 ) -> tuple[StartingBuffer, ...]:
-    """List the buffers of ``modules`` that a state dict has.
+    """List the buffers of ``modules`` that a state dict holds.
 
-    Left out are those of modules `is_of_one_rank`, and what no state dict has.
+    Buffers of modules for which `is_of_one_rank` is true are left out.
     """
     held = [
         (module, name, tensor)
@@ -261,7 +261,7 @@ def starting_buffers(
 
 @torch.no_grad()
 def has_values_of(tensor: torch.Tensor, before: torch.Tensor) -> bool:
-    """Whether ``tensor`` has the values of ``before``, perhaps converted."""
+    """Whether ``tensor`` has the values of ``before``, in any dtype and on any device."""
     if tensor.is_meta or before.is_meta or tensor.shape != before.shape:
         return False
     return torch.equal(before.to(tensor.device, tensor.dtype), tensor)
@@ -270,12 +270,12 @@ def has_values_of(tensor: torch.Tensor, before: torch.Tensor) -> bool:
 def compare_digests(
     axis: Communicator, named: Sequence[tuple[str, Compared]], found: str, remedy: str
 ) -> str:
-    """Compare digests over ``axis``, but for those that one rank does not have.
+    """Compare digests over ``axis``, except those that a rank does not have.
 
-    All ranks call it together, with what was ``found`` over axes before: ranks of other rows are
-    told here. One stop of the host for each device.
+    All ranks call it together, with what was ``found`` over earlier axes, so that this reaches
+    ranks of other rows here. The host waits once for each device.
 
-    Returns what differs, the first name and the ranks on both sides; empty where nothing does.
+    Returns a description of the difference with the first name and the ranks, or "".
     """
     names = [name for name, _ in named]
     said = [found, names, _to_host([each for _, each in named])]
@@ -293,7 +293,7 @@ def compare_digests(
 
 
 def _to_host(compared: Sequence[Compared]) -> list[int | None]:
-    """List the digests of whole tensors whose parts are what they were."""
+    """List the digests of whole tensors whose parts have not changed."""
     flat = [digest for each in compared if each is not None for digest in each]
     on: dict[torch.device, list[int]] = {}
     for index, digest in enumerate(flat):

@@ -1,7 +1,7 @@
-"""The steps that optimizers of some parameters have made on this rank, or raised in.
+"""Counts the optimizer steps over some parameters on this rank, and the steps that raised.
 
-Versions of tensors alone cannot tell: a step that raised may have changed half of the weights, and
-an optimizer that holds nothing of this rank's changes none.
+Tensor versions alone cannot tell: a step that raised may have changed half of the weights, and an
+optimizer without parameters on this rank changes none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
 class Steps(Enum):
-    """The steps of optimizers since the last question."""
+    """What optimizers did since the last `take`."""
 
     NONE = "none"
     ENDED = "ended"
@@ -47,10 +47,10 @@ class StepWatch:
         *,
         with_settings: bool = False,
     ) -> None:
-        """``given`` are the objects that users had for parameters that they were replaced by.
+        """``given`` are the original objects of parameters that were replaced.
 
-        ``check`` is called before each step with its optimizer, and raises where there must be none
-        now. `settings` are noted ``with_settings`` only.
+        ``check`` is called with the optimizer before each step, and raises where a step is not
+        allowed. `settings` are recorded ``with_settings`` only.
         """
         self._with_settings = with_settings
         self._check = check
@@ -84,11 +84,11 @@ class StepWatch:
                 del hooks[key]
 
     def ask(self, check: Callable[[torch.optim.Optimizer], object] | None) -> None:
-        """Call ``check`` before each step from now on; None: nothing."""
+        """Call ``check`` before each step from now on; None removes the check."""
         self._check = check
 
     def take(self) -> Steps:
-        """Return the steps since the last call. A step that runs now counts as one that raised."""
+        """Return the steps since the last call. An unfinished step counts as one that raised."""
         begun, ended = self._begun, self._ended
         self._begun = self._ended = 0
         self.was_fused, self._is_fused = self._is_fused, False
@@ -116,7 +116,7 @@ class StepWatch:
                 self._noted += self._settings(optimizer)
 
     def _settings(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """Write the numbers by which groups of ``optimizer`` step, those of equal groups once."""
+        """Describe the settings of each parameter group of ``optimizer``, without duplicates."""
         numbers = [_numbers(optimizer, group) for group in optimizer.param_groups]
         before = self._words.get(optimizer)
         if before is not None and before[0] == numbers:
@@ -152,9 +152,9 @@ class StepWatch:
 
 
 def _numbers(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[tuple[str, object]]:
-    """List what a step of ``group`` computes with, but for what lies in tensors of a device.
+    """List the numbers that a step of ``group`` uses, except values in tensors on a device.
 
-    What else a group holds, as the norm of its gradient that a user has put there, is no setting.
+    Other entries of a group, such as a gradient norm that a user has stored, are no settings.
     """
     found: list[tuple[str, object]] = []
     for key, value in group.items():
@@ -172,14 +172,14 @@ def _numbers(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[tu
 
 
 def _number(value: torch.Tensor) -> float | None:
-    """Read ``value`` where nothing waits for it, and no graph is made of the step."""
+    """Read ``value`` if that needs no wait and does not disturb a traced step."""
     if value.numel() != 1 or not is_host(value.device) or torch.compiler.is_compiling():
         return None
     return value.item()
 
 
 class _Hook:
-    """A hook of the process on all optimizers, which does not keep its watch alive."""
+    """A process-wide hook on all optimizers that does not keep its watch alive."""
 
     def __init__(self, method: weakref.WeakMethod[Any]) -> None:
         self._method = method

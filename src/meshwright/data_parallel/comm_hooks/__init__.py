@@ -1,17 +1,17 @@
-"""Communication hooks: other ways to reduce a bucket of gradients than a plain sum.
+"""Communication hooks, which reduce a bucket of gradients in another way than by a plain sum.
 
-Each is ``hook(state, bucket)``, for ``register_comm_hook`` of a replicated module. Where the state
-is an axis it may be a process group, a `Communicator`, or None for the module's own. Hooks that
-were written for torch's protocol work beside them, unchanged::
+Each is ``hook(state, bucket)``, for ``register_comm_hook`` of a replicated module. An axis as state
+is a process group, a `Communicator`, or None for the module's own axis. Hooks written for torch's
+protocol work unchanged::
 
     hook                             what is sent                       state
     allreduce_hook                   the gradients                      an axis
     fp16_compress_hook, bf16_..      the gradients in half precision    an axis
     fp16_compress_wrapper(hook), ..  as ``hook``, in half precision     that of ``hook``
-    quantization_pertensor_hook, ..  8 bits an element, with a scale    an axis
+    quantization_pertensor_hook, ..  8 bits per element, and a scale    an axis
     powerSGD_hook, batched_..        two thin matrices, see `power_sgd` PowerSGDState
     post_localSGD_hook               the gradients, later in a subgroup PostLocalSGDState
-    optimizer_in_backward_hook       as the hook inside; then a step    OptimizerInBackward
+    optimizer_in_backward_hook       as the inner hook, then a step     OptimizerInBackward
     noop_hook                        nothing                            anything
 
 Bottom-up:

@@ -1,6 +1,6 @@
 """PowerSGD: gradients sent as two thin matrices (Vogels, Karimireddy, Jaggi, arXiv 1905.13727).
 
-For each gradient M of rank i, as a matrix of n x m, with r columns in P and Q::
+Each gradient M of rank i is an n x m matrix; P and Q have r columns::
 
     1. M_i  <- M_i + error_i                      error feedback
     2. P    <- sum_i M_i Q,  made orthonormal     all-reduce of n * r numbers
@@ -29,16 +29,16 @@ Future = torch.futures.Future[torch.Tensor]
 
 @dataclass(eq=False, repr=False)
 class PowerSGDState:
-    """Settings of PowerSGD and what it keeps from pass to pass, with torch's names.
+    """Settings of PowerSGD and the state that it keeps between passes, with torch's names.
 
-    Gradients are summed as they are in the first ``start_powerSGD_iter`` backward passes. A
-    gradient is compressed where that saves more than a factor of ``min_compression_rate``.
-    Columns are made orthonormal by a QR decomposition, which a column of zeros does not disturb;
-    with an ``orthogonalization_epsilon`` above 0 one by one, divided by their length plus that.
-    With ``batch_tensors_with_same_shape`` matrices of one shape are multiplied together. After each
+    The first ``start_powerSGD_iter`` backward passes sum gradients uncompressed. A gradient is
+    compressed if that saves more than a factor of ``min_compression_rate``. Columns are made
+    orthonormal by a QR decomposition, which a column of zeros does not disturb; with an
+    ``orthogonalization_epsilon`` above 0 one by one, each divided by its length plus epsilon. With
+    ``batch_tensors_with_same_shape`` matrices of one shape are multiplied together. After each
     ``compression_stats_logging_frequency`` compressed passes `compression_stats` is logged.
 
-    Raises ValueError for an early start with error feedback or warm start.
+    Raises ValueError when compression starts too early for error feedback or warm start.
     """
 
     process_group: Any = None
@@ -70,7 +70,7 @@ class PowerSGDState:
         self._generator = torch.Generator().manual_seed(self.random_seed)
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """The rate, and how many numbers there were before and after compression."""
+        """The compression rate, and the number of elements before and after compression."""
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return (before / after if after else 0.0), before, after
 
@@ -102,7 +102,7 @@ class PowerSGDState:
         return is_worthwhile
 
     def correct(self, bucket: GradBucket, numbers: torch.Tensor) -> torch.Tensor | None:
-        """Add what was lost before to ``numbers``; returns a copy, to find what is lost now."""
+        """Add the previous error to ``numbers``; returns a copy, to compute the new error from."""
         if not self.use_error_feedback:
             return None
         error = self.error_dict.get(bucket.index())
@@ -139,7 +139,7 @@ class PowerSGDState:
     def products(
         self, left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Multiply ``left`` by ``right``, one by one; those of one shape together, if asked to."""
+        """Multiply ``left`` by ``right`` pairwise, batching equal shapes if so configured."""
         if not self.batch_tensors_with_same_shape:
             return [a @ b for a, b in zip(left, right, strict=True)]
         places: dict[tuple[torch.Size, torch.Size], list[int]] = {}
@@ -195,9 +195,9 @@ def _compressed(
     others: Sequence[torch.Tensor],
     corrected: torch.Tensor | None,
 ) -> Deferred[torch.Tensor]:
-    """Replace each matrix by P Q^T, each other by its mean; ``numbers`` is what they are views of.
+    """Replace matrices by P Q^T and other gradients by means; all are views of ``numbers``.
 
-    Steps 2. to 4. of the drawing above.
+    Steps 2 to 4 of the algorithm above.
     """
     axis, index = reduction_axis(state.process_group, bucket.communicator), bucket.index()
     plain = _sums(axis, others, f"{bucket.label}: not compressed")
@@ -224,7 +224,7 @@ def _compressed(
 def _sums(
     axis: Communicator, tensors: Sequence[torch.Tensor], label: str
 ) -> Deferred[list[torch.Tensor]]:
-    """Begin to sum ``tensors`` over the axis, all in one call; the value has their shapes."""
+    """Start to sum ``tensors`` over the axis in one call; the value has their shapes."""
     if not tensors:
         return Deferred(list)
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])

@@ -1,4 +1,4 @@
-"""Communication hooks with buckets, for sharded and hybrid units as for replicas.
+"""Communication hooks for sharded and hybrid units, with the same buckets as for replicas.
 
 A hook ``hook(state, bucket)`` replaces an all-reduce. Where it runs depends on the axes::
 
@@ -7,8 +7,8 @@ A hook ``hook(state, bucket)`` replaces an all-reduce. Where it runs depends on 
     replicate x shard    this rank's part of their means      replicate    reduce-scatter first
     shard                the whole gradients                  shard        cut to this rank's part
 
-So in hybrid PowerSGD compresses the shards, of `fully_shard` as the matrices that they are, on the
-slow axis only. On a shard axis alone a hook moves more than a reduce-scatter would: all of it.
+So with hybrid sharding PowerSGD compresses the shards (as matrices under `fully_shard`), on the
+slow axis only. On a shard axis alone a hook moves whole gradients, more than a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from meshwright.errors import InternalError
 
 
 def register_bucket_hook(units: Sequence[Unit], state: object, hook: object) -> None:
-    """Have ``hook`` reduce the gradients of ``units``, which are in the order of their forward.
+    """Have ``hook`` reduce the gradients of ``units``, which are in forward order.
 
-    Raises TypeError or ValueError for what cannot be a hook, RuntimeError for a second one.
+    Raises TypeError or ValueError for an invalid hook, RuntimeError for a second one.
     """
     registered = RegisteredHook(hook=check_hook(hook), state=state)
     if any(unit.settings.reduce_hook is not None for unit in units):
@@ -56,7 +56,7 @@ def _reduce_unit(
     whole: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Reduce the line ``whole`` of a unit's group by a hook; ``out`` gets this rank's part."""
+    """Reduce the buffer ``whole`` of a unit's group by a hook; ``out`` gets this rank's part."""
     unit = reference()
     if unit is None:
         raise InternalError("a hook was called for a unit that is gone")
@@ -86,7 +86,7 @@ def _call(registered: RegisteredHook, bucket: GradBucket) -> None:
 
 
 def _parts(group: ParameterGroup, rank: int) -> list[BucketPart]:
-    """List the parts of shard ``rank`` of the whole line: chunks, or flat pieces when packed."""
+    """List the parts of shard ``rank`` in the whole buffer: chunks, or flat ranges when packed."""
     layout, slots = group.buffer.layout, group.slots
     start = rank * layout.shard_size
     return [

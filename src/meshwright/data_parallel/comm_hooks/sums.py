@@ -1,8 +1,8 @@
 """Communication hooks that sum a bucket's gradients as they are, in half precision or in 8 bits.
 
-Beside some of them something else keeps the ranks equal, or uses gradients at once: after
-``start_localSGD_iter`` passes post-local SGD reduces inside a subgroup only, and the caller
-averages the parameters every few steps (Lin et al., arXiv 1808.07217).
+Two of them do more. After ``start_localSGD_iter`` passes post-local SGD reduces inside a subgroup
+only, and the caller averages the parameters every few steps (Lin et al., arXiv 1808.07217).
+`optimizer_in_backward_hook` steps the optimizer as soon as a bucket is reduced.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def fp16_compress_hook(state: object, bucket: GradBucket) -> Future:
 
 
 def bf16_compress_hook(state: object, bucket: GradBucket) -> Future:
-    """Compute the mean of the gradients in bfloat16: divided by the ranks, then summed."""
+    """Compute the mean of the gradients in bfloat16: divided by the rank count, then summed."""
     return _mean_in(torch.bfloat16, state, bucket)
 
 
@@ -53,7 +53,7 @@ def bf16_compress_wrapper(hook: CommunicationHook) -> CommunicationHook:
 
 
 def noop_hook(state: object, bucket: GradBucket) -> Future:
-    """Leave each rank its own gradients, and Nones, without communication. For measurements."""
+    """Leave each rank its own gradients, or None, without communication. For measurements."""
     return Deferred(bucket.buffer)
 
 
@@ -61,7 +61,7 @@ noop_hook.__dict__["is_local"] = True
 
 
 def quantization_pertensor_hook(state: object, bucket: GradBucket) -> Future:
-    """Compute the mean of gradients that were rounded to 256 levels between a bucket's extremes."""
+    """Compute the mean of gradients, each rounded to 256 levels between its bucket's extremes."""
     buffer = bucket.buffer()
     return _quantized(state, bucket, buffer.view(1, -1))
 
@@ -69,7 +69,7 @@ def quantization_pertensor_hook(state: object, bucket: GradBucket) -> Future:
 def quantization_perchannel_hook(
     state: object, bucket: GradBucket, bucket_size: int = 512
 ) -> Future:
-    """Do as `quantization_pertensor_hook`, for each ``bucket_size`` elements on their own."""
+    """Quantize as `quantization_pertensor_hook`, separately for each ``bucket_size`` elements."""
     buffer = bucket.buffer()
     rows = torch.nn.functional.pad(buffer, (0, -len(buffer) % bucket_size))
     return _quantized(state, bucket, rows.view(-1, bucket_size))
@@ -106,7 +106,7 @@ class PostLocalSGDState:
 
 
 def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future:  # noqa: N802
-    """Compute the mean over the process group; from ``start_localSGD_iter`` on the subgroup."""
+    """Compute the mean over the group; from ``start_localSGD_iter`` on, over the subgroup."""
     is_global = state.iter < state.start_localSGD_iter
     if is_global and bucket.is_last():
         state.count_pass()
@@ -134,7 +134,7 @@ class OptimizerInBackward:
 
 
 def optimizer_in_backward_hook(state: OptimizerInBackward, bucket: GradBucket) -> Future:
-    """Run the hook inside ``state``, then a step of the bucket's optimizer."""
+    """Run the inner hook of ``state``, then step the bucket's optimizer."""
     future = state.hook(state.hook_state, bucket)
 
     def finish() -> torch.Tensor:
@@ -185,7 +185,7 @@ def _narrowed(hook: CommunicationHook, dtype: torch.dtype) -> CommunicationHook:
 
 
 def _quantized(state: object, bucket: GradBucket, rows: torch.Tensor) -> Future:
-    """Compute the mean of ``rows``, each sent with a scale and an offset of its own."""
+    """Compute the mean of ``rows``, each sent with its own scale and offset."""
     axis, buffer = reduction_axis(state, bucket.communicator), bucket.buffer()
     low = rows.amin(1, keepdim=True).clamp(max=0)
     high = rows.amax(1, keepdim=True).clamp(min=0)

@@ -1,13 +1,13 @@
-"""Modules as users have them, seen by data parallelism.
+"""User modules as data parallelism sees them.
 
 Bottom-up:
 
-    nested            the tensors in whatever a module is given or returns
+    nested            the tensors in the inputs and outputs of a module
     module_tensors    the parameters and buffers that a module holds now
     equal_buffers     the buffers that are kept equal
     batch_norm        BatchNorm with the statistics of all ranks, or of one
     checkpoint_names  names without the wrappers, for torch's checkpoint functions
-    of_this_process   modules that no other process and no file can hold
+    of_this_process   modules that cannot be pickled
 """
 
 from __future__ import annotations

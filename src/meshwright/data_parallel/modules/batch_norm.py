@@ -1,6 +1,6 @@
-"""BatchNorm with the statistics of all ranks' batches together, as one process would have them.
+"""BatchNorm over the batches of all ranks together, as in one process, or over each rank's own.
 
-Or with those of each rank's own batch, as torch has it where nothing is said; then it is said once.
+torch's default is each rank's own batch; using it without saying so warns once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def running_instance_norms(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def with_statistics(module: nn.Module) -> dict[str, nn.Module]:
-    """List the modules inside ``module`` that keep statistics of batches, by name."""
+    """List the modules inside ``module`` that keep batch statistics, by name."""
     return {**batch_norms(module), **running_instance_norms(module)}
 
 
@@ -71,10 +71,10 @@ synchronise_batch_norm = synchronize_batch_norm
 
 
 def keep_batch_norm_local(module: nn.Module) -> None:
-    """Keep every BatchNorm in ``module`` to the batch of each rank, without a warning.
+    """Keep every BatchNorm in ``module`` on each rank's own batch, without a warning.
 
-    That is what torch does, and other numbers than those of one process. The same holds for the
-    running statistics of an InstanceNorm that has some.
+    That is torch's behavior; its numbers differ from those of one process. The same holds for
+    running statistics of an InstanceNorm.
     """
     for part in with_statistics(module).values():
         part.__dict__[IS_KNOWN] = True
@@ -90,13 +90,13 @@ class LocalStatistics:
         self.follow(module)
 
     def follow(self, module: nn.Module) -> None:
-        """Look at the modules that ``module`` holds now, in place of those before."""
+        """Watch the modules that ``module`` holds now instead of the former ones."""
         self._named = with_statistics(module) if self._is_first else {}
         self.is_due = bool(self._named)
         """True where there is one that has not trained yet."""
 
     def tell(self) -> None:
-        """Warn of those that use the statistics of their batch in the pass that begins."""
+        """Warn about modules that use the statistics of their own batch in the pass that begins."""
         waiting = {name: part for name, part in self._named.items() if not _uses_batch(part)}
         found = {
             name: part
@@ -143,7 +143,7 @@ def _uses_batch(part: nn.Module) -> bool:
 
 
 def _is_unasked(part: nn.Module) -> bool:
-    """Whether nobody has said whose statistics ``part`` uses."""
+    """Whether the user has not chosen whose statistics ``part`` uses."""
     if isinstance(part, SyncBatchNorm) or IS_KNOWN in vars(part):
         return False
     return getattr(vars(part).get("forward"), "func", None) is not _forward
@@ -182,7 +182,7 @@ def _forward(
 
 
 def _spread(vector: torch.Tensor, ndim: int) -> torch.Tensor:
-    """View one number a channel in the shape that multiplies a batch of ``ndim`` dims."""
+    """View a vector with one element per channel so that it broadcasts over ``ndim`` dims."""
     return vector.view(-1, *(1,) * (ndim - 2))
 
 
@@ -190,7 +190,7 @@ def _spread(vector: torch.Tensor, ndim: int) -> torch.Tensor:
 def _track(
     module: AnyBatchNorm, mean: torch.Tensor, variance: torch.Tensor, total: torch.Tensor
 ) -> None:
-    """Move the running statistics, by the variance without bias, as one process does."""
+    """Update the running statistics with the unbiased variance, as one process does."""
     if module.running_mean is None or module.running_var is None:
         return
     factor = module.momentum

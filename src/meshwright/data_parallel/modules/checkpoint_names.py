@@ -1,18 +1,18 @@
-"""Names as torch's checkpoint functions find them: as if nothing had been wrapped.
+"""Hides wrappers from torch's checkpoint functions, so that these see the names before wrapping.
 
-`torch.distributed.checkpoint.state_dict` looks for torch's own wrappers by their classes. Any other
-one has a place in names. While those functions ask, and only then, a wrapper steps aside::
+`torch.distributed.checkpoint.state_dict` recognizes torch's own wrappers by class. The name of any
+other wrapper becomes part of the keys. Only while those functions run, our wrappers answer so::
 
     torch asks a wrapper                              the answer
-    1  ``_fqn_modifiers()``, how names change         below it a name continues inside
-    2  ``named_children()``                           what is inside
-    3  ``named_modules()``, and so its parameters     names without the wrapper's place
+    1  ``_fqn_modifiers()``, how names change         a name continues inside the wrapper
+    2  ``named_children()``                           the children of the wrapped module
+    3  ``named_modules()``, and so its parameters     names without the wrapper's own
     4  ``state_dict()``                               names without it
-    5  ``load_state_dict(...)``                       names without it are taken
+    5  ``load_state_dict(...)``                       accepts names without it
 
-What `torch.compile` has made of the wrapped module, which torch's functions step over elsewhere, is
-stepped over with it. Alternatives considered: to pass for a subclass of torch's own wrapper, which
-changes what all code of the process takes these for.
+The module that `torch.compile` puts around a wrapped module is skipped with it. Alternatives
+considered: posing as a subclass of torch's own wrapper, which would mislead all other code of the
+process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from meshwright.torch_internals.modules import COMPILED, asked
 
 
 def place_of(wrapper: nn.Module, own: str) -> tuple[str, ...]:
-    """List the parts of names between ``wrapper`` and what it wraps, compiled or not."""
+    """List the name components between ``wrapper`` and the module it wraps, compiled or not."""
     place, inner = [own], wrapper._modules[own]
     while inner is not None and COMPILED in inner._modules:
         place.append(COMPILED)
@@ -40,9 +40,9 @@ def without_compiled(name: str) -> str:
 
 
 class Inside:
-    """The module below a wrapper as torch's functions find it in its place, by its own rules.
+    """The module inside a wrapper, as torch's checkpoint functions find it.
 
-    ``hidden`` is the prefix of names of parameters that users have not given.
+    ``hidden`` is the name prefix of parameters that users did not register.
     """
 
     def __init__(self, module: nn.Module, hidden: str = "") -> None:
@@ -74,13 +74,13 @@ class Inside:
         return {name: held for name, held in found.items() if not self._hides(name)}
 
     def named_parameters(self, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """List those of the module, without those that are hidden."""
+        """List the module's parameters, except hidden ones."""
         for name, parameter in self._module.named_parameters(**options):
             if not self._hides(name):
                 yield name, parameter
 
     def named_children(self) -> Iterator[tuple[str, Any]]:
-        """List those of the module, hiding the same."""
+        """List the module's children, with hidden parameters left out."""
         for name, module in self._module.named_children():
             yield name, module if isinstance(module, SteppedOver) else Inside(module, self._hidden)
 
@@ -89,22 +89,22 @@ class Inside:
 
 
 class StepOver(dict[str, str]):
-    """The answer of a wrapper to how names change below it."""
+    """A wrapper's answer to how names change below it."""
 
     def __init__(self, place: str, inside: Inside) -> None:
         super().__init__({"": place})
         self._inside = inside
 
     def get(self, key: str, default: Any = None) -> Any:  # noqa: ANN401 - as of any dict
-        """The way on from the wrapper to a name inside: its own place is in none.
+        """Return the module that a name continues in: the wrapper itself adds no component.
 
-        A module around the wrapper that hands on its attributes (of PEFT) has names of its own.
+        A module around the wrapper that forwards its attributes (PEFT) has names of its own.
         """
         return "_inside" if hasattr(self._inside, key) else default
 
 
 class SteppedOver(nn.Module):
-    """A wrapper around one module that torch's checkpoint functions step over."""
+    """A wrapper around one module that torch's checkpoint functions skip."""
 
     _wrapped_as: str
     """The attribute that holds what it wraps."""
@@ -127,7 +127,7 @@ class SteppedOver(nn.Module):
         return self._names_are_asked
 
     def named_children(self) -> Iterator[tuple[str, Any]]:
-        """List as any module; while those functions ask, what is inside of what it wraps."""
+        """List children as any module; for those functions, the children of the wrapped module."""
         if asked("tensors") is None:
             yield from super().named_children()
         else:
@@ -141,7 +141,7 @@ class SteppedOver(nn.Module):
         prefix: str = "",
         remove_duplicate: bool = True,
     ) -> Generator[tuple[str, nn.Module]]:
-        """List as any module; while those functions ask, under the names before wrapping."""
+        """List modules as any module; for those functions, under the names before wrapping."""
         found = super().named_modules(memo, prefix, remove_duplicate)
         return self._as_before(found, prefix) if self._is_asked() else found
 
@@ -162,6 +162,6 @@ class SteppedOver(nn.Module):
 
 
 def rename(state: dict[str, Any], old: str, new: str) -> None:
-    """Give the entries below ``old`` names below ``new``."""
+    """Rename the keys of ``state`` that begin with ``old`` to begin with ``new``."""
     for key in [key for key in state if key.startswith(old)]:
         state[new + key[len(old) :]] = state.pop(key)

@@ -1,4 +1,4 @@
-"""The buffers of a module that are kept equal: one rank's for all, whichever they are now."""
+"""Buffers that are kept equal on all ranks: one rank's values are broadcast to the others."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from meshwright.data_parallel.modules.module_tensors import ModuleBuffers
 
 
 class EqualBuffers:
-    """Gives the ranks of ``communicator`` the buffers that one of them has.
+    """Gives the ranks of ``communicator`` the buffers of one of them.
 
-    Those of ``ignored`` modules are left alone, and those that ``names`` lists. All ranks have them
-    alike at first, in number, shape and dtype. Where that changes they are compared again.
+    Buffers of ``ignored`` modules, and those listed in ``names``, are left alone. Number, shapes
+    and dtypes are equal on all ranks at first; they are compared again after a change.
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class EqualBuffers:
         return self._held.look()
 
     def follow(self) -> Mapping[str, torch.Tensor]:
-        """Return what `look` does; a collective if buffers were added, removed or changed in kind.
+        """Return `look()`; a collective if buffers were added, removed or changed in kind.
 
-        Raises CollectiveMismatchError on every rank, naming the buffer, where they are not alike.
+        Raises CollectiveMismatchError on every rank, naming the buffer, where they differ.
         """
         buffers = self._held.look()
         if buffers is not self._alike:
@@ -59,7 +59,7 @@ class EqualBuffers:
         self.broadcast(source)
 
     def broadcast(self, source: int) -> None:
-        """Do as `synchronize`, where `follow` has just been called."""
+        """Broadcast as `synchronize` does, right after `follow` was called."""
         found = self._alike.values()
         broadcast_tensors(self._communicator, found, label="broadcast buffers", source=source)
 

@@ -1,8 +1,8 @@
-"""The parameters and buffers that a module holds now: each of them may be replaced at any time.
+"""The parameters and buffers that a module holds now; each may be replaced at any time.
 
-Nobody can keep the tensors that were found first. ``module.weight = nn.Parameter(...)``,
-``load_state_dict(assign=True)`` or another submodule put other objects into the dicts of modules,
-and so does a forward that assigns a buffer (``self.mean = ...``), each time it runs.
+The tensors found at first cannot be cached for good: ``module.weight = nn.Parameter(...)``,
+``load_state_dict(assign=True)`` or a new submodule put other objects into the dicts of modules, and
+a forward that assigns a buffer (``self.mean = ...``) does so each time it runs.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _END = object()
 
 
 class _HeldTensors:
-    """The tensors that a module and those below it hold in one dict, but for those left alone.
+    """The tensors of one kind in a module and its submodules, except ignored ones.
 
-    To see that nothing has changed takes no Python call for each tensor or module.
+    Checking that nothing has changed needs no Python call per tensor or module.
     """
 
     def __init__(
@@ -34,8 +34,8 @@ class _HeldTensors:
         ignored: Collection[nn.Module] = (),
         names: Collection[str] = (),
     ) -> None:
-        """``kind`` is the attribute that is the dict. ``ignored`` modules are left alone with all
-        below them, and so are the tensors that ``names`` lists.
+        """``kind`` is the attribute with the dict. ``ignored`` modules are left out with all below
+        them, and so are the tensors in ``names``.
         """
         # What the module holds may hold this, so a strong reference back would be a cycle.
         self._module = weakref.ref(module)
@@ -46,7 +46,7 @@ class _HeldTensors:
 
     @property
     def module(self) -> nn.Module:
-        """The module. Raises RuntimeError when it is gone."""
+        """The module. Raises RuntimeError when it was garbage-collected."""
         module = self._module()
         if module is None:
             raise RuntimeError("the replicated module is gone")
@@ -67,13 +67,13 @@ class _HeldTensors:
 
     @property
     def _has_changed(self) -> bool:
-        """True when any tensor or module is another object than at the last look."""
+        """True when any tensor or module was replaced since the last look."""
         found = chain(chain.from_iterable(self._tensors), (_END,), *self._modules)
         # Each list ends with `_END`, so that none is a mere part of the other.
         return not all(map(is_, found, chain(self._known, self._known_modules)))
 
     def _collect(self) -> dict[str, torch.Tensor]:
-        """Find the tensors by name, each once, in the order of their registration."""
+        """Find the tensors by name, each once, in the order of registration."""
         if not all(map(is_, chain.from_iterable(self._modules), self._known_modules)):
             self._walk()
         self._known = [*chain.from_iterable(self._tensors), _END]
@@ -121,7 +121,7 @@ class ModuleParameters(_HeldTensors):
             self.named = tuple(found.items())
 
     def _runs_with_others(self) -> bool:
-        """Whether the module runs with other tensors for this call alone."""
+        """Whether the module runs with substituted tensors in this call (`functional_call`)."""
         held = chain.from_iterable(self._tensors)
         is_own = all(isinstance(each, nn.Parameter | None) for each in held)
         return not is_own or lent_now() is not None

@@ -1,4 +1,4 @@
-"""The tensors in whatever a module is given or returns."""
+"""The tensors in the inputs and outputs of a module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.torch_internals.trees import tree_leaves, tree_map
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """List the tensors in nested containers of Python's, dataclasses, and what is registered."""
+    """List the tensors in nested Python containers, dataclasses, and registered pytree nodes."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -36,10 +36,10 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:  # noqa: ANN401
-    """Return ``value`` with ``function`` of its tensors in their places.
+    """Return ``value`` with ``function`` applied to each of its tensors.
 
-    Registered containers (sequences and mappings are) are rebuilt; dataclasses, which need not be
-    registered, and sets are copied where one of their tensors has changed.
+    Registered containers (sequences and mappings among them) are rebuilt; unregistered dataclasses
+    and sets are copied if one of their tensors has changed.
     """
     return tree_map(partial(_mapped, function), value)
 
@@ -50,7 +50,7 @@ def cloned(
     where: Callable[[torch.Tensor], bool],
     clone: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.clone,
 ) -> Any:  # noqa: ANN401
-    """Return ``value`` with copies, by ``clone``, of the tensors for which ``where`` is true."""
+    """Return ``value`` with tensors for which ``where`` is true replaced by ``clone`` of them."""
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
         return clone(tensor) if where(tensor) else tensor
@@ -61,7 +61,7 @@ def cloned(
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401
-    """Return ``value`` in ``dtype`` where it is a floating-point tensor, else as it is."""
+    """Cast ``value`` to ``dtype`` if it is a floating-point tensor; return others unchanged."""
     if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != dtype:
         return value.to(dtype)
     return value
@@ -88,10 +88,10 @@ def _mapped(function: Callable[[torch.Tensor], torch.Tensor], leaf: Any) -> Any:
 
 
 class Loan:
-    """Lists and dicts that a module is given in the place of its caller's, with other tensors.
+    """Copies of the caller's lists and dicts, with other tensors, that a module gets instead.
 
-    A module may write to what it is given, as to a cache that its blocks fill. What it has done to
-    its own is done to the caller's, once that is handed back::
+    A module may write to its inputs, such as a cache that its blocks fill. Changes of the copies
+    are applied to the caller's containers in `hand_back`::
 
         theirs [a, b]   ->   given [a', b']   -> module ->   given [a', b', c]
         theirs [a, b, c]   <-   hand back
@@ -102,9 +102,9 @@ class Loan:
         function: Callable[[torch.Tensor], torch.Tensor],
         rest: Callable[[Any], Any] | None = None,
     ) -> None:
-        """``function`` changes tensors, and ``rest`` what is no tuple, list or dict of Python's.
+        """``function`` maps tensors, and ``rest`` all other values except Python's containers.
 
-        Without ``rest`` its tensors are changed by ``function``, too.
+        Without ``rest``, ``function`` also maps the tensors in those.
         """
         self._function = function
         self._rest = rest
@@ -117,7 +117,7 @@ class Loan:
         that ask ``key is query`` expect."""
 
     def give(self, value: Any) -> Any:  # noqa: ANN401 - whatever a module is given
-        """Return what the module is given for ``value``: itself, where no tensor changes."""
+        """Return what the module gets for ``value``: ``value`` itself if no tensor changes."""
         if id(value) in self._given:
             return self._given[id(value)]
         if isinstance(value, torch.Tensor):
@@ -153,9 +153,9 @@ class Loan:
         self._given[id(theirs)] = own
 
     def hand_back(self) -> list[Any]:
-        """Do to the caller's lists and dicts what the module has done to its own.
+        """Apply the module's changes of the copies to the caller's lists and dicts.
 
-        Returns what these hold now and were not given.
+        Returns the values in them that were not there before.
         """
         new: list[Any] = []
         for theirs, own, given in self.lent:
@@ -169,7 +169,7 @@ class Loan:
         return new
 
     def has_given(self, value: Any) -> bool:  # noqa: ANN401
-        """Whether ``value`` was given to the module in the place of another one."""
+        """Whether ``value`` was given to the module in place of another one."""
         return any(given is value for given, _ in self._pairs)
 
     def _before(self, item: Any) -> Any:  # noqa: ANN401
@@ -187,7 +187,7 @@ _MAPPINGS = (dict, OrderedDict, defaultdict)
 
 
 def tensors_kept_by(modules: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
-    """List tensors with a graph that ``modules`` hold as attributes, or in lists: losses mostly."""
+    """List tensors with a graph that ``modules`` keep in attributes or lists; mostly losses."""
     for module in modules:
         values = module.__dict__.values()
         for value in values if any(map(_is_looked_at, {*map(type, values)})) else ():

@@ -1,4 +1,4 @@
-"""Modules that belong to this process: with groups, and memory that ranks share."""
+"""Modules bound to this process by process groups or by memory shared between ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 class OfThisProcess(nn.Module):
-    """A module that no file can hold: `pickle` and `torch.save` raise."""
+    """A module that cannot be pickled: `pickle` and `torch.save` raise."""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:  # noqa: ANN401 - of any object
         raise TypeError(
@@ -24,8 +24,8 @@ class OfThisProcess(nn.Module):
 
 
 def home_of(cls: type) -> dict[str, object]:
-    """The member by which a class that is made of ``cls`` is found where ``cls`` is.
+    """The attribute by which a class derived from ``cls`` can be found where ``cls`` is defined.
 
-    Empty where that is torch: compilers look less closely at a module of torch's own.
+    Empty for torch's own modules: compilers look less closely at a module of torch's.
     """
     return {} if cls.__module__.startswith("torch.") else {"__module__": cls.__module__}

@@ -6,11 +6,11 @@ Bottom-up:
     low_precision    computation in a narrower dtype
     options          the options of `replicate` and `DistributedDataParallel`
     bucket_layout    the gradients that are reduced together, and their order
-    buckets          the reductions: several gradients in one buffer, a large or a sparse one alone
+    buckets          the reductions: buckets of gradients, and large or sparse gradients alone
     static_graph     the check that every pass uses what the first one used
-    reducer          hooks that count gradients in, and launch the reductions
+    reducer          hooks that count arriving gradients and launch the reductions
     traced           a replica under `torch.compile`
-    replica          the state of a module that is kept equal, around its reducer
+    replica          the state of one replicated module, around its reducer
     join             ranks that have run out of batches
     distributed      `DistributedDataParallel`
     replicated       `replicate`

@@ -1,7 +1,7 @@
-"""The gradients that are reduced together, and their order: fixed by parameter index.
+"""Which gradients are reduced together, and in which order: fixed by parameter index.
 
-Nothing here runs: the layouts are the same on every rank and in every run, because they depend on
-the model and the settings alone.
+Layouts depend on the model and the settings alone, so they are the same on every rank and in every
+run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshwright.layout import FlatLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientSlot:
-    """One trainable parameter as a bucket sees it. ``dtype`` is that of the reduction."""
+    """One trainable parameter as a bucket sees it; ``dtype`` is the dtype of the reduction."""
 
     index: int
     """Position among all parameters, in registration order."""
@@ -34,7 +34,7 @@ class GradientSlot:
 
     @property
     def bytes(self) -> int:
-        """The bytes of the gradient while it is reduced."""
+        """The bytes of the gradient in the dtype of the reduction."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -75,7 +75,7 @@ def slot_of(
     *,
     may_be_alone: bool,
 ) -> GradientSlot:
-    """Describe ``parameter``, which is number ``index`` of ``names``, as a bucket needs it."""
+    """Describe ``parameter``, number ``index`` of ``names``, for the bucket layout."""
     dtype = parameter.dtype
     if settings.reduce_dtype is not None and dtype.is_floating_point:
         dtype = settings.reduce_dtype
@@ -94,7 +94,7 @@ def slot_of(
 
 
 def _turn(index: int, names: Sequence[str], settings: ReductionSettings) -> int:
-    """The turn that puts delayed parameters right after the bucket of the one they wait for."""
+    """The sort key that puts delayed parameters right after the bucket they wait for."""
     if not settings.delayed:
         return 0
     if names[index] in settings.delayed:
@@ -114,18 +114,17 @@ def plan_buckets(
 ) -> tuple[BucketLayout, ...]:
     """Put ``slots`` into buckets, last registered parameter first.
 
-    The last layers' gradients come first in a backward pass. The first bucket of a dtype is small
-    (``first_bytes``), so that communication starts early; a bucket is closed once it has reached
-    its size, and reduced in the order of closing. ``listed_bytes`` gives the sizes one by one, the
-    last of them for all that follow. The last bucket carries the use counts of gradients that are
-    reduced alone and ``extra_notes`` more numbers. The result depends on nothing but the
-    arguments, so it is the same on every rank and in every run. With ``is_packed`` a gradient is
-    reduced alone only where its bucket would hold no other, and is not the last: a device takes
-    much longer for several operations than for one of as many bytes.
+    A backward pass produces the last layers' gradients first. The first bucket of a dtype is small
+    (``first_bytes``), so that communication starts early. A bucket is closed once it has reached
+    its size; buckets are reduced in the order of closing. ``listed_bytes`` gives the sizes one by
+    one, the last of them for all that follow. The last bucket also carries the use counts of
+    gradients that are reduced alone and ``extra_notes`` more numbers. With ``is_packed`` a gradient
+    is reduced alone only where its bucket would hold no other and is not the last: on a device
+    several operations take much longer than one with as many bytes.
 
-    Alternatives considered: an order by arrival, measured in the first iteration, overlaps a
-    little better for models that are registered out of order, but changes the last bits of Gloo's
-    sums between the first and the second iteration, and a resumed run would differ.
+    Alternatives considered: ordering by arrival, measured in the first iteration, overlaps a little
+    better for models that are registered out of order, but changes the last bits of Gloo's sums
+    between the first and the second iteration, and a resumed run would differ.
     """
     closed: list[list[GradientSlot]] = []
     open_by_dtype: dict[torch.dtype, list[GradientSlot]] = {}
@@ -183,7 +182,7 @@ def _layout(index: int, members: Sequence[GradientSlot]) -> BucketLayout:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the strides cover ``tensor.numel()`` elements in a row, without holes."""
+    """Whether the strides cover ``tensor.numel()`` contiguous elements, without holes."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:

@@ -1,29 +1,30 @@
-"""The reductions of a replica's backward: gradients of this rank become means over all.
+"""The reductions of a replica's backward, which turn gradients of this rank into means over all
+ranks.
 
-A bucket's buffer holds the gradients of its parameters one after another and behind them one use
-count for each: how many ranks had a gradient::
+A bucket's buffer holds the gradients of its parameters one after another, followed by a use count
+for each, the number of ranks that had a gradient::
 
     | gradient of p7 | gradient of p6 | gradient of p5 | n7 n6 n5 |
 
-With a communication hook the buffer is what the hook sees, and counts go beside it.
+A communication hook sees the buffer with the gradients alone; counts are sent separately.
 
-What a rank puts in is its ``.grad`` as it stands, so a backward pass after another one without
-zeroing gives what one backward pass on the sum would give: the part that was reduced before is
-equal on all ranks, and a mean leaves it as it is.
+Each rank puts in its whole ``.grad``. So two backward passes without zeroing in between give the
+same as one backward pass on the sum: the part reduced before is equal on all ranks, and a mean does
+not change it.
 
-A large gradient is neither copied into a bucket nor out of it; its use count rides in the last
-bucket. A ``.grad`` that a backward pass began with stays the tensor that it is. One that the pass
-has made is scaled into memory that is kept from pass to pass, and that becomes ``.grad``.
+A large gradient is not copied into a bucket; the last bucket carries its use count. A ``.grad``
+from before the pass stays the same tensor. A ``.grad`` that the pass has made is scaled into memory
+kept from pass to pass, which then becomes ``.grad``.
 
-A sparse gradient is summed without becoming dense. Each rank tells how many rows it has, then all
-gather the rows of all, padded to the longest list::
+A sparse gradient is summed without becoming dense. The ranks exchange their numbers of rows, then
+all gather the rows of all, padded to the longest list::
 
     numbers   rows of this rank, or one of ABSENT, DENSE, VOID     one all-gather at the launch
     rows      indices and values of every rank, in rank order      two all-gathers at the finish
 
-Every rank adds up the same rows in the same order, so the results are equal bit by bit. When a rank
-has a dense gradient (a table that is also used densely), all ranks sum dense ones instead. A
-communication hook gets the sparse tensor, or then the dense one, at the finish.
+Every rank adds the same rows in the same order, so the results are bitwise equal. When a rank has a
+dense gradient (a table that is also used densely), all ranks sum dense gradients instead. A
+communication hook gets the sparse (or dense) tensor at the finish.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Reduction(ABC):
         """For each parameter, whether `take` should have its gradient as soon as it is there."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Its gradients, in as few tensors as hold them; of a sparse one the values."""
+        """Its gradients, in as few tensors as possible; for a sparse gradient its values."""
         for parameter in self.parameters:
             gradient = parameter.grad
             if gradient is not None:
@@ -101,15 +102,15 @@ class Reduction(ABC):
         self.known = None
 
     def begin(self) -> None:
-        """Look at what a backward pass that begins finds: called where the layout is alone."""
+        """Inspect the gradients at the start of a backward pass; for gradients reduced alone."""
         return
 
     def used(self) -> Sequence[bool]:
-        """By parameter, whether this rank has a gradient, where others need to know."""
+        """Whether this rank has a gradient, by parameter, where other ranks need to know."""
         return ()
 
     def take(self, place: int, scale: Factor) -> None:
-        """Take one gradient, times ``scale``, for which `takes` holds."""
+        """Take one gradient, times ``scale``; only if `takes` is true for it."""
         return
 
     @abstractmethod
@@ -118,7 +119,7 @@ class Reduction(ABC):
 
     @abstractmethod
     def stand_in(self, *, is_void: bool) -> None:
-        """Take part without a gradient, or visibly void: this rank gave up its backward pass."""
+        """Take part without a gradient, or mark the pass void: this rank gave up its backward."""
 
     @abstractmethod
     def launch(self, communicator: Communicator) -> None:
@@ -126,30 +127,30 @@ class Reduction(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait for the means and make them the parameters' gradients, but for those of a hook."""
+        """Wait for the means and make them the gradients, except those that a hook reduces."""
 
     @abstractmethod
     def drop(self) -> None:
-        """Wait for a reduction whose result nobody wants.
+        """Wait for a reduction whose result is not needed.
 
-        A ``.grad`` that was reduced meanwhile is neither this rank's nor a mean, and may have been
-        zeroed while it was written: it is given up.
+        A ``.grad`` that was being reduced is neither this rank's gradient nor a mean, and may have
+        been zeroed meanwhile: it is dropped.
         """
 
     @abstractmethod
     def look(self, values: NonFiniteValues) -> None:
-        """Have ``values`` note which gradients of this rank are not finite, once it is filled."""
+        """Have ``values`` check this rank's gradients for non-finite values, once filled."""
 
     def await_hook(self, *, unless: type | None = None) -> None:
         """Wait for the communication hook, ``unless`` its future is of that type."""
         return
 
     def deliver(self) -> None:
-        """Set the parameters' gradients from the result of a communication hook."""
+        """Set the parameters' gradients from the result of the communication hook."""
         return
 
     def unused(self) -> Sequence[int]:
-        """List the parameters that no rank had a gradient of in the last reduction."""
+        """List the parameters for which no rank had a gradient in the last reduction."""
         return ()
 
 
@@ -263,7 +264,7 @@ class Bucket(Reduction):
                     self.counts[place].fill_(1)
 
     def launch(self, communicator: Communicator) -> None:
-        """Start the reduction; with a hook of the gradients alone, as counts are the caller's."""
+        """Start the reduction; with a hook, of the gradients without the counts."""
         layout = self.layout
         if self._hook is None:
             self._pending = communicator.all_reduce(self.buffer, label=layout.label)
@@ -283,13 +284,13 @@ class Bucket(Reduction):
             self._future = self._hook.call(bucket)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Its gradients, all in one tensor where ``.grad`` is a view of it."""
+        """Its gradients: one tensor for all where ``.grad`` is a view of it."""
         return iter((self.gradients,)) if self.is_gradient_view else super().tensors()
 
     def await_hook(self, *, unless: type | None = None) -> None:
         """Wait for the communication hook, ``unless`` its future is of that type.
 
-        Its result is in the buffer then.
+        The buffer then holds the result.
         """
         if self._future is None or (unless is not None and isinstance(self._future, unless)):
             return
@@ -314,9 +315,10 @@ class Bucket(Reduction):
                 parameter.grad = None
 
     def finish(self) -> None:
-        """Wait for the means and make them the parameters' gradients, but for those of a hook.
+        """Wait for the means and make them the gradients, except those that a hook reduces.
 
-        A parameter that had a gradient on no rank keeps ``.grad`` None, or gets zeros on request.
+        A parameter without a gradient on any rank keeps ``.grad`` None, or gets zeros if
+        configured.
         """
         if self._hook is not None:
             self.await_hook()
@@ -328,7 +330,7 @@ class Bucket(Reduction):
         self.deliver()
 
     def deliver(self) -> None:
-        """Make what the buffer holds the parameters' gradients."""
+        """Make the contents of the buffer the parameters' gradients."""
         if self._absent or (self.riders and any(rider.lacks for rider in self.riders)):
             self._adopt_absent()
         if self.is_gradient_view:
@@ -349,7 +351,7 @@ class Bucket(Reduction):
         return [place not in self._absent for place in range(len(self.parameters))]
 
     def unused(self) -> tuple[int, ...]:
-        """List the parameters, riders too, that no rank had a gradient of; once reduced."""
+        """List the parameters, riders included, that had a gradient on no rank; once reduced."""
         slots = [*self.layout.slots, *(rider.layout.slots[0] for rider in self.riders)]
         found = zip(slots, self._counts(), strict=True)
         return tuple(slot.index for slot, count in found if count == 0)
@@ -359,7 +361,7 @@ class Bucket(Reduction):
         values.look(self.gradients, lambda: zip(names, self.views, strict=True))
 
     def _clear_absent(self) -> None:
-        """Clear the views and the counts of parameters without a gradient, riders among them."""
+        """Clear the views and the counts of parameters without a gradient, riders included."""
         first = len(self.parameters)
         riders = [place for place, rider in enumerate(self.riders, first) if rider.lacks]
         cleared = [self.views[place] for place in self._absent]
@@ -380,7 +382,7 @@ class Bucket(Reduction):
             rider.adopt(math.inf if self._zeros_for_unused else count)
 
     def _counts(self) -> list[float]:
-        """Count for each parameter, riders too, the ranks that have a gradient, or know it."""
+        """The number of ranks that have a gradient, for each parameter and rider."""
         if self.known is not None:
             told = [*self.known, *(flag for rider in self.riders for flag in rider.known or ())]
             return [float(flag) for flag in told]
@@ -398,14 +400,14 @@ def _scaled_copy(view: torch.Tensor, gradient: torch.Tensor, scale: Factor) -> N
 def _gradient_view(
     buffer: torch.Tensor, offset: int, parameter: torch.nn.Parameter
 ) -> torch.Tensor:
-    """Return the parameter's place in ``buffer``, with its strides when they leave no holes."""
+    """Return the parameter's view in ``buffer``, with its strides if they leave no holes."""
     if not is_dense(parameter):
         return buffer[offset : offset + parameter.numel()].view(parameter.shape)
     return buffer.as_strided(parameter.shape, parameter.stride(), offset)
 
 
 class KeptMemory:
-    """Memory in which tensors of ``numel`` elements lie, one after the other."""
+    """Reusable memory for one tensor of ``numel`` elements at a time."""
 
     def __init__(
         self, numel: int, dtype: torch.dtype, allocate: Callable[[int, torch.dtype], torch.Tensor]
@@ -419,9 +421,9 @@ class KeptMemory:
     def tensor(
         self, shape: Sequence[int], stride: Sequence[int], device: torch.device
     ) -> torch.Tensor | None:
-        """Make an uninitialized tensor; None where somebody holds even newly allocated memory.
+        """Make an uninitialized tensor; None where even newly allocated memory is held elsewhere.
 
-        It is no view of another tensor: the user may detach it in place.
+        It is not a view of another tensor, because the user may detach it in place.
         """
         if not _is_ours_alone(self._kept):
             self._kept, self._offset = self._fresh()
@@ -436,7 +438,7 @@ class KeptMemory:
 
 
 def _is_ours_alone(storage: torch.UntypedStorage) -> bool:
-    """Whether no tensor and no other name uses ``storage``."""
+    """Whether no tensor and no other reference uses ``storage``."""
     # References: the attribute, the name here, the argument of the call.
     return storage_users(storage_id(storage)) == 1 and sys.getrefcount(storage) <= 3
 
@@ -462,10 +464,9 @@ class _AloneGradient(Reduction):
 
 
 class LargeGradient(_AloneGradient):
-    """The reduction of one gradient where it lies.
+    """The reduction of one gradient in its own memory, without a copy into a bucket.
 
-    Whether any rank had a gradient is known when the bucket that carries its use count has
-    finished, which then calls `adopt`.
+    Its use count is in the last bucket, which calls `adopt` when it has finished.
     """
 
     def __init__(
@@ -479,11 +480,11 @@ class LargeGradient(_AloneGradient):
         self._references = _fewest_references()
 
     def begin(self) -> None:
-        """Note whether the backward pass that begins makes the gradient, which `take` may move."""
+        """Note whether the pass that begins makes the gradient, so that `take` may move it."""
         self.takes[0] = self.parameters[0].grad is None
 
     def take(self, place: int, scale: Factor) -> None:
-        """Move the gradient, times ``scale``, unless somebody else holds either memory."""
+        """Scale the gradient into the kept memory, unless either memory is referenced elsewhere."""
         (parameter,) = self.parameters
         gradient = parameter.grad
         if gradient is None or not _is_alike(gradient, parameter):
@@ -536,7 +537,7 @@ class LargeGradient(_AloneGradient):
             parameter.grad = None
 
     def finish(self) -> None:
-        """Wait for the mean. A gradient of another form than the parameter's gets it copied."""
+        """Wait for the mean; copies it to a gradient whose layout is not the parameter's."""
         pending, self._pending = self._pending, None
         if pending is None or self._tensor is None:
             raise InternalError(f"{self.layout.label} was not launched")
@@ -551,13 +552,13 @@ class LargeGradient(_AloneGradient):
         return (not self.lacks,)
 
     def adopt(self, count: float) -> None:
-        """Take the mean as ``.grad`` where this rank had none, unless no rank had one."""
+        """Take the mean as ``.grad`` if this rank had none but another rank had."""
         if self.lacks and count != 0:
             self.parameters[0].grad = self._tensor
 
 
 class _Instead(IntEnum):
-    """Codes that a rank sends in place of a number of rows."""
+    """Codes that a rank sends instead of its number of rows."""
 
     ABSENT = -1
     """It had no gradient."""
@@ -570,7 +571,7 @@ class _Instead(IntEnum):
 class SparseGradient(_AloneGradient):
     """The reduction of one parameter whose gradients are sparse.
 
-    ``.grad`` becomes a coalesced sparse tensor, whose rows are those that any rank had.
+    ``.grad`` becomes a coalesced sparse tensor with the rows that any rank had.
     """
 
     def __init__(
@@ -591,7 +592,7 @@ class SparseGradient(_AloneGradient):
         self._hook = hook
 
     def fill(self, scale: Factor) -> None:
-        """Scale a copy of this rank's gradient, with each row once."""
+        """Scale a coalesced copy of this rank's gradient."""
         (parameter,) = self.parameters
         gradient = parameter.grad
         if gradient is None:
@@ -712,7 +713,7 @@ class SparseGradient(_AloneGradient):
 
 
 def _is_alike(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether the gradient's memory can be reduced as it is, and written to."""
+    """Whether the gradient's memory can be reduced and written in place."""
     return (
         gradient.stride() == parameter.stride()
         and gradient.dtype == parameter.dtype
@@ -721,13 +722,13 @@ def _is_alike(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
 
 
 def _references(parameter: torch.Tensor) -> int:
-    """Count Python's references to the gradient; torch's own differ with its version."""
+    """Count the Python references to the gradient; torch's own differ by version."""
     gradient = parameter.grad
     return sys.getrefcount(gradient)
 
 
 def _fewest_references() -> int:
-    """Count `_references` of a gradient that nobody else holds."""
+    """Count the `_references` to a gradient that nobody else holds."""
     probe = torch.empty(0, device="cpu", requires_grad=True)
     probe.grad = torch.empty(0, device="cpu")
     return _references(probe)
@@ -740,7 +741,7 @@ def build_reductions(
     communicator: Communicator,
     hook: RegisteredHook | None,
 ) -> tuple[Reduction, ...]:
-    """Build the reduction of each layout, whose slots count ``parameters``."""
+    """Build the reduction of each layout, whose slots index ``parameters``."""
     built: list[Reduction] = []
     alone: list[LargeGradient] = []
     zeros = settings.zeros_for_unused
@@ -774,7 +775,7 @@ def build_reductions(
 
 
 def sparse_gradient(slot: GradientSlot, gradient: torch.Tensor) -> RuntimeError:
-    """The error for a gradient that has no place in a buffer."""
+    """Make the error for a sparse gradient of a parameter that has a dense place in a buffer."""
     return RuntimeError(
         f"parameter {slot.name!r} has a sparse gradient ({gradient.layout}), and no module that "
         "announces one: replicate reduces sparse gradients of nn.Embedding and nn.EmbeddingBag "
@@ -783,7 +784,7 @@ def sparse_gradient(slot: GradientSlot, gradient: torch.Tensor) -> RuntimeError:
 
 
 def lost_gradient(slot: GradientSlot) -> RuntimeError:
-    """The error for a gradient that somebody has used up before it was the mean."""
+    """Make the error for a gradient that was consumed before it had become the mean."""
     return RuntimeError(
         f"parameter {slot.name!r} got a gradient in this backward pass, and had none any more when "
         "it was to be summed over the ranks: a hook took it, which has seen the gradient of this "
@@ -793,9 +794,9 @@ def lost_gradient(slot: GradientSlot) -> RuntimeError:
 
 
 def came_empty(parameter: torch.Tensor) -> int:
-    """The mark of an empty arrival: `CAME_EMPTY`, or `ARRIVED` if a hook may have taken it.
+    """Classify an empty arrival: `CAME_EMPTY`, or `ARRIVED` if a hook may have taken a gradient.
 
-    Autograd runs hooks also where a function of the graph has returned None.
+    Autograd also runs hooks where a function of the graph has returned None.
     """
     hooks = after_hooks_of(parameter) or {}
     first = next(iter(hooks.values()), None)

@@ -29,18 +29,18 @@ from meshwright.torch_internals.modules import IGNORED_NAMES, require_module
 class DistributedDataParallel(SteppedOver):
     """Keeps ``module`` equal on all ranks of one axis while they train on different batches.
 
-    Constructing it is collective: parameters are compared, and with ``init_sync`` those and the
-    buffers of rank 0 are given to all. Gradients become their mean over the ranks during each
+    Construction is collective: parameters are compared, and with ``init_sync`` parameters and
+    buffers are broadcast from rank 0. Gradients become their mean over the ranks during each
     backward pass. A parameter that some ranks did not use counts as zero there; one that no rank
     used keeps ``.grad`` None. Sparse gradients stay sparse.
 
-    Until the backward pass has ended a gradient is this rank's: `torch.autograd.grad` returns that,
-    and so hooks of parameters, both kinds, see it; what they change is what is summed.
+    Until the backward pass has ended, a gradient is this rank's alone: `torch.autograd.grad`
+    returns it, and both kinds of parameter hooks see it; their changes go into the sum.
 
-    Errors are those of torch's class of this name.
+    Errors have the types of torch's class of the same name.
 
-    `copy.deepcopy` and `torch.save` take it: a copy is set up, a collective, in its first forward
-    pass that trains, and evaluates without the other ranks until then.
+    `copy.deepcopy` and `torch.save` work: the copy is set up, a collective, in its first training
+    forward pass, and evaluates without the other ranks until then.
 
     >>> model = DistributedDataParallel(Net(), static_graph=True)
     >>> loss(model(batch)).backward()
@@ -81,18 +81,18 @@ class DistributedDataParallel(SteppedOver):
         """Wrap ``module``; a collective.
 
         :param module: the module.
-        :param device_ids: on a GPU the one device that inputs are moved to.
+        :param device_ids: the one GPU that inputs are moved to, in a list.
         :param output_device: accepted as torch's class accepts it; outputs stay where they are.
         :param dim: accepted as torch's class accepts it.
-        :param broadcast_buffers: the older name of ``forward_sync_buffers``, which counts where
-            both are given; False leaves all ranks the buffers that they have at set-up, too.
+        :param broadcast_buffers: the older name of ``forward_sync_buffers``, which has priority;
+            False also leaves each rank its own buffers at set-up.
         :param init_sync: give all ranks the parameters and buffers of rank 0 at set-up.
         :param process_group: the axis, as a process group; all ranks when neither this nor
             ``device_mesh`` is given.
-        :param bucket_cap_mb: MiB that close a gradient bucket (25 when None); the first is closed
-            at 1.
-        :param find_unused_parameters: unused parameters are always found, without a walk: either
-            value gives the same.
+        :param bucket_cap_mb: size of a gradient bucket in MiB (25 when None); the first bucket has
+            1 MiB.
+        :param find_unused_parameters: has no effect: unused parameters are always found, without a
+            walk through the graph.
         :param check_reduction: accepted as torch's class accepts it.
         :param gradient_as_bucket_view: leave each ``.grad`` as a view of its bucket.
         :param static_graph: check that every iteration uses the same parameters.
@@ -102,17 +102,16 @@ class DistributedDataParallel(SteppedOver):
             holds this parameter.
         :param mixed_precision: compute in other dtypes, see `MixedPrecision`.
         :param device_mesh: the axis, as a mesh with one dim.
-        :param skip_all_reduce_unused_params: leave what no rank used in the first reduction out of
-            all later ones.
-        :param bucket_cap_mb_list: MiB that close the buckets one by one, the last for all that
-            follow.
-        :param batched_grad_copy: small gradients are always copied together: either value gives the
-            same.
-        :param forward_sync_buffers: give all ranks the buffers of rank 0 in each forward pass,
-            which None does too.
+        :param skip_all_reduce_unused_params: leave parameters that no rank used in the first
+            reduction out of all later ones.
+        :param bucket_cap_mb_list: sizes of the buckets in MiB, one by one; the last applies to all
+            that follow.
+        :param batched_grad_copy: has no effect: small gradients are always copied together.
+        :param forward_sync_buffers: give all ranks the buffers of rank 0 in each forward pass
+            (the default).
         :param unused_gradient: the value of ``.grad`` where no rank had a gradient: ``"none"``
-            leaves it, so that optimizers skip the parameter; ``"zeros"`` lets them decay it. A
-            parameter that was used on other ranks only gets the mean either way, or the ranks would
+            keeps it None, so that optimizers skip the parameter; ``"zeros"`` lets them decay it. A
+            parameter used on other ranks only gets the mean in both cases, or the ranks would
             diverge.
         :param stop_on_non_finite: raise `NonFiniteError` on every rank at the end of a backward
             pass in which a gradient was not finite. Not with a gradient scaler, which skips such
@@ -172,7 +171,7 @@ class DistributedDataParallel(SteppedOver):
         self._set_up()
 
     def _set_up(self) -> Replica:
-        """Return the replica; a collective where a copy is not set up yet."""
+        """Return the replica, set up now if it was not; that is collective."""
         self._check_hook()
         return self._replica.set_up()
 
@@ -205,7 +204,7 @@ class DistributedDataParallel(SteppedOver):
 
     @property
     def process_group(self) -> Any:  # noqa: ANN401 - c10d's type stays in comm
-        """The group that gradients are reduced over."""
+        """The process group that gradients are reduced over."""
         return communicator(self.options.process_group, self.options.axis).group
 
     device_mesh = property(attrgetter("options.mesh"), doc="The mesh that was asked for.")
@@ -242,7 +241,7 @@ class DistributedDataParallel(SteppedOver):
 
     @property
     def reducer(self) -> GradientReducer:
-        """The part that reduces gradients; a collective where there is none yet."""
+        """The object that reduces gradients; collective where the replica is not set up yet."""
         return self._set_up().reducer
 
     @property
@@ -255,7 +254,7 @@ class DistributedDataParallel(SteppedOver):
         self._replica.want(is_required)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Leave gradients of forward passes in the block on this rank, to be reduced later."""
+        """Keep the gradients of forward passes in the block on this rank, to be reduced later."""
         return self._replica.no_sync()
 
     def join(
@@ -276,20 +275,20 @@ class DistributedDataParallel(SteppedOver):
     def register_comm_hook(self, state: object, hook: object) -> None:
         """Have ``hook(state, bucket)`` reduce the gradients, see `comm_hooks`.
 
-        Raises TypeError or ValueError for what cannot be one, RuntimeError for a second hook.
+        Raises TypeError or ValueError for an invalid hook, RuntimeError for a second hook.
         """
         self._replica.register_hook(state, hook)
         self._lacks_hook = False
 
     def pipeline_residency(self) -> ReplicaResidency:
-        """Return the switch by which a pipeline's schedule drives reductions and broadcasts."""
+        """Return the object by which a pipeline's schedule drives reductions and broadcasts."""
         self._check_hook()
         return self._residency
 
     def state_dict(  # pyrefly: ignore[bad-override] # torch overloads it by arguments
         self, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """List tensors as any module; for torch's checkpoint functions by names before wrapping."""
+        """List tensors as any module; by names before wrapping for torch's checkpoints."""
         found = super().state_dict(*args, **kwargs)
         if self._is_asked():
             prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
@@ -312,7 +311,7 @@ class DistributedDataParallel(SteppedOver):
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Collection[str]
     ) -> None:
-        """Leave the named parameters and buffers of ``module`` alone; before wrapping it."""
+        """Ignore the named parameters and buffers of ``module``; call it before wrapping."""
         setattr(module, IGNORED_NAMES, set(params_and_buffers_to_ignore))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -352,7 +351,7 @@ class DistributedDataParallel(SteppedOver):
 
 
 def _clean_reported_names(model: DistributedDataParallel, incompatible: Any) -> None:  # noqa: ANN401
-    """Report keys to torch's checkpoint functions by the names that they know."""
+    """Report keys to torch's checkpoint functions by the names before wrapping."""
     prefix = model._loads_below
     if prefix is None:
         return

@@ -1,7 +1,7 @@
-"""The bucket as a communication hook sees it, in torch's words, and the future that it returns.
+"""The bucket as a communication hook sees it, by torch's protocol, and the future that it returns.
 
 A hook is ``hook(state, bucket) -> Future[Tensor]``. The bucket's buffer holds this rank's gradients
-without the factor of the mean; the future's tensor is what they become.
+not yet divided for the mean; the future's tensor replaces them.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class CommunicationHook(Protocol):
         bucket: Any,  # noqa: ANN401 - a GradBucket; hooks for torch name torch's
         /,
     ) -> torch.futures.Future[torch.Tensor]:
-        """Start the reduction of ``bucket`` and return what it will become."""
+        """Start the reduction of ``bucket`` and return a future of its result."""
         ...
 
 
 class BucketPart(NamedTuple):
-    """One parameter's gradient, or this rank's piece of it, in a bucket's buffer."""
+    """One parameter's gradient, or this rank's part of it, in a bucket's buffer."""
 
     parameter: torch.nn.Parameter
     offset: int
@@ -65,7 +65,7 @@ class GradBucket:
         self._is_last = index == 0 if is_last is None else is_last
 
     def index(self) -> int:
-        """Return its position in the order of the launches; of a sharded unit, of the forward."""
+        """Return the bucket's position in launch order (in forward order for a sharded unit)."""
         return self._index
 
     def is_last(self) -> bool:
@@ -73,11 +73,11 @@ class GradBucket:
         return self._is_last
 
     def buffer(self) -> torch.Tensor:
-        """Return all gradients, 1-D; the gradient itself of a parameter that has a sparse one."""
+        """Return all gradients as a 1-D tensor; a sparse gradient is returned itself."""
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Replace the tensor of this bucket by another one of as many elements."""
+        """Replace the bucket's tensor by another one of as many elements."""
         self._buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:
@@ -90,15 +90,15 @@ class GradBucket:
         ]
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """List the parameters that the gradients belong to."""
+        """List the parameters of the gradients, in the same order."""
         return [part.parameter for part in self._parts]
 
 
 class Deferred(torch.futures.Future[T]):
-    """A future whose value is made by the thread that waits for it.
+    """A future whose value is computed by the thread that waits for it.
 
     So a chain of collectives runs in the same order on all ranks, and a wait that does not end
-    names the ranks that are missing.
+    names the missing ranks.
     """
 
     def __init__(self, produce: Callable[[], T]) -> None:
@@ -107,7 +107,7 @@ class Deferred(torch.futures.Future[T]):
         self._made: list[T] = []
 
     def wait(self) -> T:
-        """Return the value, made now when it was not asked for before."""
+        """Return the value, computed now on the first call."""
         if self._produce is not None:
             produce, self._produce = self._produce, None
             self._made.append(produce())
@@ -117,11 +117,11 @@ class Deferred(torch.futures.Future[T]):
     value = wait
 
     def done(self) -> bool:
-        """Whether the value has been made."""
+        """Whether the value has been computed."""
         return self._produce is None
 
     def then(self, callback: Callable[[torch.futures.Future[T]], Any]) -> Deferred[Any]:
-        """Chain ``callback``, called with this future when somebody waits for its value."""
+        """Chain ``callback``, called with this future when its own value is waited for."""
 
         def chained() -> object:
             self.wait()
@@ -131,14 +131,14 @@ class Deferred(torch.futures.Future[T]):
 
 
 def reduction_axis(state: object, own: Communicator) -> Communicator:
-    """The axis that ``state`` names: a process group, a communicator, or None for ``own``."""
+    """Return the axis of ``state``: a process group, a communicator, or None for ``own``."""
     if state is None:
         return own
     return state if isinstance(state, Communicator) else communicator(cast("Any", state))
 
 
 def tensor_of(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-    """Wait for the tensor that a future holds; works of c10d have lists for results."""
+    """Wait for the tensor that a future holds; c10d's works return lists."""
     found: object = future.wait()
     return cast("torch.Tensor", found[0] if isinstance(found, list) else found)
 
@@ -152,7 +152,7 @@ class RegisteredHook:
 
     @property
     def is_local(self) -> bool:
-        """True when the hook leaves gradients on this rank."""
+        """True when the hook keeps gradients on this rank."""
         return bool(getattr(self.hook, "is_local", False))
 
     @property
@@ -180,8 +180,8 @@ def compressed_dtype(
 ) -> torch.dtype | None:
     """The dtype in which a hook sends gradients of dtype ``own`` over ``axis``.
 
-    None where it does anything but a plain mean over that axis, in one dtype or another. Torch's
-    hooks of the same names count too.
+    None if the hook does more than a plain mean over that axis in some dtype. torch's hooks of the
+    same names are recognized too.
     """
     hook = registered.hook
     name, home = getattr(hook, "__name__", ""), getattr(hook, "__module__", "")
@@ -197,9 +197,9 @@ def compressed_dtype(
 
 
 def check_hook(hook: object) -> CommunicationHook:
-    """Return ``hook`` when it can be one.
+    """Return ``hook`` if it is valid.
 
-    Raises TypeError when it cannot be called, ValueError for annotations of another protocol.
+    Raises TypeError when it is not callable, ValueError for annotations of another protocol.
     """
     if not callable(hook):
         raise TypeError(

@@ -1,12 +1,12 @@
-"""Uneven inputs: ranks that have run out of batches take part until all have.
+"""Uneven inputs: ranks that have run out of batches take part until all ranks have.
 
 Before each collective the ranks that still train announce it through an `Attendance`::
 
     rank 0   forward  backward: REDUCE   forward  backward: REDUCE   end: DONE  reduce  end: DONE
     rank 1   forward  backward: REDUCE   end: DONE  reduce (zeros)       DONE          ...
 
-A rank that is done answers with DONE, reads what the others do, and does its part of it. Sharded
-modules have notices of their own, see `sharded_join`.
+A rank that is done answers with DONE, reads what the others do, and takes part in it. Sharded
+modules have their own notices, see `sharded_join`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwright.errors import CollectiveMismatchError
 
 
 class Notice(IntEnum):
-    """The next action of a rank, as it announces it."""
+    """What a rank announces that it does next."""
 
     DONE = 0
     REDUCE = 1
@@ -50,10 +50,10 @@ class Attendance:
         self._rank = communicators[0].ranks[communicators[0].rank]
 
     def give(self, own: Notice, detail: int = 0) -> tuple[Notice, int] | None:
-        """Exchange notices: returns what the ranks that train are about to do, None when none does.
+        """Exchange notices; returns what the training ranks do next, None when all are done.
 
-        Raises RuntimeError when a rank wants all to stop, CollectiveMismatchError when those that
-        train are about to do different things.
+        Raises RuntimeError when a rank asks all to stop, CollectiveMismatchError when the training
+        ranks are about to do different things.
         """
         late.settle()  # on devices: it may send, and ranks that are done settle only here
         rows = [(float(self._rank), float(own), float(detail))]
@@ -97,7 +97,7 @@ class Attendance:
         return kinds[0]
 
     def leave(self) -> tuple[Notice, int] | None:
-        """Exchange notices as `give`, as a rank that has no more inputs."""
+        """Exchange notices as a rank that has no more inputs; see `give`."""
         return self.give(Notice.STOP if self._throws else Notice.DONE)
 
 
@@ -107,11 +107,11 @@ def uneven_inputs(
 ) -> Iterator[None]:
     """A block in which ranks may run different numbers of iterations.
 
-    Gradients are divided by the number of all ranks (``divides_by_all``), so that late batches
-    count as they would have, or by the number of those that still train. When the last rank is
-    done, all get its parameters and buffers. With ``throws_on_early_termination`` the end of the
-    first rank is an error on all of them instead. A rank that is done takes part with zeros, so
-    gradients that were reduced before must have been zeroed; ``no_sync`` accumulates.
+    Gradients are divided by the number of all ranks (``divides_by_all``), so that late batches keep
+    their weight, or by the number of ranks that still train. When the last rank is done, all get
+    its parameters and buffers. With ``throws_on_early_termination`` all ranks raise instead when
+    the first is done. A rank that is done takes part with zeros, so gradients that were reduced
+    before must have been zeroed; use ``no_sync`` to accumulate.
     """
     reducer = replica.reducer
     attendance = Attendance([replica.communicator], throws=throws_on_early_termination)

@@ -1,7 +1,7 @@
-"""Replicas that compute in a narrower dtype and keep their parameters, and gradients, as they are.
+"""Replicas that compute in a narrower dtype; parameters and gradients keep theirs.
 
-While a module runs its forward pass its parameters are replaced by casts of themselves; autograd
-carries gradients back through the casts. Recomputation inside a backward pass casts again.
+During a module's forward pass its parameters are replaced by casts; autograd carries gradients back
+through the casts. Recomputation inside a backward pass casts again.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class LowPrecision(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaPrecision:
-    """Dtypes of computation, of gradient reduction and of buffers; None leaves them.
+    """Dtypes of computation, gradient reduction and buffers; None changes nothing.
 
-    They are those of floating-point tensors: complex ones keep their own.
+    They apply to floating-point tensors: complex ones keep their own.
     """
 
     param_dtype: torch.dtype | None = None
@@ -56,7 +56,7 @@ def compute_in(
     ignored: Collection[nn.Module],
     names: Collection[str],
 ) -> None:
-    """Make ``module`` compute in ``precision``, but for ``ignored`` modules and ``names``."""
+    """Make ``module`` compute in ``precision``, except ``ignored`` modules and ``names``."""
     if precision.buffer_dtype is not None:
         for buffer in ModuleBuffers(module, ignored, names).named.values():
             if buffer.is_floating_point():
@@ -67,7 +67,7 @@ def compute_in(
 
 
 class _Casts:
-    """Swaps parameters for casts in the forward of each module that has some below it."""
+    """Swaps parameters for casts during the forward of each module with parameters."""
 
     def __init__(self, held: ModuleParameters, dtype: torch.dtype) -> None:
         self._held = held

@@ -1,4 +1,4 @@
-"""The options of `replicate` and `DistributedDataParallel`, as given and as checked.
+"""The options of `replicate` and `DistributedDataParallel`, as given and after checks.
 
 ::
 
@@ -63,7 +63,7 @@ class ReductionSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicateOptions:
-    """The options that users gave, checked."""
+    """The user's options, checked."""
 
     process_group: Any = None
     mesh: DeviceMesh | None = None
@@ -90,10 +90,10 @@ def resolved(
     device_ids: Sequence[int | torch.device] | None = None,
     wrong_mesh: Exception,
 ) -> ReplicateOptions:
-    """Check what ``keywords`` ask for ``module``, and make options of it.
+    """Check the options in ``keywords`` for ``module``, and build `ReplicateOptions`.
 
-    Raises RuntimeError for a group and a mesh, ``wrong_mesh`` for a mesh with more than one dim,
-    and ValueError for values out of range or that exclude each other.
+    Raises RuntimeError for both a group and a mesh, ``wrong_mesh`` for a mesh with more than one
+    dim, and ValueError for values out of range or that exclude each other.
     """
     group, axis = _axis_of(keywords, wrong_mesh)
     precision = keywords["mixed_precision"]
@@ -159,7 +159,7 @@ def _axis_of(keywords: Mapping[str, Any], wrong_mesh: Exception) -> tuple[Any, s
 
 
 def _delayed(module: nn.Module, keywords: Mapping[str, Any]) -> tuple[str | None, frozenset[str]]:
-    """Name the parameter that is waited for, and those that wait."""
+    """Return the name of the awaited parameter, and the names of those that wait for it."""
     asked = keywords["delay_all_reduce_named_params"]
     trigger = keywords["param_to_hook_all_reduce"]
     if (asked is None) != (trigger is None):

@@ -1,12 +1,13 @@
-"""Gradients of one model over one axis: hooks count them in, buckets are reduced meanwhile.
+"""Reduces the gradients of one model over one axis: hooks count arrivals, full buckets are
+launched.
 
 A backward pass, step by step:
 
-1. The hook of an output (or the first gradient) opens it and asks autograd for a call at its end.
-2. Each gradient counts its bucket down. A full bucket is launched when all before it have been:
-   the order of the launches is the same on every rank, whatever order gradients come in.
-3. At the end the rest is launched, with zeros for what this rank has not used, and everything is
-   waited for.
+1. The hook of an output (or the first gradient) opens it and queues a callback for its end.
+2. Each gradient counts its bucket down. A full bucket is launched once all before it have been, so
+   the launch order is the same on every rank, in whatever order gradients arrive.
+3. At the end the remaining buckets are launched, with zeros for unused parameters, and the reducer
+   waits for all of them.
 
 ::
 
@@ -71,7 +72,7 @@ _KIND = attrgetter("requires_grad", "dtype")
 
 
 class ReductionPhase(StrEnum):
-    """The phase of a reducer: in a backward pass, or between two."""
+    """The phase of a reducer: in a backward pass, or between passes."""
 
     IDLE = "idle"
     BACKWARD = "backward"
@@ -80,9 +81,9 @@ class ReductionPhase(StrEnum):
 class GradientReducer:
     """Makes ``.grad`` of every trainable parameter the mean over the ranks of ``communicator``.
 
-    Parameters are counted by their position in ``named``; those that do not require grad have no
-    place in a bucket, and are given one in the first forward pass that finds them trainable. Of
-    DTensors the part of this rank is reduced; ``local`` tells how they compute, by their ``id``.
+    Parameters are numbered by their position in ``named``. Those that do not require grad have no
+    place in a bucket; they get one in the first forward pass that finds them trainable. For
+    DTensors this rank's part is reduced; ``local`` says how they compute, by their ``id``.
     """
 
     def __init__(
@@ -127,10 +128,10 @@ class GradientReducer:
         settings: ReductionSettings,
         local: Mapping[int, LocalParameter],
     ) -> None:
-        """Reduce the gradients of ``named`` from now on, in place of those until now.
+        """Reduce the gradients of ``named`` from now on, instead of those so far.
 
-        All ranks do it before the same pass. What earlier passes have shown, as which parameters
-        are used, is forgotten.
+        All ranks do it before the same pass. Facts from earlier passes, such as which parameters
+        are used, are forgotten.
         """
         self.leaves.release()
         self.settings = settings
@@ -150,19 +151,19 @@ class GradientReducer:
         return tuple(bucket.layout for bucket in self.buckets)
 
     def gradients(self) -> tuple[torch.Tensor, ...]:
-        """List all gradients in as few tensors as hold them: buckets where ``.grad`` is a view.
+        """List all gradients in as few tensors as possible: buckets where ``.grad`` is a view.
 
-        Of a sparse gradient the values. Not for DTensors, which have theirs themselves.
+        A sparse gradient gives its values. Not for DTensors, which hold their own gradients.
         """
         return tuple(tensor for bucket in self.buckets for tensor in bucket.tensors())
 
     @property
     def found_non_finite(self) -> list[str]:
-        """Parameters with a value of this rank that was not finite, in the last backward pass."""
+        """Parameters whose gradient on this rank was not finite in the last backward pass."""
         return [] if self._notes.values is None else self._notes.values.names()
 
     def register_hook(self, state: object, hook: CommunicationHook) -> None:
-        """Have ``hook`` reduce the buckets from now on, see `GradBucket`. It makes the mean itself.
+        """Have ``hook`` reduce the buckets from now on, see `GradBucket`. It also divides.
 
         Raises RuntimeError in a backward pass.
         """
@@ -178,9 +179,9 @@ class GradientReducer:
         self._arrange()
 
     def begin_forward(self) -> None:
-        """Get ready for the gradients of a forward pass that has just begun.
+        """Prepare for the gradients of a forward pass that has just begun.
 
-        Plans buckets again where other parameters train, or dtypes changed; collective then.
+        Plans buckets again, a collective, if other parameters train or dtypes have changed.
         """
         self.is_synchronizing, self._counters.is_open = self.is_wanted, False
         if self.marking is not None and not self.is_wanted:
@@ -201,7 +202,7 @@ class GradientReducer:
         self._arrange()
 
     def follow_leaves(self) -> None:
-        """Look up leaves of DTensors again, and hook what trains now; no collective, for traces."""
+        """Update the leaves of DTensors, and hook what trains; not collective, for traces."""
         if self.leaves.lent and self.leaves.follow():
             self._arrange()
         self.leaves.hook_trainable(self._counters, self._arrived, self._arrived_at_leaf)
@@ -211,7 +212,7 @@ class GradientReducer:
         self.is_synchronizing, self._counters.is_open = is_due, False
 
     def begin_backward(self, *, is_running: bool = True) -> None:
-        """Open a backward pass, unless one is open; must be called from inside it if it runs."""
+        """Open a backward pass, unless one is open; call it inside if it ``is_running``."""
         if is_running and (self.phase is ReductionPhase.BACKWARD or not self.is_synchronizing):
             return
         if self.late.coming:
@@ -242,7 +243,7 @@ class GradientReducer:
             at_end_of_backward(self.finish)
 
     def start(self) -> None:
-        """Start to reduce what ``.grad`` holds, outside of a backward pass; `finish` ends it."""
+        """Start to reduce the current ``.grad``, outside of a backward pass; `finish` ends it."""
         if self._static is not None:
             self._static.skip()
         self.begin_backward(is_running=False)
@@ -250,11 +251,11 @@ class GradientReducer:
             self._launch_next()
 
     def abandon(self) -> None:
-        """Close a backward pass that raised, if one did, so that the next one starts clean.
+        """Close a backward pass that raised, so that the next one starts clean.
 
-        What this rank has not launched is launched void: peers that raised at another place have
-        issued the same reductions then, and peers that did not raise get an error and never a mean
-        that lacks a rank.
+        This rank launches its remaining reductions as void. Peers that raised elsewhere have issued
+        the same reductions then, and peers that did not raise get an error, never a mean that lacks
+        a rank.
         """
         if self.phase is ReductionPhase.IDLE:
             return
@@ -267,7 +268,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def _stand_in(self, *, is_void: bool) -> None:
-        """Take part in what is left of the reductions, and drop their results."""
+        """Take part in the remaining reductions and drop their results."""
         while self._next < len(self.buckets):
             self._launch_next(is_void=is_void)
         self._tell(is_void=is_void)
@@ -336,7 +337,7 @@ class GradientReducer:
 
     @apart
     def _arrived(self, index: int, parameter: torch.Tensor) -> None:
-        """Hook of a complete gradient: counts it in and launches full buckets."""
+        """Hook of a complete gradient: counts it and launches full buckets."""
         if torch.compiler.is_compiling():
             if self.marking is not None:
                 self.marking.accumulated(index, parameter)
@@ -377,7 +378,7 @@ class GradientReducer:
 
     @apart
     def _arrived_at_leaf(self, index: int, leaf: torch.Tensor) -> None:
-        """The same for the leaf of a DTensor, which gets its gradient now if nothing is reduced."""
+        """As `_arrived`, for the leaf of a DTensor; sets its gradient now if nothing is reduced."""
         if torch.compiler.is_compiling():
             if self.marking is not None:
                 self.marking.accumulated_at_leaf(index, leaf)
@@ -403,7 +404,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def _launch_next(self, *, is_void: bool | None = None) -> None:
-        """Start the next reduction; without gradients of this rank where ``is_void`` is given."""
+        """Start the next reduction; with ``is_void`` without gradients of this rank."""
         bucket = self.buckets[self._next]
         if is_void is not None:
             bucket.stand_in(is_void=is_void)
@@ -424,7 +425,7 @@ class GradientReducer:
     @torch.no_grad()
     @apart
     def finish(self) -> None:
-        """Launch what is left, wait, and set ``.grad``: the end of a backward pass, or `start`."""
+        """Launch what is left, wait, and set ``.grad``; ends a backward pass, or `start`."""
         while self._next < len(self.buckets):
             self._launch_next()
         if self._tells:
@@ -454,10 +455,10 @@ class GradientReducer:
             raise error
 
     def _tell(self, *, is_void: bool) -> None:
-        """Tell the other ranks which gradients this one has; of a void pass all.
+        """Tell the other ranks which gradients this one has; all of them if the pass is void.
 
-        Only where counts behind the gradients would have to be waited for: on a device. A rank that
-        lacks one waits until the others have said what they have.
+        Only on a device, where reading the counts behind the gradients would stall the host. A rank
+        that lacks a gradient waits until the others have answered.
         """
         if not self._tells or self._has_told:
             return
@@ -469,7 +470,7 @@ class GradientReducer:
             bucket.known = [next(used) for _ in bucket.used()]
 
     def _skip_unused(self) -> None:
-        """Leave what no rank has used in the first reduction out of the next ones."""
+        """Leave out of later reductions what no rank has used in the first one."""
         if self._unused is not None or self._is_local:
             return
         found: set[int] = set()
@@ -480,21 +481,21 @@ class GradientReducer:
             self._arrange()
 
     def _share_notes(self) -> None:
-        """Sum what lies behind the gradients where a communication hook has reduced without it."""
+        """Sum the notes separately where a communication hook has reduced the gradients alone."""
         if self.registered_hook is not None and not self._is_local:
             notes = [b.notes for b in self.buckets if b.notes is not None]
             sum_notes(notes, self.communicator)
 
     @property
     def _is_local(self) -> bool:
-        """True when the communication hook leaves gradients on this rank."""
+        """True when the communication hook keeps gradients on this rank."""
         return self.registered_hook is not None and self.registered_hook.is_local
 
     def _judge(self, *, is_own: bool) -> NonFiniteError | None:
-        """Raise on every rank where one has said that this pass is void.
+        """Raise on every rank if any rank has marked this pass as void.
 
-        Returns the error to raise once a pass has ended whose gradients are not finite. ``is_own``
-        says that all ranks have reduced a pass of their own.
+        Returns the error to raise after a pass with non-finite gradients. ``is_own`` says that all
+        ranks have reduced a pass of their own.
         """
         notes, hook = self._extra, self.registered_hook
         is_local = hook is not None and hook.is_local
@@ -514,7 +515,7 @@ class GradientReducer:
         differences: str,
         sums: Sequence[float],
     ) -> None:
-        """Raise for the pass whose ``sums`` of ``notes`` have come, if it is void."""
+        """Raise for the pass that ``sums`` of ``notes`` belong to, if it is void."""
         is_late = not self.communicator.is_on_host
         self._tells = self._tells or (is_late and sums[MARKS] != 0 and not self._is_local)
         error = notes.judge(self.communicator, place, differences, sums)
@@ -523,7 +524,7 @@ class GradientReducer:
             raise error
 
     def reset(self) -> None:
-        """Close a backward pass; also one that all ranks give up before its first reduction."""
+        """Close a backward pass, also one that all ranks give up before its first reduction."""
         for number, bucket in enumerate(self.buckets):
             bucket.reset()
             self._counters.missing[number] = len(bucket.parameters)
@@ -543,7 +544,7 @@ class GradientReducer:
 
 
 def reducers_in_backward(ids: Set[int]) -> list[GradientReducer]:
-    """List the reducers in a backward that reduce parameters of ``ids``."""
+    """List the reducers, now in a backward, that reduce parameters with these ``ids``."""
     return [
         each
         for each in list(PROCESS.reducers)
@@ -554,7 +555,7 @@ def reducers_in_backward(ids: Set[int]) -> list[GradientReducer]:
 def refuse_other_ranks(
     named: Sequence[tuple[str, torch.Tensor]], communicator: Communicator
 ) -> None:
-    """Raise ValueError where a reducer over other ranks has one of the parameters ``named``."""
+    """Raise ValueError if a reducer over other ranks has one of the parameters ``named``."""
     names = {id(parameter): name for name, parameter in named}
 
     def common(reducer: GradientReducer) -> str:

@@ -1,4 +1,4 @@
-"""A module that is kept equal on all ranks: set-up, buffers and inputs, around its reducer."""
+"""One replicated module: set-up, buffers and inputs, around its reducer."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ ALIKE = (
 
 
 class Replica:
-    """The state of one module that is kept equal on all ranks of an axis, for both its doors.
+    """The state of one replicated module, for `replicate` and `DistributedDataParallel`.
 
-    It has its options at once, and all else from `set_up` on, which is collective: parameters are
-    compared over the ranks, and with ``init_sync`` parameters and buffers are broadcast from the
-    axis' rank 0.
+    It has its options from the start, and everything else after `set_up`, which is collective:
+    parameters are compared over the ranks, and with ``init_sync`` parameters and buffers are
+    broadcast from the axis' rank 0.
     """
 
     communicator: Communicator
@@ -95,7 +95,7 @@ class Replica:
 
     @property
     def module(self) -> nn.Module:
-        """The module. Raises RuntimeError when it is gone."""
+        """The module. Raises RuntimeError when it was garbage-collected."""
         module = self._module()
         if module is None:
             raise RuntimeError("the replicated module is gone")
@@ -108,12 +108,12 @@ class Replica:
         return None if ids is None else list(ids)
 
     def ignored(self) -> frozenset[nn.Module]:
-        """List the modules that are left alone."""
+        """List the ignored modules."""
         return self.options.ignored
 
     @apart
     def set_up(self, *, may_be_frozen: bool = False) -> Replica:
-        """Return this replica, set up now where it was not: a collective then."""
+        """Return this replica, set up now if it was not; that is collective."""
         if not self.is_set_up:
             with torch.inference_mode(False), outside_of_transforms():  # an evaluation may be first
                 self._set_up(may_be_frozen=may_be_frozen)
@@ -161,9 +161,9 @@ class Replica:
             self.reducer.register_hook(*self.hook)
 
     def _watch_first_steps(self) -> StepWatch:
-        """A watch that raises before a step with gradients that were not reduced.
+        """Watch for an optimizer step with gradients that were not reduced, and raise before it.
 
-        Gradients of zeros pass: with those, and a learning rate of zero, torch makes optimizers
+        Gradients of zeros pass: torch uses them, with a learning rate of zero, to make optimizers
         build their state.
         """
         find = weakref.ref(self)  # which holds the watch
@@ -195,14 +195,14 @@ class Replica:
         return StepWatch(lambda: [each for _, each in named()], check=partial(untraced, check))
 
     def want(self, is_wanted: bool) -> None:
-        """Set whether gradients of later forward passes are reduced, or stay on this rank."""
+        """Set whether gradients of later forward passes are reduced, or kept on this rank."""
         self.is_wanted = is_wanted
         if self.is_set_up:
             self.reducer.is_wanted = is_wanted
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave gradients of forward passes in the block on this rank, to be reduced later."""
+        """Keep the gradients of forward passes in the block on this rank, to be reduced later."""
         before = self.is_wanted
         self.want(False)
         try:
@@ -211,7 +211,7 @@ class Replica:
             self.want(before)
 
     def register_hook(self, state: object, hook: object) -> None:
-        """Have ``hook`` reduce the gradients, from the set-up on when that is still to come."""
+        """Have ``hook`` reduce the gradients, from the set-up on if that is still to come."""
         checked = check_hook(hook)
         if self.hook is not None:
             raise RuntimeError(
@@ -249,7 +249,7 @@ class Replica:
         return None if ids is None else move_inputs(ids, args, kwargs)
 
     def route(self) -> Route:
-        """Return where gradients of the pass that is traced are marked."""
+        """Return how gradients of the pass being traced are marked."""
         if self._stepped or self.is_driven or not self._follow_module():
             return "eager"
         return self.marking.route()
@@ -257,7 +257,7 @@ class Replica:
     def before_traced(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Get ready for a pass that is traced and whose gradients are marked."""
+        """Prepare for a traced pass whose gradients are marked."""
         if torch.is_grad_enabled():
             self.marking.begin()
             # A trace guards what it compares: its graph runs for these parameter objects only.
@@ -273,8 +273,8 @@ class Replica:
         return None if ids is None else move_inputs(ids, args, kwargs)
 
     def begin(self) -> None:
-        """Begin a forward pass, or a pipeline's step: with the tensors that the module holds now,
-        and buffers of one rank for all.
+        """Begin a forward pass, or a pipeline's step, with the module's current tensors; broadcasts
+        buffers.
         """
         if function_transforms() is not None:  # what is sent is no part of what is differentiated
             with outside_of_transforms():
@@ -314,7 +314,7 @@ class Replica:
     def _take_up(self) -> None:
         """Reduce the parameters that the module holds now; collective where they have changed.
 
-        They are compared, and with ``init_sync`` given the values of rank 0; where a pass may have
+        They are compared, and with ``init_sync`` get the values of rank 0. Where a pass may have
         used new ones already, they must have these values.
         """
         found, reducer = self._held.look(), self.reducer
@@ -339,7 +339,7 @@ class Replica:
         self._statistics.follow(module)
 
     def _send_own_buffers(self) -> None:
-        """Give the module's own buffers the values that rank 0 has of them at the start."""
+        """Overwrite the module's own buffers with rank 0's initial values."""
         names = tuple(self._unsent)
         self._unsent.clear()
         own = self.buffers.follow()
@@ -358,10 +358,10 @@ class Replica:
 
     @constant
     def _follow_module(self) -> bool:
-        """Take up what the module holds when a pass is traced: collective where that has changed.
+        """Update the parameters when a pass is traced; collective where they have changed.
 
-        Compilers trace again when a parameter has become another object. Returns False where a
-        call hides the module's own tensors.
+        Compilers trace again when a parameter was replaced. Returns False where a call substitutes
+        the module's own tensors.
         """
         if self._unsent and lent_now() is None:
             self._send_own_buffers()
@@ -379,9 +379,9 @@ class Replica:
 
     @apart
     def leave(self, output: object) -> None:
-        """End a forward pass: make the backward pass of ``output`` tell the reducer when it begins.
+        """End a forward pass: have the backward of ``output`` tell the reducer when it begins.
 
-        Without this a rank that uses none of the parameters would never join the reductions.
+        Without this, a rank that uses none of the parameters would never join the reductions.
         """
         if running_backward() != -1:
             return
@@ -425,7 +425,7 @@ def _difference(
     now: Sequence[tuple[str, nn.Parameter]],
     fresh: Collection[str],
 ) -> str:
-    """The change of parameters in words, for ranks that do something else."""
+    """Describe a change of parameters, for ranks that do something else."""
     for name in fresh:
         return f": parameter {name!r} was given anew"
     for name in sorted({name for name, _ in before} - {name for name, _ in now}):
@@ -441,7 +441,7 @@ def _check(
     *,
     may_be_frozen: bool,
 ) -> None:
-    """Reject on this rank, before any collective, what could only fail later."""
+    """Reject, before any collective, arguments that could only fail later."""
     for name, parameter in parameters:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise RuntimeError(
@@ -488,7 +488,7 @@ def _check(
 def _sparse_names(
     module: nn.Module, parameters: Sequence[tuple[str, nn.Parameter]]
 ) -> frozenset[str]:
-    """List the parameters that modules look rows up in with sparse gradients."""
+    """List the parameters whose modules look up rows with sparse gradients."""
     tables = {
         id(part.weight)
         for part in module.modules()

@@ -1,7 +1,7 @@
-"""`replicate`: one module, the same on every rank, trained on different batches.
+"""`replicate`: keeps one module equal on every rank while ranks train on different batches.
 
-The module keeps its parameters, names and state dict. Its class becomes a subclass of its own
-that adds `set_requires_gradient_sync` and `no_sync`, so ``isinstance`` holds as before. Set-up
+The module keeps its parameters, names and state dict. Its class becomes a subclass of its former
+class, with `set_requires_gradient_sync` and `no_sync` added, so ``isinstance`` still holds. Set-up
 happens in the first forward pass.
 """
 
@@ -39,7 +39,7 @@ NAME = "replicate"
 
 
 class ReplicateState(Replica):
-    """The state of a replicated module, with the hooks and the forward that drive it."""
+    """The state of a module under `replicate`, with the hooks and the forward that drive it."""
 
     def __init__(self, module: nn.Module, options: ReplicateOptions) -> None:
         self._watched: list[RemovableHandle] = []
@@ -51,14 +51,14 @@ class ReplicateState(Replica):
         self.residency = ReplicaResidency(self)
 
     def ignored(self) -> frozenset[nn.Module]:
-        """List the modules that are left alone, also those that composable functions manage."""
+        """List the ignored modules, also those that other composable functions manage."""
         module = self.module
         managed = {m for m in module.modules() if m is not module and m.__dict__.get(STATES)}
         return self.options.ignored | managed
 
     @apart
     def set_up(self, *, may_be_frozen: bool = False) -> Replica:
-        """Return this replica, set up now where it was not: a collective then."""
+        """Return this replica, set up now if it was not; that is collective."""
         super().set_up(may_be_frozen=may_be_frozen)
         for handle in self._watched:
             handle.remove()
@@ -66,7 +66,7 @@ class ReplicateState(Replica):
         return self
 
     def watch_children(self) -> None:
-        """Set up before any module below runs, which a program may call by itself."""
+        """Set up before any submodule runs, which a program may call directly."""
         module = self.module
         self._watched = [
             part.register_forward_pre_hook(self._begin_below, prepend=True)
@@ -109,7 +109,7 @@ class ReplicateState(Replica):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:  # noqa: ANN401
-        """Call ``run``, the forward of the module's own class, compiled or not."""
+        """Call ``run``, the forward of the module's original class, compiled or not."""
         is_called, self._is_called = self._is_called, False
         if not is_called:  # the user has called `forward` itself, and so no hook of the module
             args, kwargs = self.before_forward(module, args, kwargs) or (args, kwargs)
@@ -127,7 +127,7 @@ class ReplicateState(Replica):
 
     @constant
     def _is_traceable(self) -> bool:
-        """Whether the module's class computes its forward; sets the replica up, a collective."""
+        """Whether the module's class defines its forward; sets the replica up, a collective."""
         self.set_up()
         if "forward" in vars(self.module):
             return False
@@ -140,18 +140,18 @@ class ReplicatedModule(OfThisProcess):
     """The members that `replicate` adds to the class of a module."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Make a module of the class before: a slice of a container has no gradients to reduce."""
+        """Make an instance of the original class: a slice of a container has nothing to reduce."""
         return cls.__bases__[1](*args, **kwargs)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Set whether forward passes from now on lead to a reduction of their gradients.
+        """Set whether the gradients of later forward passes are reduced.
 
-        Gradients of passes without one stay on this rank and are part of the next reduction.
+        Gradients of passes without a reduction stay on this rank and go into the next one.
         """
         replica_state(self).want(requires_gradient_sync)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Leave gradients of forward passes in the block on this rank, to be reduced later.
+        """Keep the gradients of forward passes in the block on this rank, to be reduced later.
 
         >>> with model.no_sync():
         ...     loss(model(first)).backward()
@@ -167,7 +167,7 @@ class ReplicatedModule(OfThisProcess):
     ) -> contextlib.AbstractContextManager[None]:
         """A block in which ranks may have different numbers of batches, see `uneven_inputs`.
 
-        Collective when there was no forward pass yet.
+        Collective before the first forward pass.
         """
         if not enable:
             return contextlib.nullcontext()
@@ -180,12 +180,12 @@ class ReplicatedModule(OfThisProcess):
     def register_comm_hook(self, state: object, hook: object) -> None:
         """Have ``hook(state, bucket)`` reduce the gradients, see `comm_hooks`.
 
-        Raises TypeError or ValueError for what cannot be one, RuntimeError for a second hook.
+        Raises TypeError or ValueError for an invalid hook, RuntimeError for a second hook.
         """
         replica_state(self).register_hook(state, hook)
 
     def pipeline_residency(self) -> ReplicaResidency:
-        """Return the switch by which a pipeline's schedule drives reductions and broadcasts."""
+        """Return the object by which a pipeline's schedule drives reductions and broadcasts."""
         return replica_state(self).residency
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -221,31 +221,31 @@ def replicate(
     """Keep ``module`` equal on all ranks of one axis; returns the same module.
 
     Parameters and buffers are broadcast from rank 0 in the first forward pass, gradients become
-    their mean over the ranks during each backward pass, and buffers are broadcast in each
-    forward pass. A parameter that got no gradient on some ranks counts as zero there; one that
-    got none on any rank keeps ``.grad`` None. Sparse gradients stay sparse.
+    their mean over the ranks during each backward pass, and buffers are broadcast in each forward
+    pass. A parameter that got no gradient on some ranks counts as zero there; one that got none on
+    any rank keeps ``.grad`` None. Sparse gradients stay sparse.
 
-    Until the backward pass has ended a gradient is this rank's: `torch.autograd.grad` returns
-    that, and so hooks of parameters, both kinds, see it; what they change is what is summed.
+    Until the backward pass has ended, a gradient is this rank's alone: `torch.autograd.grad`
+    returns it, and both kinds of parameter hooks see it; their changes go into the sum.
 
-    Parameters may be DTensors of tensor parallelism, on axes beside ``device_mesh``: they stay
-    registered as they are, and the gradients of this rank's parts become means.
+    Parameters may be DTensors of tensor parallelism, on axes other than ``device_mesh``: they stay
+    registered, and the gradients of this rank's parts become means.
 
-    The module's class gets the methods of `ReplicatedModule`: to type checkers
-    ``isinstance(model, ReplicatedModule)`` says so.
+    The module's class gets the methods of `ReplicatedModule`; check ``isinstance(model,
+    ReplicatedModule)`` to tell a type checker.
 
-    :param module: the module, which stays where it is.
-    :param ignored_modules: modules below it whose gradients are left alone.
-    :param device_id: on a GPU the device that inputs are moved to.
+    :param module: the module; it is not moved.
+    :param ignored_modules: submodules whose gradients are left alone.
+    :param device_id: the GPU that inputs are moved to.
     :param device_ids: the same, as a list of one.
-    :param broadcast_buffers: the older name of ``forward_sync_buffers``, which counts where both
-        are given; False leaves all ranks the buffers that they have at set-up, too.
+    :param broadcast_buffers: the older name of ``forward_sync_buffers``, which takes precedence;
+        False also leaves each rank its own buffers at set-up.
     :param init_sync: give all ranks the parameters and buffers of rank 0 at set-up.
     :param process_group: the axis, as a process group; all ranks when neither this nor
         ``device_mesh`` is given.
-    :param bucket_cap_mb: MiB that close a gradient bucket (25 when None); the first is closed at 1.
-    :param find_unused_parameters: unused parameters are always found, without a walk: either value
-        gives the same.
+    :param bucket_cap_mb: size of a gradient bucket in MiB (25 when None); the first has 1 MiB.
+    :param find_unused_parameters: has no effect: unused parameters are always found, without a walk
+        through the graph.
     :param gradient_as_bucket_view: leave each ``.grad`` as a view of its bucket.
     :param static_graph: check that every iteration uses the same parameters.
     :param delay_all_reduce_named_params: names and parameters whose gradients wait for that of
@@ -254,22 +254,20 @@ def replicate(
         this parameter.
     :param mixed_precision: compute in other dtypes, see `MixedPrecision`.
     :param device_mesh: the axis, as a mesh with one dim.
-    :param skip_all_reduce_unused_params: leave what no rank used in the first reduction out of all
-        later ones.
-    :param bucket_cap_mb_list: MiB that close the buckets one by one, the last for all that follow.
-    :param batched_grad_copy: small gradients are always copied together: either value gives the
-        same.
-    :param forward_sync_buffers: give all ranks the buffers of rank 0 in each forward pass, which
-        None does too.
-    :param unused_gradient: the value of ``.grad`` where no rank had a gradient: ``"none"`` leaves
-        it, so that optimizers skip the parameter; ``"zeros"`` lets them decay it. A parameter that
-        was used on other ranks only gets the mean either way, or the ranks would diverge.
+    :param skip_all_reduce_unused_params: leave parameters that no rank used in the first reduction
+        out of all later ones.
+    :param bucket_cap_mb_list: bucket sizes in MiB, one by one; the last for all that follow.
+    :param batched_grad_copy: has no effect: small gradients are always copied together.
+    :param forward_sync_buffers: give all ranks the buffers of rank 0 in each forward pass (the
+        default).
+    :param unused_gradient: the value of ``.grad`` where no rank had a gradient: ``"none"`` keeps it
+        None, so that optimizers skip the parameter; ``"zeros"`` lets them decay it. A parameter
+        used on other ranks only gets the mean in both cases, or the ranks would diverge.
     :param stop_on_non_finite: raise `NonFiniteError` on every rank at the end of a backward pass in
         which a gradient was not finite. Not with a gradient scaler, which skips such passes.
 
-    Raises AssertionError when the module is replicated already, RuntimeError for a
-    ``device_id`` of another type, ValueError for a mesh with more than one dimension and for
-    values out of range.
+    Raises AssertionError when the module is replicated already, RuntimeError for a ``device_id`` of
+    another type, ValueError for a mesh with more than one dimension and for values out of range.
 
     >>> model = replicate(Net(), bucket_cap_mb=10)
     >>> loss(model(batch)).backward()  # .grad is the mean over all ranks
@@ -290,7 +288,7 @@ def replicate(
 
 
 def replicate_with(module: M, options: ReplicateOptions) -> M:
-    """Replicate ``module`` by ``options``, for callers that have built them."""
+    """Replicate ``module`` with ``options`` that were built before."""
     look_at_optimizers()
     states: dict[str, Any] = module.__dict__.setdefault(STATES, {})
     if NAME in states:
@@ -342,9 +340,9 @@ setattr(replicate, "state", replica_state)  # noqa: B010 - type checkers know no
 
 
 def check_names(function: str, before: Sequence[str], after: Sequence[str]) -> None:
-    """Raise RuntimeError when a composable function has renamed or reordered what a module holds.
+    """Raise RuntimeError when a composable function has renamed or reordered parameters or modules.
 
-    ``before`` and ``after`` are the names of parameters, buffers and modules, in their order.
+    ``before`` and ``after`` are the names of parameters, buffers and modules, in order.
     """
     if list(before) == list(after):
         return

@@ -1,4 +1,4 @@
-"""The check that every backward pass uses what the first one used, for models that promise it."""
+"""Checks that every backward pass uses the same parameters as the first (``static_graph``)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from meshwright.data_parallel.replicas.buckets import Reduction
 
 
 class StaticGraph:
-    """Counts of the arrivals of each parameter's gradient, in the first backward pass and since.
+    """Counts the arrivals of each parameter's gradient, in the first backward pass and later.
 
-    From the second pass on a gradient is complete when it has arrived as often as in the first:
-    a reentrant activation checkpoint around a module that is used twice works then.
+    From the second pass on, a gradient is complete when it has arrived as often as in the first.
+    This supports reentrant activation checkpoints around a module that is used twice.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -23,22 +23,22 @@ class StaticGraph:
         self._is_skipped = False
 
     def skip(self) -> None:
-        """Leave out a reduction of several passes, in which arrivals were not counted."""
+        """Leave out a reduction over several passes, in which arrivals were not counted."""
         self._is_skipped = True
 
     def arrived(self, index: int) -> bool:
-        """Count an arrival; True when it is the last. The first pass, which counts them: False."""
+        """Count an arrival; True when it is the last (False in the first, counting pass)."""
         self._seen[index] += 1
         return self._expected is not None and self._seen[index] == self._expected[index]
 
     def deviates(self) -> bool:
-        """Whether this pass used something else than the first, as far as it has come."""
+        """Whether this pass has differed from the first, as far as it has come."""
         if self._is_skipped:
             return False
         return self._expected is not None and self._seen != self._expected
 
     def end(self) -> None:
-        """End a complete pass; the first one is what later ones are compared with."""
+        """End a complete pass; later passes are compared with the first."""
         if self._expected is None and not self._is_skipped:
             self._expected = self._seen
         self.reset()
@@ -49,7 +49,7 @@ class StaticGraph:
         self._is_skipped = False
 
     def differences(self) -> str:
-        """Name the parameters with a gradient in only one of the two passes."""
+        """Name the parameters that have a gradient in only one of the two passes."""
         rows = list(zip(self._names, self._expected or self._seen, self._seen, strict=True))
         lacks = [name for name, before, now in rows if now < before]
         more = [name for name, before, now in rows if now > before]
@@ -57,9 +57,9 @@ class StaticGraph:
         return " and ".join([*found, f"used {_named_with_modules(more)}"] if more else found)
 
     def refuse(self, communicator: Communicator, differences: str) -> RuntimeError:
-        """Make the error that every rank raises when one deviates; collective.
+        """Make the error that every rank raises when a rank deviates; collective.
 
-        ``differences`` are this rank's in the pass that it is about.
+        ``differences`` are this rank's in the judged pass.
         """
         said = differences or "used the same"
         everyone = communicator.gather_values(said, label="static graph: what differs")
@@ -93,7 +93,7 @@ def late_gradient(
 
 
 def unexpected_gradient(name: str, *, rank: int) -> RuntimeError:
-    """Make the error for a gradient of a parameter that no rank used at first."""
+    """Make the error for a gradient of a parameter that no rank used in the first pass."""
     return RuntimeError(
         "skip_all_reduce_unused_params=True expects every iteration to leave unused what the "
         f"first one did, but on rank {rank} parameter {name!r} (of "

@@ -1,17 +1,18 @@
-"""A replica under `torch.compile`: its gradients are marked in the graph, and a pass fuses marks.
+"""A replica under `torch.compile`: gradients are marked in the graph, and a compiler pass fuses
+marks.
 
-Where a mark goes:
+Where the marks are placed:
 
 =========  ==========================================================================
 forward    route B: the forward computes with copies of the parameters, whose backward
            marks the gradient. Needs nothing but the forward's own graph
 hooks      route A: the hook of each parameter marks what ``.grad`` has accumulated.
            Needs a compiled backward (`meshwright.compiler.compiled_autograd`)
-nowhere    the graph ends before the replica's own hooks, and the reducer does as in
-           eager mode; for what a graph cannot hold, see `Marking.obstacle`
+nowhere    the graph ends before the replica's own hooks, and the reducer works as in
+           eager mode; `Marking.obstacle` lists what a graph cannot express
 =========  ==========================================================================
 
-This file knows nothing of the compiler: what to do is asked of a `GradientMarking`.
+This file does not depend on the compiler; it asks a `GradientMarking`.
 """
 
 from __future__ import annotations
@@ -56,10 +57,10 @@ Route = str
 
 
 class GradientMarking(Protocol):
-    """The interface of a compiler to marks. Asked while a graph is traced, but for `ran`."""
+    """The compiler's interface for marks. Called while a graph is traced, except for `ran`."""
 
     def route(self, module: nn.Module | None) -> tuple[Route, str]:
-        """Choose the route of marks of ``module``, and name how buckets are sent and fused."""
+        """Choose the route for the marks of ``module``, and how buckets are sent and fused."""
         ...
 
     def modules_of_trace(self) -> list[nn.Module]:
@@ -67,24 +68,24 @@ class GradientMarking(Protocol):
         ...
 
     def obstacle_to_gathers(self, module: nn.Module) -> str:
-        """Prepare gathers of shards of ``module`` in the graph; returns "" or the obstacle."""
+        """Prepare gathers of shards of ``module`` in the graph; returns an obstacle or ""."""
         ...
 
     def has_written(self) -> bool:
-        """Whether the graph being traced has written to what it gathers."""
+        """Whether the graph being traced has written to tensors that it gathers."""
         ...
 
     def ran(self, plan: str) -> None:
-        """Take note that a graph with this plan begins its first reduction."""
+        """Record that a graph with this plan begins its first reduction."""
         ...
 
     def is_unfused(self, model: str) -> None:
-        """Count a mark of ``model`` that was reduced alone: the backend has not run the pass."""
+        """Count a mark of ``model`` that was reduced alone, because the pass has not run."""
         ...
 
 
 class Marking:
-    """The marks of the gradients of one replica."""
+    """The gradient marks of one replica."""
 
     def __init__(
         self,
@@ -135,7 +136,7 @@ class Marking:
         announce(self.name, self)
 
     def take_up(self) -> None:
-        """Forget what is known of the parameters before: the reducer has other ones."""
+        """Forget the former parameters: the reducer has other ones."""
         self.index = {name: index for index, (name, _) in enumerate(self._reducer.named)}
         self._passes.clear()
         self._memory.clear()
@@ -143,7 +144,7 @@ class Marking:
     # ------------------------------------------------------------------ while a graph is traced
 
     def route(self) -> Route:
-        """Choose the route of the marks of the pass that is traced."""
+        """Choose the route for the marks of the pass being traced."""
         reducer = self._reducer
         # Read while tracing: compilers guard them, and trace again when they change.
         is_scaled = reducer.on_reduction is not None or reducer.scale is not None
@@ -177,12 +178,12 @@ class Marking:
         return route
 
     def _sent_in(self) -> torch.dtype | None:
-        """The dtype in which float32 is sent; None where a hook does more than a mean."""
+        """The dtype in which float32 is sent; None where a hook computes more than a mean."""
         hook, dtype = self._reducer.registered_hook, torch.float32
         return dtype if hook is None else compressed_dtype(hook, self._communicator, dtype)
 
     def obstacle(self) -> str:
-        """Name what was asked for and marks cannot express; "" when they can express all."""
+        """Name the option that marks cannot express; "" when they can express all."""
         reducer, module = self._reducer, self._module()
         settings = reducer.settings
         reasons = {
@@ -209,7 +210,7 @@ class Marking:
         return "; ".join(reason for reason, holds in reasons.items() if holds)
 
     def begin(self) -> None:
-        """Begin a forward pass that is traced."""
+        """Begin a forward pass that is being traced."""
         reducer = self._reducer
         reducer.synchronize(reducer.is_wanted)
         self.has_begun = True
@@ -223,8 +224,8 @@ class Marking:
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - the module's own
         """Call ``module`` with copies of its parameters whose gradients are marked.
 
-        Hooks have nothing to reduce after that. Where a frame of the forward is not traced after
-        all, this is not called either, and they do.
+        Hooks have nothing to reduce then. Where a frame of the forward is not traced after all,
+        this is not called, and hooks reduce.
         """
         reducer, leaves = self._reducer, self._reducer.leaves
         is_due = torch.is_grad_enabled() and reducer.is_wanted
@@ -245,7 +246,7 @@ class Marking:
         return functional_call(module, found, args, kwargs)
 
     def mark(self, gradient: torch.Tensor, index: int) -> torch.Tensor:
-        """Compute the mean of ``gradient`` over the ranks, once the graph runs."""
+        """Compute the mean of ``gradient`` over the ranks when the graph runs."""
         narrow = self._narrow if gradient.is_floating_point() else None
         reduced = grad_reduce(
             gradient if narrow is None else gradient.to(narrow),
@@ -270,7 +271,7 @@ class Marking:
             gradient.copy_(self.mark(gradient, index))
 
     def accumulated_at_leaf(self, index: int, leaf: torch.Tensor) -> None:
-        """Do as `accumulated`, of a DTensor's leaf; its gradient may be marked already."""
+        """As `accumulated`, for a DTensor's leaf, whose gradient may be marked already."""
         gradient = leaf.grad
         if gradient is None:
             return
@@ -298,7 +299,7 @@ class Marking:
     # ------------------------------------------------------------------ while a graph runs
 
     def stays(self) -> None:
-        """Note a gradient that hooks do not reduce: a graph has, or it is to stay here."""
+        """Note a gradient that hooks do not reduce: a graph did, or it stays on this rank."""
         if self.is_open and running_backward() != self._running:
             self.is_open = False
 
@@ -307,7 +308,7 @@ class Marking:
         self._reducer.alignment.stays_local(index)
 
     def take_kept(self, index: int) -> torch.Tensor | None:
-        """Take from ``.grad`` what passes without a reduction have left of parameter ``index``."""
+        """Take from ``.grad`` what passes without a reduction have left for parameter ``index``."""
         self._takes = True
         return self._reducer.leaves.take(index, self._reducer.named[index][1])
 
@@ -317,7 +318,7 @@ class Marking:
 
     @torch.no_grad()
     def divided(self, index: int, gradient: torch.Tensor, ranks: int) -> torch.Tensor:
-        """Divide ``gradient`` by ``ranks``, into memory that ranks of one host share."""
+        """Divide ``gradient`` by ``ranks``, into memory shared by the ranks of a host."""
         key = index, gradient.dtype
         if key not in self._memory:
             allocate = self._communicator.empty_shared
@@ -327,11 +328,11 @@ class Marking:
         return torch.div(gradient, ranks, out=kept)
 
     def agree(self, indices: Sequence[int], plan: str) -> None:
-        """Compare with the other ranks what this backward pass is and what it will reduce.
+        """Compare across ranks which backward pass this is and what it will reduce.
 
         On a device the answer is read in the next pass, unless this rank does something else than
-        in the pass before: then it reads it before it reduces, and waits for ranks that still
-        compile. Raises CollectiveMismatchError on every rank, RuntimeError when a hook of a
+        in the previous pass: then it reads the answer before it reduces, and waits for ranks that
+        still compile. Raises CollectiveMismatchError on every rank, RuntimeError when a hook of a
         parameter was registered after the graph was compiled.
         """
         late, alignment = self._reducer.late, self._reducer.alignment
@@ -360,7 +361,7 @@ class Marking:
         compiler_of_marks().ran(plan)
 
     def _judge(self, indices: Sequence[int], plan: str, place: PassPlace, rows: Rows) -> None:
-        """Raise where ``rows`` of a pass are not alike; reduce what is left of it elsewhere."""
+        """Raise if ``rows`` of a pass differ; reduce gradients that the graph leaves out."""
         most = max(row[2] for row in rows)
         if len({row[0] for row in rows}) > 1 or (most and any(row[1] for row in rows)):
             self._refuse(indices, plan, [bool(row[1]) for row in rows])
@@ -382,7 +383,7 @@ class Marking:
                 self._reduce_rest(indices)
 
     def _rest(self, indices: Sequence[int]) -> _Rest:
-        """When to reduce the gradients of passes without a reduction that this graph leaves."""
+        """When to reduce gradients of passes without a reduction that this graph leaves out."""
         in_hooks = self._reducer.is_synchronizing
         takes, self._takes = self._takes or in_hooks, False
         kept, self.is_open = self.keeps, self.is_open and not in_hooks
@@ -392,14 +393,14 @@ class Marking:
         return _Rest.NOW if kept and self._beside(indices) else _Rest.NONE
 
     def _beside(self, indices: Sequence[int]) -> list[int]:
-        """List the parameters, but for ``indices``, that have a gradient."""
+        """List the parameters, except ``indices``, that have a gradient."""
         rows = enumerate(self._reducer.named)
         return [n for n, (_, p) in rows if p.grad is not None and n not in indices]
 
     @torch.no_grad()
     @apart
     def _reduce_rest(self, indices: Sequence[int]) -> None:
-        """Make all gradients means but those of ``indices``; what is equal stays as it is."""
+        """Make all gradients except ``indices`` means; equal ones do not change."""
         rows = self._communicator.gather_values(
             self._beside(indices), label="which gradients are left"
         )
@@ -424,10 +425,10 @@ class Marking:
         )
 
     def _refuse(self, indices: Sequence[int], plan: str, is_late: Sequence[bool]) -> None:
-        """Name the parameters that some ranks are about to reduce and others are not.
+        """Name the parameters that only some ranks are about to reduce.
 
-        Ranks that are ``is_late`` have gone on, so that not all can be asked: then each names its
-        own, and the first that does is who all others name.
+        Ranks that are ``is_late`` have gone on, so not all can be asked: each such rank names its
+        own parameters, and all others name the first such rank.
         """
         communicator = self._communicator
         names = [self._reducer.named[index][0] for index in indices]
@@ -459,8 +460,8 @@ class Marking:
     def _verify(self) -> None:
         """Compare the gradients, after passes 1, 2, 4, 8 and so on with a plan; collective.
 
-        What reaches a parameter beside the marked copy, as from a use of the parameter outside of
-        the module, would be different on every rank.
+        A contribution that bypasses the marked copy, as from a use of the parameter outside of the
+        module, would differ on every rank.
 
         Raises CollectiveMismatchError on every rank, naming the first parameter.
         """
@@ -483,14 +484,14 @@ class Marking:
         )
 
     def unfused(self) -> None:
-        """Get ready for a mark that is reduced alone: the first of a pass compares what it is."""
+        """Prepare for a mark that is reduced alone; the first of a pass compares the pass."""
         compiler_of_marks().is_unfused(self.name)
         if running_backward() != self._running:
             self.agree((), _ALONE)
 
 
 class _Rest(IntEnum):
-    """The time to reduce gradients that were left on their rank and no graph reduces."""
+    """When to reduce gradients that were kept on their rank and that no graph reduces."""
 
     NONE = 0
     NOW = 1
@@ -500,7 +501,7 @@ class _Rest(IntEnum):
 
 
 class _Marked(torch.autograd.Function):
-    """A copy of a parameter; its gradient is marked on the way back."""
+    """A copy of a parameter whose gradient is marked in the backward."""
 
     # The compiler reads these signatures, so they cannot be autograd's general ones.
     @staticmethod
@@ -522,7 +523,7 @@ class _Marked(torch.autograd.Function):
 
 
 class TracedForward(nn.Module):
-    """A module's own forward without its hooks, which have run when `functional_call` comes."""
+    """A module's original forward without its hooks, which run before `functional_call`."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -534,6 +535,6 @@ class TracedForward(nn.Module):
 
 
 def compiler_of_marks() -> GradientMarking:
-    """The compiler's side, which the first trace that asks for it loads."""
+    """The compiler's side of the marks, loaded by the first trace that needs it."""
     # The one way round the arrow between the rooms: loaded by the first trace that needs it.
     return cast("GradientMarking", meshwright.compiler.MARKING)

@@ -3,9 +3,9 @@
 Bottom-up:
 
     agreement       the settings that must agree across ranks
-    module_tree     the modules of one root, and those that came later
+    module_tree     the modules of one root, and those added later
     iteration       the state that units of one root share in an iteration
-    module_hooks    the hooks that bring units through an iteration
+    module_hooks    the hooks that gather, free and reduce units
     traced_units    the same inside a compiled graph
     sharded_join    ranks that have run out of batches
     sharded_module  the members that `fully_shard` adds to a module

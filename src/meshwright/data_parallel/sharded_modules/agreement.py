@@ -1,4 +1,4 @@
-"""The settings that must agree across ranks for one root: units, their parameters, their switches.
+"""The settings of one root that must agree across ranks: units, their parameters and options.
 
 Units are compared in full when a root starts. Settings are compared again, through
 `meshwright.comm.failures.events`, in the first forward pass after a rank has changed them.
@@ -63,9 +63,9 @@ def compare_units(
 ) -> None:
     """Check that every rank has the same units, parameters and settings; a collective.
 
-    ``with_training`` says whether the same parameters must require grad.
+    ``with_training`` also compares which parameters require grad.
 
-    Raises CollectiveMismatchError on every rank, naming what differs first and the ranks.
+    Raises CollectiveMismatchError on every rank, naming the first difference and the ranks.
     """
     rows: list[list[Any]] = []
     for driver in drivers:
@@ -91,7 +91,7 @@ def compare_values(drivers: Sequence[Driver], names: Mapping[nn.Module, str]) ->
     Values that an axis shards are compared as they were when sharded, unless written since; values
     that it replicates, as they are now. ``names`` are those of modules.
 
-    Raises CollectiveMismatchError on every rank, naming what differs first and the ranks.
+    Raises CollectiveMismatchError on every rank, naming the first difference and the ranks.
     """
     by_axis: dict[Communicator, list[tuple[str, Compared]]] = {}
     copying: set[Communicator] = set()
@@ -131,7 +131,7 @@ def compare_values(drivers: Sequence[Driver], names: Mapping[nn.Module, str]) ->
 
 
 class SameCopies:
-    """Compares the shards that ranks hold as copies, over each axis that replicates.
+    """Compares the shards that ranks hold as copies, over each replicating axis.
 
     Digests are sent when a forward begins, and read when its backward ends; on a device one pass
     later.
@@ -149,7 +149,7 @@ class SameCopies:
         self._coming: list[tuple[Communicator, Callable[[], bytes]]] = []
 
     def begin_pass(self) -> None:
-        """Count a forward in training, and send what there is to compare."""
+        """Count a training forward, and send the digests that are due."""
         self.finish()
         for axis, check in self.checks.items():
             check.begin_pass()
@@ -157,7 +157,7 @@ class SameCopies:
                 self._coming.append((axis, axis.start_equal(struct.pack("<d", number), LABEL)))
 
     def finish(self) -> None:
-        """Compare what was sent. Raises CollectiveMismatchError as `SameWeights.doubt` says."""
+        """Compare what was sent. Raises CollectiveMismatchError as `SameWeights.doubt` does."""
         while self._coming:
             axis, started = self._coming.pop(0)
             said = started()
@@ -168,7 +168,7 @@ class SameCopies:
                     raise error
 
     def judge(self) -> None:
-        """Compare copies that are in doubt, before a step of an optimizer."""
+        """Compare copies in doubt before an optimizer step."""
         for check in self.checks.values():
             check.judge()
 
@@ -195,7 +195,7 @@ class UnitStates:
         self._digests: dict[Essence, int] = {}
 
     def digest(self) -> int:
-        """63 bits that are equal on ranks with equal settings."""
+        """A 63-bit digest that is equal on ranks with equal settings."""
         now = self._essence()
         found = self._digests.get(now)
         if found is None:
@@ -237,7 +237,7 @@ class UnitStates:
         return found
 
     def _essence(self) -> Essence:
-        """The current facts, asked in every forward: cheap while settings are the same objects."""
+        """The current settings, read in every forward: cheap while the objects are the same."""
         rows: list[tuple[object, ...]] = []
         for number, driver in enumerate(self._drivers):
             unit = driver.unit
@@ -279,7 +279,7 @@ def _settings(unit: Unit) -> list[Any]:
 
 
 def _word(value: object) -> object:
-    """A setting as ranks can compare it: of a function only that there is one."""
+    """A setting in a form that ranks can compare; for a function only that there is one."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return f"{value.size} ranks" if isinstance(value, Communicator) else "a function"

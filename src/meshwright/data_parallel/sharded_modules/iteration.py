@@ -1,4 +1,4 @@
-"""The state that units of one root share in an iteration: order, gathers ahead, backward's end.
+"""The state that units of one root share in an iteration: order, prefetching, end of the backward.
 
 ::
 
@@ -139,13 +139,13 @@ class Iteration:
             )
 
     def look_at(self, module: nn.Module, tree: ModuleTree) -> None:
-        """Watch the modules of the root ``module``, and what BatchNorm there does."""
+        """Watch the modules of the root ``module`` and the statistics of its BatchNorm modules."""
         self.tree, self.statistics = tree, LocalStatistics(module, self.axes)
         if self._widest is not None:
             self._written = BatchBuffers(module, self._widest)
 
     def follow_with(self, follow: Callable[[], None]) -> None:
-        """Call ``follow`` when a forward begins; graphs may gather from now on."""
+        """Call ``follow`` when a forward begins; compiled graphs may gather from now on."""
         self._follow = follow
         self.token = torch.zeros((), device="cpu", requires_grad=True)
 
@@ -182,7 +182,7 @@ class Iteration:
         self._ledger.begin(training=is_training, weights=weights, settings=settings)
 
     def _begin(self) -> str:
-        """Begin a forward; returns the pass that raised before it, "" if none did."""
+        """Begin a forward; returns the earlier pass that raised, "" if none did."""
         # The user goes on: what this rank raised before must not end its waits from here on.
         go_on()
         if self.is_in_backward or self.is_in_forward:
@@ -206,10 +206,10 @@ class Iteration:
         return raised_in
 
     def begin_driven(self, what: str, *, training: bool) -> None:
-        """Begin a step in which a schedule gathers, frees and reduces; an exception ends it.
+        """Begin a step that a pipeline's schedule drives; an exception ends it.
 
-        The schedule gathers units in an order of its own, so none is recorded. ``what`` is
-        compared across the ranks like a forward pass.
+        The schedule gathers units in its own order, so none is recorded. ``what`` is compared
+        across ranks like a forward pass.
         """
         raised_in = self._begin()
         self.take_waiting()
@@ -223,7 +223,7 @@ class Iteration:
                 self._copies.begin_pass()
 
     def end_driven(self, *, training: bool) -> None:
-        """End that step: wait for the reductions it has left, and set gradients."""
+        """End a driven step: wait for its remaining reductions, and set gradients."""
         if training and self.drivers[0].is_last_backward:
             self._settle()
         self.is_in_forward = False
@@ -231,7 +231,7 @@ class Iteration:
         self.stop()
 
     def record(self, driver: Driver) -> Driver | None:
-        """Record that ``driver`` runs next; returns the one that came after it the last time."""
+        """Record that ``driver`` runs next; returns the driver that followed it the last time."""
         if self._ledger is not None:
             self._ledger.record(self._numbers[driver])
         position = len(self._order)
@@ -242,7 +242,7 @@ class Iteration:
         return None
 
     def begin_graph(self, what: str) -> None:
-        """Compare ``what``, which a compiled graph is about to do, with the other ranks."""
+        """Compare ``what`` a compiled graph is about to do with the other ranks."""
         if self._ledger is not None:
             self._ledger.begin_graph(what)
 
@@ -277,7 +277,7 @@ class Iteration:
         self.is_in_backward = self.is_in_forward = False
 
     def _weights(self, has_raised: bool) -> int:
-        """Classify what optimizers have done since the last call, as far as this rank can tell."""
+        """Classify what optimizers have done since the last call, as far as this rank knows."""
         steps = self._steps.take()
         has_delivered, self._has_delivered = self._has_delivered, False
         if steps is Steps.RAISED:
@@ -291,7 +291,7 @@ class Iteration:
         return ACCUMULATES if is_known and has_unused else UNKNOWN
 
     def _have_versions_changed(self) -> bool | None:
-        """Whether weights were written to since the last call; None if unknown.
+        """Whether weights were written since the last call; None if unknown.
 
         For optimizers that are not torch's: reading versions is slow with many DTensors.
         """
@@ -315,9 +315,9 @@ class Iteration:
         return [*(t for t in (*before, *shown) if t is not None), *(slot.full for slot in slots)]
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Compare copies in doubt, and warn of a step without gradients.
+        """Compare copies in doubt, and warn about a step without gradients.
 
-        Raises RuntimeError where ``optimizer`` would use some that wait for a reduction.
+        Raises RuntimeError if ``optimizer`` would use gradients that wait for a reduction.
         """
         self._check_taken()
         waiting = self.showing
@@ -342,7 +342,7 @@ class Iteration:
             self._copies.judge()
 
     def _check_taken(self) -> None:
-        """Raise RuntimeError where an ended backward has left gradients that no hook noticed."""
+        """Raise RuntimeError if a backward has left gradients that no hook noticed."""
         if self.is_in_backward or not have_gradients(self._slots):
             return
         for unit in self.units:
@@ -392,7 +392,7 @@ class Iteration:
             )
 
     def take_waiting(self) -> None:
-        """Take gradients that wait for a reduction out of sight, less what was dropped."""
+        """Hide gradients that wait for a reduction, except those that were dropped."""
         while self.showing:
             unit = self.showing.pop()
             unit.exposure.take_waiting(unit)
@@ -407,7 +407,7 @@ class Iteration:
         return None
 
     def start_reduction(self, unit: Unit, *, is_limited: bool = True) -> None:
-        """Reduce the gradients of ``unit``, with at most so many reductions under way."""
+        """Reduce the gradients of ``unit``; ``is_limited`` bounds the reductions in flight."""
         if unit.is_reducing:
             unit.finish_reduce()
             self.in_flight.remove(unit)
@@ -429,8 +429,8 @@ class Iteration:
     def end_backward(self) -> None:
         """End the backward pass: reduce the rest, wait, set gradients, free everything.
 
-        One that is not the last leaves reductions under way, gradients undelivered and the order
-        of the forwards as it is, for the backwards that follow. So does one that makes a graph.
+        A backward that is not the last, or that makes a graph, leaves reductions in flight,
+        gradients undelivered and the order of the forwards unchanged for the backwards that follow.
         """
         if self.makes_graph:
             self._end_graph()
@@ -467,7 +467,7 @@ class Iteration:
             )
 
     def stop(self) -> None:
-        """Raise NonFiniteError on every rank, if ranks stop at the gradients delivered last."""
+        """Raise NonFiniteError on every rank if the last gradients are to stop the run."""
         found, self._non_finite = self._non_finite, None
         if found is not None:
             raise found.error()
@@ -491,7 +491,7 @@ class Iteration:
 
     @contextlib.contextmanager
     def without_order_check(self) -> Iterator[None]:
-        """Suspend the comparison of passes between ranks in the block: the caller compares."""
+        """Suspend the comparison of passes in the block: the caller compares."""
         ledger, self._ledger = self._ledger, None
         try:
             yield
@@ -499,7 +499,7 @@ class Iteration:
             self._ledger = ledger
 
     def deliver(self) -> None:
-        """Set the gradients of the units whose reductions have ended; asks ranks for use flags."""
+        """Set the gradients of units whose reductions have ended; exchanges use flags."""
         units: list[Unit] = []
         for unit in self.units:
             for group in unit.groups:
@@ -550,7 +550,7 @@ def _ordered(driver: Driver) -> OrderedUnit:
 
 
 def _streams_of(units: Sequence[Unit], axes: Sequence[Communicator]) -> UnitStreams | None:
-    """Make the streams that ``units`` use from now on; None on the host."""
+    """Create the streams that ``units`` use from now on; None on the host."""
     devices = {axis.device for axis in axes if not axis.is_on_host}
     streams = UnitStreams(*devices) if len(devices) == 1 else None
     if streams is not None:
@@ -560,7 +560,7 @@ def _streams_of(units: Sequence[Unit], axes: Sequence[Communicator]) -> UnitStre
 
 
 def _sent(group: ParameterGroup) -> int:
-    """Count the bytes that this rank gives to the gather of ``group``."""
+    """Count the bytes that this rank contributes to the gather of ``group``."""
     return group.buffer.layout.shard_size * group.types.compute.itemsize
 
 
@@ -576,7 +576,7 @@ def _widest(units: Sequence[Unit]) -> Communicator | None:
 
 
 def _held(units: Iterable[Unit], optimizer: torch.optim.Optimizer) -> list[Unit]:
-    """List the units of which ``optimizer`` holds a parameter."""
+    """List the units with a parameter that ``optimizer`` holds."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return [u for u in units if any(id(p) in held for p in u.exposure.parameters(u))]
 
@@ -594,7 +594,7 @@ _RETURN = (
 
 
 def _lost(name: str, unit: Unit) -> RuntimeError:
-    """The error for a gradient of parameter ``name`` that no hook of ``unit`` announced."""
+    """Make the error for a gradient of parameter ``name`` that no hook of ``unit`` announced."""
     return RuntimeError(
         f"rank {rank_in(unit.communicators)}: a backward pass has given sharded parameter {name!r} "
         f"a gradient and went through no output of unit {unit.name!r}: nothing has reduced it, and "

@@ -1,4 +1,4 @@
-"""Module hooks and autograd hooks that bring units through one iteration.
+"""Module hooks and autograd hooks that gather, free and reduce units in an iteration.
 
 ::
 
@@ -8,8 +8,8 @@
     gradient of all inputs       take the unit's gradients, start their reduction, free the unit
     end of the backward          reduce what is left, wait, set ``.grad``
 
-The root is the first module of a tree to run forward. Its `Iteration` knows all units below it.
-Where torch's profiler runs, each of these is a range with the names that torch gives its own::
+The root is the first module of a tree to run forward. Its `Iteration` knows all units below it. In
+torch's profiler each of these is a range, with the names that torch uses::
 
     FSDP::pre_forward (layers.0)    FSDP::post_forward     FSDP::pre_backward    FSDP::post_backward
 """
@@ -97,9 +97,9 @@ class Driver:
         keeps_as_root: bool = False,
         stops_on_non_finite: bool = False,
     ) -> None:
-        """``ignored`` is where modules hold parameters that were left out on purpose.
+        """``ignored`` maps modules to parameters that were left out on purpose.
 
-        ``buffers`` are to be equal on all ranks before the first step.
+        ``buffers`` must be equal on all ranks before the first step.
         """
         self.unit = unit
         self.ignored = ignored
@@ -154,18 +154,18 @@ class Driver:
 
     @property
     def has_parts(self) -> bool:
-        """True where several modules are one unit."""
+        """True where several modules form one unit."""
         return bool(self._parts)
 
     # ---------------------------------------------------------------------------- set-up
 
     def join_root(self, iteration: Iteration) -> None:
-        """Belong to the root of ``iteration`` from now on."""
+        """Join the root of ``iteration``."""
         self.iteration = iteration
         self.is_below = iteration.drivers[0] is not self
 
     def start(self, module: nn.Module) -> Iteration:
-        """Return the iteration this belongs to; becomes a root when it belongs to none."""
+        """Return the iteration of this driver's root; becomes a root itself if it has none."""
         if self.iteration is not None:
             return self.iteration
         if self._parts:
@@ -214,19 +214,19 @@ class Driver:
         return name
 
     def alike(self, name: str) -> str:
-        """The name by which ranks compare what this rank's user calls ``name``."""
+        """Return the name by which ranks compare the parameter that users call ``name``."""
         return name
 
     def adopt_names(self, modules: Mapping[nn.Module, str]) -> None:
-        """Take up the names of all modules, seen from the root, which have become known."""
+        """Store the names of all modules, seen from the root."""
 
     def check_materialized(self) -> None:
-        """Raise RuntimeError when parameters are not where they compute from."""
+        """Raise RuntimeError when parameters are not on the device they compute on."""
 
     # --------------------------------------------------------------------------- forward
 
     def prepare(self, module: nn.Module) -> None:
-        """Get ready for a pass that another method than the call of ``module`` begins."""
+        """Prepare for a pass that begins in another method than the call of ``module``."""
 
     @apart
     def before_forward(
@@ -284,7 +284,7 @@ class Driver:
         return False
 
     def leaves_graph(self, module: nn.Module) -> bool:
-        """End that after the forward of ``module``; False where `after_forward` has to run."""
+        """End the unit in the graph after ``module``; False where `after_forward` has to run."""
         return False
 
     def refuse_transforms(self, module: nn.Module) -> None:
@@ -353,7 +353,7 @@ class Driver:
         return output
 
     def end_without_graph(self, module: nn.Module, output: Any) -> Any:  # noqa: ANN401
-        """End a forward that has switched gradients off by itself: no backward goes through it."""
+        """End a forward that has disabled gradients itself: no backward goes through it."""
         if self.unit is not None and torch.is_grad_enabled() and running_backward() == -1:
             # `before_forward` has counted it, since gradients were enabled then.
             self._uses -= 1
@@ -363,7 +363,7 @@ class Driver:
             return self.after_forward(module, (), output)
 
     def leave_forward(self, *, has_raised: bool) -> None:
-        """End the root's forward: modules of a unit that did not run, or raised, no longer will."""
+        """End the root's forward; modules of a unit that have not run no longer will."""
         unit = self.unit
         self._to_run.clear()
         if has_raised:
@@ -391,7 +391,7 @@ class Driver:
     def _watch_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Hook the inputs: this unit's backward is over when all their gradients are there."""
+        """Hook the inputs: this unit's backward ends when all their gradients have arrived."""
         watched: list[torch.Tensor] = []
         give, loan = partial(self._alias, watched), None
         if kwargs or [*map(type, args)] != [torch.Tensor]:
@@ -420,7 +420,7 @@ class Driver:
     def cast_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Cast what is floating-point to the dtype of the computation, if that is set."""
+        """Cast floating-point inputs to the dtype of the computation, if one is set."""
         loan = None if self.cast.inputs is None else Loan(self._cast_input)
         self.loans.append(loan)  # None, too: each forward pushes one, and its `after_forward` pops
         if loan is None:
@@ -450,7 +450,7 @@ class Driver:
         self.before_backward(gradient)
 
     def before_backward(self, gradient: object = None) -> None:
-        """Hook of an output's gradient: gathers the unit again, and others ahead."""
+        """Hook of an output's gradient: gathers the unit again, and prefetches others."""
         if is_profiled() and not self._is_shown:
             with self._shown("pre_backward"):
                 Driver.before_backward(self, gradient)
@@ -486,7 +486,7 @@ class Driver:
 
     @apart
     def after_backward(self, gradient: object = None) -> None:
-        """Hook of the inputs' gradients: reduces those of the parameters, and frees the unit."""
+        """Hook of the inputs' gradients: reduces parameter gradients and frees the unit."""
         iteration, unit = self.iteration, self.unit
         if iteration is not None:
             if not iteration.is_in_backward:
@@ -507,7 +507,7 @@ class Driver:
             other.wait_unshard()
 
     def finish_backward(self, iteration: Iteration) -> None:
-        """End the whole backward pass: do what no input's gradient has triggered."""
+        """End the whole backward pass: finish units that no input gradient has finished."""
         unit, has_run = self.unit, self.has_run
         if not iteration.keeps_graph:
             self._in_graphs = 0
@@ -570,10 +570,10 @@ _PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None))
 
 
 def _with_own_node(output: Any, tell: Callable[..., None]) -> Any:  # noqa: ANN401
-    """Return the root's ``output`` with views in place of what a freed unit has returned.
+    """Return the root's ``output`` with views in place of outputs of a freed unit.
 
-    The gradient of a view comes before all that the unit has computed, and calls its hook, too.
-    ``tell`` is the method of drivers that hooks of outputs call.
+    The gradient of a view arrives before those of everything the unit has computed, and calls its
+    hook, too. ``tell`` is the drivers' method that hooks of outputs call.
     """
 
     views: dict[int, torch.Tensor] = {}
@@ -601,7 +601,7 @@ def _with_own_node(output: Any, tell: Callable[..., None]) -> Any:  # noqa: ANN4
 
 
 class _GradientHooks:
-    """Hooks on ``leaves``, whose first gradient begins the backward of ``iteration``."""
+    """Hooks on ``leaves``, the first of whose gradients begins the backward of ``iteration``."""
 
     def __init__(self, leaves: Sequence[torch.Tensor], iteration: Iteration) -> None:
         self._iteration = iteration
@@ -618,7 +618,7 @@ class _GradientHooks:
 
 
 def _in_transform(name: str) -> RuntimeError:
-    """The error for a forward of module ``name`` whose derivatives reach no hook."""
+    """Make the error for a forward of module ``name`` in a transform that runs no hooks."""
     transform = "a transform of torch.func (vmap, grad, ...)"
     if function_transforms() is None:
         transform = "forward-mode differentiation (torch.autograd.forward_ad) with gradients"

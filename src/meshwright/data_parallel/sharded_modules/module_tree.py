@@ -1,8 +1,8 @@
-"""The modules of one root, watched for parameters that came after it was sharded.
+"""Watches the modules of one root for parameters that were added after sharding.
 
-A module that is added or replaced later, as adapters are, brings parameters that no unit holds:
-each rank would silently train them alone. So would what lies in the memory that a parameter
-of another unit had.
+A module that is added or replaced later, such as an adapter, brings parameters that no unit holds:
+each rank would silently train them alone. The same holds for tensors in the former memory of a
+unit's parameter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PlacesIn = Collection[tuple[nn.Module, str]]
 
 
 def places_in(modules: Iterable[nn.Module], parameters: Collection[int]) -> PlacesIn:
-    """Find where ``modules`` themselves hold the ``parameters``, which are given by ``id``."""
+    """Find which of ``modules`` hold the ``parameters``, given by ``id``, and by which names."""
     return frozenset(
         (module, name)
         for module in modules
@@ -33,7 +33,7 @@ def places_in(modules: Iterable[nn.Module], parameters: Collection[int]) -> Plac
 
 
 class ModuleTree:
-    """The modules below ``root``, as they were when it was looked through last."""
+    """The modules below ``root``, as they were at the last check."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class ModuleTree:
         unit_of: Callable[[nn.Module], Unit | None],
         clean: Callable[[str], str],
     ) -> None:
-        """``unit_of`` gives the unit that a module was made the head of, ``clean`` users' names."""
+        """``unit_of`` maps a module to its unit, and ``clean`` gives the names that users know."""
         self._root = root
         self._unit_of = unit_of
         self._clean = clean
@@ -102,7 +102,7 @@ class ModuleTree:
 
 
 def _reduced_here(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """List the modules below ``root`` with their names, but for those that `replicate` reduces."""
+    """List the modules below ``root`` with their names, except those under `replicate`."""
     seen: set[nn.Module] = set()
     waiting = [("", root)]
     while waiting:

@@ -1,8 +1,8 @@
-"""`fully_shard`: parameters live in parts on the ranks and are whole only while a module runs.
+"""`fully_shard`: parameters are sharded over the ranks and whole only while a module runs.
 
 The module keeps its parameter names. At rest parameters are DTensors, each with this rank's chunk
-along dim 0; while the module computes they are plain tensors. Its class becomes a subclass of its
-own that adds the methods of `FSDPModule`.
+along dim 0; while the module computes they are plain tensors. The module's class becomes a subclass
+of its former class with the methods of `FSDPModule` added.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ NAME = "fully_shard"
 
 
 class _ShardedDriver(TracedDriver):
-    """A driver that names its unit's parameters as the root knows them."""
+    """A driver that uses the root's names for its unit's parameters."""
 
     def adopt_names(self, modules: Mapping[nn.Module, str]) -> None:
         if self.unit is not None:
@@ -81,12 +81,12 @@ class ShardedState:
 
     @property
     def unit(self) -> Unit | None:
-        """The parameters that were sharded together; None when the module had none left."""
+        """The unit of parameters that were sharded together; None when the module had none left."""
         return self.driver.unit
 
     @property
     def padding(self) -> float:
-        """Elements of padding for each element of this module's unit; 0.0 without a unit."""
+        """Padding elements per element of this module's unit; 0.0 without a unit."""
         groups = () if self.unit is None else self.unit.groups
         layouts = [group.buffer.layout.chunked_layout() for group in groups]
         elements = sum(layout.numel for layout in layouts)
@@ -115,19 +115,19 @@ def fully_shard(
     """Shard the parameters of ``module`` that no earlier call has taken; returns it.
 
     Apply it to inner modules first. One call is one unit: its parameters are gathered in one
-    collective before the forward pass and again before the backward pass, and their gradients
-    are reduced in one. Each module's class gets the methods of `FSDPModule`: to type checkers
-    ``isinstance(model, FSDPModule)`` says so.
+    collective before the forward pass and again before the backward pass, and their gradients are
+    reduced in one. Each module's class gets the methods of `FSDPModule`; check ``isinstance(model,
+    FSDPModule)`` to tell a type checker.
 
-    :param module: a module, or several that are one unit.
+    :param module: a module, or several that form one unit.
     :param mesh: one dim, or two with names: ranks along the first then hold the same shards. All
         ranks when None.
     :param reshard_after_forward: True frees full parameters after the forward pass, False keeps
-        them until the backward pass, None does so for the root only; a number spreads them among
+        them until the backward pass, None keeps them for the root only; a number shards them over
         that many neighboring ranks until then. Call `FSDPModule.reshard` where something writes to
         parameters in between.
-    :param shard_placement_fn: gives for a parameter a placement with the ``dim`` it is sharded
-        along, a `ShardPlacementResult` with a mesh of its own too, or None for dim 0.
+    :param shard_placement_fn: returns for a parameter a placement with the ``dim`` to shard along,
+        a `ShardPlacementResult` to give it its own mesh, or None for dim 0.
     :param mp_policy: the dtypes of computation, reduction and outputs.
     :param offload_policy: `CPUOffloadPolicy()` keeps shards in the memory of the CPU.
     :param ignored_params: parameters that stay as they are.
@@ -135,34 +135,34 @@ def fully_shard(
     :param stop_on_non_finite: for the root and all below it: every rank raises `NonFiniteError` at
         the end of a backward pass in which a gradient was not finite. Not with a gradient scaler,
         which skips such passes.
-    :param sync_module_states: give all ranks the parameters and buffers of rank 0 of the mesh
-        before they are sharded.
+    :param sync_module_states: broadcast parameters and buffers from rank 0 of the mesh before they
+        are sharded.
 
-    Parameters may be DTensors already, for tensor parallelism: their parts are sharded. They
-    compute as local tensors in modules of this library, elsewhere as they are. Their axes are
-    others than those of ``mesh``, or, with ``dp_mesh_dims``, all axes of ``mesh``. Parameters
+    Parameters may already be DTensors of tensor parallelism: their local parts are sharded. They
+    compute as local tensors in modules of this library, and as DTensors elsewhere. Their axes
+    differ from those of ``mesh``, or, with ``dp_mesh_dims``, are all axes of ``mesh``. Parameters
     below ``module`` that tensor parallelism has not sharded are replicated over its axes, on the
     same mesh.
 
-    A parameter that is a tensor subclass with ``fsdp_pre_all_gather`` and
-    ``fsdp_post_all_gather`` is gathered by these as in torch, except that inputs without padding
-    are padded. It has its values in one plain tensor of its shape and dtype.
+    A tensor subclass with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` is gathered by these
+    as in torch, except that inputs without padding are padded. Its values must be in one plain
+    tensor of its shape and dtype.
 
-    Ranks must hold the same values: what they have sharded is compared when the root runs for
-    the first time, except for what was written or loaded since.
+    Ranks must start from the same values: the sharded values are compared when the root runs for
+    the first time, except for those written or loaded since.
 
-    Hooks of parameters run when gradients have been reduced: those of `Tensor.register_hook`
-    on the mean, a DTensor, those of ``register_post_accumulate_grad_hook`` when ``.grad`` is
-    set. `torch.autograd.grad` of inputs returns this rank's gradient; for parameters it raises,
-    as the graph has full tensors in their place.
+    Hooks of parameters run when gradients have been reduced: those of `Tensor.register_hook` on the
+    mean, a DTensor, those of ``register_post_accumulate_grad_hook`` when ``.grad`` is set.
+    `torch.autograd.grad` of inputs returns this rank's gradient; for parameters it raises, as the
+    graph has full tensors in their place.
 
-    ``p.full_tensor()`` outside of the module is for terms of parameters alone, equal on all
-    ranks. In a term with this rank's data its gradient would be this rank's, without a mean:
-    ``p.full_tensor(grad_placements=[Partial("avg")])`` takes that, as with torch's.
+    Use ``p.full_tensor()`` outside of the module only in terms of parameters alone, which are equal
+    on all ranks. In a term with this rank's data the gradient would not be averaged over ranks;
+    ``p.full_tensor(grad_placements=[Partial("avg")])`` averages it, as in torch.
 
-    Raises ValueError for a container without forward, a scalar parameter or another kind of
-    mesh, TypeError for another tensor subclass with operators of its own, AssertionError when
-    the module is sharded already.
+    Raises ValueError for a container without forward, a scalar parameter or another kind of mesh,
+    TypeError for another tensor subclass with operators of its own, AssertionError when the module
+    is sharded already.
 
     >>> for layer in model.layers:
     ...     fully_shard(layer)
@@ -224,8 +224,8 @@ setattr(fully_shard, "state", sharded_state)  # noqa: B010
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Make the method ``method_name`` gather and free parameters as ``forward`` does.
 
-    It may call the module itself, as ``generate`` does: that is part of the pass. Does nothing to
-    a module that is not sharded. Raises ValueError when it has no such method.
+    The method may call the module itself, as ``generate`` does; that is part of the pass. Does
+    nothing for a module that is not sharded. Raises ValueError when the module lacks the method.
     """
     driver = driver_of(module)
     if driver is None:
@@ -267,10 +267,10 @@ def _install(module: nn.Module, driver: Driver, options: ShardOptions) -> None:
 
 
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Make a class of ``cls`` with the members of `FSDPModule`.
+    """Make a subclass of ``cls`` with the members of `FSDPModule`.
 
-    All modules of ``cls`` get the same one: what is compiled for one block serves the others. It
-    has the name that torch's has, and the module of ``cls``, where programs of others look for it.
+    All modules of ``cls`` share it, so code compiled for one block serves the others. It has the
+    name of torch's class and ``__module__`` of ``cls``, where other programs look for it.
     """
     bases = (FSDPModule, cls)
     made = (each for each in type.__subclasses__(cls) if each.__bases__ == bases)
@@ -279,7 +279,7 @@ def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _framed(cls: type[nn.Module]) -> dict[str, object]:
-    """Run a forward of torch's in a frame of ours: compilers begin no graph in theirs."""
+    """Run a forward of torch's in a frame of ours: compilers begin no graph in torch's frames."""
     theirs = cls.forward
     if not (theirs.__module__ or "").startswith("torch."):  # None for what torch.fx has written
         return {}
@@ -294,7 +294,7 @@ def _framed(cls: type[nn.Module]) -> dict[str, object]:
 
 
 def _put_away(driver: Driver, *_: object) -> None:
-    """State-dict hook: frees full parameters, so that state dicts hold those at rest."""
+    """State-dict hook: frees full parameters, so that state dicts hold the shards."""
     settle()
     if driver.unit is not None:
         driver.unit.reshard()

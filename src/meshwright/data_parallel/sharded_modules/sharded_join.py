@@ -1,15 +1,15 @@
-"""Uneven inputs of sharded modules: a rank without batches issues its part of each collective.
+"""Uneven inputs of sharded modules: a rank without batches still takes part in each collective.
 
-Shards of a rank that is done are still needed and still updated. It acts on each notice::
+The shards of a rank that is done are still needed and updated. It acts on each notice::
 
     UNSHARD n          gathers unit n, and frees it
     REDUCE n           takes part with zeros in the reduction of unit n; REDUCE_FURTHER n in hybrid
-    DELIVER            sets its shards' gradients
+    DELIVER            sets the gradients of its shards
     CLIP               clips its gradients as the others do (facade only)
-    STEP k             steps its optimizer k, with the learning rates and the like of the others
+    STEP k             steps its optimizer k, with the settings of the others (learning rates etc.)
 
-Notices carry what comes next on every rank that trains, and are compared: the order check of the
-units pauses meanwhile.
+Notices say what each training rank does next, and are compared; the order check of the units is
+suspended meanwhile.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from meshwright.torch_internals.modules import step_hooks_of_all
 
 
 class _Joined:
-    """One root inside the block."""
+    """One sharded root inside a ``join`` block."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class _Joined:
 
     @contextlib.contextmanager
     def announcing(self) -> Iterator[None]:
-        """Announce each collective and each step before it begins, while there are inputs."""
+        """Announce each collective and each step before it begins, while this rank has inputs."""
         before = [(unit.settings.divide_factor, unit.settings.block) for unit in self._units]
         handle = register_optimizer_step_pre_hook(self._before_step)
         iteration = self.iteration
@@ -173,7 +173,7 @@ class _Joined:
 
 
 class JoinsUnevenInputs(nn.Module):
-    """The members that the classes of sharded modules have in common."""
+    """The `join` methods that all classes of sharded modules share."""
 
     @contextlib.contextmanager
     def join(
@@ -185,17 +185,16 @@ class JoinsUnevenInputs(nn.Module):
     ) -> Iterator[None]:
         """Open a block in which ranks may run different numbers of iterations of the sharded root.
 
-        Gradients are divided by the number of all ranks (``divide_by_initial_world_size``) or by
-        the number of those that still train; a communication hook does all of the division. The
-        optimizers that step this module inside the block are detected, and a rank that is done
-        steps its own with the others; one that may have no batch at all needs ``optimizers``.
-        Gradients are assumed to be zeroed between a step and the next backward pass. The facade's
-        own clipping is joined. Collectives of the user's own on the same axes are not,
-        `torch.nn.utils.clip_grad_norm_` of DTensors among them, and `ShardedGradScaler` raises
-        inside the block.
+        Gradients are divided by the number of all ranks (``divide_by_initial_world_size``) or of
+        those that still train; a communication hook does the whole division itself. Optimizers that
+        step this module inside the block are detected, and a rank that is done steps its own with
+        the others; a rank that may have no batch at all must pass ``optimizers``. Gradients must be
+        zeroed between a step and the next backward pass. The FSDP class's own clipping is joined.
+        Collectives of the user on the same axes are not, `torch.nn.utils.clip_grad_norm_` of
+        DTensors among them, and `ShardedGradScaler` raises inside the block.
 
-        Raises RuntimeError on all ranks at the end of the first with
-        ``throw_on_early_termination``, ValueError for a module that is not a sharded root.
+        Raises RuntimeError on all ranks when the first has no more inputs, with
+        ``throw_on_early_termination``; ValueError for a module that is not a sharded root.
         """
         if not enable:
             yield
@@ -213,7 +212,7 @@ class JoinsUnevenInputs(nn.Module):
 
 
 def joins(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``optimizer`` steps a root that is inside a block of `join`."""
+    """Whether ``optimizer`` steps a root that is inside a `join` block."""
     owners = (getattr(hook, "__self__", None) for hook in step_hooks_of_all.values())
     return any(isinstance(owner, _Joined) and owner.holds(optimizer) for owner in owners)
 
@@ -240,7 +239,7 @@ def _numbers(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _share(communicators: Sequence[Communicator], mine: Any = None) -> Any:  # noqa: ANN401 - JSON
-    """Return the first of the ranks' values that is not None; a collective on each axis."""
+    """Return the first value among ranks that is not None; a collective on each axis."""
     for axis in communicators:
         rows = axis.gather_values(mine, label="uneven inputs: optimizer")
         mine = next((row for row in rows if row is not None), None)

@@ -25,7 +25,7 @@ class UnshardHandle:
         self._unit = unit
 
     def wait(self) -> None:
-        """Wait until the parameters are there; a second call does nothing."""
+        """Wait until the parameters are whole; a second call does nothing."""
         unit, self._unit = self._unit, None
         if unit is not None:
             unit.wait_unshard()
@@ -34,8 +34,8 @@ class UnshardHandle:
 class FSDPModule(OfThisProcess, JoinsUnevenInputs):
     """A module whose parameters `fully_shard` has sharded.
 
-    Settings take hold from the next forward or backward pass on, in this module and, where there
-    is ``recurse``, in the sharded modules below it.
+    Settings apply from the next forward or backward pass on, to this module and, with ``recurse``,
+    to the sharded modules below it.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -45,16 +45,16 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
     # ------------------------------------------------------------------------ parameters
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """List parameters as any module does; between a backward and a step those at rest.
+        """List parameters as any module does; between a backward and a step the sharded ones.
 
-        A forward for a log, or an evaluation with gradients, leaves whole parameters, which have
-        no gradients: clipping would find none.
+        A forward for logging, or an evaluation with gradients, leaves whole parameters in place,
+        which have no gradients: clipping would find none.
         """
         show_gradients(self)
         return super().named_parameters(*args, **kwargs)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this module's parameters now; with ``async_op`` the handle waits for them."""
+        """Gather this module's parameters now; with ``async_op`` wait for them by the handle."""
         unit = _driver(self).unit
         if unit is not None:
             if unit.phase is Phase.SHARDED:
@@ -81,10 +81,10 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
     # ---------------------------------------------------------------------- accumulation
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero as any module does, also where whole parameters are in the sharded ones' place.
+        """Zero gradients as any module does, also while whole parameters are in place.
 
-        Whole gradients of this rank that wait for a reduction are dropped, too. An optimizer's
-        ``zero_grad`` does not see those.
+        Whole gradients that wait for a reduction are dropped, too. An optimizer's ``zero_grad``
+        does not see those.
         """
         driver = _driver(self)
         root = driver.iteration if driver.is_root else None
@@ -97,12 +97,12 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Set whether backward passes reduce. Without it full gradients add up on this rank."""
+        """Set whether backward passes reduce. If not, full gradients add up on this rank."""
         self._set(recurse, synchronize=requires_gradient_sync)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in the block do not reduce; the next one outside reduces the sum."""
+        """Skip reductions in backward passes in the block; the next one outside reduces the sum."""
         before = {unit: unit.settings.synchronize for unit in _units(self, recurse=True)}
         self.set_requires_gradient_sync(False)
         try:
@@ -112,7 +112,7 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
                 unit.change(synchronize=synchronize)
 
     def pipeline_residency(self) -> ShardedResidency:
-        """The object by which a pipeline's schedule drives this module's unit and those below."""
+        """The object by which a pipeline's schedule drives the units of this module and below."""
         return sharded_residency(self)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
@@ -122,8 +122,8 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward passes are the last of a step, for the whole root.
 
-        One that is not leaves its reductions under way, and its gradients, the sums of all since,
-        come to ``.grad`` at the end of the next one that is. Call the optimizer after that one.
+        A backward that is not the last leaves its reductions in flight. The summed gradients are
+        set in ``.grad`` at the end of the next last backward; call the optimizer after that.
         """
         driver = _driver(self)
         root = driver if driver.iteration is None else driver.iteration.drivers[0]
@@ -147,8 +147,8 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
     ) -> None:
         """Set whether parameters are freed after the backward pass.
 
-        What is kept is gathered again where gradients have come to ``.grad``, since an optimizer
-        may have stepped: keeping pays while gradients accumulate without a reduction.
+        Kept parameters are gathered again once ``.grad`` has been set, since an optimizer may have
+        stepped: keeping them pays while gradients accumulate without a reduction.
         """
         self._set(recurse, keep_full_after_backward=not reshard_after_backward)
 
@@ -157,11 +157,11 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
         self._set(False, unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gather ``modules`` ahead, when this module's forward pass begins."""
+        """Prefetch the parameters of ``modules`` when this module's forward pass begins."""
         _driver(self).forward_ahead = _prefetched(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gather ``modules`` ahead, when this module's backward pass begins."""
+        """Prefetch the parameters of ``modules`` when this module's backward pass begins."""
         _driver(self).backward_ahead = _prefetched(modules)
 
     # ------------------------------------------------------------------------- reduction
@@ -175,10 +175,10 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
         self.set_gradient_divide_factor(factor)
 
     def register_comm_hook(self, state: object, hook: object) -> None:
-        """Have ``hook(state, bucket)`` reduce the gradients of the units here, see `comm_hooks`.
+        """Have ``hook(state, bucket)`` reduce the gradients of these units, see `comm_hooks`.
 
         On a 2-D mesh it runs on this rank's shards over the replicating dim, see `shard_hooks`.
-        Raises TypeError or ValueError for what cannot be one, RuntimeError for a second hook.
+        Raises TypeError or ValueError for an invalid hook, RuntimeError for a second hook.
         """
         register_bucket_hook(_units(self, recurse=True), state, hook)
 
@@ -187,8 +187,8 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
     ) -> None:
         """Call ``hook`` with each reduced gradient shard; it may change it in place.
 
-        Raises ValueError when it cannot be called, for parameters on several meshes, and for a
-        ``stream`` where the mesh has a replicating axis, whose own stream is used.
+        Raises ValueError for a hook that is not callable, for parameters on several meshes, and for
+        a ``stream`` where the mesh has a replicating axis, whose own stream is used.
         """
         if not callable(hook):
             raise ValueError(f"expected a callable hook, got {type(hook).__name__}")
@@ -198,17 +198,17 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
         self._set(False, shard_hook=hook)
 
     def set_custom_all_gather(self, comm: CustomCollective) -> None:
-        """Gather this module's parameters by ``comm``, written to torch's protocol.
+        """Gather this module's parameters by ``comm``, which follows torch's protocol.
 
-        ``comm.allocate(size, dtype=, device=)`` gives the memory, and ``comm(output_tensor=,
-        input_tensor=, group=, async_op=)`` gathers; what it returns is waited for, unless None.
-        Raises ValueError when the module's parameters lie on several meshes.
+        ``comm.allocate(size, dtype=, device=)`` allocates memory, and ``comm(output_tensor=,
+        input_tensor=, group=, async_op=)`` gathers; a returned work is waited for. Raises
+        ValueError when the module's parameters are on several meshes.
         """
         _unit_on_one_mesh(self, "set_custom_all_gather")
         self._set(False, all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: CustomCollective) -> None:
-        """Sum this module's gradients by ``comm``, written to torch's protocol.
+        """Sum this module's gradients by ``comm``, which follows torch's protocol.
 
         As in `set_custom_all_gather`, with ``op`` in place of ``async_op``. The sums are scaled
         afterwards, so ``op`` is always a sum.
@@ -219,10 +219,10 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Bound the reductions that are under way at once; each holds its gradients in memory.
+        """Bound the reductions in flight; each holds its gradients in memory.
 
-        The largest number in the tree of the root counts. Raises TypeError or ValueError for what
-        is not a positive int.
+        The largest number in the tree of the root applies. Raises TypeError or ValueError unless
+        the number is a positive int.
         """
         if not isinstance(max_input_buffers, int) or isinstance(max_input_buffers, bool):
             raise TypeError(
@@ -238,7 +238,7 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
     # ------------------ accepted and recorded in `fully_shard.state(module).without_effect`
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Record the setting; gradients are always summed, and scaled by us."""
+        """Record the setting; gradients are always summed, then scaled."""
         self._record(False, "force_sum_reduction_for_comms", enable)
 
     def set_reduce_scatter_unused_params(
@@ -262,13 +262,13 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
         self._record(False, "symm_mem_for_comm", backend)
 
     def set_post_optim_event(self, event: object) -> None:
-        """Record the event; on a CPU the optimizer has ended when the next forward begins."""
+        """Record the event; on a CPU the optimizer has finished when the next forward begins."""
         self._record(False, "post_optim_event", event)
 
     # --------------------------------------------------------------------------- private
 
     def _get_fsdp_state(self) -> NoReturn:
-        """Raise AttributeError: programs read private parts of torch's own state from there."""
+        """Raise AttributeError: programs use this to read private parts of torch's own state."""
         raise AttributeError(
             f"{type(self).__name__} has no _get_fsdp_state(), which is private in torch. Call "
             "set_reshard_after_forward(...) of the module to keep or free whole parameters, and "
@@ -286,7 +286,7 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:  # noqa: ANN401
         """Convert as any module; whole parameters are freed first.
 
-        The shard follows when its unit is used next: other modules of it may be converted later.
+        The shard follows when its unit is used next: its other modules may be converted later.
         """
         for unit in _units(self, recurse=True):
             unit.reshard()
@@ -295,7 +295,7 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
         return super()._apply(fn, recurse)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the forward pass, in place; what gathers and frees parameters runs around it.
+        """Compile the forward pass in place; gathering and freeing parameters stay outside of it.
 
         Arguments are those of `torch.compile`. With ``fullgraph=True`` no module below may be
         sharded by itself.
@@ -311,7 +311,7 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Accept several roots that torch would have share streams; nothing is shared here.
+    """Accept several roots that would share streams in torch; nothing is shared here.
 
     Raises ValueError for a module that is not sharded.
     """
@@ -319,9 +319,9 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 
 
 def show_gradients(module: nn.Module) -> None:
-    """Show parameters at rest where forwards have left whole ones, if gradients are there.
+    """Put sharded parameters into modules that forwards left with whole ones, if gradients exist.
 
-    Nothing is sent for it: one rank may do it alone, as the backward uses what is kept.
+    Nothing is sent: one rank may do it alone, and the backward uses what is kept.
     """
     if torch.compiler.is_compiling():
         return

@@ -2,12 +2,12 @@
 
 ::
 
-    while a graph is traced     hooks put into the modules what `unshard` gives, for the forward
+    while a graph is traced     hooks put the results of `unshard` into the modules
     while it runs               operators drive the units, as hooks do in eager mode
 
-So gradients, their sums and the checks of ranks are those of eager mode, and units that no graph
-holds are gathered beside those that one does. The root's own hooks run outside of graphs. This file
-knows nothing of the compiler.
+So gradients, reductions and checks across ranks work as in eager mode, and units outside of the
+graph can be mixed with units in it. The root's own hooks run outside of graphs. This file does not
+depend on the compiler.
 """
 
 from __future__ import annotations
@@ -99,11 +99,11 @@ class TracedDriver(Driver):
 
     @property
     def ends_next(self) -> bool:
-        """True where the next backward of the unit is the last of those that are to come."""
+        """True where the next backward of the unit is its last one pending."""
         return self._uses <= 1
 
     def end_forward(self, unit: Unit, iteration: Iteration, *, is_needed: bool) -> None:
-        """End the unit's forward, as `after_forward` does; it ``is_needed`` in a backward."""
+        """End the unit's forward, as `after_forward` does; ``is_needed``: a backward follows."""
         if not is_needed:
             unit.reshard()
             return
@@ -143,7 +143,7 @@ class TracedDriver(Driver):
 
     @constant
     def _described(self, has_backward: bool) -> tuple[str, int, str, Places]:
-        """Describe the unit in a graph: the model, its number there, its form, and its places."""
+        """Describe the unit for a graph: model, number, form and places."""
         unit, root = self.unit, _graphed(self)
         if unit is None:
             return "", NO_UNIT, "", ()
@@ -158,7 +158,7 @@ class TracedDriver(Driver):
 
 
 class GraphedRoot:
-    """The units of one root, as graphs drive them by their numbers."""
+    """The units of one root, addressed by number from graphs."""
 
     def __init__(self, root: TracedDriver, iteration: Iteration) -> None:
         self.name = root.root_name
@@ -176,7 +176,7 @@ class GraphedRoot:
         self.follow()
 
     def follow(self) -> None:
-        """Note what the units look like now: compilers trace again for a look that is new."""
+        """Record the current form of the units: compilers trace again for a new one."""
         asked = self._iteration.announce is not None, self._iteration.most_in_flight
         groups = [(d.unit, g) for d in self._drivers if d.unit is not None for g in d.unit.groups]
         lines = ((g.buffer.full.dtype, g.buffer.layout.shapes) for _, g in groups)
@@ -212,7 +212,7 @@ class GraphedRoot:
         return not obstacle
 
     def describe(self, driver: Driver, unit: Unit, *, has_backward: bool) -> tuple[int, str]:
-        """The index of ``driver``, and the current `UnitForm` of its ``unit`` as text."""
+        """Return the index of ``driver``, and the current `UnitForm` of its ``unit`` as text."""
         names = [each.name for each in self._drivers]
         around = [n for n, name in enumerate(names) if n and driver.name.startswith(f"{name}.")]
         parts: list[UnitPart] = []
@@ -282,7 +282,7 @@ class GraphedRoot:
 
     @apart
     def send(self, number: int, gradients: Sequence[torch.Tensor], indices: Sequence[int]) -> None:
-        """See `TracedRoot`: the unit's backward ends."""
+        """End the unit's backward; see `TracedRoot`."""
         driver, unit = self._at(number)
         slots = unit.slots if self._is_wanted else ()
         # What is not sent at once must not lie where the graph writes next.
@@ -311,14 +311,14 @@ class GraphedRoot:
 
 
 def look_of(name: str, number: int) -> str:
-    """A look of root ``name`` as text: compilers compare it, so equal models share no graph."""
+    """The form of root ``name`` as text: compilers compare it, so equal models share no graph."""
     return f"{name} {number}"
 
 
 def _joined() -> dict[Driver, nn.Module]:
     """The drivers whose units are in the graph being traced, with their modules.
 
-    Older compilers take no module as an argument of a function whose result they keep.
+    Older compilers do not accept a module as argument of a function with a cached result.
     """
     return cast("dict[Driver, nn.Module]", notes_of_trace().setdefault("joined", {}))
 

@@ -1,17 +1,15 @@
-"""One flat buffer on the data axes: a shard at rest, the full line when gathered, and gradients.
+"""One flat buffer on the data axes: a shard at rest, the whole buffer when gathered, and gradients.
 
-============  ============  ==========================================================
-from          to            operation
-============  ============  ==========================================================
-Shard         Replicate     all-gather into ``full``           (`gather`)
-Replicate     Shard         slice                              (`fill`)
-Partial       Shard         reduce-scatter of ``gradient``     (`reduce`, axis ``shard``)
-Partial       Replicate     all-reduce                         (`reduce`, axis ``replicate``)
-============  ============  ==========================================================
+============ ============ ========================================================== from to
+operation ============ ============ ========================================================== Shard
+Replicate all-gather into ``full`` (`gather`) Replicate Shard slice (`fill`) Partial Shard
+reduce-scatter of ``gradient`` (`reduce`, axis ``shard``) Partial Replicate all-reduce (`reduce`,
+axis ``replicate``) ============ ============
+==========================================================
 
-There are two layouts. Packed: the line is split at any element, and the gather writes straight into
-``full``, whose views are the tensors. Chunked: each shard holds a chunk of every tensor; gathered
-chunks arrive rank by rank in a staging line and are copied out to the tensors.
+There are two layouts. Packed: the buffer is split at any element, and the gather writes directly
+into ``full``, whose views are the tensors. Chunked: each shard holds a chunk of every tensor;
+gathered chunks arrive rank by rank in a staging buffer and are copied out to the tensors.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from meshwright.torch_internals.tensors import foreach_copy_, split_into, versio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataAxes:
-    """The axes that one unit's parameters lie on. One of them may be missing."""
+    """The axes of one unit's parameters. One of them may be missing."""
 
     shard: Communicator | None = None
     """Its ranks hold different parts; None where every rank holds the whole."""
@@ -80,9 +78,9 @@ class BufferTypes:
     def of(
         cls, master: torch.dtype, compute: torch.dtype | None, reduce: torch.dtype | None
     ) -> BufferTypes:
-        """Choose dtypes: ``compute`` is ``master`` when None, ``reduce`` is ``compute``.
+        """Choose dtypes: ``compute`` defaults to ``master``, ``reduce`` to ``compute``.
 
-        What is not floating-point keeps its dtype, complex numbers too.
+        Tensors that are not floating-point, complex ones included, keep their dtype.
         """
         if not master.is_floating_point:
             return cls(master=master, compute=master, reduce=master, asked=(compute, reduce))
@@ -91,16 +89,17 @@ class BufferTypes:
 
 
 class CustomCollective(Protocol):
-    """A gather or a reduce-scatter of the user's, as torch's `fully_shard` takes it."""
+    """A user-defined gather or reduce-scatter, by the protocol of torch's `fully_shard`."""
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Memory for what is sent and received."""
+        """Allocate memory for what is sent and received."""
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any) -> Any:  # noqa: ANN401
-        """Communicate. A gather is given ``async_op`` and may return a work to wait for; a
-        reduce-scatter is given ``op`` and returns when it has ended."""
+        """Communicate. A gather gets ``async_op`` and may return a work to wait for; a
+        reduce-scatter gets ``op`` and returns when done.
+        """
 
 
 ALONE = 2**20
@@ -113,7 +112,7 @@ _Move: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Moves(NamedTuple):
-    """The moves over the same ranks, which are one launch."""
+    """Collectives over the same ranks, coalesced into one launch."""
 
     ranks: Communicator
     outputs: list[torch.Tensor]
@@ -122,7 +121,7 @@ class Moves(NamedTuple):
 
     @staticmethod
     def joined(found: Sequence[Moves]) -> list[Moves]:
-        """Join the moves over the same ranks."""
+        """Coalesce collectives over the same ranks."""
         joined: dict[Communicator, Moves] = {}
         for moves in found:
             known = joined.setdefault(moves.ranks, Moves(moves.ranks, [], []))
@@ -132,7 +131,7 @@ class Moves(NamedTuple):
 
 
 class PackKey(NamedTuple):
-    """What buffers have in common that a device gathers by one operation."""
+    """The properties that buffers must share to be gathered together on a device."""
 
     ranks: Communicator
     is_kept: bool
@@ -142,13 +141,13 @@ class PackKey(NamedTuple):
 
 
 class Stretches(NamedTuple):
-    """The sizes of adjacent stretches of a row, and the place that each is copied to."""
+    """The sizes of adjacent ranges in a row, and the destination of each."""
 
     sizes: list[int]
     places: list[torch.Tensor]
 
     def fill(self, rows: torch.Tensor) -> None:
-        """Copy from ``rows``, of one rank each, by one operation."""
+        """Copy ``rows``, one per rank, to the destinations in one operation."""
         split_into(rows, self.sizes, 1, out=self.places)
 
 
@@ -157,9 +156,9 @@ _Copies: TypeAlias = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
 class FlatBuffer:
-    """The storage of one group of parameters; its `Unit` decides when it is gathered and freed.
+    """The storage of one group of parameters; its `Unit` decides when to gather and free it.
 
-    A new one has memory for the whole line, so that views can be made, until `release`.
+    A new one has memory for the whole buffer, so that views can be made, until `release`.
     """
 
     wholes: Sequence[nn.Parameter] = ()
@@ -218,7 +217,7 @@ class FlatBuffer:
 
     @cached_property
     def _staging(self) -> Line:
-        """Memory of what is gathered in one piece, before it is copied to where it belongs."""
+        """Staging memory of tensors that are gathered together, before they are copied out."""
         with torch.inference_mode(False):
             size = 0 if self.is_direct else self.packed * self.axes.parts
             staging = line_of(size, self.types.compute, self.device)
@@ -227,23 +226,23 @@ class FlatBuffer:
 
     @cached_property
     def _moves(self) -> tuple[list[torch.Tensor], tuple[_Move, ...]]:
-        """The lines that a gather fills, and its moves; made while these lines have memory."""
+        """The buffers that a gather fills, and its collectives; made while these have memory."""
         with torch.inference_mode(False), torch.no_grad():
             moves = self._plan_moves()
         return [line for line, _, _ in moves], tuple(moves)
 
     @cached_property
     def _copies(self) -> _Copies:
-        """The copies from ``_staging``; made while that and ``full`` have memory."""
+        """The copies out of ``_staging``; made while it and ``full`` have memory."""
         with torch.inference_mode(False), torch.no_grad():
             return self._copies_from(self._staging.tensor, self._together)
 
     @cached_property
     def stretches(self) -> Stretches | None:
-        """The stretches of a shard, in order, with their places; made while ``full`` has memory.
+        """The ranges of a shard, in order, with their places; made while ``full`` has memory.
 
-        None where several copies do it: between hosts, which each make one for a tensor, and where
-        a chunk is no stretch of its tensor.
+        None where several copies are used instead: between hosts, with a copy per tensor, and where
+        a chunk is not contiguous in its tensor.
         """
         layout, parts = self.layout, self.axes.parts
         with torch.inference_mode(False), torch.no_grad():
@@ -263,14 +262,14 @@ class FlatBuffer:
             return Stretches(sizes, [region.view(parts, -1) for region in regions])
 
     def stretches_of(self, parts: int) -> Stretches:
-        """The only stretch, of a line that is split into ``parts`` as it lies."""
+        """The only range, of a buffer that is split into ``parts`` in place."""
         return Stretches([self.full.numel() // parts], [self.full.view(parts, -1)])
 
     # ------------------------------------------------------------------------ parameters
 
     @torch.no_grad()
     def fill(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Copy this rank's part of full tensors into the shard; None leaves a part as it is."""
+        """Copy this rank's part of full tensors into the shard; None leaves a part unchanged."""
         places: list[torch.Tensor] = []
         parts: list[torch.Tensor] = []
         for cut in self.layout.cuts(self.axes.part):
@@ -283,12 +282,12 @@ class FlatBuffer:
             foreach_copy_(places, parts)
 
     def view(self, index: int) -> torch.Tensor:
-        """Return the full tensor ``index``, in ``full``, with a version counter of its own."""
+        """Return full tensor ``index`` as a view of ``full`` with its own version counter."""
         # So a gather does not look like a change of what autograd has saved.
         return self._place(index).data
 
     def distance(self, index: int) -> int | None:
-        """The bytes in ``full`` before tensor ``index``; None where that has no elements."""
+        """The offset in bytes of tensor ``index`` in ``full``; None if it has no elements."""
         is_empty = 0 in self.layout.shapes[index]
         return None if is_empty else self.layout.whole_start(index) * self.full.itemsize
 
@@ -298,7 +297,7 @@ class FlatBuffer:
         return _piece(self.shard, self.layout.offsets[index], shape)
 
     def around(self, index: int) -> torch.Tensor:
-        """This rank's chunk of tensor ``index`` as users see it, on the shard's memory."""
+        """This rank's chunk of tensor ``index`` as users see it, in the shard's memory."""
         shape = self.layout.chunked_layout().local_shape(index, self.axes.part)
         return beginning_piece(self.shard, self.layout.offsets[index], shape)
 
@@ -309,14 +308,14 @@ class FlatBuffer:
 
     @property
     def packed(self) -> int:
-        """Elements of a shard that are gathered in one piece; those after it one by one."""
+        """The number of shard elements that are gathered together; others are gathered alone."""
         if self.is_direct:
             return self.layout.shard_size
         return self.layout.stretch(range(self._together))[1] if self._together else 0
 
     @property
     def gathered(self) -> int:
-        """Elements that a gather of the whole line moves."""
+        """The number of elements that a gather of the whole buffer moves."""
         if self.is_direct:
             return self.layout.padded_size
         alone = self.layout.chunked_layout().sizes[self._together :]
@@ -324,7 +323,7 @@ class FlatBuffer:
 
     @property
     def reduced(self) -> int:
-        """Elements that a sum of the gradients over ``shard`` moves."""
+        """The number of elements that a sum of the gradients over ``shard`` moves."""
         return sum(line.numel for line in self.gradients)
 
     @property
@@ -333,18 +332,18 @@ class FlatBuffer:
         return self.is_copy and self._gathered_version != version_of(self.shard)
 
     def distrust(self) -> None:
-        """Mark what was gathered as stale: writes to the shard may leave no trace from now on.
+        """Mark the gathered parameters as stale: later writes to the shard may be untracked.
 
-        An optimizer that writes to a DTensor does not bump the version of the memory below it.
+        An optimizer that writes to a DTensor does not bump the version of the local tensor.
         """
         self._gathered_version = -1
 
     def gather(
         self, label: str, started: list[Pending], custom: CustomCollective | None = None
     ) -> Moves | None:
-        """Prepare to gather the whole line; the caller launches the moves that are returned.
+        """Prepare to gather the whole buffer; the caller launches the returned collectives.
 
-        ``custom``, where given, gathers at once, and its pending work joins ``started``.
+        ``custom``, where given, gathers at once, and its pending work is added to ``started``.
         """
         if self._whole is None:
             return None
@@ -388,10 +387,10 @@ class FlatBuffer:
 
     @property
     def pack_key(self) -> PackKey | None:
-        """What it has in common with those that it can be gathered with; see `GatherPack`.
+        """Return what buffers that are gathered together must share; see `GatherPack`.
 
-        None where this one is gathered by itself: each rank holds it whole, or a chunk is no
-        stretch of its tensor.
+        None where this one is gathered by itself: each rank holds it whole, or a chunk is not
+        contiguous in its tensor.
         """
         kept, shard, layout = self._kept, self.axes.shard, self.layout
         if shard is None or not self.axes.is_cut or not layout.shard_size:
@@ -402,7 +401,7 @@ class FlatBuffer:
         return PackKey(kept[0] if is_kept else shard, is_kept, self.types.compute, self.device)
 
     def give(self) -> torch.Tensor:
-        """Hand over this rank's part for a gather that `GatherPack` makes."""
+        """Provide this rank's part for a gather by `GatherPack`."""
         kept, self._kept = self._kept, None
         if kept is not None and self.is_stale:
             kept = None
@@ -413,14 +412,14 @@ class FlatBuffer:
         return self.shard
 
     def restore(self) -> None:
-        """Get memory for the whole line."""
+        """Allocate memory for the whole buffer."""
         if self._whole is not None:
             self._whole.restore()
 
     def finish_gather(self, before_freeing: Callable[[], None] | None = None) -> None:
-        """Copy what was gathered to its places in ``full``.
+        """Copy gathered elements to their places in ``full``.
 
-        ``before_freeing`` is called when that has begun, before memory is given back.
+        ``before_freeing`` is called after the copies are issued, before memory is freed.
         """
         line, self._incoming = self._incoming, None
         if line is not None and self._whole is not None:
@@ -442,10 +441,10 @@ class FlatBuffer:
 
     @torch.no_grad()
     def keep(self, block: Communicator) -> None:
-        """Keep a part of the whole line such that the ranks of ``block`` hold all of it.
+        """Keep a part of the whole buffer such that the ranks of ``block`` together hold all of it.
 
-        The next `gather` runs over them only, unless the shard has been written by then. The line
-        is split as it lies, whatever the layout: nothing is copied out afterwards.
+        The next `gather` runs over them only, unless the shard has been written by then. The buffer
+        is split in place, whatever the layout: nothing is copied out afterwards.
         """
         if self.is_copy:
             self._kept = block, self.full.view(block.size, -1)[block.rank].clone()
@@ -462,7 +461,7 @@ class FlatBuffer:
         return 0 < start <= address < start + self.full.nbytes
 
     def release(self) -> None:
-        """Free the memory of the whole line."""
+        """Free the memory of the whole buffer."""
         if self._whole is not None:
             self._whole.free()
 
@@ -503,7 +502,7 @@ class FlatBuffer:
         return line if len(shape) == 1 else line.view(shape)
 
     def _gradient_lines(self) -> tuple[GradientLine, ...]:
-        """Make one for what is gathered in one piece, and one for each tensor that is not."""
+        """Make a gradient buffer for tensors gathered together, and one for each other tensor."""
         count = len(self.layout.names)
         together = count if self.is_direct else self._together
         pieces = [range(together)] if together else []
@@ -512,7 +511,7 @@ class FlatBuffer:
         return tuple(GradientLine(self.layout, piece, *types) for piece in pieces)
 
     def _plan_moves(self) -> list[_Move]:
-        """List the gathers: straight into ``full``, or what is small through ``_staging``."""
+        """List the gathers: directly into ``full``, or small tensors through ``_staging``."""
         parts, part = self.axes.parts, self.axes.part
         if self.is_direct:
             return [(self.full, self.full.view(parts, -1)[part], self.shard)]
@@ -539,7 +538,7 @@ class FlatBuffer:
         label: str,
         started: list[Pending],
     ) -> torch.Tensor:
-        """Start a gather of all in one piece by the user's ``custom``; returns what it fills."""
+        """Start one gather of everything by the user's ``custom``; returns the buffer it fills."""
         size = mine.numel() * ranks.size
         line = custom.allocate((size,), dtype=self.types.compute, device=self.device)
         place = line.view(ranks.size, -1)[ranks.rank]
@@ -548,7 +547,7 @@ class FlatBuffer:
         return line
 
     def _copies_from(self, line: torch.Tensor, count: int) -> _Copies:
-        """List the copies from ``line``, which holds what was gathered of the first ``count``."""
+        """List the copies out of ``line``, which holds the first ``count`` gathered tensors."""
         layout, width = self.layout.chunked_layout(), line.numel() // self.layout.parts
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
@@ -571,14 +570,14 @@ class FlatBuffer:
 
 
 class GatherPack:
-    """Buffers of one unit and dtype over the same ranks, which a device gathers by one operation.
+    """Buffers of one unit and dtype over the same ranks, gathered on a device in one operation.
 
     ::
 
         a row, of one rank    | shard of buffer 0 | shard of buffer 1 |
 
-    In use for parameters that train beside frozen ones: these are buffers of their own, since only
-    the gradients of the others are reduced.
+    Used for trainable parameters beside frozen ones, which have separate buffers, since only the
+    gradients of the trainable ones are reduced.
     """
 
     def __init__(self, key: PackKey, buffers: list[FlatBuffer]) -> None:
@@ -596,7 +595,7 @@ class GatherPack:
         self._stretches: Stretches | None = None
 
     def gather(self) -> Moves:
-        """Prepare to gather all buffers; the caller launches the moves that are returned."""
+        """Prepare to gather all buffers; the caller launches the returned collectives."""
         self._line.restore()
         given = [buffer.give() for buffer in self.buffers]
         if given[0].device == self._own.device:
@@ -624,14 +623,14 @@ class GatherPack:
 
 
 def _piece(line: torch.Tensor, start: int, shape: Sequence[int]) -> torch.Tensor:
-    """View what lies in the 1-D ``line``, which has memory, from ``start`` on as a tensor."""
+    """View the elements of 1-D ``line``, which has memory, from ``start`` on as a tensor."""
     return line.as_strided(shape, contiguous_strides(shape), line.storage_offset() + start)
 
 
 def _shard(
     numel: int, dtype: torch.dtype, device: torch.device, axis: Communicator | None
 ) -> torch.Tensor:
-    """Make a shard of zeros; where it pays, in memory that ranks of ``axis`` read directly."""
+    """Make a shard of zeros, where it pays in memory that ranks of ``axis`` read directly."""
     is_small = numel * dtype.itemsize < SHARED
     if is_small or axis is None or axis.is_on_host != is_host(device):
         return torch.zeros(numel, dtype=dtype, device=device)

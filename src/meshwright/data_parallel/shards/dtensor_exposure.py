@@ -1,7 +1,7 @@
-"""Parameters as DTensors at rest: what optimizers, clipping and state dicts see of a unit.
+"""The DTensors of a unit at rest, which optimizers, clipping and state dicts see.
 
-The local tensor of each DTensor is a view of the unit's shard, so that a step of the optimizer is
-what the next gather sends. Modules hold plain tensors from the gather on.
+The local tensor of each DTensor is a view of the unit's shard, so the next gather sends what an
+optimizer step has written. Modules hold plain tensors from the gather on.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from meshwright.torch_internals.tensors import (
 
 
 class _ShardedParameter:
-    """One parameter as it looks at rest."""
+    """One parameter as it appears at rest."""
 
     __slots__ = (
         "__weakref__",
@@ -89,27 +89,27 @@ class _ShardedParameter:
 
     @property
     def wrap(self) -> tuple[DeviceMesh, tuple[Any, ...], tuple[int, ...], tuple[int, ...]]:
-        """The mesh that it lies on, with placements, shape and strides."""
+        """Return its mesh, placements, shape and strides."""
         place = self.slot.place
         if place is None:
             raise InternalError("a DTensor at rest needs a place on a mesh")
         return place.mesh, place.placements, place.shape, contiguous_strides(place.shape)
 
     def find_cells(self) -> None:
-        """Find the tables of modules, and the names in them, and put the parameter there."""
+        """Find the module dicts and names that hold the parameter, and put it there."""
         self.cells = tuple([(module._parameters, name) for module, name in self.slot.places])
         for cells, name in self.cells:
             cells[name] = self.exposed
 
     def replaced(self, cells: dict[str, Any], name: str) -> RuntimeError:
-        """The error for what ``cells`` hold in the place of the parameter."""
+        """Make the error for what ``cells`` hold in place of the parameter."""
         slot = self.slot
         module = next(m for m, n in slot.places if m._parameters is cells and n == name)
         axes = () if slot.place is None else slot.place.axes.communicators
         return replaced(slot.name, module, cells.get(name), slot.full.shape, axes)
 
     def note_memory(self) -> None:
-        """Remember the memory that ``exposed`` has now, to notice when it is given another."""
+        """Remember the memory of ``exposed``, to notice when it is replaced."""
         if self.slot.extension is not None:
             self.slot.extension.part = local_tensor_of(self.exposed)
         self.local = local_tensor_of(self.exposed)
@@ -117,11 +117,11 @@ class _ShardedParameter:
         self.storage = self.exposed.untyped_storage()
 
     def part_of(self, line: torch.Tensor) -> torch.Tensor:
-        """View this rank's part of the parameter in ``line``, which lies as the shard does."""
+        """View this rank's part of the parameter in ``line``, which is laid out as the shard."""
         return line[self.start : self.stop].view(self.shape)
 
     def gradient_on(self, line: torch.Tensor, *, is_shown: bool) -> torch.Tensor:
-        """A gradient on its part of ``line``: a plain view where ``line`` ``is_shown`` to users."""
+        """A gradient on its part of ``line``: a plain view if ``line`` ``is_shown`` to users."""
         # Detached, since a view would hold on to the tensor that it is of.
         part = self.part_of(line).detach()
         return dtensor_like(part if is_shown else beginning_storage(part), self.exposed)
@@ -136,7 +136,7 @@ class _ShardedParameter:
 
 
 class ExposedTensors(Exposure):
-    """The exposure of `fully_shard`."""
+    """The parameter views of `fully_shard`."""
 
     def __init__(self) -> None:
         self._entries: dict[ParameterGroup, list[_ShardedParameter]] = {}
@@ -149,7 +149,7 @@ class ExposedTensors(Exposure):
         """The groups that have begun a pass: gradients past the hooks are rejected."""
 
     def entries(self, group: ParameterGroup) -> list[_ShardedParameter]:
-        """List the parameters of ``group`` as they look at rest, made at the first call."""
+        """List the parameters of ``group`` as they appear at rest, made at the first call."""
         found = self._entries.get(group)
         if found is None:
             known = {e.slot: e.exposed for entries in self._entries.values() for e in entries}
@@ -191,7 +191,7 @@ class ExposedTensors(Exposure):
 
     @torch.no_grad()
     def follow_places(self) -> None:
-        """Follow the places of slots, now on a larger mesh where this rank's parts are the same."""
+        """Update the placements of slots, now on a larger mesh with the same local parts."""
         for group, entries in self._entries.items():
             group.kept.forget()
             for entry in entries:
@@ -203,7 +203,7 @@ class ExposedTensors(Exposure):
                         exposed.grad = dtensor_like(local_of(gradient), exposed)
 
     def forget_places(self) -> None:
-        """Look up the modules of all slots once more: they are used in others now."""
+        """Look up the modules of all slots again, because other modules use them now."""
         for entries in self._entries.values():
             for entry in entries:
                 entry.find_cells()
@@ -215,7 +215,7 @@ class ExposedTensors(Exposure):
                 entry.guard = None
 
     def refresh(self, unit: Unit) -> None:
-        """See `Exposure`: looks at each parameter, at its memory and at what modules hold."""
+        """See `Exposure`: checks each parameter, its memory and what modules hold."""
         if self._flat:
             self._zero_alike()
         shows_full, is_same = unit.phase is Phase.FULL and not unit.is_at_rest, True
@@ -249,7 +249,7 @@ class ExposedTensors(Exposure):
                 self._guard(group)
 
     def _guard(self, group: ParameterGroup) -> None:
-        """Reject gradients past the hooks of those that train; before a pass none can come."""
+        """Reject gradients that bypass hooks of trainable parameters; none exist before a pass."""
         self._guarded.add(group)
         entries = self._entries[group]
         new = [e for e in entries if e.guard is None and e.exposed.requires_grad]
@@ -257,7 +257,7 @@ class ExposedTensors(Exposure):
             entry.guard = guard
 
     def show_sharded(self, unit: Unit) -> None:
-        """Put the DTensors into the modules, trainable as the whole parameters were until now."""
+        """Put the DTensors into the modules, with the ``requires_grad`` of the whole parameters."""
         for group in unit.groups:
             for entry in self.entries(group):
                 exposed, full = entry.exposed, entry.slot.full
@@ -270,7 +270,7 @@ class ExposedTensors(Exposure):
                     cells[name] = exposed
 
     def show_full(self, unit: Unit) -> None:
-        """Put the whole parameters into the modules, trainable as the DTensors are now."""
+        """Put the whole parameters into the modules, with the ``requires_grad`` of the DTensors."""
         self._has_run = True
         for group in unit.groups:
             for entry in self._entries[group]:
@@ -292,7 +292,7 @@ class ExposedTensors(Exposure):
             self._guard(group)
 
     def _zero_alike(self) -> None:
-        """Zero the gradients of the parameters where a flat one was zeroed, and the reverse."""
+        """Zero the parameters' gradients where a flat one was zeroed, and the reverse."""
         for group, flat in self._flat.items():
             entries = self._entries[group]
             if flat.grad is None:
@@ -304,7 +304,7 @@ class ExposedTensors(Exposure):
                 flat.grad = None
 
     def parameters(self, unit: Unit) -> list[nn.Parameter]:
-        """See `Exposure`: the DTensors, and shards that are parameters of their own."""
+        """See `Exposure`: the DTensors, and shards that are parameters themselves."""
         flats = [flat for group in unit.groups if (flat := self._flat.get(group)) is not None]
         return [e.exposed for group in unit.groups for e in self._entries[group]] + flats
 
@@ -330,7 +330,7 @@ class ExposedTensors(Exposure):
     ) -> None:
         """Set ``.grad`` to a view of ``reduced``, or add to it; hooks of parameters run.
 
-        Where no rank has a gradient, as when only inputs were asked for theirs, nothing happens.
+        Nothing happens where no rank has a gradient, as when only input gradients were requested.
         """
         if not any(used) and not self._has_direct(group):
             return
@@ -359,7 +359,7 @@ class ExposedTensors(Exposure):
 
     @torch.no_grad()
     def follow_gradients(self, group: ParameterGroup) -> None:
-        """Make the flat gradient what hooks have made of ``.grad`` of the parameters."""
+        """Copy what hooks have made of the parameters' ``.grad`` to the flat gradient."""
         flat = self._flat.get(group)
         if flat is None or flat.grad is None:
             return
@@ -422,7 +422,7 @@ class ExposedTensors(Exposure):
     def _on(self, group: ParameterGroup, reduced: torch.Tensor) -> list[torch.Tensor]:
         """Make a DTensor for each parameter of ``group``, with its part of ``reduced``.
 
-        Where that is memory which is kept from step to step, so are they.
+        They are cached if ``reduced`` is memory that is kept from step to step.
         """
         kept = group.kept
         is_kept = kept.holds(reduced)
@@ -437,10 +437,10 @@ class ExposedTensors(Exposure):
 
     @torch.no_grad()
     def take_over(self, unit: Unit) -> None:
-        """Follow what modules hold now: other values, dtypes and devices.
+        """Take over what modules hold now: other values, dtypes and devices.
 
-        Before the first gather also other DTensor parameters that lie alike, as loaders leave them.
-        Callers that hold the former parameters keep these, and their memory.
+        Before the first gather also other DTensor parameters with the same layout, as loaders leave
+        them. Callers that hold the former parameters keep these, and their memory.
         """
         for group in unit.groups:
             entries = self._entries[group]
@@ -479,8 +479,8 @@ class ExposedTensors(Exposure):
     def _held(self, entry: _ShardedParameter) -> Any:  # noqa: ANN401
         """Return the DTensor parameter that all modules hold. Raises RuntimeError for any other.
 
-        The modules of a tied one may hold several of the same values, as ``load_state_dict`` with
-        ``assign=True`` leaves them.
+        The modules of a tied parameter may hold several with the same values, as
+        ``load_state_dict`` with ``assign=True`` leaves them.
         """
         first, key = entry.cells[0]
         held = first.get(key)
@@ -497,7 +497,7 @@ class ExposedTensors(Exposure):
 
 
 class _Refusal:
-    """The hook of a node that leads to ``.grad`` of a parameter at rest."""
+    """The hook of a graph node that leads to ``.grad`` of a parameter at rest."""
 
     __slots__ = ("_guarded",)
 
@@ -518,10 +518,10 @@ class _Refusal:
 
 
 def _refuse_past_hooks(parameters: Sequence[_ShardedParameter]) -> list[object]:
-    """Reject a backward that gives a parameter at rest a gradient itself while it has hooks.
+    """Reject a backward that reaches a parameter at rest directly while it has hooks.
 
-    A loss that has read it does: the hooks would run for that term, and again for the mean. Returns
-    for each the node that keeps this in force. All require grad. Steps cost nothing.
+    A loss that uses the parameter does: the hooks would run for that term, and again for the mean.
+    Returns for each parameter, all requiring grad, the node that keeps the check alive.
     """
     if not parameters:
         return []
@@ -532,7 +532,7 @@ def _refuse_past_hooks(parameters: Sequence[_ShardedParameter]) -> list[object]:
 
 
 def _run_hooks_of_flat(flat: nn.Parameter, name: str, count: int) -> None:
-    """Run the post-accumulate hooks of a flat parameter: of ``count``, ``name`` the first.
+    """Run the post-accumulate hooks of a flat parameter of ``count`` parameters, first ``name``.
 
     Raises RuntimeError for hooks on the gradient itself.
     """

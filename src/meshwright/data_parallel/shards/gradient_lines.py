@@ -1,7 +1,7 @@
-"""Full gradients on their way into a reduction: flat buffers, one for each collective.
+"""Reduce-scatter inputs: flat buffers of full gradients, one for each collective.
 
-A line has memory from the first gradient that is put into it until its reduction has ended. A
-gradient that fills a line by itself is not put there: it is reduced from where autograd left it.
+A buffer has memory from the first gradient that is put into it until its reduction has ended. A
+gradient that would fill a buffer by itself is not copied: it is reduced in autograd's memory.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ COUNTS = sys.version_info < (3, 14)
 
 
 class KeptLine:
-    """A cached gradient buffer, with tensors on it that are reused together with it.
+    """A cached gradient buffer, with tensors on its memory that are reused together with it.
 
-    Never hand out the line itself, only other tensors on its memory: their uses are counted.
+    Never hand out the buffer itself, only other tensors on its memory: their uses are counted.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class KeptLine:
         self._line: torch.Tensor | None = None
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialized line that nobody else uses: the kept one if possible."""
+        """Return an uninitialized buffer that nobody else uses: the cached one if possible."""
         line = self._line
         if line is None or line.dtype != dtype or line.device != device or line.numel() != numel:
             return self._renew(numel, dtype, device)
@@ -59,11 +59,11 @@ class KeptLine:
         return line
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` has the memory of the line that is kept now."""
+        """Whether ``tensor`` is on the memory of the cached buffer."""
         return self._line is not None and tensor.data_ptr() == self._line.data_ptr()
 
     def forget(self) -> None:
-        """Keep nothing."""
+        """Drop the cached buffer."""
         self._line = None
         self.guests = []
 
@@ -100,7 +100,7 @@ _Place: TypeAlias = tuple[torch.Tensor, tuple[slice, ...] | list[int] | None]
 class GradientLine:
     """The gradients of the tensors ``indices`` of a layout, as one collective takes them.
 
-    They are in the order of the shards: all that goes to the first rank comes first.
+    They are in shard order: all that goes to the first rank comes first.
     """
 
     def __init__(
@@ -182,13 +182,13 @@ class GradientLine:
         self._memory.free()
 
     def parts(self) -> list[list[torch.Tensor]]:
-        """List for each of its tensors the places that hold its gradient."""
+        """List for each of its tensors the parts that hold its gradient."""
         if self.tensor is not self._line:
             return [[self.tensor]]
         return [[target for target, _ in slot] for slot in self._slots]
 
     def wholes(self, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-        """Return the full gradients that it holds, in ``shapes``: copies, or the borrowed one."""
+        """Return the full gradients, in ``shapes``: copies, or the borrowed gradient itself."""
         if self.tensor is not self._line:
             return [self.tensor.view(shapes[0])]
         found = []
@@ -205,10 +205,10 @@ class GradientLine:
     # --------------------------------------------------------------------------- private
 
     def _find_joins(self, layout: LineLayout, device: torch.device) -> list[int] | None:
-        """The elements that lie between each tensor and the one before, in a shard.
+        """Return the gap in elements before each tensor in a shard.
 
-        None where joining the chunks of all takes no less than a copy for each: on hosts if there
-        are gaps or short chunks, and where one is cut along another dim than 0.
+        None where joining all chunks costs no less than a copy for each: on hosts if there are gaps
+        or short chunks, and where a tensor is sharded along another dim than 0.
         """
         if self._is_even:
             return [0 for _ in self.indices]
@@ -223,9 +223,9 @@ class GradientLine:
     def _with_gaps(
         self, gradients: Sequence[torch.Tensor], gaps: Sequence[int]
     ) -> list[torch.Tensor]:
-        """List ``gradients`` and zeros for the gaps, without what is empty: torch refuses that.
+        """List ``gradients`` and zeros for the gaps, without empty tensors, which torch refuses.
 
-        Joining them makes the ends of short chunks zero.
+        Joining them also zeroes the ends of short chunks.
         """
         parts, found = self._rows.shape[0], list[torch.Tensor]()
         zeros = gradients[0].new_zeros(parts * max(gaps))
@@ -234,7 +234,7 @@ class GradientLine:
         return found
 
     def _may_borrow(self, gradient: torch.Tensor | None) -> bool:
-        """Whether the collective can read ``gradient`` where it is."""
+        """Whether the collective can read ``gradient`` in place."""
         return (
             gradient is not None
             and self._rows.shape[0] > 1  # what every rank holds whole may be summed in place
@@ -287,7 +287,7 @@ class GradientLine:
         return places
 
     def _is_filled(self, layout: LineLayout) -> bool:
-        """Whether even tensors fill the line without gaps."""
+        """Whether evenly split tensors fill the buffer without gaps."""
         at = self.start
         for index in self.indices:
             if layout.offsets[index] != at:
@@ -296,7 +296,7 @@ class GradientLine:
         return at == self.stop
 
     def _find_gaps(self) -> list[torch.Tensor]:
-        """List the stretches of the line that belong to no tensor."""
+        """List the ranges of the buffer that belong to no tensor."""
         begin = int(self._line.storage_offset())
         width = int(self._rows.shape[1])
         taken: list[tuple[int, int]] = []
@@ -321,7 +321,7 @@ Summand = tuple[PartialSum, torch.Tensor]
 
 
 def summands_of(sums: Sequence[tuple[int, PartialSum]], line: GradientLine) -> list[Summand]:
-    """List the whole gradients in ``line`` of the tensors that ``sums`` name by their index."""
+    """List the whole gradients in ``line`` of the tensors with indices in ``sums``."""
     parts = line.parts()
     return [(add, part) for index, add in sums for part in parts[index]]
 

@@ -1,7 +1,7 @@
-"""The parameters of a unit that lie in one buffer: their gradients, and the sums.
+"""The parameters of a unit that share one buffer, and the reduction of their gradients.
 
-A `ParameterGroup` is the slots of one dtype with their buffer, and takes gradients through
-accumulation, reduction and scaling.
+A `ParameterGroup` holds the slots of one dtype with their buffer, and accumulates, reduces and
+scales their gradients.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ ReduceHook = Callable[[torch.Tensor, torch.Tensor], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSettings:
-    """The settings of a unit, replaced as a whole when something changes.
+    """The settings of a unit, replaced as a whole when one changes.
 
-    Of the fields in which ranks differ the first is named: those that users set stand before those
-    that follow from them.
+    An error names the first field in which ranks differ, so fields that users set come before
+    derived ones.
     """
 
     synchronize: bool = True
@@ -89,7 +89,7 @@ class UnitSettings:
 
 
 class ParameterGroup:
-    """The parameters of a unit that lie in one buffer."""
+    """The parameters of a unit that share one buffer."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class ParameterGroup:
     def compute_in(self, compute: torch.dtype | None, reduce: torch.dtype | None) -> None:
         """Compute and reduce in other dtypes from now on; the shard stays the same object.
 
-        None stands for the dtype of the shard, and of the computation.
+        None stands for the dtype of the shard, or of the computation.
         """
         self.accumulate()
         before = self.buffer
@@ -182,9 +182,9 @@ class ParameterGroup:
         self._show_views()
 
     def note_starts(self, compared: Container[Slot]) -> None:
-        """Remember digests of those slots that are ``compared``, and of this rank's parts of them.
+        """Store digests of the ``compared`` slots, and of this rank's parts of them.
 
-        They have their values still.
+        Call it while they still have their values.
         """
         chosen = [index for index, slot in enumerate(self.slots) if slot in compared]
         wholes = [self.slots[index].original for index in chosen]
@@ -201,7 +201,7 @@ class ParameterGroup:
             self.slots[index].start = start
 
     def carry_starts(self, parts: Sequence[torch.Tensor]) -> None:
-        """Keep the starts of slots whose ``parts`` convert the current ones; forget the others."""
+        """Keep the digests of slots whose ``parts`` convert the current ones; drop the others."""
         for index, (slot, part) in enumerate(zip(self.slots, parts, strict=True)):
             found, slot.start = slot.start, None
             if found is None:
@@ -245,7 +245,7 @@ class ParameterGroup:
     def take_written(self) -> str:
         """Name a whole parameter that was written or moved in memory since the gather, "" for none.
 
-        The change is dropped: all parameters are views of the line again.
+        The change is dropped: all parameters are views of the buffer again.
         """
         before, self._versions = self._versions, [*map(version_of, map(_LEAF, self.slots))]
         lost = ""
@@ -267,7 +267,7 @@ class ParameterGroup:
         return lost
 
     def note_written(self, index: int) -> None:
-        """Accept what was written to a full parameter: it is in the shards."""
+        """Accept a write to full parameter ``index``, which is in the shards already."""
         self._versions[index] = version_of(self.slots[index].leaf)
 
     def _empty_shard(self, layout: LineLayout, home: torch.device | None) -> torch.Tensor | None:
@@ -309,7 +309,7 @@ class ParameterGroup:
         return any(map(_REQUIRES_GRAD, self.slots))
 
     def forget_gradients(self) -> None:
-        """Drop what autograd and passes without a reduction have left."""
+        """Drop gradients from autograd and from passes without a reduction."""
         for slot in self.slots if have_gradients(self.slots) else ():
             slot.leaf.grad = slot.full.grad = None
         self.buffer.release_gradients()
@@ -317,9 +317,9 @@ class ParameterGroup:
         self.used = [False] * len(self.slots)
 
     def take_mean(self) -> torch.Tensor:
-        """Hand over the mean, with which ``.grad`` is set: the shards are about to change.
+        """Hand over the mean that ``.grad`` is set to, before the shards change.
 
-        A detached alias, not the line itself: `KeptLine` counts who still uses its memory.
+        A detached alias, not the buffer itself: `KeptLine` counts who still uses its memory.
         """
         if self.mean is None:
             raise InternalError(f"no mean of {self.slots[0].name!r} is finished")
@@ -347,7 +347,7 @@ class ParameterGroup:
                 slot.leaf.grad = None
 
     def _new_gradients(self) -> list[torch.Tensor | None]:
-        """List what autograd has left, this rank's parts where that is a DTensor."""
+        """List the gradients from autograd, this rank's parts of DTensors."""
         if self.has_outer:
             return [*map(_gathered, self.slots)]
         return [*map(_OF_LEAF, self.slots)]
@@ -366,10 +366,10 @@ class ParameterGroup:
     def reduce(
         self, label: str, settings: UnitSettings, started: list[Pending], *, is_late: bool = False
     ) -> Moves | None:
-        """Prepare the sum over the ranks of what the buffer holds (zeros when it holds nothing).
+        """Prepare the sum over the ranks of the buffered gradients (zeros when there are none).
 
-        The caller launches the moves that are returned; a custom collective joins ``started``.
-        Memory that users are given is allocated here, on their stream, if `finish_reduce` is late.
+        The caller launches the returned collectives; a custom one is added to ``started``. Memory
+        that users receive is allocated here, on their stream, if `finish_reduce` is late.
         """
         buffer, axes = self.buffer, self.axes
         is_absent = not buffer.has_gradient
@@ -447,7 +447,7 @@ class ParameterGroup:
         return shard.custom("reduce_scatter", custom, out, sent, label=label)
 
     def _whole_line(self) -> torch.Tensor:
-        """All gradients in one line, shard by shard, as a hook is given them."""
+        """Return all gradients in one buffer, shard by shard, as a hook expects."""
         lines = self.buffer.gradients
         if len(lines) == 1:
             return lines[0].tensor
@@ -461,7 +461,7 @@ class ParameterGroup:
         return whole
 
     def _zero_between(self, rows: torch.Tensor) -> None:
-        """Zero what lies between the gradient lines, in each of ``rows``, which are shards."""
+        """Zero the gaps between the gradients in each of ``rows``, which are shards."""
         for line, following in pairwise(self.buffer.gradients):
             if line.stop < following.start:
                 rows[:, line.stop : following.start] = 0
@@ -473,13 +473,13 @@ class ParameterGroup:
             self.non_finite.look(line.tensor, partial(self._parts_of, line))
 
     def _parts_of(self, line: GradientLine) -> Iterator[tuple[str, torch.Tensor]]:
-        """Iterate over the gradients of ``line`` by name, in the order of a backward."""
+        """Iterate over the gradients of ``line`` by name, in backward order."""
         for index, parts in reversed(list(zip(line.indices, line.parts(), strict=True))):
             for part in parts:
                 yield self.slots[index].name, part
 
     def reduce_further(self, label: str, settings: UnitSettings, started: list[Pending]) -> None:
-        """Start the second sum, over ``replicate``, behind the first. It joins ``started``."""
+        """Start the second sum, over ``replicate``, after the first; it is added to ``started``."""
         replicate, reduced = self.axes.replicate, self._reduced
         if reduced is None or replicate is None or settings.reduce_hook is not None:
             return
@@ -495,10 +495,10 @@ class ParameterGroup:
     def finish_reduce(
         self, settings: UnitSettings, *, is_late: bool = False
     ) -> tuple[torch.Tensor | None, ...]:
-        """Add this rank's part of the mean to ``mean``, unless it is partial still.
+        """Add this rank's part of the mean to ``mean``, unless it is still partial.
 
-        Where that ``is_late``, on another stream than gradients come from, they are not freed, and
-        the caller holds what is returned, until that stream waits for this one.
+        If ``is_late``, on another stream than the gradients', they are not freed: the caller holds
+        what is returned until their stream waits for this one.
         """
         reduced, added, result = self._reduced, self._added, self._result
         self._reduced = self._added = self._result = None
@@ -530,23 +530,23 @@ class ParameterGroup:
         return added, reduced, mean
 
     def _at_home(self, mean: torch.Tensor) -> torch.Tensor:
-        """Start to copy ``mean`` to where shards are kept."""
+        """Start to copy ``mean`` to the device of the shards."""
         shard = self.buffer.shard
         if mean.device == shard.device:
             return mean
         return torch.empty_like(shard, pin_memory=shard.is_pinned()).copy_(mean, non_blocking=True)
 
     def is_unused(self, mean: torch.Tensor) -> bool:
-        """Whether no rank had a gradient for ``mean``, of which this rank had none.
+        """Whether no rank had a gradient for ``mean``; called where this rank had none.
 
-        A sum is -0.0 only where all its summands are, and the first element of each part is that
-        on ranks without a gradient alone. So it needs no collective of its own.
+        A sum is -0.0 only if all summands are, and only ranks without a gradient send -0.0 as the
+        first element of each part. So this needs no collective of its own.
         """
         first = mean[:1].real if mean.is_complex() else mean[:1]
         return bool(((first == 0) & first.signbit()).all())
 
     def waiting(self) -> list[torch.Tensor | None]:
-        """List whole gradients of this rank that wait for a reduction, on their own memory."""
+        """List whole gradients of this rank that wait for a reduction, as views."""
         if not self.buffer.has_gradient:
             gradients = self._new_gradients()
             self._refuse_sparse(gradients)
@@ -574,7 +574,7 @@ class ParameterGroup:
         return [(add, self.buffer.own(index, self.mean)) for index, add in self.partial_sums]
 
     def drop(self) -> None:
-        """Forget gradients and sums of an iteration that will not be finished."""
+        """Drop gradients and sums of an iteration that will not be finished."""
         self._reduced = self.partial = self.mean = None
         self.kept.forget()
         self.buffer.release_gradients()
@@ -585,7 +585,7 @@ class ParameterGroup:
 
 @torch.no_grad()
 def _gathered(slot: Slot) -> torch.Tensor | None:
-    """This rank's gradient of a parameter, with what has reached its DTensor ``full``."""
+    """This rank's gradient of a parameter, including what has reached its DTensor ``full``."""
     given, leaf, add = slot.full.grad, slot.leaf, slot.computes.partial
     if given is None or slot.outer is None:
         return leaf.grad

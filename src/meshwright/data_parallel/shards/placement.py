@@ -1,4 +1,4 @@
-"""The places of parameters: the ranks each is sharded over, its dim, and its form at rest.
+"""Placements of parameters: the ranks each is sharded over, its dim, and its form at rest.
 
 A plain parameter is sharded over one dim of the data mesh. A parameter that is a DTensor already,
 on the axes of tensor parallelism, is sharded once more: this rank's part of it over the data axes::
@@ -68,7 +68,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The place of one parameter."""
+    """The placement of one parameter."""
 
     axes: DataAxes
     dim: int
@@ -85,7 +85,7 @@ class Place:
 
 
 def target_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> Target:
-    """Return the data axes of ``mesh``. Raises ValueError or AssertionError for an unfit one."""
+    """Return the data axes of ``mesh``. Raises ValueError or AssertionError for an unfit mesh."""
     if dims is not None:
         return _named_target(mesh, dims)
     if mesh.ndim not in (1, 2):
@@ -123,10 +123,10 @@ def _named_target(mesh: DeviceMesh, dims: DataParallelMeshDims) -> Target:
 def place(
     name: str, parameter: torch.nn.Parameter, target: Target, choose: PlacementChoice | None
 ) -> Place:
-    """Return the place of ``parameter``; ``choose`` is the user's ``shard_placement_fn``.
+    """Return the placement of ``parameter``; ``choose`` is the user's ``shard_placement_fn``.
 
-    Raises AssertionError for a dim that it does not have, NotImplementedError for one that cannot
-    be split evenly and must, ValueError for what is no placement or not on the mesh.
+    Raises AssertionError for a dim that the parameter does not have, NotImplementedError for one
+    that must split evenly and cannot, ValueError for an invalid placement or another mesh.
     """
     choice = None if choose is None else choose(parameter)
     dim, target = _chosen(choice, target)
@@ -150,10 +150,10 @@ def place(
 
 
 def _place_again(name: str, outer: AtRest, target: Target, dim: int, *, is_chosen: bool) -> Place:
-    """The place of a DTensor: its own axes and those of the data.
+    """The placement of a DTensor on its own axes and those of the data.
 
-    A dim that is split twice must split evenly; else another dim that does is sharded, unless the
-    user has chosen ``dim``. Where no dim does, dim 0 is split unevenly, as torch does.
+    A dim that is split twice must split evenly; otherwise another dim that does is sharded, unless
+    the user has chosen ``dim``. Where no dim does, dim 0 is split unevenly, as torch does.
     """
     if target.around is None or target.dims is None:
         for axis in target.axes.communicators:
@@ -197,7 +197,7 @@ def _place_again(name: str, outer: AtRest, target: Target, dim: int, *, is_chose
 
 
 def _times_cut(outer: AtRest, dim: int) -> int:
-    """The number of parts that ``dim`` of a DTensor is split into."""
+    """The number of parts that ``dim`` of a DTensor is already split into."""
     sizes = zip(outer.mesh.shape, outer.placements, strict=True)
     return math.prod(size for size, each in sizes if getattr(each, "dim", None) == dim)
 
@@ -215,7 +215,7 @@ def even_dim(outer: AtRest, parts: int) -> int | None:
 def _around(
     outer: AtRest, target: Target, dims: DataParallelMeshDims
 ) -> tuple[DeviceMesh, list[Any], int]:
-    """The mesh at rest, its placements before sharding, and which of its dims shards."""
+    """Return the mesh at rest, its placements before sharding, and which of its dims shards."""
     names = outer.mesh.mesh_dim_names or ()
     if len(dims.shard_names) < 2 and len(dims.replicate_names) < 2:
         cutting = names.index(dims.shard_names[0]) if dims.shard_names else 0

@@ -26,7 +26,7 @@ class MixedPrecisionPolicy:
 
     @classmethod
     def of(cls, policy: object) -> MixedPrecisionPolicy:
-        """Return ``policy``, which may be another library's of the same fields; no casts for None.
+        """Return ``policy``, possibly a similar class of another library; no casts for None.
 
         Raises TypeError for anything else.
         """
@@ -47,13 +47,13 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Shards stay on the device that computes."""
+    """The default policy: shards stay on the device that computes."""
 
     @staticmethod
     def of(policy: object) -> OffloadPolicy:
-        """Return ``policy``, which may be another library's: one that pins memory offloads.
+        """Return ``policy``; a policy of another library offloads if it has ``pin_memory``.
 
-        Raises TypeError for what is no such policy.
+        Raises TypeError for anything else.
         """
         if isinstance(policy, OffloadPolicy):
             return policy
@@ -69,9 +69,9 @@ class OffloadPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Shards, gradients and optimizer live on the CPU; parameters are on the device while needed.
+    """Keeps shards, gradients and optimizer on the CPU; parameters are on the device while needed.
 
-    ``pin_memory`` lets copies to a GPU run beside its work.
+    ``pin_memory`` lets copies to a GPU overlap with its work.
     """
 
     pin_memory: bool = True
@@ -81,7 +81,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 class DataParallelMeshDims:
     """The data-parallel dims of a mesh of all axes; parameters are DTensors on that mesh.
 
-    Several names count as one axis. Raises ValueError when there is none at all.
+    Several names count as one axis. Raises ValueError when there is none.
     """
 
     shard: str | tuple[str, ...] | None = None

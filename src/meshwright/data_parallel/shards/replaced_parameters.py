@@ -1,11 +1,11 @@
-"""Tensors that users put in the place of a sharded parameter are rejected by name.
+"""Refusals of tensors that users assign in place of a sharded parameter, by name.
 
-A unit shows modules its full parameters and its sharded ones by turns. What else it finds in their
-place an optimizer would train on each rank alone, or not at all. Only before its first gather a
-unit of `fully_shard` takes over another DTensor parameter that lies alike, as loaders leave it.
+A unit puts its full parameters and its sharded ones into modules in turn. An optimizer would train
+any other tensor there on each rank alone, or not at all. Only before its first gather does a unit
+of `fully_shard` take over another DTensor parameter of the same layout, as loaders leave it.
 
-Outside of its unit a sharded parameter is a DTensor. Where an operator gets it beside a plain
-tensor, torch's error is raised in words that name the parameter and its unit.
+Outside of its unit a sharded parameter is a DTensor. When an operator mixes it with a plain tensor,
+torch's error is raised with the names of the parameter and its unit added.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BEFORE = (
 
 
 def rank_in(communicators: Sequence[Communicator]) -> int:
-    """Return this rank's number in the world, which the ranks of ``communicators`` belong to."""
+    """Return this rank's number in the world that the ranks of ``communicators`` belong to."""
     return communicators[0].ranks[communicators[0].rank] if communicators else 0
 
 
@@ -45,7 +45,7 @@ def replaced(
     shape: Sequence[int],
     communicators: Sequence[Communicator],
 ) -> RuntimeError:
-    """The error for ``found`` in the place of a sharded parameter of full ``shape``."""
+    """Make the error for ``found`` in place of a sharded parameter of full ``shape``."""
     what = "nothing"
     if isinstance(found, torch.Tensor):
         what = f"a {type(found).__name__} of shape {tuple(found.shape)} and {found.dtype}"
@@ -57,7 +57,7 @@ def replaced(
 
 
 def data_assigned(name: str, communicators: Sequence[Communicator]) -> RuntimeError:
-    """The error for an assignment that torch does not carry out for a DTensor."""
+    """Make the error for an assignment that torch does not carry out for a DTensor."""
     return RuntimeError(
         f"rank {rank_in(communicators)}: something was assigned to .data of parameter {name!r}, "
         "which is a DTensor: torch leaves its values as they were. Use copy_() under "
@@ -66,7 +66,7 @@ def data_assigned(name: str, communicators: Sequence[Communicator]) -> RuntimeEr
 
 
 def written(name: str, communicators: Sequence[Communicator]) -> RuntimeError:
-    """The error for a write to a full parameter."""
+    """Make the error for a write to a full parameter."""
     return RuntimeError(
         f"rank {rank_in(communicators)}: parameter {name!r} was written in place while it was "
         "whole, or given other memory (.data), as a forward does that changes its own weights, or "
@@ -77,7 +77,7 @@ def written(name: str, communicators: Sequence[Communicator]) -> RuntimeError:
 
 
 def converted(name: str, communicators: Sequence[Communicator]) -> RuntimeError:
-    """The error for a backward whose graph needs parameters that have changed since."""
+    """Make the error for a backward whose graph needs parameters that have changed since."""
     return RuntimeError(
         f"rank {rank_in(communicators)}: parameters of {name!r} were converted, loaded or given "
         "anew between its forward and its backward pass, or stepped, and its graph needs those of "
@@ -86,22 +86,22 @@ def converted(name: str, communicators: Sequence[Communicator]) -> RuntimeError:
 
 
 def is_ours_alone(parameter: nn.Parameter) -> bool:
-    """Whether nobody but the caller, by one name, holds ``parameter``."""
+    """Whether only the caller, by one name, holds ``parameter``."""
     # References: the caller's name, the argument here, that of the call.
     return COUNTS and sys.getrefcount(parameter) <= OURS
 
 
 def retire_sharded(parameter: nn.Parameter, name: str) -> None:
-    """Make ``parameter`` unreadable: a sharded one has taken its place."""
+    """Make ``parameter`` unreadable, because a sharded one has taken its place."""
     retire(parameter, name, "its module was sharded")
 
 
 def refuse_views(modules: Iterable[nn.Module], slots: Iterable[Slot]) -> None:
-    """Raise ValueError for what lies in the memory that a parameter of ``slots`` had.
+    """Raise ValueError for other tensors in the former memory of a parameter of ``slots``.
 
-    That is an attribute or a buffer of a module, or another parameter: it would keep old values.
-    What a hook recomputes in each forward from ``<name>_orig`` is allowed. A tensor that a
-    parameter was made of may be kept, but is made unreadable.
+    Such an attribute, buffer or parameter would keep old values. What a hook recomputes from
+    ``<name>_orig`` in each forward is allowed. A tensor that a parameter was made from may be kept,
+    but becomes unreadable.
     """
     lying: dict[int, list[tuple[str, StorageKey]]] = {}
     places: set[tuple[nn.Module, str]] = set()
@@ -149,7 +149,7 @@ def refuse_views(modules: Iterable[nn.Module], slots: Iterable[Slot]) -> None:
 
 
 def _refuse_overlap(named: Iterable[tuple[str, StorageKey]]) -> None:
-    """Raise ValueError where parameters of one storage share elements of it."""
+    """Raise ValueError where parameters in one storage share elements."""
     dense = [(name, memory.bytes) for name, memory in named if memory.bytes is not None]
     dense.sort(key=lambda each: each[1].start)
     for (one, first), (other, second) in pairwise(dense):
@@ -162,7 +162,7 @@ def _refuse_overlap(named: Iterable[tuple[str, StorageKey]]) -> None:
 
 
 def _slot_of(given: object) -> Slot | None:
-    """The slot of a sharded parameter, of a view of one, or of what it was cast to."""
+    """The slot of a sharded parameter, of a view of one, or of a cast of one."""
     if not isinstance(given, torch.Tensor) or not is_dtensor(given):
         return None
     behind, node = viewed_by(given), given.grad_fn

@@ -1,4 +1,4 @@
-"""From modules to a unit: which parameters it has, where they are sharded, in which buffers."""
+"""Builds a unit from modules: which parameters it has, where they are sharded, in which buffers."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def build_unit(
 ) -> Unit | None:
     """Make the unit of all parameters of ``modules`` that no other call has taken, if any.
 
-    ``below`` is what lies `below` them. With ``synchronizes`` it has the values of the first rank.
+    ``below`` is the result of `below`. With ``synchronizes`` the first rank's values are used.
     """
     own, collected = below.own, collect_slots(below.own)
     for module in modules:
@@ -118,7 +118,7 @@ def build_unit(
 
 
 def _place(slot: Slot, options: ShardOptions, known: dict[tuple[int, ...], Place]) -> Place:
-    """The place of ``slot``; ``known`` caches those of plain parameters, by shape."""
+    """The placement of ``slot``; ``known`` caches those of plain parameters, by shape."""
     if options.placement_of is not None or is_dtensor(slot.original):
         return place(slot.name, slot.original, options.target, options.placement_of)
     shape = tuple(slot.original.shape)
@@ -130,9 +130,9 @@ def _place(slot: Slot, options: ShardOptions, known: dict[tuple[int, ...], Place
 def on_one_mesh(drivers: Iterable[Driver]) -> None:
     """Put parameters that tensor parallelism did not shard on the mesh of those that it did.
 
-    They are replicated there. torch's functions of lists of DTensors, as clipping and optimizers
-    with ``foreach``, take one mesh only. Where the units of ``drivers`` know several meshes
-    beside the same data axes, nobody knows which it would be.
+    They are replicated there. torch's functions on lists of DTensors, such as clipping and
+    ``foreach`` optimizers, accept one mesh only. Where the units of ``drivers`` have several meshes
+    beside the same data axes, the choice would be ambiguous, and nothing is done.
     """
     units = [driver.unit for driver in drivers if driver.unit is not None]
     groups = [group for unit in units for group in unit.groups]
@@ -206,7 +206,7 @@ def _extension(slot: Slot, place: Place, options: ShardOptions) -> Extension | N
 
 
 def _together(slots: Iterable[Slot]) -> list[list[Slot]]:
-    """Group slots that lie on the same axes and can share a buffer."""
+    """Group slots on the same axes that can share a buffer."""
     on_axes: dict[Any, list[Slot]] = {}
     for slot in slots:
         axes = slot.place and slot.place.axes
@@ -215,7 +215,7 @@ def _together(slots: Iterable[Slot]) -> list[list[Slot]]:
 
 
 def _block(options: ShardOptions) -> Communicator | None:
-    """Make the group of ranks that keep full parameters after a forward, if one was asked for."""
+    """Make the group of ranks that keep full parameters after a forward, if one was requested."""
     after, shard = options.reshard_after_forward, options.target.axes.shard
     if shard is None or after is None or isinstance(after, bool) or not 1 < after < shard.size:
         return None
@@ -253,7 +253,7 @@ def _group(slots: Sequence[Slot], options: ShardOptions) -> ParameterGroup:
 
 
 def _device(slot: Slot, target: Target) -> torch.device:
-    """Return where a parameter computes: on the meta device until it is materialized elsewhere."""
+    """The device a parameter computes on: meta until it is materialized elsewhere."""
     return slot.original.device if slot.original.is_meta else _device_of(target)
 
 
@@ -263,7 +263,7 @@ def _device_of(target: Target) -> torch.device:
 
 
 class UnitModules(NamedTuple):
-    """The modules that are about to become a unit, and all below them."""
+    """The modules that are about to form a unit, and all below them."""
 
     own: list[tuple[str, nn.Module]]
     """The modules that no other call has taken, each once, with their names."""
@@ -272,7 +272,7 @@ class UnitModules(NamedTuple):
 
 
 def below(modules: Sequence[nn.Module]) -> UnitModules:
-    """Look through ``modules``, once."""
+    """Collect the modules below ``modules``, in one walk."""
     own: list[tuple[str, nn.Module]] = []
     taken: list[nn.Module] = []
     seen: set[int] = set()
@@ -358,7 +358,7 @@ def settle(
 ) -> tuple[list[Slot], list[Slot]]:
     """Sort ``slots`` into those of a new unit of ``modules`` and those it takes from inner units.
 
-    ``drivers`` drive the inner units. A slot from one of these has its local values on
+    ``drivers`` drive the inner units. A slot from one of these has its local values in
     ``slot.original``, in the shape of this rank's chunk.
     """
     own: list[Slot] = []
@@ -452,7 +452,7 @@ def _release(driver: Driver, slot: Slot) -> Slot:
 
 
 def _without(group: ParameterGroup, index: int) -> ParameterGroup:
-    """Make ``group`` without one slot: the other chunks are the same, in another line."""
+    """Make ``group`` without one slot: the other chunks are unchanged, in a new buffer."""
     layout = group.buffer.layout.chunked_layout()
     kept = [number for number in range(len(group.slots)) if number != index]
     narrower = FlatLayout.chunked(

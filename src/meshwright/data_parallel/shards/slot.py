@@ -1,4 +1,4 @@
-"""A `Slot`: one parameter of a unit, with all its uses, and the hooks that users register on it."""
+"""A `Slot`: one parameter of a unit, with all its uses and the hooks that users register on it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALONE = 2
 
 
 class StorageKey(NamedTuple):
-    """The memory that a tensor lies in, known also when the tensor has been given other memory."""
+    """Identifies the memory of a tensor, also after the tensor was given other memory."""
 
     storage: weakref.ref[torch.UntypedStorage]
     """One object for one storage, which others may still hold."""
@@ -36,14 +36,14 @@ class StorageKey(NamedTuple):
     """Those that are the tensor's; None where they are not side by side."""
 
     def meets(self, other: StorageKey) -> bool:
-        """Whether ``other``, in the same storage, may share bytes with it."""
+        """Whether ``other`` is in the same storage and may overlap."""
         if self.bytes is None or other.bytes is None:
             return True
         return self.bytes.start < other.bytes.stop and other.bytes.start < self.bytes.stop
 
 
 def memory_of_plain(tensor: torch.Tensor) -> StorageKey | None:
-    """The memory that ``tensor`` lies in; None where it has none, as on the meta device."""
+    """The memory of ``tensor``; None where it has none, as on the meta device."""
     if tensor.layout is not torch.strided or not tensor.numel() or tensor.is_meta:
         return None
     size, first = tensor.element_size(), tensor.storage_offset()
@@ -54,7 +54,7 @@ def memory_of_plain(tensor: torch.Tensor) -> StorageKey | None:
 
 
 def _shared_memory(parameter: nn.Parameter) -> StorageKey | None:
-    """The memory of ``parameter``, if another tensor lies there, or did; else None."""
+    """The memory of ``parameter``, if another tensor uses it or did; otherwise None."""
     if type(parameter) is not nn.Parameter or not has_storage(parameter):
         return None
     # Uses: the parameter's, and that of the storage which is asked for here.
@@ -110,7 +110,7 @@ class Slot:
         return None if self.home is None else self.home()
 
     def rename(self, modules: Mapping[nn.Module, str]) -> None:
-        """Take the full names of its ``modules``, as far as they are known."""
+        """Set its names from the full names of its ``modules``, as far as these are known."""
         found = [
             f"{modules[module]}.{attribute}" if modules[module] else attribute
             for module, attribute in self.places
@@ -119,7 +119,7 @@ class Slot:
         self.names = tuple(found) or self.names
 
     def forget_gone(self) -> None:
-        """Forget the parameter object that the user had, if nobody holds it any more."""
+        """Forget the user's original parameter object, if nobody holds it any more."""
         if self.given is not None and self.given() is None:
             self.given = None
 
@@ -142,9 +142,9 @@ def have_gradients(slots: Collection[Slot]) -> bool:
 def collect_slots(
     modules: Iterable[tuple[str, nn.Module]], skipped: Container[int] = ()
 ) -> list[Slot]:
-    """List the parameters that ``modules`` (with their full names) hold themselves, each once.
+    """List the parameters that ``modules`` (with their full names) hold directly, each once.
 
-    Those with an ``id`` that is ``skipped`` are left out.
+    Those whose ``id`` is in ``skipped`` are left out.
     """
     slots: dict[int, Slot] = {}
     for prefix, module in modules:
@@ -194,14 +194,14 @@ def has_hooks(parameter: torch.Tensor) -> bool:
 
 
 def carry_hooks(source: torch.Tensor, target: nn.Parameter, name: str) -> None:
-    """Give ``target``, which takes the place of ``source``, its hooks; handles remove both."""
+    """Move the hooks of ``source`` to ``target``, which replaces it; handles remove both."""
     if backward_hooks_of(source):
         set_backward_hooks(target, backward_hooks_of(source))
     carry_after_hooks(source, target, name)
 
 
 class _Behind(torch.autograd.Function):
-    """A node behind leaves. It calls no operator, which would cost DTensors many times as much."""
+    """A node behind leaves. It calls no operator, which would be much slower on DTensors."""
 
     @staticmethod
     def forward(ctx: object, *leaves: torch.Tensor) -> torch.Tensor:  # pyrefly: ignore[bad-override]
@@ -225,7 +225,7 @@ def accumulator_of(leaf: torch.Tensor) -> torch.autograd.graph.Node:
 
 
 def change_by_hooks(parameter: torch.Tensor, gradient: torch.Tensor, name: str) -> None:
-    """Give ``gradient`` to the hooks of ``parameter``; what they return is written to it."""
+    """Run the hooks of ``parameter`` on ``gradient``; results are written to it in place."""
     for hook in tuple((backward_hooks_of(parameter) or {}).values()):
         try:
             changed = hook(gradient)

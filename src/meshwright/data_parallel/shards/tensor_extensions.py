@@ -1,15 +1,15 @@
-"""Parameters that are tensor subclasses: gathered by their own methods, kept, or rejected by name.
+"""Parameters of tensor subclasses: gathered by their own methods, kept, or refused by name.
 
 ::
 
     a subclass with                             then
-    fsdp_pre_all_gather, fsdp_post_all_gather   the part of each rank is one; the first gives what
-                                                is gathered, the second makes the whole of that
+    fsdp_pre_all_gather, fsdp_post_all_gather   each rank's part is of the subclass; the first gives
+                                                what is gathered, the second makes the whole of it
     no __torch_dispatch__ of its own            whole parameters are of the class, plain at rest
     anything else                               TypeError
 
-The values of a part lie in the shard of its group, as those of plain parameters: optimizers write
-to them through the subclass, gradients and checkpoints are of plain tensors.
+The values of a part are in the shard of its group, like those of plain parameters: optimizers write
+to them through the subclass; gradients and checkpoints are plain tensors.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def whole_parameter(view: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
-    """Make a parameter on ``view``, of the class of ``like`` unless that dispatches itself."""
+    """Make a parameter on ``view``, of the class of ``like`` unless that has its own dispatch."""
     cls = type(like)
     if cls in PLAIN or is_dtensor(like) or is_dtensor(view) or dispatches(like):
         if type(view) is torch.Tensor:  # as the class does it, which looks at more first
@@ -102,8 +102,8 @@ def extension_of(
 ) -> Extension | None:
     """Return the extension of ``parameter``; None where it has none.
 
-    ``mesh`` is what it is sharded over, and ``policy`` the mixed precision: arguments of its calls.
-    Raises TypeError for a subclass that would be dropped.
+    ``mesh`` (sharded over) and ``policy`` (mixed precision) are arguments of its methods. Raises
+    TypeError for a subclass that would be dropped.
     """
     check_class(name, parameter)
     if type(parameter) in PLAIN or is_dtensor(parameter) or not has_protocol(parameter):
@@ -112,7 +112,7 @@ def extension_of(
 
 
 class Extension:
-    """The way in which one tensor subclass is sharded and gathered."""
+    """How one tensor subclass is sharded and gathered."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class Extension:
     def inputs(self, rows: int, device: torch.device) -> tuple[list[torch.Tensor], object]:
         """Return this rank's inputs of the gather, padded to ``rows``, and its metadata.
 
-        Raises ValueError for what has another number of rows than the parts of other ranks.
+        Raises ValueError for an input whose number of rows differs from other ranks' parts.
         """
         part = self.part if self.part.device == device else self.part.to(device)
         count = len(inspect.signature(part.fsdp_pre_all_gather).parameters)
@@ -185,7 +185,7 @@ class Extension:
 
 
 class _Gathered:
-    """The gathered tensors of one parameter, and the whole one, which stay the same objects."""
+    """The gathered tensors of one parameter and the whole one; the objects never change."""
 
     def __init__(self, inputs: Sequence[torch.Tensor], parts: int) -> None:
         self.kinds = [(tensor.shape, tensor.dtype) for tensor in inputs]
@@ -219,7 +219,7 @@ class _Gathered:
             storage.resize_(0)
 
     def lends(self, address: int) -> bool:
-        """Whether ``address`` lies in memory that `free` gives back."""
+        """Whether ``address`` is in memory that `free` releases."""
         starts = [
             (storage.data_ptr(), size) for storage, size in self._storages if storage.nbytes()
         ]
@@ -227,7 +227,7 @@ class _Gathered:
 
 
 class ExtendedBuffer(FlatBuffer):
-    """A buffer of parameters with extensions: shards and gradients are as those of any other."""
+    """A buffer of parameters with extensions; shards and gradients are as in any other buffer."""
 
     def __init__(self, extensions: Sequence[Extension], *args: Any) -> None:
         self._extensions = extensions
@@ -244,7 +244,7 @@ class ExtendedBuffer(FlatBuffer):
         return found or super().gathered
 
     def around(self, index: int) -> torch.Tensor:
-        """See `FlatBuffer`: of the parameter's class."""
+        """See `FlatBuffer`; the result is of the parameter's class."""
         return self._extensions[index].around(
             super().around(index), self.axes.parts, self.axes.part
         )
@@ -291,7 +291,7 @@ class ExtendedBuffer(FlatBuffer):
 
     @torch.no_grad()
     def finish_gather(self, before_freeing: Callable[[], None] | None = None) -> None:
-        """Make the whole parameters of what was gathered; see `FlatBuffer`."""
+        """Make the whole parameters from what was gathered; see `FlatBuffer`."""
         if before_freeing is not None:
             before_freeing()
         self._sent.clear()

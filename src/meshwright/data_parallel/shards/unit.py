@@ -1,14 +1,14 @@
-"""One unit: parameters that are gathered and freed together, with gradients reduced together.
+"""One unit: parameters that are gathered and freed together, and reduce their gradients together.
 
-The phase tells where the parameters are::
+The phase says where the parameters are::
 
     phase        may become
     SHARDED      GATHERING   (`unshard`)
     GATHERING    FULL        (`wait_unshard`)
-    FULL         SHARDED     (`reshard`), REDUCING (`reshard` while gradients travel)
+    FULL         SHARDED     (`reshard`), REDUCING (`reshard` during a reduction)
     REDUCING     SHARDED     (`finish_reduce`), GATHERING (needed again before that)
 
-A driver decides when. How parameters look to the modules and to the optimizer is an `Exposure`.
+A driver decides when. An `Exposure` defines what modules and optimizers see.
 """
 
 from __future__ import annotations
@@ -56,21 +56,21 @@ HERE = contextlib.nullcontext()
 
 
 class Exposure(ABC):
-    """The look of a unit's parameters outside of the computation."""
+    """The view of a unit's parameters that modules and optimizers see."""
 
     @abstractmethod
     def show_sharded(self, unit: Unit) -> None:
-        """Put into the modules what optimizers and state dicts see."""
+        """Put the sharded parameters, which optimizers and state dicts see, into the modules."""
 
     @abstractmethod
     def show_full(self, unit: Unit) -> None:
-        """Give modules ``slot.full`` of each slot, with the current ``requires_grad``."""
+        """Put ``slot.full`` of each slot into modules, with the current ``requires_grad``."""
 
     @abstractmethod
     def refresh(self, unit: Unit) -> None:
         """Take over new values and memory of parameters since the last pass.
 
-        Raises RuntimeError, naming the parameter, for what users have put in its place.
+        Raises RuntimeError, naming the parameter, for a tensor that a user has put in its place.
         """
 
     @abstractmethod
@@ -79,7 +79,7 @@ class Exposure(ABC):
 
     @abstractmethod
     def version(self, unit: Unit) -> int:
-        """Return a number that grows with what is written to those, as far as torch counts it."""
+        """Return a number that grows with writes to these, as far as torch counts them."""
 
     @abstractmethod
     def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
@@ -100,7 +100,7 @@ class Exposure(ABC):
         return False
 
     def take_waiting(self, unit: Unit) -> bool:
-        """Restore the former ``.grad``, less what users have dropped; True if it was shown."""
+        """Restore the former ``.grad``, except what users have dropped; True if it was shown."""
         return False
 
     # What only some exposures have.
@@ -112,11 +112,11 @@ class Exposure(ABC):
 
     @property
     def one_flat(self) -> nn.Parameter | None:
-        """The parameter that stands for all of the unit; None where each is seen."""
+        """The parameter that stands for the whole unit; None where each one is visible."""
         return None
 
     def shown(self, slot: Slot) -> nn.Parameter:
-        """Return the parameter that modules hold of ``slot`` at rest."""
+        """Return the parameter that modules hold for ``slot`` at rest."""
         return slot.original
 
     def shows(self, parameter: nn.Parameter) -> bool:
@@ -128,11 +128,11 @@ class Exposure(ABC):
         return
 
     def follow_places(self) -> None:
-        """Move the exposed parameters to the current places of their slots."""
+        """Move the exposed parameters to the current placements of their slots."""
         return
 
     def forget_places(self) -> None:
-        """Look up the modules that use the slots once more."""
+        """Look up the modules that use the slots again."""
         return
 
     def let_go(self, unit: Unit) -> None:
@@ -140,12 +140,12 @@ class Exposure(ABC):
         return
 
     def take_over(self, unit: Unit) -> None:
-        """Follow what modules hold now: other values, dtypes, devices or parameter objects."""
+        """Take over what modules hold now: other values, dtypes, devices or parameter objects."""
         return
 
     def shard_of(self, group: ParameterGroup) -> nn.Parameter | None:
-        """Return the shard of ``group`` as one parameter more, whose gradient is set from now on
-        too; None where what is exposed is flat as it is.
+        """Return the shard of ``group`` as an extra parameter, whose gradient is set from now on
+        too; None where the exposed parameter is flat already.
         """
         return None
 
@@ -154,7 +154,7 @@ class Exposure(ABC):
     ) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """List the parameters of ``group``, whose shard is ``flat``, with their parts of ``line``.
 
-        Empty where ``flat`` is another.
+        Empty if ``flat`` is not that shard.
         """
         return []
 
@@ -216,12 +216,12 @@ class Unit:
         return f"Unit({self.name!r}, {self.phase})"
 
     def change(self, **settings: Any) -> None:
-        """Change some of the settings, which are those of `UnitSettings`."""
+        """Change some settings; keywords are the fields of `UnitSettings`."""
         self.settings = replace(self.settings, **settings)
 
     @contextlib.contextmanager
     def changed(self, **settings: Any) -> Iterator[None]:
-        """Change some settings for the block; after it all settings are restored."""
+        """Change some settings inside the block; all settings are restored after it."""
         before = self.settings
         self.change(**settings)
         try:
@@ -238,9 +238,9 @@ class Unit:
     # ------------------------------------------------------------------------ parameters
 
     def unshard(self, *, is_late: bool = False) -> None:
-        """Start to gather the parameters; nothing when they are there or on their way.
+        """Start to gather the parameters; does nothing when they are full or being gathered.
 
-        On a device a gather that ``is_late`` does not wait for the unit before to be freed.
+        On a device a gather that ``is_late`` does not wait for the previous unit to be freed.
         """
         if self.is_at_rest:  # a caller that saw them may have written to them
             self.reshard()
@@ -275,7 +275,7 @@ class Unit:
             self._is_there = streams.gathers.mark()
 
     def wait_unshard(self) -> None:
-        """Wait for the parameters and let the modules hold them."""
+        """Wait for the parameters and put them into the modules."""
         if self.phase is Phase.FULL:
             return
         if self.phase is not Phase.GATHERING:
@@ -298,15 +298,15 @@ class Unit:
         self.trainable_groups = tuple(filter(_IS_TRAINABLE, self.groups))
 
     def show_at_rest(self, is_shown: bool) -> None:
-        """Show sharded parameters in the modules while full ones are kept, or the full ones."""
+        """Put the sharded parameters into modules while full ones are kept, or the full ones."""
         if self.phase is Phase.FULL and self.is_at_rest is not is_shown:
             self.is_at_rest = is_shown
             (self.exposure.show_sharded if is_shown else self.exposure.show_full)(self)
 
     def reshard_for_backward(self) -> bool:
-        """Do as `reshard`, but keep a copy among fewer ranks for the backward if set so.
+        """Do as `reshard`, but keep a copy among fewer ranks for the backward if so configured.
 
-        Returns whether it did: `forget_block` is due when the backward does not come.
+        Returns whether it did: call `forget_block` when the backward does not come.
         """
         block = self.settings.block
         if block is None or self.phase is not Phase.FULL:
@@ -347,7 +347,7 @@ class Unit:
         self._packs.clear()  # they keep the shards of buffers that may have been replaced
 
     def find_trainable(self) -> None:
-        """Note which groups have a parameter that requires grad now."""
+        """Update which groups have a parameter that requires grad now."""
         self.trainable_groups = tuple(filter(_IS_TRAINABLE, self.groups))
 
     def _put_away(self) -> None:
@@ -402,7 +402,7 @@ class Unit:
                 group.accumulate()
 
     def take_unseen(self) -> str:
-        """Name a parameter whose gradient is from a pass that no hook announced; drop it."""
+        """Drop a gradient from a pass that no hook announced; returns the parameter's name."""
         if self._waits:
             return ""
         left = [s for g in self.groups if have_gradients(g.slots) for s in g.slots]
@@ -417,7 +417,7 @@ class Unit:
             group.forget_gradients()
 
     def reduce(self) -> None:
-        """Start to sum gradients over the ranks; what this rank did not use counts as zero."""
+        """Start to sum gradients over the ranks; parameters unused on this rank count as zero."""
         if self.is_reducing:
             raise InternalError(f"unit {self.name!r} reduces twice at a time")
         if self.announce is not None:
@@ -473,7 +473,7 @@ class Unit:
             self.phase = Phase.SHARDED
 
     def _finish_on(self, stream: SideStream) -> None:
-        """Make the means on ``stream``. The computation waits for what has read the gradients."""
+        """Make the means on ``stream``; the computation waits for all reads of the gradients."""
         with stream.used():
             _wait_for(self._sums)
             groups = self.trainable_groups
@@ -490,20 +490,20 @@ class Unit:
             group.buffer.release_gradients()
 
     def deliver(self, used: Mapping[ParameterGroup, Sequence[bool]]) -> None:
-        """Set ``.grad``; ``used`` tells for each trainable group what any rank had gradients of."""
+        """Set ``.grad``; ``used`` says, per trainable group, which gradients any rank had."""
         for group in self.trainable_groups:
             if group.mean is not None:
                 self.exposure.set_gradients(self, group, group.take_mean(), used[group])
 
     def lends(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies in the memory of the full parameters."""
+        """Whether ``tensor`` is in the memory of the full parameters."""
         if not has_storage(tensor) or tensor.layout is not torch.strided:
             return False
         address = tensor.data_ptr()
         return any(group.buffer.lends(address) for group in self.groups)
 
     def drop(self) -> None:
-        """Abandon an iteration that raised: nothing is in flight then, and all is sharded."""
+        """Abandon an iteration that raised; afterwards nothing is in flight and all is sharded."""
         if self.phase is Phase.GATHERING:
             self.wait_unshard()
         _wait_for(self._sums)
@@ -519,7 +519,7 @@ class Unit:
     # --------------------------------------------------------------------------- private
 
     def _find_packs(self) -> list[GatherPack]:
-        """Pack the buffers that one gather can fill, as they are now."""
+        """Group the current buffers that one gather can fill."""
         alike: dict[PackKey, list[FlatBuffer]] = {}
         for group in self.groups:
             key = None if group.is_extended else group.buffer.pack_key
@@ -559,14 +559,14 @@ class UnitStreams:
 
     ::
 
-        compute   unit 1 ─────────┐unit 2 ─────────┐unit 3           waits for what it is to read
+        compute   unit 1 ─────────┐unit 2 ─────────┐unit 3           waits for what it reads
         gathers   gather of 2     │gather of 3     │gather of 4      wait for the unit whose memory
                   (beside unit 1) └> gives back 1  └> gives back 2   they take, by events
         sums      gradients of 5    gradients of 4                   means are made here, too
         further   second sum of 6   second sum of 5                  of hybrid sharding
 
-    Memory is given back to the stream that it came from, once that stream waits for all who use it.
-    The host may be steps ahead: what bounds the memory of whole units is the order of the device.
+    Memory is returned to the stream that it came from, once that stream waits for all its users.
+    The host may be steps ahead: the order of work on the device bounds the memory of whole units.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -594,7 +594,7 @@ class UnitStreams:
         self._is_running = True
 
     def end(self) -> None:
-        """End the passes whose gathers read the same shards; all memory is given back."""
+        """End the passes whose gathers read the same shards; frees all memory."""
         self._give_back(0)
         self._is_running = False
 
@@ -602,7 +602,7 @@ class UnitStreams:
     def gathering(self, groups: Sequence[ParameterGroup], *, is_late: bool) -> Iterator[None]:
         """Gather ``groups`` in the block, in the memory of units that were freed before.
 
-        One that ``is_late`` overlaps the computation of the unit before, which keeps its memory.
+        If ``is_late``, it overlaps the computation of the previous unit, which keeps its memory.
         """
         if not self._is_running:
             self.gathers.follow()
@@ -615,19 +615,19 @@ class UnitStreams:
             yield
 
     def leave(self, groups: Sequence[ParameterGroup]) -> None:
-        """Free the full parameters of ``groups`` behind the work enqueued by now."""
+        """Free the full parameters of ``groups`` after the work enqueued so far."""
         self._left.append((record(self._device), groups, [group.buffer for group in groups]))
         # In a pass the next gather gives memory back; outside of one none may come.
         if not self._is_running:
             self._give_back(0)
 
     def stop(self) -> None:
-        """Make all streams wait for each other: what comes next may use any memory."""
+        """Make all streams wait for each other, so that later work may use any memory."""
         _join(self._all)
         self.end()
 
     def deliver(self, *, to_host: bool) -> None:
-        """Make the computation wait for all sums; the host too, where means lie there."""
+        """Make the computation wait for all sums; the host too, for means in host memory."""
         for stream in (self.sums, self.further):
             event = stream.mark()
             event.wait()
@@ -655,7 +655,7 @@ def _leave(
 ) -> None:
     """Finalizer: joins the ``streams`` of a root that dies within a pass, before its memory goes.
 
-    Nothing in a process that was forked since, which must not ask the device.
+    Does nothing in a forked process, which must not use the device.
     """
     (computation,) = computations
     if pid == os.getpid() and not captures(device, computation):
