@@ -1,10 +1,10 @@
-"""Data loaders whose state is a few numbers and whose samples do not depend on how they are read.
+"""Data loaders with a state of a few numbers, and samples that do not depend on ranks or workers.
 
 ::
 
     order of samples (`sampling`) ── indices ─> workers of torch's DataLoader ──> batches, in order
-         │                                      each sample with random numbers of its own
-         └── the state after each batch is held back until that batch is returned
+         │                                      each sample with its own random numbers
+         └── the state after each batch is kept until that batch is returned
 """
 
 from __future__ import annotations
@@ -204,13 +204,13 @@ class PackedDataLoader(DataLoader[dict[str, Tensor]]):
     """A loader of rows of tokens, packed from consecutive documents.
 
     Each epoch takes the whole documents in a new order and splits their tokens into rows of
-    ``row_length``: a document may continue in the next row, and a row may span documents and
-    the end of an epoch. A batch is a mapping of int64 tensors ``(rows of this rank, row_length)``:
+    ``row_length``: a document may continue in the next row, and a row may span documents and the
+    end of an epoch. A batch is a mapping of int64 tensors ``(rows of this rank, row_length)``:
 
     * ``input_ids``, the tokens;
     * ``position_ids``, which restart at 0 with each document and each row;
-    * ``labels``, the tokens, but -100 where ``position_ids`` is 0: the form that models of Hugging
-      Face expect, which shift labels themselves.
+    * ``labels``, the tokens, but -100 where ``position_ids`` is 0, as Hugging Face's models expect,
+      which shift labels themselves.
 
     The state is that of a `DataLoader` and ``offset``, the number of tokens taken from the next
     document. The stream of tokens does not depend on ``row_length`` either.

@@ -1,12 +1,12 @@
-"""The environment variables that tell ranks their place and how to find each other.
+"""The environment variables by which ranks get their number and find each other.
 
 =============================  ==================================================================
-started by                     the place of a rank
+started by                     variables
 =============================  ==================================================================
 torchrun, or any that sets     ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``,
 the same variables             ``MASTER_PORT``
-srun                           ``SLURM_PROCID`` and the like; the first host of the step, at a
-                               port computed from the job and step ids
+srun                           ``SLURM_PROCID`` etc.; the first host of the step, at a port
+                               computed from the job and step ids
 a process on each node, with   ``PET_NODE_RANK``, ``PET_NNODES``, ``PET_MASTER_ADDR``,
 the arguments of torchrun      ``PET_MASTER_PORT``
 =============================  ==================================================================
@@ -47,7 +47,7 @@ _SLURM_PORTS = range(20_000, 32_768)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """The place of this process among the ranks that a launcher has started."""
+    """The position of this process among the ranks that a launcher has started."""
 
     rank: int
     size: int
@@ -82,7 +82,7 @@ def is_launched() -> bool:
 
 
 def cluster(rank: int | None = None, size: int | None = None) -> Cluster:
-    """Read this process's place among the ranks of its run from the launcher's variables.
+    """Read this process's position among the ranks of its run from the launcher's variables.
 
     A process without a launcher is a run of one rank. ``rank`` and ``size`` override the variables
     where given. Raises `CommunicationError` when some of torchrun's variables are missing, or a

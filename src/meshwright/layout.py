@@ -1,6 +1,6 @@
-"""The elements that each rank holds: boxes of tensors, placements over axes, and flat packing.
+"""Which elements each rank holds: boxes of tensors, placements over axes, and flat packing.
 
-A ``FlatLayout`` packs several tensors into one line of elements and cuts it into equal parts::
+A ``FlatLayout`` packs several tensors into one flat buffer and cuts it into equal parts::
 
     tensors       a: (3, 2)        b: (5,)           FlatLayout.pack(..., parts=4)
     line      |a0 a1 a2 a3 a4 a5 b0 b1 b2 b3 b4 --|  numel 11, padded_size 12, shard_size 3
@@ -80,8 +80,8 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """List the boxes of the elements ``start`` to ``stop`` (exclusive) of a row-major tensor.
 
     At most ``2 * ndim - 1`` boxes (one for a tensor without dims), disjoint, in flat order: the
-    row-major elements of one box after the other are exactly the range. Per dim they are the rest
-    of a row already begun, whole rows, and the beginning of a last row.
+    row-major elements of all boxes, one after another, are exactly the range. Per dim they are the
+    rest of a first row, whole rows, and the beginning of a last row.
     """
     shape = tuple(shape)
     numel = math.prod(shape)
@@ -162,7 +162,7 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class FlatPiece:
-    """The part of one tensor that lies in one shard of a flat line."""
+    """The part of one tensor that is in one shard of a flat buffer."""
 
     index: int
     """Index of the tensor, in the order of the layout."""
@@ -181,7 +181,7 @@ class FlatPiece:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The part of one tensor that is in one shard, a contiguous stretch of the shard."""
+    """The part of one tensor that is in one shard, a contiguous range of the shard."""
 
     index: int
     """Index of the tensor, in the order of the layout."""
@@ -198,16 +198,16 @@ class Cut:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Slices that select this part from the whole tensor in the shape ``of``."""
+        """Return slices that select this part from the whole tensor, viewed in the shape ``of``."""
         stop = self.start + self.shape[self.dim]
         return (*(slice(None),) * self.dim, slice(self.start, stop))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineLayout(ABC):
-    """Tensors in one line of elements, split into ``parts`` shards of equal size.
+    """Tensors in one flat buffer, split into ``parts`` shards of equal size.
 
-    Pure integers, equal on all ranks.
+    Holds only integers, equal on all ranks.
     """
 
     names: tuple[str, ...]
@@ -226,12 +226,12 @@ class LineLayout(ABC):
 
     @property
     def padded_size(self) -> int:
-        """Elements of the whole line: ``parts * shard_size``."""
+        """Elements of the whole buffer: ``parts * shard_size``."""
         return self.parts * self.shard_size
 
     @property
     def cuts_dims(self) -> bool:
-        """True where each tensor is split along a dim of its own, false where at any element."""
+        """True if each tensor is split along a dim, False if tensors are split at any element."""
         return False
 
     @property
@@ -242,19 +242,19 @@ class LineLayout(ABC):
     def together(self, least: float) -> int:
         """Count the tensors that are gathered together.
 
-        The others, at the end of the line, have at least ``least`` elements and are split along
-        dim 0: each is gathered on its own, straight into its place.
+        The others, at the end of the buffer, have at least ``least`` elements and are split along
+        dim 0: each is gathered on its own, directly into its place.
         """
         return len(self.names)
 
     def whole_start(self, index: int) -> int:
-        """First element of tensor ``index`` in the line of whole tensors, with their padding."""
+        """First element of tensor ``index`` in the buffer of whole tensors, with their padding."""
         return self.offsets[index]
 
     def stretch(self, indices: range) -> tuple[int, int]:
         """First element of the tensors ``indices`` (one or more) in a shard, and one past the last.
 
-        Only gaps lie between them.
+        Only gaps are between them.
         """
         return 0, self.shard_size
 
@@ -268,7 +268,7 @@ class LineLayout(ABC):
 
     @abstractmethod
     def stretches(self, index: int) -> Iterator[tuple[int, Cut]]:
-        """List the stretches of tensor ``index``, each with the shard that its offset counts in."""
+        """List the ranges of tensor ``index``, each with the shard that its offset counts in."""
 
     @abstractmethod
     def own_range(self, index: int, part: int) -> tuple[int, int]:
@@ -285,7 +285,7 @@ class LineLayout(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatLayout(LineLayout):
-    """Tensors packed into one line, which is cut at any element. Made by ``pack``."""
+    """Tensors packed into one buffer, which is cut at any element. Made by ``pack``."""
 
     extent: int
     """One past the last element of the last tensor, gaps between tensors included."""
@@ -332,7 +332,7 @@ class FlatLayout(LineLayout):
         *,
         dims: Sequence[int] | None = None,
     ) -> ChunkedLayout:
-        """Cut each tensor along a dim of its own (dim 0 when None); see `ChunkedLayout`."""
+        """Cut each tensor along its own dim (dim 0 when None); see `ChunkedLayout`."""
         _check_packing(names, shapes, parts, (1, 1))
         dtype_bytes(dtype)
         dims = tuple(dims) if dims is not None else (0,) * len(names)
@@ -370,22 +370,22 @@ class FlatLayout(LineLayout):
         return (start - begin, stop - begin) if start < stop else (0, 0)
 
     def stretches(self, index: int) -> Iterator[tuple[int, Cut]]:
-        """List the only stretch; its offset counts from the start of the line."""
+        """List the only range; its offset counts from the start of the buffer."""
         yield 0, Cut(index, self.offsets[index], self.shapes[index], self.shapes[index], 0, 0)
 
     def range(self, index: int) -> tuple[int, int]:
-        """First element and one past the last of tensor ``index``, counted in the line."""
+        """First element and one past the last of tensor ``index``, counted in the buffer."""
         start = self.offsets[index]
         return start, start + math.prod(self.shapes[index])
 
     def shard_range(self, part: int) -> tuple[int, int]:
-        """First element and one past the last of shard ``part``, counted in the line."""
+        """First element and one past the last of shard ``part``, counted in the buffer."""
         if not 0 <= part < self.parts:
             raise LayoutError(f"expected a part from 0 to {self.parts - 1}, found {part}")
         return part * self.shard_size, (part + 1) * self.shard_size
 
     def owned(self, part: int) -> tuple[FlatPiece, ...]:
-        """List the pieces of tensors that lie in shard ``part``, in order, without empty ones."""
+        """List the pieces of tensors in shard ``part``, in order, without empty ones."""
         begin, end = self.shard_range(part)
         pieces: list[FlatPiece] = []
         for index in range(max(bisect_right(self.offsets, begin) - 1, 0), len(self.offsets)):
@@ -424,7 +424,7 @@ class ChunkedLayout(LineLayout):
     def padding(self) -> float:
         """Padding of short chunks as a fraction of all elements.
 
-        The gaps in front of slots, of 15 elements at most, do not count.
+        The gaps before slots, of at most 15 elements, do not count.
         """
         return self.parts * sum(self.sizes) / self.numel - 1.0 if self.numel else 0.0
 

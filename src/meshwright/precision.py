@@ -17,8 +17,8 @@ FloatName = Literal["float16", "bfloat16", "float32", "float64"]
 class Precision:
     """Names of dtypes; ``None`` means the dtype of ``parameters``.
 
-    ``Precision(compute="bfloat16")`` is the usual mixed precision: parameters, gradients on the
-    wire and optimizer in float32, matrix products in bfloat16.
+    ``Precision(compute="bfloat16")`` is the usual mixed precision: parameters, gradient reductions
+    and optimizer in float32, matrix products in bfloat16.
     """
 
     parameters: FloatName = "float32"
@@ -50,7 +50,7 @@ class Precision:
 
     @property
     def needs_loss_scaling(self) -> bool:
-        """True when small gradients would vanish without scaling: computation in float16."""
+        """True when small gradients would underflow without scaling: computation in float16."""
         return (self.compute or self.parameters) == "float16"
 
 

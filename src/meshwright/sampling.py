@@ -141,7 +141,7 @@ class Sampler:
         return self.next_indices()
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position and its order: equal on all ranks, valid for any number of them.
+        """Return the position and the order it refers to: equal on all ranks, valid for any number.
 
         ``size`` is that of the dataset.
         """
@@ -183,8 +183,8 @@ class PackedSampler:
         rows of four tokens                    7 7 7 7 | 7 2 2 9 | 9 9 9 9 | 9 ...
                                                                           ^ the state: place, offset
 
-    Each token comes once an epoch. A row may span documents, and the end of an epoch. Every rank
-    asks for the length of each document of the global batch, once, and of no other.
+    Each token occurs once per epoch. A row may span documents, and the end of an epoch. Every rank
+    reads the length of each document of the global batch, once, and of no other.
 
     Alternatives considered: an index of all rows, whose memory and set-up grow with the data; bin
     packing, which holds many documents at once, so that these would be part of the state.

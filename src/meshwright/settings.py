@@ -1,7 +1,7 @@
-"""Marks on the fields of a configuration, the problems found in it, and where its values came from.
+"""Annotations on the fields of a configuration, its problems, and the origin of its values.
 
-``toml_source`` reads and writes whole configurations by them. Methods called
-``__get_pydantic_core_schema__`` are pydantic's, which is not imported for them.
+``toml_source`` uses them to read and write whole configurations. Methods called
+``__get_pydantic_core_schema__`` are called by pydantic, which this file does not import.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Schema = Callable[[object], dict[str, object]]
 
 @dataclass(frozen=True, slots=True)
 class AtLeast:
-    """A mark on a number that may not be smaller."""
+    """Annotates a number with its least allowed value."""
 
     limit: float
 
@@ -35,7 +35,7 @@ class AtLeast:
 
 @dataclass(frozen=True, slots=True)
 class Above:
-    """A mark on a number that must be larger."""
+    """Annotates a number that must be larger than a bound."""
 
     limit: float
 
@@ -45,14 +45,14 @@ class Above:
 
 @dataclass(frozen=True, slots=True)
 class Inline:
-    """A mark on a dataclass whose fields are keys of the enclosing table, not of its own."""
+    """Annotates a dataclass whose fields are keys of the enclosing table instead of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
     """A mistake: the key at fault, what is wrong, and the other keys that it depends on.
 
-    It is not reported if one of these keys could not be read: it may vanish with that mistake.
+    It is not reported if one of these keys could not be read: it may be a consequence.
     """
 
     key: Key
@@ -84,7 +84,7 @@ class Origin:
         return ""
 
     def error(self, problems: Iterable[Problem]) -> PlanError:
-        """Make one error of all problems, in the order of the text."""
+        """Make one error for all problems, in the order of the text."""
         found: list[tuple[float, str]] = []
         for problem in problems:
             place = self.place(problem.key)
@@ -121,7 +121,7 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
-    """Find the known name most like ``name``; ``None`` if none is similar."""
+    """Find the known name most similar to ``name``; ``None`` if none is."""
     lower = {candidate.lower(): candidate for candidate in known}
     found = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.6)
     return lower[found[0]] if found else None
@@ -136,12 +136,12 @@ def fields_of(kind: type) -> Iterator[tuple[Field[object], object]]:
 
 
 def unmarked(hint: object) -> object:
-    """Strip a type of its marks."""
+    """Strip a type of its annotations."""
     return typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
 
 
 def marked(hint: object, kind: type[T]) -> T | None:
-    """Find the mark of one kind on a type, if there is one."""
+    """Return the annotation of one kind on a type, if there is one."""
     marks = typing.get_args(hint)[1:] if typing.get_origin(hint) is Annotated else ()
     return next((mark for mark in marks if isinstance(mark, kind)), None)
 

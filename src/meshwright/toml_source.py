@@ -1,4 +1,4 @@
-"""TOML text to nested frozen dataclasses and back, with every mistake of values reported at once.
+"""Converts TOML to nested frozen dataclasses and back; reports all mistakes in values at once.
 
 A configuration is a frozen dataclass: its fields are keys, its nested dataclasses are tables.
 
@@ -20,10 +20,10 @@ A configuration is a frozen dataclass: its fields are keys, its nested dataclass
     text = dump(config)                              # read(dump(config), TrainConfig) == config
 
 ``tomllib`` reads the text, a scanner finds the line of each key, and pydantic in strict mode makes
-the dataclasses. A field of type ``Origin`` is no key: ``read`` fills it in, so that checks that run
-later still name lines. An override is ``key=value``, ``--key=value``, or ``--key`` and the value as
-the next word; the value as in TOML or else bare text (``none`` empties a field that may be
-``None``); it wins over the text.
+the dataclasses. A field of type ``Origin`` is no key: ``read`` fills it in, so that later checks
+still name lines. An override is ``key=value``, ``--key=value``, or ``--key`` with the value as the
+next word. The value is TOML or bare text (``none`` sets a field that may be ``None``); overrides
+win over the text.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def read_file(path: str | Path, kind: type[T], *, overrides: Sequence[str] = ())
 
 
 def read_tree(tree: Mapping[str, object], kind: type[T], *, source: str = "") -> T:
-    """Read what ``plain`` gave, for example after a round through JSON, as a ``kind``."""
+    """Read a result of ``plain``, for example after a JSON round trip, as a ``kind``."""
     return _made(dict(tree), kind, Origin(source))
 
 
@@ -121,7 +121,7 @@ def review(record: object, origin: Origin) -> list[Problem]:
 
 
 def plain(record: object) -> object:
-    """Make a configuration as nested dictionaries, lists and scalars, every key included."""
+    """Convert a configuration to nested dictionaries, lists and scalars, with every key."""
     if isinstance(record, Axes):
         return record.mapping()
     if isinstance(record, Mapping):
@@ -171,9 +171,9 @@ def _differing(record: object, every_key: bool) -> dict[str, object]:
 
 @cache
 def adapter(kind: type, *, is_finite: bool = True) -> TypeAdapter[tuple[Any]]:
-    """Make what pydantic reads one ``kind``, in a list, from JSON with; strict: true is no 1.
+    """Make pydantic's adapter that reads a ``kind``, in a list, from JSON; strict: true is not 1.
 
-    It is JSON because strict mode takes lists for tuples and tables for dataclasses only there.
+    It is JSON because strict mode accepts lists for tuples and tables for dataclasses only there.
     """
     from pydantic import ConfigDict, TypeAdapter
 
@@ -216,7 +216,7 @@ def _read(
 
 
 def _records(record: object, key: Key = ()) -> Iterator[tuple[Key, object]]:
-    """List a configuration and the tables in it, each with its key, the inner ones first."""
+    """List a configuration and the tables in it, each with its key, inner ones first."""
     for item, hint in fields_of(type(record)):
         inner = getattr(record, item.name)
         if is_dataclass(inner):
@@ -225,12 +225,12 @@ def _records(record: object, key: Key = ()) -> Iterator[tuple[Key, object]]:
 
 
 def _touch(a: Key, b: Key) -> bool:
-    """Check that one key is the other or lies in it. The root lies in nothing but itself."""
+    """Check whether one key is the other or inside it. The root is inside nothing but itself."""
     return bool(a and b) and a[: len(b)] == b[: len(a)]
 
 
 def _usable(value: object, key: Key, problems: list[Problem]) -> Any:  # noqa: ANN401
-    """Copy a tree with ``None`` for what no key takes: dates and numbers of over 64 bits."""
+    """Copy a tree with ``None`` for values that no key accepts: dates, integers over 64 bits."""
     match value:
         case Mapping():
             return {n: _usable(inner, (*key, n), problems) for n, inner in value.items()}
@@ -247,7 +247,7 @@ def _usable(value: object, key: Key, problems: list[Problem]) -> Any:  # noqa: A
 
 
 def _remove(data: dict[str, Any], key: Key) -> None:
-    """Take a key out, or the outer one that holds it in a list."""
+    """Remove a key, or the outer one that holds it in a list."""
     for length, part in enumerate(key, 1):
         inner = data.get(part)
         if length == len(key) or not isinstance(inner, dict):
@@ -257,7 +257,7 @@ def _remove(data: dict[str, Any], key: Key) -> None:
 
 
 def _validated(data: dict[str, Any], kind: type[T]) -> tuple[T | None, list[Problem]]:
-    """Make a ``kind`` of a tree, or list what hinders that."""
+    """Make a ``kind`` from a tree, or list the problems."""
     from pydantic import ValidationError
 
     tree = dict(data)
@@ -316,7 +316,7 @@ _EXPECTED = MappingProxyType(
 def _problem(
     kind: type, path: Sequence[int | str], errors: Sequence[ErrorDetails], value: object
 ) -> Problem:
-    """Describe what pydantic found at one place, in each type of a union."""
+    """Describe pydantic's errors at one place, for each type of a union."""
     key = tuple(str(part) for part in takewhile(lambda part: isinstance(part, str), path))
     first = errors[0]
     if first["type"] == "unexpected_keyword_argument":
@@ -358,7 +358,7 @@ def _unknown(kind: type, value: object, key: Key) -> Problem:
 
 
 def _shown(value: object) -> str:
-    """Write a value, and name its kind where that is not clear to a reader."""
+    """Format a value, and name its type where that is not clear to a reader."""
     shown = "null" if value is None else literal(value)
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
     match value:
@@ -374,7 +374,7 @@ def _shown(value: object) -> str:
 
 
 def _named(key: Key) -> str:
-    """Write a key as messages call it, such as ``key 'seed' in [train]``."""
+    """Format a key for messages, such as ``key 'seed' in [train]``."""
     if not key:
         return "the text"
     table = f" in [{dotted(key[:-1])}]" if len(key) > 1 else ""
@@ -385,7 +385,7 @@ def _named(key: Key) -> str:
 
 
 def _apply(tree: dict[str, Any], override: str, kind: type, given: dict[Key, str]) -> list[Problem]:
-    """Put one ``key=value`` into the tree and note it; returns the problem, if any."""
+    """Put one ``key=value`` into the tree and record it; returns the problem, if any."""
     key, value, raw = _split(override)
     if not key:
         return [Problem((), f"override '{override}': expected key=value, as in train.seed=3")]
@@ -471,7 +471,7 @@ def lines_of(text: str, tree: Mapping[str, object]) -> dict[Key, int]:
 
 
 def _add_inner(lines: dict[Key, int], tree: Mapping[str, object], key: Key) -> None:
-    """Give the keys of inline tables the lines of the tables."""
+    """Give the keys of inline tables the line numbers of their tables."""
     for part, inner in tree.items():
         lines.setdefault((*key, part), lines.get(key, 1))
         if isinstance(inner, Mapping):
@@ -479,7 +479,7 @@ def _add_inner(lines: dict[Key, int], tree: Mapping[str, object], key: Key) -> N
 
 
 def _fault(error: Exception, text: str) -> str:
-    """Describe where the text is no TOML, and how."""
+    """Describe where and why the text is not TOML."""
     if isinstance(error, RecursionError):
         return "not valid TOML: nested too deeply"
     found = _POSITION.search(str(error))
@@ -500,12 +500,12 @@ def _fault(error: Exception, text: str) -> str:
 
 
 def dotted(key: Key) -> str:
-    """Write a key as it is written in TOML, such as ``tensor.rules."layers.*"``."""
+    """Format a key as in TOML, such as ``tensor.rules."layers.*"``."""
     return ".".join(part if _BARE_KEY.fullmatch(part) else literal(part) for part in key)
 
 
 def literal(value: object) -> str:
-    """Write a value as TOML writes it: scalars, sequences, and mappings as inline tables."""
+    """Format a value as in TOML: scalars, sequences, and mappings as inline tables."""
     match value:
         case bool():
             return "true" if value else "false"
@@ -529,7 +529,7 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def write(tree: Mapping[str, object], key: Key = ()) -> str:
-    """Write a tree as TOML text: values first, then each mapping as a table with its header."""
+    """Format a tree as TOML text: values first, then each mapping as a table with its header."""
     values = [
         f"{dotted((name,))} = {literal(value)}\n"
         for name, value in tree.items()

@@ -1,10 +1,10 @@
 """Checkpoints that are complete or absent, with every byte verified before it is used.
 
-A *checkpoint* is a directory ``step_00000120`` with one safetensors file for each rank that wrote
-and a *manifest* that names every tensor, its *pieces* (boxes of the global shape) and their
-checksums. A *torso* is left by an interrupted save: it has another name and is never read. A
-checkpoint has no pickles, unlike torch's own files, which `exchange` reads and writes. One job at a
-time writes to a folder of checkpoints, which it *claims*.
+A *checkpoint* is a directory ``step_00000120`` with one safetensors file for each writing rank and
+a *manifest* that names every tensor, its *pieces* (boxes of the global shape) and their checksums.
+An interrupted save leaves a *torso*, which has another name and is never read. A checkpoint has no
+pickles, unlike torch's own files, which `exchange` reads and writes. One job at a time writes to a
+folder of checkpoints, which it *claims*.
 
 Bottom-up:
 
@@ -13,7 +13,7 @@ Bottom-up:
     manifest     pieces of tensors, files and checksums
     pieces       the assignment of pieces to writers
     storage      file operations
-    together     one step on all ranks, or one error on all
+    together     runs a step on all ranks; if one fails, all raise
     claims       locks that keep other jobs out of a folder
     reading      verified reads
     steps        the folder of checkpoints

@@ -182,7 +182,7 @@ class Claim:
                     self.let_go()
 
     def let_go(self) -> None:
-        """Remove the file, and release its lock."""
+        """Remove the file and release its lock."""
         if self._file >= 0:
             path = self.folder / CLAIM_NAME
             if _is_at(self._file, path):

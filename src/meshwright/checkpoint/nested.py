@@ -35,14 +35,14 @@ def flatten(value: object, prefix: str) -> tuple[dict[str, Tensor | ShardedPiece
 
     Takes None, bool, int, float, str, bytes, tensors, ``ShardedPiece``, and lists, tuples, dicts,
     OrderedDicts and Counters of these. Raises ``TypeError`` naming the place of anything else,
-    including subclasses (an ``IntEnum``), which would come back as another type.
+    including subclasses (an ``IntEnum``), which would be restored as another type.
     """
     tensors: dict[str, Tensor | ShardedPiece] = {}
     return tensors, _encode(value, prefix, tensors, 0)
 
 
 def unflatten(structure: JSON, tensors: Mapping[str, Tensor | ShardedPiece]) -> object:
-    """Rebuild the state that ``flatten`` took apart.
+    """Rebuild the state from the results of ``flatten``.
 
     Raises ``ValueError`` when the structure is malformed or names a tensor that is not there.
     """

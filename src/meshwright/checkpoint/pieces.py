@@ -183,7 +183,7 @@ def memory_of(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
 def byte_views(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
     """Yield views of the bytes of tensors; each is valid until the next is requested.
 
-    Device tensors are copied through pinned memory, each while the one before is used.
+    Device tensors are copied through pinned memory, each while the previous one is used.
     """
     coming: tuple[Tensor, DeviceEvent | None] | None = None
     for tensor in tensors:
@@ -285,7 +285,7 @@ def assign(held: Iterable[Sequence[Held]]) -> Assigned:
 def with_keys(
     rank: int, items: Iterable[tuple[str, Box]], tensors: Mapping[str, Held]
 ) -> list[NamedPiece]:
-    """Name each box inside its file: a full tensor by its own name, a part with its ranges."""
+    """Name each box inside its file: a full tensor by its own name, a part by its ranges."""
     taken = {"__metadata__"}  # reserved by safetensors
     file = file_name(rank)
     found: list[NamedPiece] = []

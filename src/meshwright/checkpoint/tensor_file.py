@@ -7,9 +7,9 @@
 The writer and the reader call the same function: a reader that knows a file's tensors from the
 manifest knows its exact header, compares it, and never has to parse one.
 
-The manifest has a checksum of each piece: xxh3 of 64 bits (xxHash, https://xxhash.com), which runs
-at the speed of memory. Version 1 of the format had crc32, which takes three times as long as
-reading from the page cache.
+The manifest has a checksum of each piece: 64-bit xxh3 (xxHash, https://xxhash.com), which runs at
+memory speed. Version 1 of the format had crc32, which takes three times as long as reading from the
+page cache.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def is_file_name(name: str) -> bool:
 
 
 class Entry(NamedTuple):
-    """A tensor of a file."""
+    """One tensor in a safetensors file: its key, dtype and shape."""
 
     key: str
     dtype: str
@@ -121,7 +121,7 @@ class Entry(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes of its elements."""
+        """The bytes of its elements."""
         return math.prod(self.shape) * item_size(self.dtype)
 
 

@@ -1,4 +1,4 @@
-"""One step of a save or load on all ranks: answers of all, or an error on all."""
+"""Runs one step of a save or load on all ranks; if one fails, all raise."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def attempt(
 ) -> tuple[tuple[_T, list[bytes]] | Exception, dict[int, dict[str, Any]]]:
     """Run ``action`` on every rank; returns its result or error, and the errors by rank.
 
-    With its result come the answers of all as JSON texts: most ranks need not parse those that
-    grow with the tensors.
+    Also returns the results of all ranks as JSON texts: most ranks need not parse those that grow
+    with the tensors.
     """
     outcome: tuple[_T, JSON] | Exception
     # Catch errors inside the phase, which would publish them: they are exchanged below.
@@ -79,7 +79,7 @@ def attempt(
 def together(
     group: Group, name: str, action: Callable[[], tuple[_T, JSON]]
 ) -> tuple[_T, list[Any]]:
-    """Run ``action`` on every rank; returns its own result and the answers of all.
+    """Run ``action`` on every rank; returns its own result and those of all.
 
     A rank on which it fails raises its own error, and the others raise one of the same kind that
     names the first such rank.

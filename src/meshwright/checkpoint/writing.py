@@ -1,4 +1,4 @@
-"""Saving a checkpoint: all of it under its name, or nothing, on every rank alike.
+"""Saves a checkpoint completely or not at all, on all ranks.
 
 ::
 
@@ -8,8 +8,8 @@
     3 write      every rank writes its file and syncs it
     4 commit     rank 0 writes the manifest, syncs it and the directory, renames, syncs the parent
 
-After each step the ranks exchange outcomes. A failure on one rank is raised by all, named, and
-rank 0 removes the torso. A rank that is killed leaves the torso to the next save.
+After each step the ranks exchange outcomes. A failure on one rank is raised by all, naming the
+rank, and rank 0 removes the torso. If a rank is killed, the next save removes the torso.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def save_tensors(
 
 
 def claim(directory: str | os.PathLike[str], *, communicator: Communicator | None = None) -> None:
-    """Claim the folder ``directory`` for this job ahead of its first save, which would do so.
+    """Claim the folder ``directory`` for this job before its first save, which would claim it too.
 
     Every rank of ``communicator`` must call this. One job at a time saves to a folder. The claim
     ends with the process of the first rank, when that leaves its run, or with `release`; others may
@@ -388,7 +388,7 @@ def _discard(request: _Request) -> None:
 def _agree(
     request: _Request, phase: str, action: Callable[[], tuple[_T, JSON]]
 ) -> tuple[_T, list[bytes]]:
-    """Run one step on every rank; returns its own result and all answers, or raises on all."""
+    """Run one step on every rank; returns its own result and those of all, or raises on all."""
     label, step = f"checkpoint step {request.step}: {phase}", request.step
     outcome, failed = attempt(request.group, phase, action, label=label, step=step)
     failure = outcome if isinstance(outcome, Exception) else None

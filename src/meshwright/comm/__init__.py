@@ -3,14 +3,14 @@
 Bottom-up:
 
     streams         one vocabulary of devices and clocks for CPU and CUDA
-    memory          pages that move between tensors, and tensors whose memory comes and goes
-    observing       who is told of collectives: observers, profilers, ``CommDebugMode``, timelines
-    groups          what a process knows of its communication, the ranks' meeting, and their start
-    failures        who failed or is missing, how long to wait, and whether ranks do the same
+    memory          pages that move between tensors, and tensors with reusable memory
+    observing       observers of collectives, profilers, ``CommDebugMode``, timelines
+    groups          per-process communication state, rendezvous, and launching of ranks
+    failures        failed and missing ranks, bounded waits, and checks that ranks agree
     pending         a collective that has been issued, and the bounded wait for it
     shared_memory   the c10d backend of CPU ranks on one host
-    c10d            the functions of c10d as they stand at a call, and faster algorithms for Gloo
-    collectives     the door: one `Communicator` a process group, every collective through it
+    c10d            lookup of c10d's functions at call time, and faster algorithms for Gloo
+    collectives     one `Communicator` for each process group; every collective goes through it
     process_groups  joining the ranks, making sub-groups, and leaving
     graphs          collectives for autograd and compilers, marks of gradients in graphs
     dtensors        torch's DTensors: their local tensors, their gradients, their full values

@@ -1,7 +1,8 @@
-"""The door: one `Communicator` for each process group, and every collective through `_issue`.
+"""One `Communicator` for each process group; every collective goes through its `_issue`.
 
-A collective carries an axis and a label saying why it is made ("unshard layers.3"). It returns a
-`Pending`; whoever needs the value waits. Tensors are contiguous and on the communicator's device.
+A collective carries an axis and a label that says why it is made ("unshard layers.3"). It returns a
+`Pending`; callers that need the value wait. Tensors are contiguous and on the communicator's
+device.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ from meshwright.torch_internals.distributed import (
 class Communicator:
     """Collectives over one process group, which is one axis of the layout.
 
-    Ask `meshwright.comm.communicator` for it; one group has one, so that sequence numbers count all
-    operations of the group. Ranks in arguments are ranks of this group. It does not keep the group
-    alive: once that is destroyed, every operation raises `CommunicationError`.
+    Get it from `meshwright.comm.communicator`. Each group has one, so its sequence numbers count
+    all operations of the group. Ranks in arguments are ranks of this group. It does not keep the
+    group alive: after the group is destroyed, every operation raises `CommunicationError`.
     """
 
     _is_labeled = False
@@ -89,7 +90,7 @@ class Communicator:
         self._begin()
 
     def _begin(self) -> None:
-        """Reset the counts, and all that is kept for axes and models."""
+        """Reset the counts and all values cached for axes and models."""
         self.issued: deque[Issued] = deque(maxlen=REMEMBERED)
         self.counts: dict[str, int] = {}
         """Operations issued so far: collectives under "", transfers under "send:2", "recv:0"."""
@@ -103,10 +104,10 @@ class Communicator:
 
     @property
     def control(self) -> Communicator:
-        """The same ranks on the host, for all that is no tensor of the model.
+        """The same ranks on the host, for data that is no tensor of the model.
 
-        It counts its own operations. Where the group moves tensors of a device, these go through
-        its other half, or through a Gloo group that all its ranks make at the first use.
+        It counts its own operations. A group of a device uses its own CPU backend for them, or a
+        Gloo group that all its ranks make at the first use.
         """
         if self._first_tag:
             return self
@@ -117,7 +118,7 @@ class Communicator:
 
     @property
     def channels(self) -> tuple[Communicator, ...]:
-        """This one and its control channel, if it was used: each has counts of its own."""
+        """This communicator and its control channel, if it was used; each has its own counts."""
         return (self, *self._control)
 
     def _control_channel(self) -> Communicator:
@@ -156,13 +157,13 @@ class Communicator:
         return self._group() in self._living
 
     def along(self, axis: str) -> Self:
-        """Copy it under the name ``axis``; copies share counts of operations and what is kept."""
+        """Copy it under the name ``axis``; copies share operation counts and cached values."""
         named = copy.copy(self)
         named.axis = axis
         return named
 
     def __eq__(self, other: object) -> bool:
-        """Equal when it is the same rank of the same group, whatever axis it is named by."""
+        """Equal if both are the same rank of the same group, under any axis name."""
         if not isinstance(other, Communicator):
             return NotImplemented
         return (self.name, self.rank) == (other.name, other.rank)
@@ -231,9 +232,9 @@ class Communicator:
         label: str = "",
         async_op: bool = True,
     ) -> Pending:
-        """Do as `all_gather`, through c10d's call that fills a list of tensors.
+        """Gather as `all_gather`, through c10d's call that fills a list of tensors.
 
-        For control data: whoever counts the gathers of parameters replaces the other call, or has a
+        For control data. Tools that count gathers of parameters replace the other call, or use a
         dispatch mode, which does not see this one.
         """
         self._check(output, tensor)
@@ -290,10 +291,10 @@ class Communicator:
         *,
         label: str = "",
     ) -> Pending:
-        """Make an ``all_gather`` or ``reduce_scatter`` by a ``call`` of the user's, not c10d's.
+        """Run an ``all_gather`` or ``reduce_scatter`` by the user's ``call`` instead of c10d's.
 
-        It is given ``output_tensor``, ``input_tensor`` and ``group``; a gather ``async_op=True``
-        too, and what it returns is waited for unless None; a reduce-scatter ``op``, a sum.
+        ``call`` gets ``output_tensor``, ``input_tensor`` and ``group``; a gather also gets
+        ``async_op=True`` and may return a work to wait for; a reduce-scatter gets ``op``, a sum.
         """
         self._check(output, tensor)
         gathers = kind == "all_gather"
@@ -334,7 +335,7 @@ class Communicator:
         label: str = "",
         async_op: bool = True,
     ) -> Pending:
-        """Send part ``i`` of ``tensor`` to rank ``i``; ``output`` holds what came, rank-major.
+        """Send part ``i`` of ``tensor`` to rank ``i``; ``output`` receives the parts, rank-major.
 
         The splits count rows of dim 0; equal parts when they are None.
         """
@@ -354,9 +355,9 @@ class Communicator:
         return self._issue("all_to_all", tensor, label, launch, value=output)
 
     def barrier(self, *, label: str = "", async_op: bool = False) -> Pending:
-        """Wait until the host of every rank has come; with ``async_op`` return before that.
+        """Wait until the host of every rank has arrived; with ``async_op`` return before that.
 
-        It goes over the control channel, and does not wait for what devices do.
+        It uses the control channel, and does not wait for work on devices.
         """
         if not self.is_on_host:
             return self.control.barrier(label=label, async_op=async_op)
@@ -379,7 +380,7 @@ class Communicator:
     def send(self, tensor: torch.Tensor, peer: int, *, tag: int = 0, label: str = "") -> Pending:
         """Send ``tensor`` to rank ``peer``. It must not change before the wait has returned.
 
-        Transports of a device know no tags: the k-th send to a rank is met by its k-th receive.
+        Transports of a device ignore tags: the k-th send to a rank matches its k-th receive.
         """
         return self._transfer(
             Transfer(direction="send", tensor=tensor, peer=peer, tag=tag, label=label)
@@ -399,7 +400,7 @@ class Communicator:
             return [self._transfer(transfer, works) for transfer in transfers]
 
     def _transfer(self, transfer: Transfer, batched: Sequence[Work] | None = None) -> Pending:
-        """Issue one transfer; ``batched`` has the one work of its batch when that has ended."""
+        """Issue one transfer; a device's batch puts its one work into ``batched`` at its end."""
         self._check(transfer.tensor)
         peer = self._global(transfer.peer)
         sent = transfer
@@ -435,17 +436,17 @@ class Communicator:
         return [everyones[at : at + n] for at, n in zip(places, counts, strict=True)]
 
     def gather_values(self, value: object, *, label: str) -> list[Any]:
-        """List every rank's ``value``, in rank order, as JSON carries it."""
+        """List every rank's ``value``, in rank order, after a round trip through JSON."""
         return list(map(json.loads, self.gather_bytes(json.dumps(value).encode(), label=label)))
 
     def gather_numbers(self, numbers: Sequence[float], *, label: str) -> list[tuple[float, ...]]:
-        """List every rank's ``numbers`` (equally many on each), in rank order, in float64."""
+        """List every rank's ``numbers`` (the same count on each), in rank order, in float64."""
         return self.start_numbers(numbers, label=label)()
 
     def start_numbers(
         self, numbers: Sequence[float], *, label: str
     ) -> Callable[[], list[tuple[float, ...]]]:
-        """Start `gather_numbers`. Returns a function that waits for the others' and lists all."""
+        """Start `gather_numbers`. Returns a function that waits and lists all ranks' numbers."""
         form = f"<{len(numbers)}d"
         started = self.start_equal(struct.pack(form, *numbers), label)
         return lambda: list(struct.iter_unpack(form, started()))
@@ -453,7 +454,7 @@ class Communicator:
     def start_equal(self, payload: bytes, label: str) -> Callable[[], bytes]:
         """Start to gather ``payload``, equally long on each rank, over the control channel.
 
-        Returns a function that waits for the others' and joins all, in rank order.
+        Returns a function that waits and joins all payloads, in rank order.
         """
         mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         everyone = torch.frombuffer(bytearray(self.size * len(payload)), dtype=torch.uint8)
@@ -466,14 +467,14 @@ class Communicator:
         return read
 
     def empty_shared(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Make a 1-D tensor in the memory that this backend moves fastest, uninitialized."""
+        """Make an uninitialized 1-D tensor in the memory that this backend moves fastest."""
         if self.is_on_host:
             return shared_memory.allocate(self.group, numel, dtype)
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     @contextmanager
     def functional(self) -> Iterator[None]:
-        """Show torch's ``CommDebugMode`` functional operations in place of c10d's in the block."""
+        """Show torch's ``CommDebugMode`` functional collectives, not c10d's, in the block."""
         self._is_functional = True
         try:
             yield
@@ -481,7 +482,7 @@ class Communicator:
             self._is_functional = False
 
     def forgo_labels(self) -> None:
-        """Send the peers no labels from now on: this rank's operations may differ from theirs.
+        """Stop sending labels to the peers: this rank's operations may differ from theirs.
 
         They are still compared by kind, shape, dtype, reduction and root.
         """
@@ -495,7 +496,7 @@ class Communicator:
     def _issue_together(
         self, kind: str, pairs: Sequence[shares.Pair], label: str, start: Callable[..., Launched]
     ) -> Pending:
-        """Issue what ``start`` begins for each of ``pairs`` as one operation."""
+        """Issue the operation that ``start`` begins for each of ``pairs`` as one operation."""
         calls = [partial(start, self, *pair) for pair in pairs]
         text = f"{label} on axis {self.axis}" if self._is_labeled and label else ""
         launch = partial(shares.together, self, calls, text)
@@ -518,9 +519,9 @@ class Communicator:
         is_ours: bool = True,
         more: Sequence[torch.Tensor] = (),
     ) -> Pending:
-        """Number the operation, tell the observers, run it: by c10d, or by a call of the user's.
+        """Number the operation, notify the observers, and run it by c10d or by a user's call.
 
-        ``more`` are the tensors that the same launch moves beside ``tensor``.
+        ``more`` are further tensors that the same launch moves.
         """
         if PROCESS.stopped is not None:
             PROCESS.refuse()
@@ -571,7 +572,7 @@ class Communicator:
         return pending
 
     def number(self, what: str) -> int:
-        """Count the calls with ``what`` before this one: equal on ranks that ask alike."""
+        """Count the earlier calls with ``what``; equal on ranks that make the same calls."""
         return self._next(f"numbered {what}", -1)
 
     def _next(self, kind: str, peer: int | None) -> int:

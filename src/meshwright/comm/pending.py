@@ -1,4 +1,4 @@
-"""A collective that has been issued, and the bounded wait for it."""
+"""An issued collective, and the bounded wait for it."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class Work(Protocol):
     """The handle that c10d returns for an asynchronous operation."""
 
     def wait(self, timeout: timedelta = ...) -> object:
-        """Wait at most ``timeout``; raises RuntimeError when it has failed or not ended."""
+        """Wait at most ``timeout``; raises RuntimeError when it failed or has not ended by then."""
 
     def is_completed(self) -> bool:
-        """Check whether it has ended, well or not."""
+        """Check whether it has ended, successfully or not."""
 
 
 class _WaiterThread(threading.Thread):
-    """Sits in the unbounded waits of point-to-point works, one after another."""
+    """A thread for the unbounded waits of point-to-point works, one after another."""
 
     def __init__(self) -> None:
         super().__init__(name="meshwright-transfer-wait", daemon=True)
@@ -74,9 +74,9 @@ Launched = tuple[Sequence[Work], Callable[[], None] | None]
 class TransferWaiter:
     """Waits for one point-to-point work in a thread of its own.
 
-    A Gloo transfer cannot be polled, and a wait for it that times out closes the pair of ranks for
-    good. So the wait without a bound happens in a daemon thread, and the caller's bounded waits
-    are on a lock. The thread is taken from ``idle`` and returns there.
+    A Gloo transfer cannot be polled, and a wait that times out closes the connection of the two
+    ranks for good. So a daemon thread waits without a bound, and the caller's bounded waits are on
+    a lock. The thread is taken from ``idle`` and returned there.
     """
 
     def __init__(self, work: Work, idle: list[_WaiterThread]) -> None:
@@ -94,9 +94,9 @@ class TransferWaiter:
 
     @staticmethod
     def start_together(waiters: Sequence[TransferWaiter]) -> None:
-        """Have one thread wait for all of them that have not been waited for, one by one.
+        """Have one thread wait for all ``waiters`` that nobody waits for yet, one by one.
 
-        Whoever then waits for the last is woken once, and not after each.
+        A caller that then waits for the last is woken once, not after each.
         """
         fresh = [waiter for waiter in waiters if not waiter._has_started]
         thread = None
@@ -104,7 +104,7 @@ class TransferWaiter:
             thread = waiter._start(thread, is_last=waiter is fresh[-1])
 
     def is_completed(self) -> bool:
-        """Check whether the transfer has ended; starts the waiting thread where there is none."""
+        """Check whether the transfer has ended; starts the waiting thread if there is none."""
         self._start()
         return not self._running.locked()
 
@@ -118,7 +118,7 @@ class TransferWaiter:
             raise self._error
 
     def run_here(self) -> None:
-        """Wait in this thread, then hand the thread back."""
+        """Wait in this thread, then return the thread."""
         try:
             self._work.wait()
         except BaseException as error:  # it is raised again by the rank's own wait
@@ -132,7 +132,7 @@ class TransferWaiter:
     def _start(
         self, thread: _WaiterThread | None = None, *, is_last: bool = True
     ) -> _WaiterThread | None:
-        """Hand it to ``thread``, or to any that is idle."""
+        """Give it to ``thread``, or to any idle thread."""
         if not self._has_started:
             self._has_started = True
             self._is_last = is_last
@@ -148,9 +148,9 @@ class TransferWaiter:
 
 
 def start_together(pendings: Iterable[Pending]) -> None:
-    """Begin to wait for ``pendings`` in the background, where waiting needs a thread.
+    """Start to wait for ``pendings`` in the background, if waiting needs a thread.
 
-    Not where calls are compared: there, other ranks see who waits for a message as waiting.
+    Not if calls are compared: other ranks would see this rank as waiting for a message.
     """
     if PROCESS.checks is not None:
         return
@@ -159,10 +159,10 @@ def start_together(pendings: Iterable[Pending]) -> None:
 
 
 class Pending:
-    """A collective on its way. Whoever needs the value waits, nobody else.
+    """A collective in flight. Only callers that need its value wait.
 
     ``wait`` may be called more than once: later calls return the value at once, and on a device
-    order the stream that is current then, too.
+    also order the stream that is current then.
     """
 
     __slots__ = (
@@ -193,7 +193,7 @@ class Pending:
         """The operation and its start, to tell the observers when it completes."""
 
     def followed(self, launch: Callable[[Any], Launched]) -> Callable[[Any], Launched]:
-        """Wrap ``launch`` to note the operation from before the call until the device ends it."""
+        """Wrap ``launch`` to track the operation from before the call until the device ends it."""
 
         def noted(group: Any) -> Launched:  # noqa: ANN401 - as launches
             line = users_line(sys._getframe(2))
@@ -220,9 +220,9 @@ class Pending:
     ) -> torch.Tensor | None:
         """Wait until the operation has ended on this rank, and return its tensor.
 
-        ``timeout`` is in seconds; the communicator's own bound when None. ``watch`` is called now
-        and then while the host waits: what it raises ends the wait, and the operation continues. On
-        CUDA the current stream waits, not the host, which waits for Gloo alone.
+        ``timeout`` is in seconds; None takes the communicator's. ``watch`` is called now and then
+        while the host waits: its exception ends the wait, and the operation continues. On CUDA the
+        current stream waits, not the host, which waits for Gloo only.
 
         Raises `RankFailedError` when another rank failed first, `CollectiveTimeoutError` at the
         bound, `CollectiveMismatchError` when the peers issued something else, all naming ranks.
@@ -263,9 +263,10 @@ class Pending:
         return self.issued.describe(self.communicator.axis)
 
     def explain_call(self, error: RuntimeError) -> None:
-        """Raise why a transport gave ``error`` in the call itself, and name the rank behind it.
+        """Raise the reason for a transport's ``error`` in the call itself, naming the rank behind
+        it.
 
-        Returns for errors of other kinds, and where this process is no member of a run.
+        Returns for other kinds of errors, and if this process is no member of a run.
         """
         if not isinstance(error, DistBackendError) and not is_of_a_transport(error):
             return
@@ -277,7 +278,7 @@ class Pending:
             )
 
     def _wait_on(self, work: Work, timeout: float | None, watch: Callable[[], None] | None) -> None:
-        """Continue a wait whose first slice has passed or whose work has failed."""
+        """Continue a wait after its first slice, or after its work has failed."""
         monitor = PROCESS.monitor
         limit = self.communicator.timeout if timeout is None else timeout
         if monitor is None:

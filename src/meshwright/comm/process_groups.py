@@ -93,29 +93,28 @@ def connect(
 ) -> Communicator:
     """Join the ranks of this run and return the communicator of all of them.
 
-    Rank, world size and address come from the environment of the launcher (torchrun, srun: see
-    `meshwright.environment`), from the arguments, or, when there is neither, this process is a
-    world of its own. A default group that exists already, such as an engine's, is used as it
-    is; the log says which backend it has. ``backend`` is ``"gloo"`` or ``"shm"``, for ranks of
-    CPUs, or any name that c10d knows (``"cpu:gloo,cuda:gloo"``: GPUs through Gloo). None chooses
-    NCCL where every rank of the world sees a GPU of its own, else CPUs with what
-    ``MESHWRIGHT_CPU_BACKEND`` says, else
-    ``"shm"``: groups whose ranks share a host and a user communicate through shared memory, other
-    groups through Gloo. See `comm.groups.device_choice`. A rank's GPU becomes its current device.
+    Rank, world size and address come from the arguments, or from the launcher's environment
+    (torchrun, srun: see `meshwright.environment`); without either, this process is a world of one.
+    An existing default group, such as an engine's, is used unchanged; the log names its backend.
+    ``backend`` is ``"gloo"`` or ``"shm"`` for CPU ranks, or any name that c10d knows
+    (``"cpu:gloo,cuda:gloo"``: GPUs through Gloo). None chooses NCCL if every rank of the world has
+    its own GPU, otherwise ``MESHWRIGHT_CPU_BACKEND`` on CPUs, otherwise ``"shm"``: groups whose
+    ranks share a host and a user communicate through shared memory, other groups through Gloo. See
+    `comm.groups.device_choice`. A rank's GPU becomes its current device.
 
     ``timeout`` and ``hang_after`` are in seconds. A wait longer than ``hang_after`` is reported,
-    naming the missing ranks. Without a ``timeout`` a rank is waited for as long as it lives and
-    works: see `comm.failures.waiting`. With one, every wait ends at it, except for a rank
-    that compiles or is in a phase with a longer limit of its own. The timeout of a default group
-    that exists is taken for one, unless it is c10d's default.
+    naming the missing ranks. Without a ``timeout``, ranks wait for each other as long as the other
+    is alive and working: see `comm.failures.waiting`. With one, every wait ends at it, except for a
+    rank that compiles or is in a phase with a longer limit. The timeout of an existing default
+    group is used, unless it is c10d's default.
 
     With ``check`` every call of every group, by Meshwright or by torch's own functions, is compared
-    with those of the other ranks before data moves: for finding faults, not for training. None
-    takes what ``MESHWRIGHT_CHECK`` says. See ``docs/checks.md``.
+    across ranks before data moves: for debugging, not for training. None takes
+    ``MESHWRIGHT_CHECK``. See ``docs/checks.md``.
 
-    Raises `CommunicationError` when the address cannot be reached or used, or when ranks have not
-    come within ``timeout`` (ten minutes): the message names them. Raises `RankFailedError` for one
-    that ended meanwhile.
+    Raises `CommunicationError` when the address cannot be reached or used, or when ranks are
+    missing after ``timeout`` (ten minutes by default): the message names them. Raises
+    `RankFailedError` for a rank that ended meanwhile.
     """
     if not dist.is_initialized():
         _join(backend, rank, world_size, store, timeout, hang_after)
@@ -135,10 +134,10 @@ def _check_calls(check: bool | None) -> None:
 
 
 def watch_run(members: Communicator) -> None:
-    """Make ranks name the first that fails, also where `connect` has not been called.
+    """Have ranks name the first that fails, also where `connect` has not been called.
 
-    Every rank of ``members`` calls it. Nothing happens unless these are all the ranks of a default
-    group that communicates: a rank that nobody watches would be taken for one that is lost.
+    Every rank of ``members`` calls it. Does nothing unless these are all the ranks of a default
+    group that communicates: an unwatched rank would be taken for a lost one.
     """
     if PROCESS.monitor is not None or members.size == 1 or not dist.is_initialized():
         return
@@ -173,9 +172,9 @@ def _be_member() -> None:
 
 
 def host_store(address: str = "127.0.0.1", port: int = 0) -> dist.TCPStore:
-    """Make a store in this process where the ranks of a run can meet, as in torchrun's agent.
+    """Host a store in this process where the ranks of a run can meet, as in torchrun's agent.
 
-    The system chooses a free port for 0; it is the store's ``port``.
+    Port 0 takes a free one; it is the store's ``port``.
     """
     return dist.TCPStore(address, port, is_master=True, wait_for_workers=False)
 
@@ -206,12 +205,12 @@ def check_peers() -> None:
 def disconnect() -> None:
     """Leave the run: wait for the others, stop watching, destroy the groups. Idempotent.
 
-    A rank that closed its connections while another still finishes an operation would look like a
-    failure there, so all ranks wait for each other, briefly, when none has failed. The rank that
-    hosts the store waits for as long as the others live.
+    Closing connections while another rank still finishes an operation would look like a failure
+    there, so all ranks wait for each other, briefly, when none has failed. The rank that hosts the
+    store waits as long as the others live.
 
-    Raises `RankFailedError` for a rank that was lost, where nothing on this rank has raised for it,
-    and what deferred checks of values on a device find (`settle`).
+    Raises `RankFailedError` for a lost rank, unless this rank has raised for it before, and the
+    errors of deferred checks of values on a device (`settle`).
     """
     atexit.unregister(_leave_at_exit)
     membership.ExceptionHook.remove()
@@ -236,7 +235,7 @@ def disconnect() -> None:
 
 
 def _settle_at_the_end() -> None:
-    """Judge the deferred checks that are still open, unless this rank has failed."""
+    """Run the outstanding deferred checks, unless this rank has failed."""
     monitor = PROCESS.monitor
     try:
         if monitor is not None and sys.exc_info()[1] is None:
@@ -251,7 +250,7 @@ def _settle_at_the_end() -> None:
 
 
 def _leave_at_exit() -> None:
-    """Leave the run when the interpreter ends; with status 1 where another rank was lost."""
+    """Leave the run when the interpreter exits; with status 1 if another rank was lost."""
     try:
         disconnect()
     except RankFailedError as error:
@@ -264,12 +263,12 @@ def communicator(
     *,
     timeout: float | None = None,
 ) -> Communicator:
-    """Find the communicator of ``group`` (all ranks when None); one for each group.
+    """Return the communicator of ``group`` (all ranks when None); one for each group.
 
-    ``axis`` is what the caller's operations are recorded and reported under: a group that serves
-    two axes counts its operations once and names each by its own. Without it the group's first
-    name is used, "world" when it has none. ``timeout`` is in seconds; None takes the group's own,
-    where that is not c10d's default. Raises TypeError for what is no group, such as a mesh.
+    ``axis`` is the name under which the caller's operations are recorded: a group that serves two
+    axes counts its operations once and names each by its axis. By default the group's first name is
+    used, "world" if it has none. ``timeout`` is in seconds; None takes the group's own, unless that
+    is c10d's default. Raises TypeError for anything but a group, such as a mesh.
     """
     is_stand_in = group is not None and not isinstance(group, dist.ProcessGroup)
     if not is_stand_in and not dist.is_initialized():
@@ -295,7 +294,7 @@ def communicator(
 
 
 class _StandIn(Communicator):
-    """A communicator on an object with only ``rank()`` and ``size()``: for layouts of any size."""
+    """A communicator on an object with only ``rank()`` and ``size()``, for layouts of any size."""
 
     # Not super().__init__(), which would ask c10d for a group.
     def __init__(self, group: Any) -> None:  # noqa: ANN401 - rank() and size()
@@ -326,9 +325,9 @@ class _StandIn(Communicator):
 
 
 def subgroup(parent: Communicator, groups: Sequence[Sequence[int]], axis: str) -> Communicator:
-    """Find this rank's communicator among ``groups``, which split the ranks of ``parent``.
+    """Return this rank's communicator among ``groups``, which split the ranks of ``parent``.
 
-    A split that equals ``parent`` gives a communicator of this ``axis`` on the same c10d group: no
+    A group equal to ``parent`` gives a communicator for this ``axis`` on the same c10d group: no
     second group is made, and operations are counted once. See `peers`.
     """
     mine = [ranks for ranks in groups if dist.get_rank() in ranks]
@@ -344,8 +343,8 @@ def subgroup(parent: Communicator, groups: Sequence[Sequence[int]], axis: str) -
 def peers(parent: Communicator, ranks: Sequence[int], axis: str) -> Communicator:
     """Find or make the communicator of ``ranks`` (world numbers, this one's too) of ``parent``.
 
-    Only they call it, so the rest of the world may do something else. No group is made for ranks
-    that have one already, under that axis or as ``parent``.
+    Only these ranks call it, so the rest of the world may do something else. No group is made if
+    the ranks have one already, under that axis or as ``parent``.
     """
     wanted, mine = tuple(sorted(ranks)), dist.get_rank()
     if mine not in wanted or not set(wanted) <= set(parent.ranks):
@@ -364,19 +363,19 @@ def peers(parent: Communicator, ranks: Sequence[int], axis: str) -> Communicator
 
 
 def apart(parent: Communicator, ranks: Sequence[int], name: str) -> Communicator:
-    """Make a separate group of ``ranks`` (of the world), beside those that they have already.
+    """Make a separate group of ``ranks`` (of the world), in addition to existing ones.
 
-    Only they call it, with a ``name`` that no other group has. It serves the axis of ``parent``.
+    Only these ranks call it, with a unique ``name``. It serves the axis of ``parent``.
     """
     group = make_group(name, sorted(ranks), _transport_timeout(parent.timeout))
     return communicator(group, parent.axis, timeout=parent.timeout)
 
 
 def union(axes: Sequence[Communicator]) -> Communicator:
-    """Find the communicator of all ranks reached along ``axes``, which are those of one grid.
+    """Return the communicator of all ranks reached along ``axes``, which form one grid.
 
-    All of them call it with the same axes in the same order. The first time they tell each other
-    who they are, and a group is made where there is none. Raises LayoutError without a grid.
+    All of these ranks call it with the same axes in the same order. The first time they exchange
+    their ranks, and a group is made if there is none. Raises LayoutError without a grid.
     """
     first, *others = dict.fromkeys(axes)
     key = tuple(others)
@@ -436,7 +435,7 @@ def _join(
 
 
 def _take_place(monitor: FailureMonitor) -> None:
-    """Take this rank's place in the run. Raises `CommunicationError` where it has none."""
+    """Claim this rank's place in the run. Raises `CommunicationError` if it has none."""
     rank, size = monitor.rank, monitor.world_size
     if not monitor.ranks.claim():
         membership.resign()
@@ -488,14 +487,14 @@ def _make_world(
 
 
 def _transport_timeout(limit: float | None) -> timedelta:
-    """Return the timeout to give c10d where the user's limit is ``limit`` seconds."""
+    """Return the timeout to give c10d for the user's ``limit`` in seconds."""
     return TRANSPORT_TIMEOUT + timedelta(seconds=limit or 0.0)
 
 
 def _limit_of(group: dist.ProcessGroup, device: torch.device) -> float | None:
-    """Find the user's timeout of ``group`` in seconds; None for c10d's default, and ours.
+    """Return the user's timeout of ``group`` in seconds; None for c10d's default, and ours.
 
-    Where the run is watched, c10d's own timeout is set later than that, from now on.
+    If the run is watched, c10d's own timeout is set later than that from now on.
     """
     if isinstance(group, shared_memory.SharedMemoryGroup):
         given, change = timedelta(seconds=group.timeout), group.set_timeout
@@ -518,7 +517,7 @@ def _limit_of(group: dist.ProcessGroup, device: torch.device) -> float | None:
 
 
 def _abort_devices() -> list[dist.ProcessGroup]:
-    """Abort the groups in which this rank's devices may hang; lists them, unusable from now on."""
+    """Abort the groups in which this rank's devices may hang; returns these, now unusable."""
     groups = groups_to_abort()
     if groups and PROCESS.stopped is None:
         PROCESS.stopped = CommunicationError(
@@ -531,8 +530,8 @@ def _abort_devices() -> list[dist.ProcessGroup]:
 def _abandon(groups: Iterable[dist.ProcessGroup]) -> None:
     """Keep the groups of a failed run alive until the process ends.
 
-    A Gloo group's destructor joins threads that may sit in an operation whose peer is gone or
-    stopped: it would block the exit for ever.
+    A Gloo group's destructor joins threads that may be in an operation whose peer is gone or
+    stopped: it would block the exit forever.
     """
     for group in groups:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

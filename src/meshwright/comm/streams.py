@@ -1,4 +1,4 @@
-"""One vocabulary of devices and clocks for CPU and CUDA.
+"""A common interface to devices, streams and clocks for CPU and CUDA.
 
 On a CPU a mark is a number. On CUDA it is an event of the current stream, read on the device's own
 clock.
@@ -14,7 +14,7 @@ import torch
 
 
 class Mark(Protocol):
-    """A point in time on a device, taken without stopping it."""
+    """A point in time on a device, taken without a host sync."""
 
     def seconds(self) -> float:
         """Return seconds of `time.monotonic`. On CUDA it waits until the device has passed it."""
@@ -23,16 +23,16 @@ class Mark(Protocol):
 def is_host(device: torch.device) -> bool:
     """Check whether ``device`` is the host, which reads its own tensors without waiting.
 
-    A CPU with an index is a device beside the host, as `meshwright.testing` simulates one.
+    A CPU device with an index is not the host: `meshwright.testing` simulates devices so.
     """
     return device.type == "cpu" and device.index is None
 
 
 class DeviceEvent(Protocol):
-    """A point of a device's stream that the host and other streams may ask about."""
+    """A point in a device's stream that the host and other streams can query and wait for."""
 
     def query(self) -> bool:
-        """Check, without waiting, that the device has passed it."""
+        """Check, without waiting, whether the device has passed it."""
 
     def synchronize(self) -> None:
         """Wait until the device has passed it."""
@@ -42,14 +42,14 @@ class DeviceEvent(Protocol):
 
 
 def record(device: torch.device) -> DeviceEvent:
-    """Mark what this thread has given to the current stream of ``device`` by now."""
+    """Mark the work that this thread has queued on the current stream of ``device`` so far."""
     event = torch.get_device_module(device).Event()
     event.record(current_stream(device))
     return event
 
 
 class SideStream:
-    """A stream of a device beside the current ones of its threads."""
+    """A stream of a device in addition to the current ones of its threads."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -61,27 +61,27 @@ class SideStream:
         return self._module.stream(self._stream)
 
     def mark(self) -> DeviceEvent:
-        """Mark what was given to it by now."""
+        """Mark the work queued on it so far."""
         with self.used():
             return record(self._device)
 
     def wait_for(self, event: DeviceEvent) -> None:
-        """Begin what is given to it from now on when the device has passed ``event``."""
+        """Run later work on it only after the device has passed ``event``."""
         with self.used():
             event.wait()
 
     def follow(self) -> None:
-        """Begin what is given to it from now on behind all that the current stream was given."""
+        """Run later work on it only after all work queued on the current stream so far."""
         self.wait_for(record(self._device))
 
 
 def current_stream(device: torch.device) -> object:
-    """Find the stream of ``device`` that this thread gives work to."""
+    """Return the stream of ``device`` that this thread queues work on."""
     return torch.get_device_module(device).current_stream(device)
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Check whether what this thread gives to ``device`` is captured in a graph, not run."""
+    """Check whether this thread's work on ``device`` is being captured in a graph, not run."""
     ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
     return ask is not None and bool(ask())
 
@@ -99,7 +99,7 @@ def captures(device: torch.device, stream: object) -> bool:
 
 
 def moved(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a few ``numbers``, where they lie on the host, to ``device``, without waiting for it."""
+    """Copy a few ``numbers`` to ``device``, if they are on the host, without a sync."""
     if is_host(device) or not is_host(numbers.device):
         return numbers
     return numbers.pin_memory().to(device, non_blocking=True)
@@ -127,8 +127,8 @@ class _CudaMark:
 class Clock:
     """Seconds of `time.monotonic` for the host and one device.
 
-    Clocks of all processes of one machine can be laid side by side; a CUDA device's marks are
-    brought onto the host's time when the clock is made.
+    Clocks of all processes of one machine are comparable; a CUDA device's marks are converted to
+    the host's time when the clock is made.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:

@@ -146,7 +146,7 @@ def _buckets(marks: Sequence[GradientMark]) -> list[CompiledBucket]:
 
 
 def describe(buckets: Sequence[CompiledBucket]) -> str:
-    """Describe plans as a text that ranks compare: mode, and dtype and indices of each bucket."""
+    """Describe plans as text that ranks compare: mode, and dtype and indices of each bucket."""
     rows = [[str(b.dtype).removeprefix("torch."), list(b.indices)] for b in buckets]
     return json.dumps([buckets[0].marks[0].mode, rows], separators=(",", ":"))
 
@@ -376,7 +376,7 @@ def peak_bytes(graph: fx.Graph) -> int:
 
 
 def _storages(node: fx.Node, before: Mapping[fx.Node, Mapping[int, int]]) -> dict[int, int]:
-    """Map the storages of a node's value to their bytes. Reductions run in place."""
+    """Map the storages of a node's value to their bytes; a reduction's are its input's."""
     if node.op == "output":
         return {}
     if node.target in _IN_PLACE:

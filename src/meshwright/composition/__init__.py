@@ -3,7 +3,7 @@
 Bottom-up:
 
     example_run   a run of a copy of the model on its example
-    description   descriptions of layouts, in words and numbers
+    description   descriptions of layouts for people
     data_layout   the ranks along axes, and those that read different data
     tensor_rules  axis tensor: styles by name, and sets of them for known models
     tensor_check  axis tensor: compares the sharded model with the full one, records its traffic
@@ -12,8 +12,8 @@ Bottom-up:
     loss_sources  parameters that a loss may read
     trainable     a model that has been laid out, and its step
     pipelined     the same over stages of several ranks
-    checks        contradictions of a plan and a model
-    laying_out    the acts: values, dropout, layers, data axes and graphs of a module
+    checks        contradictions between a plan and a model
+    laying_out    the steps: values, dropout, layers, data axes and graphs of a module
     assembly      `parallelize`: the only file that knows all strategies
 """
 

@@ -1,4 +1,4 @@
-"""Contradictions of a plan and a model, before anything is laid out."""
+"""Contradictions between a plan and a model, found before anything is laid out."""
 
 from __future__ import annotations
 

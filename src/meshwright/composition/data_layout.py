@@ -74,7 +74,7 @@ class DataLayout(ABC):
 
     @abstractmethod
     def describe(self, module: nn.Module, plan: Plan) -> Description:
-        """Describe the layout, in words and numbers."""
+        """Describe the layout for people."""
 
 
 class ReplicatedLayout(DataLayout):
@@ -204,7 +204,7 @@ class LayoutCommunicators:
 
     @classmethod
     def of(cls, plan: Plan, everyone: Communicator) -> LayoutCommunicators:
-        """Make the peers of the calling rank. All ranks of ``everyone`` must call this."""
+        """Make the communicators of the calling rank. All ranks of ``everyone`` must call this."""
 
         def along(axes: Sequence[str], name: str) -> Communicator:
             numbers = plan.axes.peers(everyone.rank, axes)

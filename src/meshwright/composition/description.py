@@ -1,4 +1,4 @@
-"""Descriptions of layouts, in words and numbers: parameters, collectives of one step, settings."""
+"""Descriptions of layouts: parameters, collectives of one step, settings."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 The run shows whether a model is a chain: each module must be called once, with the unmodified
 tensors that the previous one has returned, and the model's own forward must do nothing else: no
-operator, no hook, no block of autocast or ``no_grad``, no attribute. Tensors that modules leave in
-attributes are observed too, because a forward that runs in stages, or as a graph, leaves others
+operator, no hook, no block of autocast or ``no_grad``, no attribute. Tensors that modules store in
+attributes are observed too, because a forward that runs in stages, or as a graph, stores others
 there, or none.
 """
 
@@ -321,7 +321,7 @@ _Attributes = Mapping[tuple[str, str], _Attribute]
 
 
 def _attributes(model: nn.Module) -> _Attributes:
-    """The attributes of the modules of ``model``, except those of every module."""
+    """The attributes of the modules of ``model``, except those that every module has."""
     return {
         (name, key): _Attribute(
             _mark(value, plain=False), _mark(value, plain=True), (value, *tree_leaves(value))

@@ -83,7 +83,7 @@ def _has_any(module: nn.Module, flat: nn.Parameter, held: Collection[int]) -> bo
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """Whether ``model`` has no values yet. Raises PlanError if only some parameters have."""
+    """Whether ``model`` has no values yet. Raises PlanError if only some parameters have values."""
     empty = {name: parameter.is_meta for name, parameter in model.named_parameters()}
     if any(empty.values()) and not all(empty.values()):
         first = next(name for name, is_empty in empty.items() if is_empty)
@@ -265,8 +265,7 @@ def recompute_modules(model: nn.Module, plan: Plan) -> None:
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield ``module``, or for a container without forward (a list, or what a pipeline leaves of a
-    sequence) the modules in it that are called."""
+    """Yield ``module``, or the called modules in a container without forward, such as a list."""
     if type(module).forward is not nn.Module.forward:
         yield module
     else:

@@ -1,4 +1,4 @@
-"""Sources of a loss besides the model's output: which parameters it may read.
+"""Checks which parameters a loss may read besides the model's output.
 
 A gradient through the loss is correct for a parameter that is unsharded, in the last stage and
 trained by this layout. Any other would get a partial gradient, or one that is neither summed nor

@@ -1,4 +1,4 @@
-"""The user's model beside its stages, which lie on different ranks.
+"""The user's model and its stages, which are on different ranks.
 
 This rank's stages use the model's own tensors, so that hooks, attributes and optimizers of a
 parameter stay valid. Tracing and tensor parallelism replace tensors in modules, so model and stages
@@ -14,7 +14,7 @@ Stages that share a parameter compute with copies, each with its own gradient. O
 copies exist only during a step and begin it with the values of the first; otherwise the modules
 have the first itself, under all of its names::
 
-    between steps          embed.weight is head.weight        hooks, optimizers, writes: one
+    between steps          embed.weight is head.weight        one set of hooks, optimizers, writes
     from batch to update   embed.weight, copy as head.weight  a gradient each, which are summed
 
 Copies on other ranks must be written there: each rank lists its own by the parameter's first name.
@@ -229,7 +229,7 @@ class TiedValues:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Keep the copies in the modules for the block."""
+        """Keep the copies in the modules inside the block."""
         was_inside = self._is_inside
         self.enter()
         try:

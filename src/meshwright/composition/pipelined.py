@@ -217,9 +217,9 @@ def of_one(own: Mapping[str, Any], axis: Communicator) -> list[Mapping[str, Any]
 
 
 def said_by(source: int, say: Callable[[], object], axis: Communicator, what: str) -> Any:  # noqa: ANN401
-    """Give what ``say`` returns on rank ``source`` of ``axis`` to every rank; it is no string.
+    """Send the return value of ``say`` on rank ``source`` of ``axis`` to all ranks; not a str.
 
-    What it raises is raised there, and elsewhere `PipelinePeerError` with its text.
+    Its exception is raised there, and elsewhere as `PipelinePeerError` with its text.
     """
     said: object = None
     failure: Exception | None = None
@@ -498,7 +498,7 @@ class PipelinedTrainable(Trainable):
 
 
 def _watch(stage: PipelineStage, guard: CutGuard) -> None:
-    """Run ``guard`` with the checks of arguments, whose errors the schedule tells all ranks."""
+    """Run ``guard`` with the checks of arguments, whose errors the schedule reports to all."""
     check_arguments = stage.check_microbatches
 
     def check(args: Sequence[tuple[Any, ...]], kwargs: Sequence[Mapping[str, Any]]) -> None:

@@ -2,15 +2,15 @@
 
 A plan gives ``[tensor] rules`` as a table of patterns and styles, or as the name of a set::
 
-    style                 weight                 the module is given      it returns
-    colwise               output features cut    whole                    its part of the features
-    colwise_2, colwise_3  the same of each of    whole                    its part of each
+    style                 weight                   input                    output
+    colwise               output features sharded  whole                    its part of the features
+    colwise_2, colwise_3  the same for each of     whole                    its part of each
                           2 or 3 matrices
-    colwise_gathered      output features cut    whole                    the whole, gathered
-    rowwise               input features cut     its part of the features the whole, summed
-    rowwise_scattered     input features cut     whole                    the whole, summed
-    embedding             rows of a table cut    ids                      the whole, summed
-    replicated            whole                  activations that are cut the same part
+    colwise_gathered      output features sharded  whole                    the whole, gathered
+    rowwise               input features sharded   its part of the features the whole, summed
+    rowwise_scattered     input features sharded   whole                    the whole, summed
+    embedding             rows of a table sharded  ids                      the whole, summed
+    replicated            whole                    sharded activations      the same part
 """
 
 from __future__ import annotations

@@ -421,7 +421,7 @@ class Trainable:
         return [each for group in spread for each in group.gradients]
 
     def _look(self, norm: torch.Tensor) -> bool:
-        """Whether the optimizer may step; on a device True, and the next step checks."""
+        """Whether the optimizer may step; on a device always True: the next step checks."""
         window, step = self._window, self.steps
         numbers = torch.cat([norm.reshape(1).to(torch.float64), window.sums()])
         if self._looks_late:

@@ -3,7 +3,7 @@
 Bottom-up:
 
     machine      facts about GPUs and network; tests replace it
-    collectives  collectives measured between ranks that are started for it
+    collectives  measurements of collectives between ranks started for this
     survey       all findings, in their order
     __main__     one rank of a measurement
 """

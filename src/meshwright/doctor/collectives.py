@@ -1,4 +1,4 @@
-"""Collectives measured between ranks that are started for it: on CPUs, and one for each GPU."""
+"""Measures collectives between ranks started for this: on CPUs, and with one rank per GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LARGE = 2**24
 
 
 def measure() -> Iterator[Finding]:
-    """Start two ranks of CPUs and report the median time of small collectives between them."""
+    """Start two CPU ranks and report the median time of small collectives between them."""
     answer = _answer_of(MEASURED_RANKS, "cpu")
     if isinstance(answer, str):
         yield _failed("collectives", MEASURED_RANKS, answer, "GLOO_SOCKET_IFNAME=lo")

@@ -90,7 +90,7 @@ def _memory_of(index: int, gpu: Gpu) -> Finding:
 
 
 def _peers(machine: Machine, gpus: Sequence[Gpu]) -> Iterator[Finding]:
-    """Report which GPUs reach each other's memory; the others send through the host's memory."""
+    """Report which GPUs reach each other's memory; the others transfer through host memory."""
     count = len(gpus)
     if count < 2:
         return
@@ -123,7 +123,7 @@ def ranks_here(machine: Machine, gpus: Sequence[Gpu], nccl: str) -> Iterator[Fin
 
 
 def way_out(machine: Machine) -> Iterator[Finding]:
-    """Report the interface through which ranks on several hosts would connect."""
+    """Report the network interface through which ranks on several hosts would connect."""
     interfaces, environment = machine.interfaces(), machine.environment
     found = gloo_interface(interfaces, environment, machine.own_address())
     yield _interface("Gloo to other hosts", "GLOO_SOCKET_IFNAME", found)
@@ -222,7 +222,7 @@ def usable_cores() -> float:
 
 
 def memory_limit() -> tuple[int, str]:
-    """Return the bytes that a run may still take, and their limit: machine or control group."""
+    """Return the bytes that a run may still use, and the limit (machine or control group)."""
     for line in _read(Path("/proc/meminfo")).splitlines():
         if line.startswith("MemAvailable:"):
             available, source = int(line.split()[1]) * 1024, "free on the machine"

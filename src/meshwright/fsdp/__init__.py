@@ -1,48 +1,48 @@
 """`FullyShardedDataParallel`, with the API of torch's class of that name, on our engine.
 
-`fully_shard` and what belongs to it are here as well, under the names that torch's package has.
+`fully_shard` and related names are here as well, under the names of torch's package.
 
 Bottom-up:
 
-    options         strategies, precision and its modes, kinds of state dicts; also torch's own
+    options         strategies, precision, kinds of state dicts; accepts torch's own classes
     wrap            policies: the submodules that become units
-    groups          the ranks that share parameters, and those that copy
+    groups          the ranks that shard parameters, and those that replicate them
     checks          checks of a module that becomes a unit
-    exposures       the parameters of a unit as they look from outside
+    exposures       views of a unit's parameters for modules and optimizers
     traversal       the tree of wrappers, names, and lists of modules inside of a flat unit
     states          state dicts of models and optimizers, and whole parameters
     unit_wrapper    one wrapper as a module
-    building        from a module to units, those that a policy chose
+    building        builds the units of a module, as a policy chooses them
     wrapper         the public class
     grad_scaler     `ShardedGradScaler`
 
-Where this differs from torch's class on purpose:
+Intended differences from torch's class:
 
 * torch's `get_optimizer_state_dict` and `set_optimizer_state_dict` are refused for flat parameters,
-  which have several names each; `optim_state_dict` and `optim_state_dict_to_load` save and load.
-  With original parameters they work, and before a first step they leave the optimizer as it was.
-* ``limit_all_gathers`` changes nothing: two gathers at most are ever in flight.
+  which have several names each; use `optim_state_dict` and `optim_state_dict_to_load` there. With
+  original parameters they work, and before a first step they do not change the optimizer.
+* ``limit_all_gathers`` has no effect: at most two gathers are ever in flight.
 * An evaluation under ``torch.no_grad`` frees parameters after each unit, in every strategy.
 * Modules of tensor parallelism are wrapped with the data axes of their mesh. State dicts
   are of whole parameters.
-* Hooks that `register_post_accumulate_grad_hook` has put on parameters run when ``.grad`` is there;
-  those of `register_hook` are refused where they would be given a piece of a gradient.
-* What is put into the ``.data`` of a parameter is copied into its shard, over what was there: clone
-  first what is to come back later.
-* State dicts are copies of what units manage, LOCAL ones and those of optimizers too; buffers and
-  ignored parameters are live in them, as in those of any module.
-* Ranks may ignore other modules; numbered siblings that a rank ignores are not counted when ranks
-  compare names. What they share must be equal at the start.
-* Optimizer state of any kind travels as JSON and tensors: objects that neither can hold are
-  refused where a rank without elements of their parameter would need them.
-* Where parameters change between forward and backward that is an error in every strategy.
-* Where torch's flat parameters leave modules inside of a unit without parameters, ``parameters()``
-  of these lists whole ones while they are there, and empty ones else: these can be asked for their
+* Hooks of `register_post_accumulate_grad_hook` on parameters run once ``.grad`` is set; hooks of
+  `register_hook` are refused where they would see a part of a gradient.
+* A tensor assigned to the ``.data`` of a parameter is copied into its shard and overwrites it:
+  clone the old value first if you need it later.
+* State dicts hold copies of parameters in units, also LOCAL ones and those of optimizers; buffers
+  and ignored parameters are live in them, as in any module's.
+* Ranks may ignore different modules; numbered siblings that a rank ignores are not counted when
+  ranks compare names. Shared modules must be equal at the start.
+* Optimizer state is sent as JSON and tensors: other objects are refused if a rank without elements
+  of their parameter would need them.
+* Changing parameters between forward and backward is an error in every strategy.
+* In torch, modules inside of a unit with flat parameters have no parameters. Here ``parameters()``
+  of such a module lists whole ones while they are gathered, and otherwise empty ones: these have
   dtype and device, but a gradient, ``requires_grad_`` or an optimizer's step of them raises.
-* An optimizer that steps after a backward in ``no_sync``, whose gradients wait, is an error.
-* Where torch trains on, these are errors: parameters that are not equal on all ranks at the start,
-  modules that train and were added after wrapping, an optimizer that leaves a parameter out on
-  some ranks only.
+* An optimizer step after a backward in ``no_sync``, whose gradients are not reduced, is an error.
+* These are errors where torch continues: parameters that differ across ranks at the start,
+  trainable modules added after wrapping, and an optimizer that lacks a parameter on some ranks
+  only.
 """
 
 from __future__ import annotations

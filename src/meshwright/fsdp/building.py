@@ -1,4 +1,4 @@
-"""From a module to units: those a policy chose, materialized, moved, made equal, and sharded."""
+"""Builds units from a module: chosen by a policy, materialized, moved, made equal, and sharded."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SYNCHRONIZED = "_meshwright_is_synchronized"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitPlan:
-    """Everything that decides how one unit is built."""
+    """All options for building one unit."""
 
     groups: Groups
     precision: MixedPrecision
@@ -62,7 +62,7 @@ class UnitPlan:
 
 @dataclass(frozen=True, slots=True)
 class Below:
-    """A module that becomes a unit, and all below it."""
+    """A module that becomes a unit, and the modules below it."""
 
     root: nn.Module
     ignored: Ignored
@@ -85,11 +85,11 @@ class Below:
         return found
 
     def skipped(self) -> set[int]:
-        """The ``id`` of parameters that are ignored, or belong to a unit above."""
+        """The ``id`` of parameters that are ignored or belong to a unit above."""
         return {*map(id, self.ignored.parameters), *map(id, self.deferred)}
 
     def slots(self) -> list[Slot]:
-        """Make slots of the parameters that no unit has."""
+        """Make slots for the parameters that no unit has."""
         modules = [
             (clean_name(name), module)
             for name, module in self.named
@@ -100,7 +100,7 @@ class Below:
 
 
 def check_shared(below: Below, units: Iterable[Unit | None]) -> None:
-    """Raise ValueError for a parameter that a unit elsewhere has taken and is still used here."""
+    """Raise ValueError for a parameter of another unit that is still used here."""
     places: set[tuple[int, str]] | None = None
     for prefix, module in below.named:
         for name, parameter in module._parameters.items():
@@ -118,7 +118,7 @@ def check_shared(below: Below, units: Iterable[Unit | None]) -> None:
 
 
 def resolve_device_id(device_id: int | str | torch.device | None) -> torch.device | None:
-    """Return ``device_id`` as a device; CUDA without a number is the current one, and warns."""
+    """Return ``device_id`` as a device; CUDA without an index is the current one, and warns."""
     if device_id is None:
         return None
     device = (
@@ -142,7 +142,7 @@ def materialize(
     device: torch.device,
     init: Callable[[nn.Module], object] | None,
 ) -> bool:
-    """Give memory and values to meta parameters that are ``named``, and to meta buffers, if any.
+    """Allocate and initialize meta parameters in ``named``, and meta buffers, if any.
 
     ``init`` is called for each of ``modules``, parents first, that holds meta tensors or none.
     """
@@ -178,7 +178,7 @@ def materialize(
 def send_states(
     root: nn.Module, named: Sequence[tuple[str, nn.Parameter]], ignored: Ignored, axes: DataAxes
 ) -> None:
-    """Give all ranks the parameters ``named`` and the buffers that rank 0 has, but the ignored."""
+    """Broadcast rank 0's parameters ``named``, and its buffers, except ignored ones."""
     apart = {id(buffer) for module in ignored.modules for buffer in module.buffers()}
     buffers = [
         (name, buffer)
@@ -193,7 +193,7 @@ def send_states(
 
 
 def build_unit(below: Below, plan: UnitPlan) -> Unit | None:
-    """Make the unit of all parameters ``below`` that no other unit has; None without any."""
+    """Make the unit of all parameters ``below`` that no other unit has; None if there are none."""
     root, parts, slots = below.root, [part for _, part in below.named], below.slots()
     originals = [slot.original for slot in slots]
     check_ties(root, originals)
@@ -234,7 +234,7 @@ def build_unit(below: Below, plan: UnitPlan) -> Unit | None:
 
 
 def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
-    """Make a parameter that looks like ``parameter``, without values."""
+    """Make a parameter with the metadata of ``parameter``, without values."""
     made = whole_parameter(torch.empty_like(parameter, device="meta"), parameter)
     made.__dict__.update(parameter.__dict__)
     return made
@@ -303,7 +303,7 @@ def choose_targets(
 
 
 def _compute_in_own_dtype(module: nn.Module) -> None:
-    """Cast what ``module`` is given to the dtype of its parameters, and its output back."""
+    """Cast inputs of ``module`` to the dtype of its parameters, and its output back."""
     parameter = next(module.parameters(), None)
     own = torch.float32 if parameter is None else parameter.dtype
     found: list[torch.dtype] = []
@@ -336,9 +336,9 @@ def _post_order(module: nn.Module, seen: set[nn.Module]) -> list[nn.Module]:
 def deferred_parameters(
     root: nn.Module, targets: Collection[nn.Module]
 ) -> dict[nn.Module, frozenset[nn.Parameter]]:
-    """List for each target the parameters below it that belong to a unit above: shared ones.
+    """List for each target the shared parameters below it that belong to a unit above.
 
-    A shared parameter goes to the lowest unit that holds all its places.
+    A shared parameter goes to the lowest unit that contains all its uses.
     """
     chains: dict[nn.Parameter, list[tuple[nn.Module, ...]]] = {}
     _collect_chains(root, (root,), set(targets), chains)
@@ -358,7 +358,7 @@ def _collect_chains(
     targets: set[nn.Module],
     chains: dict[nn.Parameter, list[tuple[nn.Module, ...]]],
 ) -> None:
-    """List for each parameter the units around each of its places, outermost first."""
+    """List for each parameter the units around each of its uses, outermost first."""
     for parameter in module._parameters.values():
         if parameter is not None:
             chains.setdefault(parameter, []).append(chain)
@@ -376,7 +376,7 @@ def wrap_targets(
     *,
     allows_frozen_mix: bool,
 ) -> None:
-    """Put a wrapper in place of every target, in every module that holds it."""
+    """Replace every target by its wrapper, in every module that holds it."""
     deferred = deferred_parameters(root, targets)
     names = {module: name for name, module in root.named_modules()}
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {module: [] for module in targets}

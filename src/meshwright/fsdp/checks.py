@@ -1,4 +1,4 @@
-"""Checks of a module that becomes a unit, and of the parameters that are left out."""
+"""Checks of a module that becomes a unit, and of its ignored parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Ignored:
     """Those of the modules included."""
 
     def left_out(self, root: nn.Module) -> frozenset[nn.Module]:
-        """List the modules below ``root`` of which nothing is managed."""
+        """List the modules below ``root`` that are ignored entirely."""
         left_out = {id(parameter) for parameter in self.parameters}
         if not left_out:
             return self.modules
@@ -39,9 +39,9 @@ def find_ignored(
     wrapper: type[nn.Module],
     known: Iterable[Ignored],
 ) -> Ignored:
-    """Check what the arguments ``ignored_modules`` and ``ignored_states`` name.
+    """Check the arguments ``ignored_modules`` and ``ignored_states``, and return what they name.
 
-    With it goes what is ``known`` already, of the wrappers around ``root`` and below it.
+    ``known`` is added: what wrappers around ``root`` and below it ignore already.
     """
     if modules is not None and states is not None:
         raise ValueError(
@@ -105,7 +105,7 @@ def _ignored_modules(
 
 
 def check_containers(module: nn.Module) -> None:
-    """Warn about a container that is never called itself, so that nothing gathers its unit."""
+    """Warn about a container that is never called itself, so that its unit is never gathered."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         warn(
             "FSDP will not all-gather parameters for containers that do not implement forward: "
@@ -114,7 +114,7 @@ def check_containers(module: nn.Module) -> None:
 
 
 def check_parameters(named: Sequence[tuple[str, nn.Parameter]], *, use_orig_params: bool) -> None:
-    """Raise ValueError for parameters that cannot lie in one line of elements together."""
+    """Raise ValueError for parameters that cannot share one flat buffer."""
     for name, parameter in named:
         if parameter.ndim == 0:
             raise ValueError(
@@ -159,9 +159,9 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]], *, use_orig_para
 def check_frozen_mix(
     module: nn.Module, own: Iterable[nn.Module], name: str, ignored: Ignored, *, is_allowed: bool
 ) -> None:
-    """Refuse, or warn about, a module to be wrapped in which only some parameters are frozen.
+    """Refuse, or warn about, wrapping a module in which only some parameters are frozen.
 
-    Its ``own`` modules count, not those that are units already: adapters inside of a frozen block.
+    Only its ``own`` modules count, not those in other units: adapters inside of a frozen block.
     """
     parts = {*own}
     named = [
@@ -187,7 +187,7 @@ def check_frozen_mix(
 
 
 def check_devices(devices: Iterable[torch.device], device_id: torch.device | None) -> None:
-    """Raise RuntimeError where a module's parameters are on devices that one unit cannot span."""
+    """Raise RuntimeError if a module's parameters are on devices that one unit cannot span."""
     found = {device for device in devices if device.type != "meta"}
     types = {device.type for device in found}
     drawn = ", ".join(sorted(map(str, found)))
@@ -209,7 +209,7 @@ def check_devices(devices: Iterable[torch.device], device_id: torch.device | Non
 def choose_device(
     devices: Iterable[torch.device], device_id: torch.device | None, group: torch.device, rank: int
 ) -> torch.device:
-    """Choose the device of a unit. ``group`` is the one that its process group communicates on."""
+    """Choose the device of a unit. ``group`` is the device that its process group uses."""
     listed = set(devices)
     found = {device for device in listed if device.type != "meta" and not is_host(device)}
     if device_id is not None:

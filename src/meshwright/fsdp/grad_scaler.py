@@ -12,10 +12,10 @@ from meshwright.data_parallel.sharded_modules.sharded_join import joins
 
 
 class ShardedGradScaler(GradScaler):
-    """As `torch.amp.GradScaler`, for gradients of which each rank holds a part.
+    """Like `torch.amp.GradScaler`, for gradients of which each rank holds a part.
 
-    A value that is not finite on one rank makes all ranks of ``process_group`` skip the step and
-    lower the scale alike. It works on CPU tensors.
+    A non-finite value on one rank makes all ranks of ``process_group`` skip the step and lower the
+    scale together. It works on CPU tensors.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ShardedGradScaler(GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool = True,
     ) -> dict[torch.device, torch.Tensor]:
-        """Unscale this rank's gradients, then agree with the others on what was found."""
+        """Unscale this rank's gradients, then combine the non-finite flags of all ranks."""
         if joins(optimizer):
             raise RuntimeError(
                 "ShardedGradScaler does not work inside join: a rank that is done has no scaler "

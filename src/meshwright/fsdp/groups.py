@@ -1,4 +1,4 @@
-"""The ranks that share a unit's parameters, and those that hold copies: groups of a strategy."""
+"""The process groups of a strategy: ranks that shard a unit's parameters, and ranks with copies."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Groups:
 
     @property
     def axes(self) -> DataAxes:
-        """The axes that the engine lays parameters on."""
+        """The axes over which the engine places parameters."""
         if row_of(self.strategy).is_sharded:
             return DataAxes(shard=self.shard, replicate=self.replicate)
         return DataAxes(replicate=communicator(self.shard.group, REPLICATE))
 
     @property
     def process_group(self) -> Any:  # noqa: ANN401 - c10d's types stay in comm
-        """The argument ``process_group`` that gives these groups again."""
+        """The value of the argument ``process_group`` that gives these groups."""
         if self.replicate is None:
             return self.shard.group
         return (self.shard.group, self.replicate.group)
@@ -68,7 +68,7 @@ def hybrid_process_groups(
 
 
 def devices_per_node(world: Communicator) -> int:
-    """Count the ranks of ``world`` that share a machine: from torchrun, else by host name."""
+    """Count the ranks of ``world`` on this machine: from torchrun, otherwise by host name."""
     if given := local_size():
         return given
     hosts = Counter(world.gather_bytes(socket.gethostname().encode(), label="host names"))
@@ -83,7 +83,7 @@ def find_groups(
     *,
     has_policy: bool,
 ) -> Groups:
-    """Return the groups that the constructor's arguments name; may make the automatic ones."""
+    """Return the groups for the constructor's arguments; may make the automatic ones."""
     chosen = own_member(ShardingStrategy, strategy or ShardingStrategy.FULL_SHARD)
     if process_group is not None and mesh is not None:
         raise ValueError(
@@ -152,7 +152,7 @@ def _hybrid(
 
 
 def _without_needless_sharding(groups: Groups) -> Groups:
-    """Choose ``NO_SHARD`` where one rank holds all; warns of that, and of its deprecation."""
+    """Choose ``NO_SHARD`` where one rank holds all; warns about that, and its deprecation."""
     strategy = groups.strategy
     size = groups.shard.size * (1 if groups.replicate is None else groups.replicate.size)
     if size == 1 and groups.shard.is_alone and strategy is not ShardingStrategy.NO_SHARD:

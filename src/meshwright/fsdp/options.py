@@ -1,4 +1,4 @@
-"""Options of `FullyShardedDataParallel`: strategies, precision and its modes, state dict kinds."""
+"""Options of `FullyShardedDataParallel`: strategies, precision, kinds of state dicts."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ HYBRID_SHARDING_STRATEGIES = tuple(s for s, row in _ROWS.items() if row.is_hybri
 
 
 def row_of(strategy: ShardingStrategy) -> StrategyRow:
-    """The meaning of ``strategy`` for the engine."""
+    """The engine's settings for ``strategy``."""
     return _ROWS[strategy]
 
 
 class BackwardPrefetch(Enum):
-    """The moment at which the backward gathers the parameters that it needs next."""
+    """When the backward gathers the parameters that it needs next."""
 
     BACKWARD_PRE = 1
     """Before the gradients of the current unit are computed: most overlap, most memory."""
@@ -76,7 +76,7 @@ PREFETCHES: Mapping[BackwardPrefetch | None, Literal["before", "after"] | None] 
 
 
 class TrainingState(Enum):
-    """The state of a unit, as its ``training_state`` tells."""
+    """The values of a unit's ``training_state``."""
 
     IDLE = 1
     FORWARD_BACKWARD = 2
@@ -85,7 +85,7 @@ class TrainingState(Enum):
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """The dtypes of computation, of the reduction and of buffers; None leaves them as they are.
+    """The dtypes of computation, of the reduction and of buffers; None does not change them.
 
     Shards stay in the dtype of the parameters. Floating-point inputs of the root are cast unless
     ``cast_root_forward_inputs`` is off, those of every unit if ``cast_forward_inputs`` is on.
@@ -105,7 +105,7 @@ class MixedPrecision:
 
 @dataclass
 class CPUOffload:
-    """The choice that shards, gradients and optimizer state live on the CPU."""
+    """Whether shards, gradients and optimizer state are on the CPU."""
 
     offload_params: bool = False
 
@@ -180,7 +180,7 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass
 class StateDictSettings:
-    """The kind of state dict that a module gives, and how."""
+    """The kind of state dict that a module returns, and its settings."""
 
     state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT
     state_dict_config: StateDictConfig = field(default_factory=FullStateDictConfig)
@@ -188,13 +188,13 @@ class StateDictSettings:
 
     @property
     def shares(self) -> bool:
-        """True when parts are the memory of the model and of the optimizer, and no copies of it."""
+        """True when parts share the memory of the model and the optimizer instead of copying it."""
         return isinstance(self, SharedParts)
 
 
 @dataclass
 class SharedParts(StateDictSettings):
-    """The settings by which checkpoints read what a rank holds, and write to it."""
+    """Settings by which checkpoints read and write the local parts of a rank."""
 
     state_dict_type: StateDictType = StateDictType.SHARDED_STATE_DICT
     state_dict_config: StateDictConfig = field(default_factory=ShardedStateDictConfig)
@@ -214,7 +214,7 @@ CONFIGS = MappingProxyType(
 
 
 class OptimStateKeyType(Enum):
-    """The kind of keys of an optimizer's state: names or positions of parameters."""
+    """The keys of an optimizer's state: names or positions of parameters."""
 
     PARAM_NAME = 1
     PARAM_ID = 2
@@ -224,7 +224,7 @@ E = TypeVar("E", bound=Enum)
 
 
 def own_member(kind: type[E], value: object) -> E:
-    """Return the member of ``kind`` that ``value`` is, or is named like in an enum of that name.
+    """Return the member of ``kind`` for ``value``: a member, or one of torch's enum of that name.
 
     Raises TypeError for anything else.
     """
@@ -239,14 +239,14 @@ def own_member(kind: type[E], value: object) -> E:
 
 
 def own_config(kind: type[Any], value: Any) -> Any:  # noqa: ANN401 - anything may have been given
-    """Return ``value`` as a ``kind`` where its dataclass has that name; else as it is."""
+    """Convert ``value`` to a ``kind`` if its dataclass has that name; else return it unchanged."""
     if isinstance(value, kind) or type(value).__name__ != kind.__name__:
         return value
     return kind(**{field.name: getattr(value, field.name) for field in fields(kind)})
 
 
 class PrecisionMode:
-    """Switches the dtypes of a unit and of the buffers of its modules between two modes."""
+    """Switches the dtypes of a unit and of its buffers between mixed and full precision."""
 
     def __init__(self, precision: MixedPrecision, unit: Unit | None) -> None:
         self.now = precision
@@ -262,7 +262,7 @@ class PrecisionMode:
         """True when there are two modes at all."""
 
     def enter(self, modules: Iterable[nn.Module], *, is_full: bool) -> None:
-        """Switch to full precision, or to the mixed one, from this forward on."""
+        """Switch to full precision, or to mixed precision, from this forward on."""
         wanted = self._full if is_full else self._mixed
         if self._casts_buffers and not is_full:
             self._cast_buffers(modules)

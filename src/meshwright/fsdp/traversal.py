@@ -23,7 +23,7 @@ PREFIXES = (f"{WRAPPED}.", f"{CHECKPOINTED}.")
 
 
 def clean_name(name: str) -> str:
-    """Return ``name`` as it was before anything was wrapped."""
+    """Return ``name`` as it was before wrapping."""
     for prefix in PREFIXES:
         name = name.replace(prefix, "")
         if name == prefix[:-1] or name.endswith(f".{prefix[:-1]}"):
@@ -59,7 +59,7 @@ class UnitDriver(Driver):
         """The names of each parameter, seen from this wrapper."""
 
     def start(self, module: nn.Module) -> Iteration:
-        """See `Driver`. Wrappers below that have run by themselves belong to this root now."""
+        """See `Driver`. Wrappers below that have run as roots join this root."""
         if self.iteration is not None:
             return self.iteration
         alike = paths_alike(module, self.leaves_out)
@@ -73,7 +73,7 @@ class UnitDriver(Driver):
         return iteration
 
     def leave_root(self, alike: Mapping[str, str]) -> None:
-        """Belong to no root, whatever has run before; ``alike`` are names that ranks may share."""
+        """Leave the root, whatever has run before; ``alike`` are names that ranks may share."""
         if self.is_root:
             self.name = ""
         if self.is_root and self.keeps_as_root and self.unit is not None:
@@ -100,7 +100,7 @@ class UnitDriver(Driver):
             exposed_of(self.unit).list_at_rest(self.unit)
 
     def before_backward(self, gradient: object = None) -> None:
-        """See `Driver`. Raises AssertionError where parameters have changed since the forward."""
+        """See `Driver`. Raises AssertionError if parameters have changed since the forward."""
         unit = self.unit
         if unit is not None and self.has_run:
             exposure = exposed_of(unit)
@@ -138,9 +138,9 @@ def name_alike(name: str, paths: Mapping[str, str]) -> str:
 
 
 def paths_alike(root: nn.Module, left_out: Collection[nn.Module]) -> Mapping[str, str]:
-    """List the paths that ranks compare, of modules whose own count children that are ``left_out``.
+    """List module paths for comparison across ranks, not counting children that are ``left_out``.
 
-    Two ranks may leave out more or fewer: ``layers.3`` is ``layers.2`` behind one of them.
+    Ranks may leave out different ones: ``layers.3`` is ``layers.2`` if one before it is out.
     """
     found: dict[str, str] = {}
     waiting = [("", "", root)] if left_out else []
@@ -166,9 +166,9 @@ NAMES = "_meshwright_names_below"
 def list_below(modules: Iterable[nn.Module], unit: Unit) -> None:
     """Have `named_parameters` of ``modules`` list their parameters of ``unit``.
 
-    Only the wrapped module registers the flat parameter. Those below would list nothing, and code
-    that sums, freezes or trains their parameters would silently do nothing. At rest these are
-    empty tensors, which reject gradients, freezing and optimizers.
+    Only the wrapped module registers the flat parameter. Modules below would list nothing, and code
+    that sums, freezes or trains their parameters would silently do nothing. At rest they list empty
+    tensors, which reject gradients, freezing and optimizers.
     """
     names: dict[nn.Module, list[str]] = {}
     for slot in unit.slots:
@@ -187,7 +187,7 @@ def named_parameters(
     recurse: bool = True,
     remove_duplicate: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """List parameters, and what the module has in the place of a flat unit's."""
+    """List parameters, and what the module has in place of a flat unit's."""
     names: Mapping[nn.Module, Sequence[str]] = module.__dict__[NAMES]
     if asked("tensors") is not None:  # the wrapper has told it all names
         names = {}

@@ -1,4 +1,4 @@
-"""One wrapper as a module: what it tells about itself, its forward, conversion and gradients."""
+"""One wrapper as a module: its attributes, forward, conversion and gradients."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ from meshwright.torch_internals.modules import CHECKPOINTED, FLAT, WRAPPED, aske
 
 
 class UnitWrapper(OfThisProcess, SteppedOver):
-    """A module and the unit of those parameters below it that no wrapper further down owns."""
+    """A module with the unit of all parameters below it that no inner wrapper owns."""
 
     _wrapped_as = WRAPPED
     limit_all_gathers: bool
@@ -100,7 +100,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
             return getattr(super().__getattr__(WRAPPED), name)
 
     def __setattr__(self, name: str, value: Any) -> None:  # noqa: ANN401 - of any module
-        """Give tensors to the module that attributes are read from: `functional_call` sets some."""
+        """Set tensors on the module that attributes are read from: `functional_call` sets some."""
         inner = self.module if WRAPPED in self.__dict__.get("_modules", ()) else None
         if not isinstance(value, torch.Tensor) or inner is None or not hasattr(inner, name):
             super().__setattr__(name, value)
@@ -126,7 +126,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
 
     @property
     def mixed_precision(self) -> MixedPrecision:
-        """The dtypes that were asked for."""
+        """The dtypes that were requested."""
         return self._precision
 
     @property
@@ -136,7 +136,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
 
     @property
     def backward_prefetch(self) -> BackwardPrefetch | None:
-        """The moment at which the backward gathers ahead; may be set between iterations."""
+        """When the backward prefetches; may be set between iterations."""
         return self._backward_prefetch
 
     @backward_prefetch.setter
@@ -148,7 +148,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
 
     @property
     def forward_prefetch(self) -> bool:
-        """True where the forward gathers ahead; may be set between iterations."""
+        """True if the forward prefetches; may be set between iterations."""
         return self._forward_prefetch
 
     @forward_prefetch.setter
@@ -234,7 +234,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         return output
 
     def prepare(self) -> None:
-        """Get ready for a forward pass: root, dtypes, and what was written since."""
+        """Prepare for a forward pass: root, dtypes, and writes since the last one."""
         driver = self._driver
         if self._is_summoned:
             raise RuntimeError(
@@ -258,7 +258,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
             _take_changes(self._unit)
 
     def _check_device(self) -> None:
-        """Raise RuntimeError when parameters have been moved to where they cannot be used."""
+        """Raise RuntimeError when parameters were moved to a device where they cannot be used."""
         self._is_checked = True
         if self._unit is None:
             return
@@ -297,7 +297,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         return loan.give(args), {key: loan.give(value) for key, value in kwargs.items()}, loan
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero as any module, also where full parameters are listed in place of the sharded."""
+        """Zero gradients as any module, also while full parameters are registered."""
         root = self._driver.iteration if self._driver.is_root else None
         zero_kept(self._units() if root is None else root.units, set_to_none=set_to_none)
         super().zero_grad(set_to_none)  # without gradients, what is whole stays so
@@ -316,7 +316,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         prefix: str = "",
         keep_vars: bool = False,
     ) -> dict[str, Any]:
-        """List the state under the names before wrapping, of the kind that is set; on all ranks."""
+        """Return the state by names before wrapping, of the kind that is set; on all ranks."""
         settle()
         info = (asked("model state") or (None,))[0] if self._is_asked() else None
         settings = self._settings_in_force() if info is None else self._asked_for(info)
@@ -343,11 +343,11 @@ class UnitWrapper(OfThisProcess, SteppedOver):
 
     @property
     def _compiled(self) -> str:
-        """The names between this wrapper, which is in none, and what it wraps."""
+        """The name components between this wrapper, which adds none, and the module it wraps."""
         return ".".join((*place_of(self, WRAPPED)[1:], ""))
 
     def _flat_names(self) -> dict[str, nn.Parameter]:
-        """List the flat parameter under all names of its parameters, as torch's functions do."""
+        """List the flat parameter under all names of its parameters, for torch's functions."""
         unit = self._unit
         flat = None if unit is None else unit.exposure.one_flat
         if flat is None:
@@ -356,7 +356,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         return {name.removeprefix(self._compiled): flat for name in names}
 
     def _leave_frozen_out(self, state: dict[str, Any], prefix: str) -> None:
-        """Leave what a flat parameter has frozen to torch, which looks for the flat one itself."""
+        """Leave frozen parts of a flat parameter to torch, which looks for the flat one itself."""
         for name, flat in self._flat_names().items():
             if not flat.requires_grad:
                 state.pop(prefix + name, None)
@@ -367,9 +367,9 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         return Inside(super()._inside._module, FLAT)
 
     def _asked_for(self, info: Any) -> StateDictSettings:  # noqa: ANN401 - torch's
-        """The settings for torch's state-dict functions: from ``info``, not from the user's own.
+        """The settings for torch's state-dict functions: from ``info``, not from the user.
 
-        Sharded values, unless ``info`` asks for whole ones or nothing is sharded.
+        Sharded values, unless ``info`` requests whole ones or nothing is sharded.
         """
         offloads = info.cpu_offload
         if info.full_state_dict or self._groups.strategy is ShardingStrategy.NO_SHARD:
@@ -406,7 +406,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Take this rank's part of the unit's values; the rest is for the modules below."""
+        """Load this rank's part of the unit's values; modules below load the rest."""
         if self._is_asked():
             rename(state_dict, prefix, prefix + self._compiled)
         rename_for_load(state_dict, prefix)
@@ -419,7 +419,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         )
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        """Convert the shards, and with them everything that is gathered from them."""
+        """Convert the shards, and with them all parameters gathered from them."""
         wrappers = wrappers_in(self)
         for wrapper in wrappers:
             if wrapper._unit is not None:
@@ -433,7 +433,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         return self
 
     def _follow_device(self, device: torch.device) -> None:
-        """Have the next forward check what was converted, to ``device``."""
+        """Have the next forward check the conversion to ``device``."""
         self._is_checked = False
         if not self._offloads and device.type != "meta":
             self._device = device
@@ -485,7 +485,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
 
 
 def _take_changes(unit: Unit) -> None:
-    """Make the next gather send what the user or an optimizer has written."""
+    """Make the next gather send writes of the user or an optimizer."""
     exposure = exposed_of(unit)
     is_full = unit.phase is Phase.FULL
     if is_full and exposure.is_stale(unit):
@@ -500,7 +500,7 @@ def wrappers_in(module: nn.Module) -> list[UnitWrapper]:
 
 
 def check_homogeneous(wrappers: Iterable[UnitWrapper]) -> None:
-    """Raise ValueError when wrappers of one tree were given arguments that must be equal."""
+    """Raise ValueError when wrappers of one tree have different values of shared arguments."""
     listed = list(wrappers)
     for name in ("_use_orig_params", "limit_all_gathers", "_use_full_prec_in_eval"):
         found = {getattr(wrapper, name) for wrapper in listed}
@@ -512,7 +512,7 @@ def check_homogeneous(wrappers: Iterable[UnitWrapper]) -> None:
 
 
 def check_reached(modules: Iterable[nn.Module]) -> None:
-    """Raise ValueError when one of ``modules`` is used inside of its wrapper and beside it, too."""
+    """Raise ValueError when one of ``modules`` is also used outside of its wrapper."""
     parts = list(modules)
     wrappers = [part for part in parts if isinstance(part, UnitWrapper)]
     inside = {id(getattr(wrapper, WRAPPED)): wrapper for wrapper in wrappers}
@@ -527,7 +527,7 @@ def check_reached(modules: Iterable[nn.Module]) -> None:
 
 
 def _check_stepped(root: nn.Module) -> None:
-    """Raise RuntimeError for a flat parameter that torch has left an optimizer on."""
+    """Raise RuntimeError for a flat parameter to which torch has attached an optimizer."""
     for unit in fsdp_units(root):
         flat = unit.exposure.one_flat
         if flat is not None and is_stepped(flat):
@@ -549,7 +549,7 @@ def own_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def spread_gradients(root: UnitWrapper) -> tuple[list[SpreadGradients], list[torch.Tensor]]:
-    """Group gradients by the ranks over which they are spread; all ranks have these groups."""
+    """Group gradients by the ranks that shard them; the groups are equal on all ranks."""
     by_axes: dict[tuple[Communicator, ...], list[torch.Tensor]] = {}
     managed: set[nn.Parameter] = set()
     for unit in fsdp_units(root):
@@ -572,9 +572,9 @@ def fsdp_units(module: nn.Module) -> list[Unit]:
 
 
 class WrapperResidency(ShardedResidency):
-    """The residency of all wrappers of one root."""
+    """Drives all wrappers of one root for a pipeline's schedule."""
 
     def prepare(self, module: nn.Module, driver: Driver) -> None:
-        """Set the root up, choose dtypes, and take what was written to parameters since."""
+        """Set the root up, choose dtypes, and take over writes since the last step."""
         for wrapper in wrappers_in(module):
             wrapper.prepare()

@@ -1,8 +1,8 @@
-"""The choice of submodules that become units: policies, and wrapping while a model is built.
+"""Choice of the submodules that become units: by policies, or while a model is built.
 
-A policy is an object with `targets`, or any callable ``(module, recurse, nonwrapped_numel)`` that
-answers, first, whether to look into ``module`` (``recurse=True``) and then whether to wrap it,
-where ``nonwrapped_numel`` counts its parameters that no submodule has taken.
+A policy is an object with `targets`, or any callable ``(module, recurse, nonwrapped_numel)``. It
+returns first whether to look into ``module`` (``recurse=True``), then whether to wrap it;
+``nonwrapped_numel`` counts its parameters that no submodule has taken.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class ModuleWrapPolicy:
     def __call__(
         self, module: nn.Module, recurse: bool, nonwrapped_numel: int = -1, **ignored: object
     ) -> bool:
-        """Answer as a plain policy, so that it can be a part of another one."""
+        """Work as a plain policy, so that it can be part of another one."""
         return recurse or isinstance(module, self._classes)
 
     def __repr__(self) -> str:
         return f"ModuleWrapPolicy({sorted(cls.__name__ for cls in self._classes)})"
 
     def targets(self, modules: Sequence[nn.Module]) -> Targets:
-        """Find those of ``modules`` that are to be wrapped."""
+        """Return the ``modules`` to wrap."""
         return {module: {} for module in modules if isinstance(module, self._classes)}
 
 
@@ -62,7 +62,7 @@ class CustomPolicy:
         self._choose = lambda_fn
 
     def targets(self, modules: Sequence[nn.Module]) -> Targets:
-        """Find those of ``modules`` that are to be wrapped. Raises ValueError for other answers."""
+        """Return the ``modules`` to wrap. Raises ValueError for other results of ``lambda_fn``."""
         found: Targets = {}
         for module in modules:
             answer = self._choose(module)
@@ -91,7 +91,7 @@ def lambda_auto_wrap_policy(
     nonwrapped_numel: int,
     lambda_fn: Callable[[nn.Module], bool],
 ) -> bool:
-    """Wrap where ``lambda_fn(module)`` is true; give it with `functools.partial`."""
+    """Wrap where ``lambda_fn(module)`` is true; pass it by `functools.partial`."""
     return recurse or lambda_fn(module)
 
 
@@ -101,7 +101,7 @@ def transformer_auto_wrap_policy(
     nonwrapped_numel: int,
     transformer_layer_cls: Collection[type[nn.Module]],
 ) -> bool:
-    """Wrap modules of ``transformer_layer_cls``; give it with `functools.partial`."""
+    """Wrap modules of ``transformer_layer_cls``; pass it by `functools.partial`."""
     return recurse or isinstance(module, tuple(transformer_layer_cls))
 
 
@@ -113,10 +113,10 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: Collection[type[nn.Module]] | None = None,
     exclude_wrap_modules: Collection[type[nn.Module]] | None = None,
 ) -> bool:
-    """Wrap what has at least ``min_num_params`` parameters that no submodule has taken.
+    """Wrap modules with at least ``min_num_params`` parameters that no submodule has taken.
 
-    Submodules of ``force_leaf_modules`` stay in one piece, ``exclude_wrap_modules`` are never
-    wrapped themselves: without them those of this function's ``FORCE_LEAF_MODULES`` and
+    Submodules of ``force_leaf_modules`` are not split, and ``exclude_wrap_modules`` are never
+    wrapped themselves; the defaults are this function's ``FORCE_LEAF_MODULES`` and
     ``EXCLUDE_WRAP_MODULES``.
     """
     defaults = vars(size_based_auto_wrap_policy)
@@ -167,7 +167,7 @@ def find_targets(
 
 
 def _bottom_up(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """List modules, each once and after those below it; none that ``seen`` holds."""
+    """List modules, each once and after those below it, except those in ``seen``."""
     if module in seen:
         return
     seen.add(module)
@@ -183,7 +183,7 @@ def _ask(
     *,
     is_root: bool = False,
 ) -> int:
-    """Ask a plain policy about ``module`` and what is below; returns how many it has taken."""
+    """Call a plain policy on ``module`` and what is below; returns how many parameters it took."""
     targets, skipped, seen = found
     seen.add(module)
     numel = sum(p.numel() for p in module.parameters() if id(p) not in skipped)
@@ -230,7 +230,7 @@ def wrap(
     module: nn.Module,
     **wrap_overrides: Any,
 ) -> nn.Module:
-    """Wrap ``module`` as `enable_wrap` says; return it as it is outside of such a block."""
+    """Wrap ``module`` as `enable_wrap` says; return it unchanged outside of such a block."""
     context = _CONTEXT.get()
     if context is None:
         return module

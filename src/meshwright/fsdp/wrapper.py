@@ -64,18 +64,18 @@ class FullyShardedDataParallel(StateMethods, JoinsUnevenInputs, UnitWrapper):
     """Shards the parameters, gradients and optimizer state of ``module`` over the ranks.
 
     One wrapper is one unit: it gathers its parameters before its forward and its backward, frees
-    them after, and reduces its gradients. It owns all parameters below it that no wrapper further
-    down owns. ``auto_wrap_policy`` wraps submodules first. The arguments are those of torch's
-    class of this name; build the optimizer after wrapping.
+    them after, and reduces its gradients. It owns all parameters below it that no inner wrapper
+    owns. ``auto_wrap_policy`` wraps submodules first. The arguments are those of torch's class of
+    this name; build the optimizer after wrapping.
 
     A module of tensor parallelism takes the data axes of its mesh, ``device_mesh=mesh["shard"]``.
     ``stop_on_non_finite`` raises `NonFiniteError` on every rank at the end of a backward pass in
     which a gradient was not finite; not with a `ShardedGradScaler`, which skips such passes.
     Gradients are the mean over all ranks. A flat parameter's ``.grad`` holds zeros where some of
     its parameters were not used, and a warning names those that no rank has used; in `no_sync` it
-    is what this rank has added up so far. Hooks of ``register_post_accumulate_grad_hook`` run when
-    the mean is in ``.grad``, of which those of `Tensor.register_hook` would see a piece: these are
-    refused. `torch.autograd.grad` of inputs returns this rank's gradient; for parameters it raises.
+    is this rank's sum so far. Hooks of ``register_post_accumulate_grad_hook`` run when ``.grad`` is
+    the mean. Hooks of `Tensor.register_hook` would see a piece of it and are refused.
+    `torch.autograd.grad` of inputs returns this rank's gradient; for parameters it raises.
 
     >>> model = FullyShardedDataParallel(net, auto_wrap_policy=ModuleWrapPolicy({Block}))
     >>> optimizer = torch.optim.AdamW(model.parameters())
@@ -238,13 +238,13 @@ class FullyShardedDataParallel(StateMethods, JoinsUnevenInputs, UnitWrapper):
     def _look_below(
         self, module: nn.Module, ignored: checks.Ignored
     ) -> tuple[building.Below, list[nn.Module]]:
-        """List all modules below ``module``, and those that no wrapper further down has."""
+        """List all modules below ``module``, and those that no inner wrapper has."""
         own = [m for m in dict.fromkeys(own_modules(module)) if m not in ignored.modules]
         return building.Below(module, ignored, self._deferred, [*module.named_modules()]), own
 
     @staticmethod
     def _share_tensor_mesh(wrappers: Sequence[UnitWrapper]) -> None:
-        """Tell all wrappers of the mesh of the DTensors that any of them has had."""
+        """Give all wrappers the mesh of the DTensors that any of them has had."""
         units = [each._unit for each in wrappers if each._unit is not None]
         groups = [group for unit in units for group in unit.groups if group.has_outer]
         tensor = tensor_mesh(slot for group in groups for slot in group.slots)
@@ -261,7 +261,7 @@ class FullyShardedDataParallel(StateMethods, JoinsUnevenInputs, UnitWrapper):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on each rank, without a reduction, in the backwards of the block.
+        """Accumulate gradients on each rank, without a reduction, in backwards of the block.
 
         The first backward after it reduces the sum. Only for the root.
         """
@@ -282,8 +282,8 @@ class FullyShardedDataParallel(StateMethods, JoinsUnevenInputs, UnitWrapper):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm over all ranks is at most ``max_norm``.
 
-        Returns the norm before. Every rank calls it, on the root. Raises `LayoutError` for a stage
-        of a pipeline.
+        Returns the old norm. Every rank calls it, on the root. Raises `LayoutError` for a stage of
+        a pipeline.
         """
         self._only_root(
             "`clip_grad_norm_()` should only be called on the root FSDP instance", RuntimeError
@@ -310,8 +310,8 @@ class FullyShardedDataParallel(StateMethods, JoinsUnevenInputs, UnitWrapper):
     def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
         """Reduce gradients by ``hook``: ``hook(state, whole, out)``, in place without sharding.
 
-        In a hybrid strategy it reduces over the shards; the copies are averaged after it. A hook
-        with a parameter ``bucket`` is one of `meshwright.data_parallel.comm_hooks`: called as
+        In a hybrid strategy it reduces over the shards, and the copies are averaged afterwards. A
+        hook with a parameter ``bucket`` is one of `meshwright.data_parallel.comm_hooks`: called as
         ``hook(state, bucket)``, in a hybrid strategy on this rank's part over the copies.
         """
         if not self.check_is_root():
@@ -340,12 +340,11 @@ class FullyShardedDataParallel(StateMethods, JoinsUnevenInputs, UnitWrapper):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Iterator[None]:
-        """Show whole parameters under their names; with ``writeback`` changes of them are kept.
+        """Show whole parameters under their names; with ``writeback`` changes to them are kept.
 
         ``module`` need not be a wrapper itself. Every rank enters the block. Without gradients, as
-        in ``generate()``, modules that show them may be called there, in the parameters' dtype.
-        Raises NotImplementedError for arguments that exclude each other, AssertionError inside of a
-        pass.
+        in ``generate()``, the modules may be called inside, in the parameters' dtype. Raises
+        NotImplementedError for arguments that exclude each other, AssertionError inside of a pass.
         """
         options = SummonOptions(
             writes_back=writeback,
@@ -363,7 +362,7 @@ class FullyShardedDataParallel(StateMethods, JoinsUnevenInputs, UnitWrapper):
     # --------------------------------------------------------- torch's checkpoint functions
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Tell those functions which parts of names to leave out."""
+        """Tell torch's checkpoint functions which name components to leave out."""
         super()._fqn_modifiers()
         prepare_optimizers(self)
         return CheckpointNames(WRAPPED, self._inside)
@@ -386,7 +385,7 @@ def _move(
 def _engine_hook(
     unit: Unit, state: object, hook: Callable[..., object]
 ) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """Put ``hook`` in the engine's form; it leaves the sum over copies of a shard to us."""
+    """Convert ``hook`` to the engine's form; the engine sums over copies of a shard."""
     axes = unit.groups[0].axes
 
     def reduce(whole: torch.Tensor, out: torch.Tensor) -> None:

@@ -1,12 +1,12 @@
-"""Gradients over all axes: the loss they are of, their norm, clipping, the stop.
+"""Gradients over all axes: loss, norm, clipping, and the stop at non-finite values.
 
 Bottom-up:
 
-    bits        digests, zeros and steps that a device decides on, without a host that waits
-    closeness   equal on all ranks up to rounding, or the first tensor that is not
+    bits        digests, zeroing and steps that a device decides on without a host sync
+    closeness   checks that tensors are equal on all ranks up to rounding
     loss        a mean, or (sum, count), over microbatches and ranks
     finite      all ranks skip or stop together
-    optimizers  optimizers that parts of parameters would mislead
+    optimizers  refusals of optimizers that are wrong on parts of parameters
     norm        one norm over all axes, and clipping
 """
 

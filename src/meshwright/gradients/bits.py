@@ -35,14 +35,14 @@ def _as_words(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def digests_of(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """64 bits for each tensor that are equal for equal bits, on its device: no host stop.
+    """Compute 64 bits for each tensor, equal for equal bits, on its device without a host sync.
 
-    Of a DTensor its local tensor. None for None, and for what has no bits of its own to read.
+    A DTensor's local tensor is used. None for None, and for tensors without readable bits.
 
-    Lanes of 32 bits are folded, so that all of their bits count, and multiplied by weights that
-    depend on the place; integers wrap around, so that the order of the sum does not matter. Short
-    tensors of a device share the operators, which are what takes time of them: all tensors of a
-    unit in one call take a tenth of what each takes alone.
+    Lanes of 32 bits are folded, so that all their bits count, and multiplied by weights that depend
+    on the position; integers wrap around, so the order of the sum does not matter. Short tensors of
+    a device share operators, whose launches dominate the cost: all tensors of a unit in one call
+    take a tenth of the time of separate calls.
     """
     found: list[torch.Tensor | None] = [None] * len(tensors)
     short: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
@@ -72,9 +72,9 @@ def digests_of(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | No
 
 @torch.no_grad()
 def digest_of_all(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    """64 bits for all of ``tensors`` together, in their order, on the device of the first.
+    """Compute 64 bits for all ``tensors`` together, in order, on the device of the first.
 
-    See `digests_of`. Short ones are read as one long tensor. None where nothing has bits to read.
+    See `digests_of`. Short ones are read as one long tensor. None if no bits can be read.
     """
     found: list[torch.Tensor] = []
     short: dict[torch.device, list[torch.Tensor]] = {}
@@ -104,7 +104,7 @@ def digest_of_all(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """View the bytes of ``tensor``, or copy them; None where it has none to read."""
+    """View the bytes of ``tensor``, or copy them; None if it has none to read."""
     if type(tensor) is not torch.Tensor and type(tensor) is not nn.Parameter:
         tensor = values_of(local_of(tensor))
     local = tensor.detach()
@@ -117,7 +117,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _digest_of_long(raw: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """See `digests_of`: of any number of bytes."""
+    """See `digests_of`; for any number of bytes."""
     lanes = raw.numel() // 4
     whole = lanes // LANES * LANES
     words = raw[: lanes * 4].view(torch.int32)
@@ -131,7 +131,7 @@ def _digest_of_long(raw: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def _one_of(digests: torch.Tensor) -> torch.Tensor:
-    """Make one digest of several."""
+    """Combine several digests into one."""
     places = torch.arange(1, 2 * digests.numel(), 2, device=digests.device)
     return (digests * places.mul_(GOLDEN)).sum()
 
@@ -141,7 +141,7 @@ def _folded(words: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(device: torch.device) -> torch.Tensor:
-    """Odd numbers of 32 bits, one for each lane."""
+    """Odd 32-bit numbers, one for each lane."""
     steps = torch.arange(1, LANES + 1, device=device).mul_(GOLDEN)
     return (steps >> 32).to(torch.int32).bitwise_or_(1)
 
@@ -149,7 +149,7 @@ def _weights(device: torch.device) -> torch.Tensor:
 def step_if(is_good: torch.Tensor, optimizer: Optimizer, gradients: Iterable[torch.Tensor]) -> None:
     """Step ``optimizer`` if ``is_good``, a flag on the device that the host does not read.
 
-    Where it is False, fused optimizers write nothing; others step with ``gradients`` set to zero.
+    If it is False, fused optimizers write nothing; others step with ``gradients`` set to zero.
     """
     if steps_by_flag(optimizer):
         step_unless(is_good.logical_not().float(), optimizer)
@@ -160,9 +160,9 @@ def step_if(is_good: torch.Tensor, optimizer: Optimizer, gradients: Iterable[tor
 
 @torch.no_grad()
 def zero_unless(is_wanted: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:
-    """Zero all of ``tensors``, in place, unless ``is_wanted``, which the host does not read.
+    """Zero all ``tensors``, in place, unless ``is_wanted``, which the host does not read.
 
-    Their bits are multiplied by one or zero, so that a value that is not finite becomes zero, too.
+    Their bits are multiplied by one or zero, so that non-finite values become zero, too.
     """
     words: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:

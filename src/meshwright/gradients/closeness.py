@@ -1,8 +1,8 @@
-"""Tensors that all ranks of an axis hold: equal up to rounding, or the first that is not.
+"""Checks that tensors on all ranks of an axis are equal up to rounding.
 
-What was computed may differ by the rounding of operators that add in no fixed order, as some do on
-a GPU, or in another one on another processor: where digests of it differ, the values of the axis'
-first rank decide.
+Computed values may differ by rounding: some GPU operators add in no fixed order, and other
+processors add in another order. Where digests differ, values are compared with those of the axis'
+first rank.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def require_close(
     error: Callable[[str], Exception],
     remedy: str,
 ) -> None:
-    """Check that tensors differ between ranks by rounding alone, where ``digests`` do. Collective.
+    """Check that tensors with different ``digests`` differ by rounding only. Collective.
 
     ``digests`` has those of each rank. Raises ``error`` on every rank as `require_equal` does.
     """
@@ -65,8 +65,8 @@ def beyond_rounding_first(
 ) -> RowDifference | None:
     """Find the first tensor that differs by more than rounding. Collective.
 
-    Asked are those of which ``digests``, the ones of each rank, differ. Kinds are alike. For
-    ``share`` see `beyond_rounding`.
+    Only tensors whose ``digests``, one list for each rank, differ are compared. Shapes and dtypes
+    are equal. For ``share`` see `beyond_rounding`.
     """
     floor = rounding_floor([t for _, t in named if t is not None and _is_real(t)])
     for (name, mine), said in zip(named, zip(*digests, strict=True), strict=True):
@@ -84,7 +84,7 @@ def beyond_rounding_first(
 def _distances(
     axis: Communicator, name: str, mine: torch.Tensor, floor: float, share: float
 ) -> list[str]:
-    """How far each rank's values are from the first's, in words, see `beyond_rounding`."""
+    """Describe how far each rank's values are from the first's, see `beyond_rounding`."""
     first = mine.coalesce().to_dense() if mine.is_sparse else mine.clone().contiguous()
     values = first.clone()
     axis.broadcast(first, label=f"values of {name}, which differ").wait()
@@ -95,7 +95,7 @@ def _distances(
 
 
 def rounding_floor(tensors: Iterable[torch.Tensor]) -> float:
-    """Bound the norm that a tensor may have from rounding, beside others of its computation."""
+    """Bound the norm that rounding may give a tensor, relative to others of its computation."""
     norms = [float(local_of(t).detach().abs().float().norm()) for t in tensors]
     return _FLOOR * max(filter(math.isfinite, norms), default=0.0)
 
@@ -103,10 +103,10 @@ def rounding_floor(tensors: Iterable[torch.Tensor]) -> float:
 def beyond_rounding(
     found: torch.Tensor, expected: torch.Tensor, floor: float, *, share: float = 1.0
 ) -> float:
-    """The norm of the difference over that of ``expected``; 0 where it is within rounding.
+    """The norm of the difference over that of ``expected``; 0 if it is within rounding.
 
-    A norm of ``floor`` may come from rounding. What is not finite has to be so in both. ``share``
-    scales the rounding that is allowed.
+    A norm of ``floor`` may come from rounding. Non-finite values must be equal in both. ``share``
+    scales the allowed rounding.
     """
     wide = torch.complex128 if expected.is_complex() else torch.float64
     a, b = found.detach().to(wide), expected.detach().to(wide)
@@ -127,5 +127,5 @@ def kind_of(tensor: torch.Tensor) -> str:
 
 
 def _is_real(tensor: torch.Tensor) -> bool:
-    """Whether rounding is to be expected in it."""
+    """Whether its values can differ by rounding."""
     return tensor.is_floating_point() or tensor.is_complex()

@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite: all ranks skip or stop together."""
+"""Non-finite losses and gradients: all ranks skip or stop together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright.torch_internals.tensors import foreach_norm
 
 
 class LossScale:
-    """The factor that keeps small gradients of a float16 computation from vanishing.
+    """A loss scale, which keeps small gradients of a float16 computation from underflowing.
 
     The loss is multiplied by ``scale`` before the backward pass, and the gradients by its inverse
     on the way into the reduction. A step whose gradients are not finite on some rank is skipped by
@@ -33,7 +33,7 @@ class LossScale:
         self.good_steps = 0
 
     def update(self, is_finite: bool) -> bool:
-        """Adapt the scale to how a step went; returns whether a bad one may be skipped."""
+        """Adapt the scale to the outcome of a step; returns whether a bad one may be skipped."""
         if is_finite:
             self.good_steps += 1
             if self.good_steps >= self.interval:
@@ -43,7 +43,7 @@ class LossScale:
         return self.scale >= self.smallest
 
     def state_dict(self) -> dict[str, float]:
-        """Scale and count of good steps."""
+        """Return the scale and the count of good steps."""
         return {"scale": self.scale, "good_steps": float(self.good_steps)}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
@@ -52,10 +52,9 @@ class LossScale:
 
 
 class NonFiniteValues:
-    """The gradients of this rank, by name, that were not finite before they met those of others.
+    """The gradients of this rank, by name, that were not finite before the reduction.
 
-    Looking reads each element once, and waits for no device: what lies on one is read when it is
-    asked for.
+    Looking reads each element once, without waiting for a device: its flags are read on request.
     """
 
     def __init__(self) -> None:
@@ -70,7 +69,7 @@ class NonFiniteValues:
     def look(
         self, line: torch.Tensor, parts: Callable[[], Iterable[tuple[str, torch.Tensor]]]
     ) -> None:
-        """Look at ``line``, which is made up of ``parts()``: names and tensors."""
+        """Check ``line``, which consists of ``parts()``: names and tensors."""
         if is_host(line.device):
             # A sum of finite values may overflow, so a bad one is a reason to look closer.
             if not math.isfinite(abs(line.sum().item())):
@@ -82,18 +81,18 @@ class NonFiniteValues:
             self._unread.append(([name for name, _ in rows], largest))
 
     def add_to(self, note: torch.Tensor) -> None:
-        """Add to ``note``, a number, when something was found."""
+        """Add one to ``note``, a 0-dim tensor, if something was found."""
         if self._found:
             note.add_(1)
         for _, largest in self._unread:
             note.add_(largest.isfinite().logical_not().any())
 
     def gradients(self) -> list[str]:
-        """Return what was found, in words."""
+        """Describe what was found."""
         return [f"the gradient of {name!r}" for name in self.names()]
 
     def names(self) -> list[str]:
-        """Return what was found, in the order in which it was looked at."""
+        """Name the gradients that were found, in the order of the checks."""
         for names, largest in self._unread:
             rows = zip(names, largest.isfinite().tolist(), strict=True)
             self._found += [name for name, is_finite in rows if not is_finite]
@@ -117,9 +116,9 @@ def agree_on_non_finite(
     """Make one error on every rank, naming the first rank and parameter at fault; a collective.
 
     ``found`` names this rank's parameters whose own gradient was not finite, in order of arrival,
-    ``sums`` those of which the sum over the ranks is not, as far as this rank holds it. ``what``
-    says what all ranks have seen, for example "step 12: the gradient norm is nan", and ``harm``
-    what has come of it.
+    ``sums`` those whose sum over the ranks is not, as far as this rank holds it. ``what`` describes
+    what all ranks have seen, for example "step 12: the gradient norm is nan", and ``harm`` its
+    consequence.
     """
     rows = communicator.gather_values([list(found), list(sums)], label="who is not finite")
     overflown = list(dict.fromkeys(name for _, names in rows for name in names))
@@ -133,7 +132,7 @@ def non_finite_error(
     sums: Sequence[str] = (),
     harm: str = UNTOUCHED,
 ) -> NonFiniteError:
-    """Make the error that names, by rank, what was ``found`` there, or else the ``sums``."""
+    """Make the error that names what was ``found``, by rank, or else the ``sums``."""
     culprits = {rank: names for rank, names in found.items() if names}
     if not culprits:
         whose = f", that of {sums[0]} first" if sums else ""
@@ -151,7 +150,7 @@ def non_finite_error(
 def non_finite_gradients(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     """List the parameters whose gradient is not finite in this rank's part. Sends nothing.
 
-    The last of ``named`` first, as a backward pass comes to them.
+    They are in reverse order of ``named``, the order of a backward pass.
     """
     return [
         name

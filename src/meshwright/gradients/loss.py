@@ -1,13 +1,13 @@
-"""The loss that gradients are of: what a loss function may return, over microbatches and ranks.
+"""Losses: what a loss function may return, and its mean over microbatches and ranks.
 
-A loss function returns a mean, or ``(sum, count)``. Over microbatches and ranks
-the gradient is that of the global mean::
+A loss function returns a mean, or ``(sum, count)``. Over microbatches and ranks the gradient is
+that of the global mean::
 
     mean           the mean of all means; every microbatch on every rank must be equally large
     (sum, count)   sum of all sums / sum of all counts
 
-Counts of later microbatches are not known when the first gradients arrive, so gradients of sums
-add up on each rank, and the one factor is applied on their way into the reduction.
+Counts of later microbatches are not known when the first gradients arrive, so gradients of sums add
+up on each rank, and the one factor is applied on their way into the reduction.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class LocalLoss:
 
 
 def read_loss(value: object) -> LocalLoss:
-    """Bring the result of a loss function into one form.
+    """Convert the result of a loss function to a `LocalLoss`.
 
     Raises TypeError for any other result.
     """
@@ -91,7 +91,7 @@ def read_loss(value: object) -> LocalLoss:
 
 
 def call_module(module: Callable[..., object], batch: object) -> object:
-    """Call ``module`` on a batch: a sequence is its arguments, a mapping its keyword arguments."""
+    """Call ``module`` on a batch: a sequence holds positional, a mapping keyword arguments."""
     if isinstance(batch, Sequence) and not isinstance(batch, str):
         return module(*batch)
     if isinstance(batch, Mapping):
@@ -102,7 +102,7 @@ def call_module(module: Callable[..., object], batch: object) -> object:
 def cut_batch(batch: object, target: object, parts: int) -> list[tuple[object, object, int]]:
     """Split tensors along dim 0 into microbatches with targets and sizes; the rest is shared.
 
-    Raises ValueError when the tensors have different lengths, or less than ``parts``.
+    Raises ValueError when the tensors have different lengths, or fewer rows than ``parts``.
     """
     leaves, tree = tree_flatten((batch, target))
     sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim}
@@ -133,9 +133,9 @@ def apply_loss(
     target: object,
     look: Callable[[torch.Tensor, Collection[object]], None] | None = None,
 ) -> LocalLoss:
-    """Compute the loss of one microbatch; a loss function gets no target where there is none.
+    """Compute the loss of one microbatch; without a target the loss function gets none.
 
-    ``look`` is called with the total, and with the autograd nodes of what the loss is given.
+    ``look`` is called with the total, and with the autograd nodes of the loss's inputs.
     """
     ends = [
         get_gradient_edge(leaf).node
@@ -170,9 +170,9 @@ def leaves_of(total: torch.Tensor, ends: Collection[object]) -> list[torch.Tenso
 class LossWindow:
     """The losses of all microbatches and ranks that belong to one optimizer step.
 
-    ``add`` each microbatch, ``close`` after the last forward pass, then ``factor`` and ``mean``
-    hold for all ranks. On a device they are tensors, and no host waits; what the sums say of the
-    losses is judged when they have reached the host, see `know`.
+    ``add`` each microbatch, ``close`` after the last forward pass, then ``factor`` and ``mean`` are
+    those of all ranks. On a device they are tensors, without a host sync; the sums are checked when
+    they have reached the host, see `know`.
     """
 
     WIDTH = 6
@@ -198,11 +198,11 @@ class LossWindow:
 
     @property
     def is_finite(self) -> bool:
-        """True when this rank's own losses are finite, whatever those of other ranks are."""
+        """True when this rank's own losses are finite, regardless of other ranks."""
         return self._own is None or math.isfinite(self._own.item())
 
     def add(self, loss: LocalLoss, size: int) -> None:
-        """Count in a microbatch of ``size`` samples."""
+        """Add a microbatch of ``size`` samples."""
         if self.is_closed:
             raise InternalError("a microbatch came after the window of losses was closed")
         self._sizes.append(size)
@@ -219,9 +219,9 @@ class LossWindow:
             self._counts[place] += number
 
     def close(self, beside: Sequence[torch.Tensor] = ()) -> None:
-        """Start summing over the ranks; this rank's last microbatch is in.
+        """Start summing over the ranks, after this rank's last microbatch.
 
-        ``beside`` are numbers of another thing that are summed together with it, as many on all.
+        ``beside`` are other numbers that are summed with it, equally many on all ranks.
         """
         counts = torch.tensor(self._counts, dtype=torch.float64, device="cpu")
         sums = moved(counts, self._communicator.device)
@@ -235,7 +235,7 @@ class LossWindow:
     def factor(self) -> Factor:
         """Compute the factor of the summed gradients: one over the global count.
 
-        Raises ValueError when nothing was counted on any rank; on a device it is infinite then.
+        Raises ValueError if nothing was counted on any rank; on a device it is infinite then.
         """
         if not self._communicator.is_on_host:
             return self.sums()[1].reciprocal()
@@ -245,28 +245,28 @@ class LossWindow:
         return 1.0 / count
 
     def mean(self) -> torch.Tensor:
-        """Compute the global mean of the loss, where the losses are, in float64."""
+        """Compute the global mean of the loss, on the device of the losses, in float64."""
         if not self._communicator.is_on_host:
             return self.sums()[0] / self.sums()[1]
         total, count = self._global()[:2]
         return torch.tensor(total / count if count else math.nan, dtype=torch.float64, device="cpu")
 
     def sums(self) -> torch.Tensor:
-        """The sums over the ranks; on a device the stream waits for them, and not the host."""
+        """Return the sums over the ranks; on a device the stream waits for them, not the host."""
         if self._pending is None:
             raise InternalError("the window of losses was read before it was closed")
         self._pending.wait()
         return self._sums
 
     def know(self, sums: Sequence[float]) -> None:
-        """Judge `sums` that have reached the host. Raises ValueError where they give no mean."""
+        """Check ``sums`` that have reached the host. Raises ValueError if they give no mean."""
         self._totals, self._beside = list(sums[: self.WIDTH]), list(sums[self.WIDTH :])
         if sums[1] == 0:
             raise _nothing_counted()
         self.check_sizes()
 
     def beside(self) -> list[float]:
-        """The sums over the ranks of what was given to `close`."""
+        """Return the sums over the ranks of the ``beside`` numbers given to `close`."""
         self._global()
         return self._beside
 

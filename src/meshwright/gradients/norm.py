@@ -8,7 +8,7 @@ Each element of the gradients counts once. With its parameter spread over axes `
     tensor              its own elements               the first of shard, and the first replica
     nothing             all elements                   the first rank of all
 
-One number goes over the union of all these axes, so that all ranks find the same bits.
+One number is reduced over the union of all these axes, so that all ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NORM_ROW = 65536
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpreadGradients:
-    """Gradients of which each rank of ``communicators`` holds other elements.
+    """Gradients sharded over ``communicators``.
 
     Without communicators every rank holds the whole, as after an all-reduce.
     """
@@ -68,18 +68,18 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale all gradients so that their joint norm is at most ``max_norm``; returns the old norm.
 
-    It is the norm one process would find, for any mix of plain parameters, flat shards and
-    DTensors: parts of a gradient are summed over the axes on which it is sharded, and it counts
-    once on axes that replicate it and where it is used in several places. Every rank calls this
-    with the same parameters in the same order; a gradient may be None on some. The norm is a plain
-    tensor on the gradients' device, equal to the last bit on all ranks; one reduction is made over
-    all axes that shard.
+    It equals the norm in one process, for any mix of plain parameters, flat shards and DTensors:
+    parts of a gradient are summed over the axes that shard it, and a replicated or shared gradient
+    counts once. Every rank calls this with the same parameters in the same order; a gradient may be
+    None on some. The norm is a plain tensor on the gradients' device, bitwise equal on all ranks;
+    there is one reduction over all sharding axes.
 
     Raises RuntimeError, naming the first rank and parameter, when the norm is not finite and
-    ``error_if_nonfinite`` is set: of gradients on a device, which are zeroed then, in the next call
-    for the same ranks or before a state is given out. ValueError for a negative ``max_norm`` or a
-    ``norm_type`` that is not positive; `LayoutError` for DTensors that cannot be combined, and for
-    parameters of a pipeline's stages, which `meshwright.pipelining.clip_grad_norm_` clips.
+    ``error_if_nonfinite`` is set. For gradients on a device, which are then zeroed, it is raised in
+    the next call for the same ranks, or before a state is returned. Raises ValueError for a
+    negative ``max_norm`` or a ``norm_type`` that is not positive; `LayoutError` for DTensors that
+    cannot be combined, and for parameters of a pipeline's stages: use
+    `meshwright.pipelining.clip_grad_norm_`.
 
     >>> clip_grad_norm_(model, 1.0)
     >>> clip_grad_norm_(model.parameters(), 1.0, norm_type=math.inf)
@@ -125,7 +125,7 @@ def _look_late(
     named: Iterable[tuple[str, torch.Tensor]],
     over: Communicator | None,
 ) -> None:
-    """Do as `require_finite_norm` for a norm on a device, once the host has it."""
+    """As `require_finite_norm`, for a norm on a device, once the host has it."""
     key = f"the norm over {'one rank' if over is None else over.name}"
     late = LateNumbers.known(key)
     if late.coming:
@@ -155,10 +155,10 @@ def _refuse(
 
 
 def group_by_spread(parameters: Iterable[torch.Tensor]) -> list[SpreadGradients]:
-    """List this rank's parts of gradients of ``parameters``, by the axes they are spread over.
+    """List this rank's parts of gradients of ``parameters``, grouped by the axes that shard them.
 
-    The groups and their order follow from the parameters alone, so they are equal on all ranks
-    also where a gradient is None. A parameter that comes twice counts once.
+    Groups and order depend on the parameters alone, so they are equal on all ranks even where a
+    gradient is None. A parameter that occurs twice counts once.
     """
     once = list({id(parameter): parameter for parameter in parameters}.values())
     check_meshes(once)
@@ -190,8 +190,8 @@ def group_by_spread(parameters: Iterable[torch.Tensor]) -> list[SpreadGradients]
 def global_norm(spread: Sequence[SpreadGradients], norm_type: float = 2.0) -> torch.Tensor:
     """Compute the norm of all gradients together, over all axes, as a 0-dim tensor.
 
-    Every rank of the axes calls it with groups over the same axes, in the same order. One number
-    is reduced, and two where the norm is the maximum. Raises ValueError for an order not above 0.
+    Every rank of the axes calls it with groups over the same axes, in the same order. One number is
+    reduced, or two for the maximum norm. Raises ValueError for an order that is not positive.
     """
     if not norm_type > 0:
         raise ValueError(f"expected norm_type > 0, found {norm_type}")
@@ -226,7 +226,7 @@ def global_norm(spread: Sequence[SpreadGradients], norm_type: float = 2.0) -> to
 
 
 def _axes_of(spread: Sequence[SpreadGradients]) -> Communicator | None:
-    """All ranks that hold elements which others do not; None where each rank holds all."""
+    """All ranks that hold different elements; None where each rank holds all."""
     axes: list[Communicator] = []
     for group in spread:
         axes += group.communicators
@@ -234,7 +234,7 @@ def _axes_of(spread: Sequence[SpreadGradients]) -> Communicator | None:
 
 
 def _counts_here(group: SpreadGradients, over: Communicator) -> bool:
-    """Whether this rank is among those that count ``group``: the holders with the first rank."""
+    """Whether this rank is among those that count ``group``: holders with the first rank."""
     if not group.communicators:
         return over.rank == 0
     return over.ranks[0] in union(group.communicators).ranks

@@ -1,15 +1,15 @@
-"""Optimizers that would compute other numbers from parts of parameters than from whole ones.
+"""Refuses optimizers that compute other numbers from parts of parameters than from whole ones.
 
-What each class looks at, and what its parameters may be so that it computes what one process does::
+What each class depends on, and the parameters for which it gives the results of one process::
 
-    looks at          whole   DTensor   a part, or a line of several   a stage of a pipeline
+    depends on        whole   DTensor   part, or several in one flat   stage of a pipeline
     elements          yes     yes       yes                            yes
     each parameter    yes     torch's   refused                        yes
     all parameters    yes     torch's   refused, unless it is whole    refused
-    nobody knows      yes     torch's   a warning                      a warning
+    unknown           yes     torch's   a warning                      a warning
 
-Operators on DTensors are those of whole tensors, or torch refuses them. Each optimizer is looked at
-before its first step, and when it has got more parameters.
+Operators on DTensors compute as on whole tensors, or torch refuses them. Each optimizer is checked
+before its first step, and when it gets more parameters.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Class = TypeVar("Class", bound=type)
 
 
 class _Looks(StrEnum):
-    """The values that an optimizer looks at to change one element."""
+    """The values that an optimizer uses to update one element."""
 
     ELEMENTS = "that element of parameter, gradient and state"
     PARAMETER = "the whole parameter: its norm, rows, columns or shape"
@@ -92,7 +92,7 @@ _ZEROS = "_meshwright_zeros"
 
 
 class _Mark:
-    """The axes that a parameter is marked with. Its copies have no mark."""
+    """The axes that a parameter is marked with. Copies are not marked."""
 
     __slots__ = ("axes",)
 
@@ -107,12 +107,12 @@ class _Mark:
 
 
 def declare_element_wise(cls: Class) -> Class:
-    """Declare that the optimizer ``cls`` changes each element by that element's own history alone.
+    """Declare that the optimizer ``cls`` updates each element from its own history alone.
 
-    So it may be given parts of parameters: those of `FullyShardedDataParallel` and `flat_groups`.
-    SGD, Adam and torch's others like them are known. It holds for subclasses with the same
-    ``step``. Returns ``cls``, so it can decorate it. Raises TypeError for what is no class with a
-    ``step``, and for classes of torch that are known to look at more.
+    So it may step parts of parameters: those of `FullyShardedDataParallel` and `flat_groups`. SGD,
+    Adam and torch's other element-wise ones are known. It applies to subclasses with the same
+    ``step``. Returns ``cls``, for use as a decorator. Raises TypeError for anything but a class
+    with a ``step``, and for classes of torch that are known not to be element-wise.
 
     >>> @meshwright.declare_element_wise
     ... class Lion(torch.optim.Optimizer): ...
@@ -127,12 +127,12 @@ def declare_element_wise(cls: Class) -> Class:
 
 
 def mark_stage(parameters: Iterable[torch.Tensor], pipeline: Communicator) -> None:
-    """Mark ``parameters`` as those of stages: other ranks of ``pipeline`` hold the others."""
+    """Mark ``parameters`` as those of stages: other ranks of ``pipeline`` hold the rest."""
     _mark(parameters, _STAGE, (pipeline,))
 
 
 def refuse_stages(parameters: Iterable[torch.Tensor]) -> None:
-    """Raise LayoutError for a norm over ``parameters`` that are those of a rank's stages."""
+    """Raise LayoutError for a norm over ``parameters`` of a rank's stages."""
     for pipeline in _marked(parameters, _STAGE):
         raise LayoutError(
             "expected the gradients of a whole model, found parameters of this rank's stages: "
@@ -145,7 +145,7 @@ def refuse_stages(parameters: Iterable[torch.Tensor]) -> None:
 def mark_mean(parameters: Iterable[torch.Tensor], axes: Sequence[Communicator]) -> None:
     """Mark ``parameters``, for optimizers, as ones whose gradients are means over ``axes``.
 
-    LBFGS decides by the loss, too: it is given the mean of what its closure returns on all ranks.
+    LBFGS depends on the loss, too: it gets the mean of its closure's result over all ranks.
     """
     _mark(parameters, _MEAN, axes)
 
@@ -192,9 +192,9 @@ class _OptimizerWatch:
 
 
 def warn_without_gradients(optimizer: Optimizer) -> bool:
-    """Warn where ``optimizer``, after a forward in training, steps without any gradient.
+    """Warn if ``optimizer``, after a forward in training, steps without any gradient.
 
-    For parameters that graphs do not know. Returns whether it has warned.
+    For parameters that are in no graph. Returns whether it has warned.
     """
     trained = False
     for group in optimizer.param_groups:
@@ -213,9 +213,9 @@ def warn_without_gradients(optimizer: Optimizer) -> bool:
 
 
 def warn_of_zeros(flat: torch.Tensor, find: Callable[[], Sequence[str]]) -> None:
-    """Warn once of parameters of ``flat`` of which no rank had a gradient, while others had one.
+    """Warn once about parameters of ``flat`` without a gradient on any rank, if others had one.
 
-    ``find`` names them. It reads values: on a device, where the host would wait, it is asked once.
+    ``find`` names them. It reads values, so on a device, where the host would wait, only once.
     """
     names = () if vars(flat).get(_ZEROS) else find()
     if names or not flat.is_cpu:
@@ -257,10 +257,10 @@ def _with_mean_loss(
 
 
 def check_optimizer(optimizer: Optimizer, *, has_closure: bool = True) -> str:
-    """Raise TypeError where ``optimizer`` would compute other numbers than one process.
+    """Raise TypeError if ``optimizer`` would compute other numbers than one process.
 
-    Also where its ``step`` needs arguments and whoever calls it, without ``has_closure``, has none.
-    Returns what is in doubt about a class that nobody knows, "" where nothing is.
+    Also if its ``step`` requires arguments that the caller, without ``has_closure``, does not pass.
+    Returns a description of the doubt about an unknown class, "" if there is none.
     """
     looks, name = _looks(type(optimizer)), type(optimizer).__name__
     held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -303,7 +303,7 @@ def check_optimizer(optimizer: Optimizer, *, has_closure: bool = True) -> str:
 
 
 def _chosen_by_shape(optimizer: Optimizer) -> str:
-    """The warning for a group without parameters that might have some in one process."""
+    """The warning for an empty group that might have parameters in one process."""
     groups = optimizer.param_groups
     held = [parameter for group in groups for parameter in group["params"]]
     empty = next((i for i, group in enumerate(groups) if not group["params"]), None)
@@ -319,7 +319,7 @@ def _chosen_by_shape(optimizer: Optimizer) -> str:
 
 
 def _refuse_twice(held: Sequence[torch.Tensor], name: str) -> None:
-    """Raise TypeError for a parameter beside the flat one that lies in the same memory."""
+    """Raise TypeError for a parameter in the same memory as the flat one."""
     for line in filter(is_line, held):
         start = line.data_ptr()
         end = start + line.numel() * line.element_size()
@@ -333,7 +333,7 @@ def _refuse_twice(held: Sequence[torch.Tensor], name: str) -> None:
 
 
 def _refuse_mixed(optimizer: Optimizer) -> None:
-    """Raise TypeError for a group whose DTensors and others would be given to one kernel."""
+    """Raise TypeError for a group that would pass DTensors and other tensors to one kernel."""
     for group in optimizer.param_groups:
         chosen = next((key for key in ("foreach", "fused") if group.get(key)), None)
         trained = [parameter for parameter in group["params"] if parameter.requires_grad]
@@ -353,13 +353,13 @@ def _refuse_mixed(optimizer: Optimizer) -> None:
 
 
 def _answers_itself(cls: type[torch.Tensor]) -> bool:
-    """Whether a class of tensors may answer calls of torch with tensors of its own."""
+    """Whether a tensor class may answer calls of torch with tensors of its own."""
     silent = torch.nn.Parameter.__torch_function__
     return cls is not torch.Tensor and cls.__torch_function__ is not silent
 
 
 def _make_a_row(held: Sequence[torch.Tensor]) -> bool:
-    """Whether torch can view each of ``held`` as a row, and join the rows."""
+    """Whether torch can view each of ``held`` as a row and join the rows."""
     if len(set(map(is_distributed, held))) > 1:
         return False
     if any(is_distributed(parameter) and not parameter.numel() for parameter in held):
@@ -373,7 +373,7 @@ def _make_a_row(held: Sequence[torch.Tensor]) -> bool:
 
 
 def _unlike_one_process(held: Sequence[torch.Tensor], looks: _Looks) -> tuple[str, str]:
-    """Name the difference from one process that an optimizer ``looks`` at, and the remedy."""
+    """Describe how an optimizer that ``looks`` so would differ from one process, and the remedy."""
     if looks is _Looks.ELEMENTS:
         return "", ""
     parts, lines = sum(map(is_marked_spread, held)), sum(map(is_line, held))
@@ -395,10 +395,10 @@ def _unlike_one_process(held: Sequence[torch.Tensor], looks: _Looks) -> tuple[st
 
 
 def _wanted(step: Callable[..., object]) -> str:
-    """The arguments that ``step`` cannot be called without, such as ``closure``.
+    """The arguments that ``step`` requires, such as ``closure``.
 
-    A scheduler of learning rates puts a function of its own in the place of a bound ``step``, which
-    shows the signature of the one that is not bound.
+    A learning rate scheduler replaces a bound ``step`` by its own function, which shows the
+    signature of the unbound one.
     """
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return ", ".join(
@@ -409,7 +409,7 @@ def _wanted(step: Callable[..., object]) -> str:
 
 
 def _looks(cls: type) -> _Looks:
-    """Judge by the class whose ``step`` runs: who overrides it may do anything."""
+    """Classify an optimizer by the class whose ``step`` runs: an override may do anything."""
     step = inspect.unwrap(cls.step)
     for base in cls.__mro__:
         if inspect.unwrap(getattr(base, "step", print)) is not step:

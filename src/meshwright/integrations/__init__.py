@@ -3,7 +3,7 @@
 Bottom-up:
 
     torch_names   Meshwright under the names of torch's modules
-    trackers      metrics of a run sent to TensorBoard, Weights & Biases, MLflow, Trackio or yours
+    trackers      metrics for TensorBoard, Weights & Biases, MLflow, Trackio or your own tracker
     ray           loops of Ray Train: metrics and checkpoints
     accelerate    Meshwright's models in Accelerate
     transformers  Meshwright's models in the Trainer of transformers

@@ -7,9 +7,9 @@
     accelerate.install()
     model, optimizer, data = Accelerator().prepare(model, optimizer, data)
 
-`install` puts our classes under torch's names (`torch_names`), so that ``prepare`` wraps models in
-our class and ``unwrap_model`` recognizes it. It also patches six methods of ``Accelerator``, for
-which names are not enough; for models that are not ours, they behave as before.
+`install` replaces torch's classes by ours (`torch_names`), so that ``prepare`` wraps models in our
+class and ``unwrap_model`` recognizes it. It also patches six methods of ``Accelerator`` where that
+is not enough; for models that are not ours, they behave as before.
 
 A patch can be undone. Its function gets the original method, then the arguments of the call. It
 lists the argument names that it expects of the method, since another version may have others.
@@ -127,7 +127,7 @@ def _prepare_model(
     device_placement: bool | None = None,
     evaluation_mode: bool = False,
 ) -> Any:  # noqa: ANN401 - a module, or what it has compiled
-    """Prepare ``model``; one of ours is neither moved nor wrapped a second time."""
+    """Prepare ``model``; one of our models is neither moved nor wrapped again."""
     if isinstance(inside(model), DistributedDataParallel | OfThisProcess):
         device_placement, evaluation_mode = False, True  # evaluation mode adds no wrapper
     return theirs(model, device_placement=device_placement, evaluation_mode=evaluation_mode)

@@ -73,8 +73,8 @@ def latest_checkpoint() -> Iterator[Path | None]:
     """The folder of the last checkpoint reported to Ray; None at the beginning.
 
     It exists within the block. Any number of workers may have saved it. After a loop that failed
-    during its last `report`, it may be the checkpoint before that. So let each attempt save to a
-    folder of its own: no checkpoint is overwritten.
+    during its last `report`, it may be the previous checkpoint. So let each attempt save to its own
+    folder: no checkpoint is overwritten.
     """
     from ray import train
 

@@ -1,4 +1,4 @@
-"""Metrics of a run sent to TensorBoard, Weights & Biases, MLflow, Trackio or a tracker of yours.
+"""Sends metrics of a run to TensorBoard, Weights & Biases, MLflow, Trackio or your own tracker.
 
 A tracker of your own is a class with the three methods of `Tracker`; name it as
 ``"package.module:Class"``. Only rank 0 creates it.
@@ -29,7 +29,7 @@ class Tracker(Protocol):
         """Receive the numbers of one step."""
 
     def finish(self) -> None:
-        """Send what is left, and end."""
+        """Send remaining values, and end the run."""
 
 
 class TensorBoard:

@@ -11,7 +11,7 @@ from meshwright.errors import RankFailedError
 
 
 class Ending(StrEnum):
-    """The ways in which a rank ends."""
+    """How a rank ended."""
 
     RETURNED = "returned"
     """The body returned and the process ended with exit code 0."""

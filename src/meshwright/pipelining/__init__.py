@@ -9,7 +9,7 @@ Bottom-up:
     stage       one stage, and its state for each microbatch
     p2p         the messages between stages of different ranks
     residency   parameters and gradients of a stage that are replicated or sharded
-    ties        parameters that several stages have
+    ties        parameters that several stages share
     failures    a step that fails on one rank, and ranks in different steps
     runtime     one step: a rank's row with all lookups done, and its interpreter
     schedules   the classes that users call, and the norm over all stages

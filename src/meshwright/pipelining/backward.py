@@ -69,7 +69,7 @@ class Junction:
         return [at for at, (node, _) in following if node is not None and at not in self.edges]
 
     def listen(self) -> RemovableHandle:
-        """Register `keep` on the node, and note the user's hooks there; returns the handle."""
+        """Register `keep` on the node, and record the user's hooks there; returns the handle."""
         handle = self.node.register_hook(self.keep)
         hooks = handle.hooks_dict_ref()
         if len(hooks) > 1:
@@ -87,8 +87,8 @@ def stage_backward(
 
     ``stage_output`` and ``output_grads`` are matching nested sequences and mappings; an output
     whose gradient is None is left out. A scalar loss needs no ``output_grads``.
-    ``outputs_with_grads_idxs`` is accepted and not needed. Returns the gradients of
-    ``input_values``, None for those without one, and clears their ``.grad``.
+    ``outputs_with_grads_idxs`` is ignored. Returns the gradients of ``input_values``, None for
+    those without one, and clears their ``.grad``.
     """
     tensors, gradients = _starts(stage_output, output_grads)
     if tensors:
@@ -277,7 +277,7 @@ class _Graph:
         return found
 
     def leads_to(self, node: Node) -> int:
-        """What ``node`` leads to: `INPUT`, `WEIGHT`, their sum or 0."""
+        """Return what ``node`` leads to: `INPUT`, `WEIGHT`, their sum, or 0."""
         return self._reach.get(node, 0)
 
     def _search(self, root: Node, found: list[Junction]) -> None:

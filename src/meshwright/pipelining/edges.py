@@ -1,4 +1,4 @@
-"""The source of each argument of a stage, and the parameters that several stages have."""
+"""The sources of the arguments of a stage, and the parameters that several stages share."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class StageEdges:
 
     @property
     def only(self) -> int | None:
-        """The stage whose outputs, all and in order, are the only arguments; None without."""
+        """The stage whose outputs, all and in order, are the only arguments; None otherwise."""
         is_one = len(self.args) == 1 and not self.kwargs and self.args[0].output is None
         return self.args[0].stage if is_one else None
 
@@ -57,7 +57,7 @@ class StageEdges:
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """One parameter of the model that several stages have."""
+    """One parameter of the model that several stages share."""
 
     owner: int
     """The stage whose copy sets the initial value, and counts in norms."""

@@ -6,13 +6,13 @@ Ranks still in an earlier step finish it. ``refused N`` says that step N could n
 which counts it as a step. A rank that waits in step N for its first message raises and counts it
 too, so the schedule continues with the next step if nothing of this one was sent. If a rank has
 sent or received any of it, that rank raises and the schedule has failed. Data-parallel ranks of a
-stage are not ranks of the pipeline: the board of the run tells them.
+stage are not ranks of the pipeline: they learn of it from the board of the run.
 
 Messages and notices belong to one schedule. A rank in a schedule that another rank has not built,
-or reaches later, would wait until its timeout. So a rank that has waited for a while leaves word:
-the step it is in, and the steps it has ended. A rank that fails for good does the same. Two words
+or reaches later, would wait until its timeout. So a rank that has waited for a while posts a note:
+the step it is in, and the steps it has ended. A rank that fails for good does the same. Two notes
 are compared: if each rank is in a step that the other has not reached, their programs differ. A
-word stays true after its rank has continued, so none is ever taken back.
+note stays true after its rank has continued, so none is ever withdrawn.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class _PeerShapeError(PipeliningShapeError, PipelinePeerError):
 
 
 class _PeerValueError(PipelinePeerError, ValueError):
-    """Another rank was given a wrong value."""
+    """Another rank got a wrong value."""
 
 
 _KINDS: Mapping[str, type[Exception]] = {"shape": _PeerShapeError, "value": _PeerValueError}
@@ -127,7 +127,7 @@ class Turns:
     def __init__(
         self, communicator: Communicator, notices: Notices, number: int, what: str
     ) -> None:
-        """``notices`` are those of the group, whatever the schedule."""
+        """``notices`` are those of the group, for all schedules."""
         self._notices = notices
         self._ranks = communicator.ranks
         self._rank = communicator.rank
@@ -144,15 +144,15 @@ class Turns:
     def end(self, step: int, error: BaseException | None = None) -> None:
         """End ``step``, whether it succeeded, failed or could not begin.
 
-        An ``error`` leaves the schedule unusable. For a `CollectiveMismatchError` the word has been
-        left already.
+        An ``error`` leaves the schedule unusable. For a `CollectiveMismatchError` the note has been
+        posted already.
         """
         if error is not None and not isinstance(error, CollectiveMismatchError):
             self._leave_word(step, f"{type(error).__name__}: {error}")
         self._ended[f"{_PREFIX}{self._number}"] = step + 1
 
     def look(self, step: int) -> None:
-        """Compare this rank, waiting in ``step``, with the words of others.
+        """Compare this rank, waiting in ``step``, with the notes of others.
 
         Raises `CollectiveMismatchError` when each of two ranks is in a step that the other has not
         reached.

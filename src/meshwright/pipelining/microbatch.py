@@ -1,7 +1,7 @@
 """Splitting a batch into microbatches, and merging their outputs.
 
-Every tensor is split along dim 0 unless a spec says otherwise; every microbatch gets other values
-as they are. Sizes are those of `torch.tensor_split`: they differ by one at most.
+Every tensor is split along dim 0 unless a spec says otherwise; other values go unchanged to every
+microbatch. Sizes are those of `torch.tensor_split`: they differ by one at most.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ class P2PChannels:
 
 @dataclass(slots=True, eq=False)
 class ControlMessage:
-    """A control message from rank ``rank`` that is awaited or has arrived."""
+    """A control message from rank ``rank``, awaited or arrived."""
 
     rank: int
     label: str
@@ -181,7 +181,7 @@ class ControlMessage:
 
     @property
     def has_come(self) -> bool:
-        """True when reading it waits for nothing."""
+        """True when it can be read without waiting."""
         return self.contents is not None or self.pending.is_completed()
 
 
@@ -343,7 +343,7 @@ class StepIds:
 
 
 class Transport:
-    """What one rank sends and receives the messages of one schedule with, step after step."""
+    """What one rank uses to send and receive the messages of one schedule, in all steps."""
 
     def __init__(
         self,
@@ -352,7 +352,7 @@ class Transport:
         tied: Iterable[tuple[int, int]],
         number: int,
     ) -> None:
-        """``schedules`` have the same stages; ``tied`` are pairs of stages, either way round."""
+        """``schedules`` have the same stages; ``tied`` are pairs of stages, in either order."""
         pairs: set[tuple[int, int]] = set()
         self.stage_ranks: tuple[int, ...] = ()
         for schedule in schedules:
@@ -621,7 +621,7 @@ class P2PTransfers:
         return self._open(operation, found.signature.tensors, found.signature, control=control)
 
     def _learn_ids(self, stage: int, rank: int, contents: Contents) -> tuple[int, ...]:
-        """Learn the ids of all microbatches of ``stage``, where its rank is in the same step."""
+        """Store the ids of all microbatches of ``stage``, if its rank is in the same step."""
         plan, step, runs = contents["step"]
         if step != self._step:
             self._refuse_step(stage, rank, step)
@@ -671,7 +671,7 @@ class P2PTransfers:
         return self._open(operation, metas, signature, mask)
 
     def _awaited(self, operation: P2POperation, label: str, *, wait: bool) -> ControlMessage | None:
-        """Return the control message ahead of another; None if not ``wait`` and not arrived."""
+        """Return the control message before another; None if not ``wait`` and not arrived."""
         message = self._control.awaited(operation.peer, label)
         return message if wait or message.has_come else None
 
@@ -700,12 +700,12 @@ class P2PTransfers:
     # --------------------------------------------------------------- tied parameters
 
     def tell(self, facts: Sequence[int], stage: int, target: int) -> None:
-        """Tell stage ``target`` of another rank what ``stage`` has of tied parameters."""
+        """Send stage ``target`` of another rank the facts of ``stage`` about tied parameters."""
         rank = self._transport.stage_ranks[target]
         self._write({"tied": list(facts)}, rank, f"tied parameters of stage {stage}")
 
     def hear(self, count: int, stage: int) -> list[int]:
-        """Wait for the ``count`` facts that ``stage`` of another rank tells one of this rank."""
+        """Wait for the ``count`` facts that ``stage`` of another rank sends to one of this rank."""
         rank = self._transport.stage_ranks[stage]
         message = self._control.awaited(rank, f"tied parameters of stage {stage}")
         found: list[int] = self._control.read(message, self._watch)["tied"]

@@ -28,7 +28,7 @@ class Residency(Protocol):
     def begin(self, what: str, *, training: bool) -> None:
         """Begin a step: hooks of the module are inactive until it ends.
 
-        ``what`` describes the step; data-parallel ranks must run the same.
+        ``what`` describes the step; data-parallel ranks must run the same one.
         """
 
     def unshard(self) -> None:
@@ -46,11 +46,11 @@ class Residency(Protocol):
     def computing(self, module: nn.Module, name: str) -> torch.Tensor | None:
         """Return the tensor that forwards use as parameter ``name``, with this rank's gradient.
 
-        None where that is the parameter itself, or another residency's.
+        None if that is the parameter itself, or belongs to another residency.
         """
 
     def written(self, module: nn.Module, name: str) -> None:
-        """Adopt the current value of the gathered parameter ``name`` of ``module``."""
+        """Take over the current value of the gathered parameter ``name`` of ``module``."""
 
     def reduce(self) -> None:
         """Start to sum the gradients accumulated since the last call."""

@@ -520,8 +520,7 @@ class _StepRun:
         entry.stage.backward_weight_one_chunk(entry.microbatch)
 
     def accumulate(self, entry: ScheduledAction) -> None:
-        """After a weight half: accumulate, and free the last stage's graph, of which results and
-        losses would keep the weight half alive."""
+        """Accumulate after a weight half; frees the last stage's graph, which keeps it alive."""
         if entry.stage.is_last:
             k, results, losses = entry.microbatch, entry.stage.results, self.batch.losses
             if k in results:
@@ -575,9 +574,9 @@ class _StepRun:
     def call(self, entry: ScheduledAction) -> None:
         """Run a function of the user in place of the action, or of both parts of an overlap.
 
-        The interpreter has waited for what it reads, and passes on what it has made; the function
-        computes, by the stage's methods or by `PipelineContext.run`. Raises ``RuntimeError`` for
-        an action that it has left undone, on whose results other ranks rely.
+        The interpreter has waited for its inputs, and passes its results on; the function computes,
+        by the stage's methods or by `PipelineContext.run`. Raises ``RuntimeError`` for an action
+        that it has not done, because other ranks rely on the results.
         """
         parts = entry.parts or (entry,)
 
@@ -665,7 +664,7 @@ class Listener:
 
     Compute starts when all its inputs are there, so that waiting does not count as work. A gather
     lasts from its UNSHARD until the first compute that waits for it, a reduction until the end of
-    the step. The communicator reports transfers, under the texts of their actions.
+    the step. The communicator reports transfers, labeled by their actions.
     """
 
     def __init__(self, clock: Clock, *, is_profiled: bool) -> None:

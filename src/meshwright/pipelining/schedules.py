@@ -238,7 +238,7 @@ class PipelineSchedule:
 
     @property
     def pipeline_order(self) -> dict[int, list[Action | None]]:
-        """The actions of each rank in order, as they compute; None is an idle time slot."""
+        """The actions of each rank in order of computation; None is an idle time slot."""
         return dict(enumerate(map(list, self.schedule.rows)))
 
     @property

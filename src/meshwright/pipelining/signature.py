@@ -1,4 +1,4 @@
-"""What crosses stages: shapes, strides, dtypes and nesting, and what both sides know of them.
+"""Metadata of the values that cross stages, and how both sides learn it.
 
 A signature describes all outputs of a stage for one microbatch. A rank sends each signature to a
 reader at most once, as JSON; from then on its id stands for it. An id follows from the stage's
@@ -373,7 +373,7 @@ class SignatureCache:
         self._used: Mapping[int, tuple[int, ...]] = {}
 
     def learn(self, stage: int, identity: int, signature: Signature) -> None:
-        """Note what a stage of this rank has made; `drop` takes it back if the step is refused."""
+        """Note the outputs of a stage of this rank; `drop` undoes it if the step is refused."""
         self.stages[stage][identity] = KnownSignature(signature)
         self._learned.append((stage, identity))
 

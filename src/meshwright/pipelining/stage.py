@@ -64,7 +64,7 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class StepOfStage:
-    """What a stage is told about its current step."""
+    """What a stage needs to know about its current step."""
 
     has_backward: bool
     is_scaled: bool
@@ -154,14 +154,13 @@ class Chunk:
 class PipelineStage:
     """A part of a model on this rank, with torch's constructor and methods.
 
-    ``submodule`` is called as it is, hooks included. ``input_args`` and ``output_args`` declare
-    (with one microbatch's tensors, or a single one) its inputs and outputs; what is not declared
-    is learned from the first microbatch. ``dw_builder`` is called after the backward of each
-    microbatch and returns a function that computes its weight gradients. Gradients have the
-    metadata of their values, so ``output_grads``, ``input_grads`` and ``get_mesh`` are accepted and
-    not needed. ``edges`` give the sources of every stage's arguments; by default these are all
-    outputs of the previous stage. ``ties``, equal on all ranks, name parameters that several stages
-    have.
+    ``submodule`` is called unchanged, hooks included. ``input_args`` and ``output_args`` declare
+    (with one microbatch's tensors, or a single one) its inputs and outputs; anything undeclared is
+    taken from the first microbatch. ``dw_builder`` is called after the backward of each microbatch
+    and returns a function that computes its weight gradients. Gradients have the metadata of their
+    values, so ``output_grads``, ``input_grads`` and ``get_mesh`` are ignored. ``edges`` give the
+    sources of every stage's arguments; by default these are all outputs of the previous stage.
+    ``ties``, equal on all ranks, name parameters that several stages share.
 
     Raises ``ValueError`` for an index outside the stages, ``RuntimeError`` for a group with more
     ranks than stages.
@@ -243,17 +242,17 @@ class PipelineStage:
 
     @property
     def is_first(self) -> bool:
-        """True when it takes the batch."""
+        """True for the first stage, which takes the batch."""
         return self.stage_index == 0
 
     @property
     def is_last(self) -> bool:
-        """True when its outputs are the model's."""
+        """True for the last stage, whose outputs are the model's."""
         return self.stage_index == len(self.all_edges) - 1
 
     @property
     def output_chunks(self) -> list[Any]:
-        """``results`` in the order of microbatches."""
+        """Return ``results`` in the order of microbatches."""
         return [self.results[microbatch] for microbatch in sorted(self.results)]
 
     @property

@@ -4,8 +4,8 @@ After its row, each holder sends the others its gradient of this step, and each 
 order of stages, so that all get the same bits. This must follow the last weight half of every
 holder and precede the reduction over data-parallel ranks, because holders may be sharded
 differently. It comes after the row because a rank that waited for another holder any earlier could
-deadlock with it. Gradients of earlier steps are set aside meanwhile: they are sums already. In the
-first step the owner sends its values to the other holders.
+deadlock with it. Gradients of earlier steps, already summed, are set aside meanwhile. In the first
+step the owner sends its values to the other holders.
 """
 
 from __future__ import annotations

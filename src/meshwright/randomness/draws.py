@@ -208,7 +208,7 @@ class Draws:
     def microbatch(
         self, number: int, samples: Sequence[int] | torch.Tensor | None = None
     ) -> Iterator[None]:
-        """The context of microbatch ``number`` of this step; ``samples`` are its rows.
+        """The context of microbatch ``number`` of this step; ``samples`` number its rows.
 
         They are numbers in the global batch (or in the data set), one for each row of dim 0 of
         dropout's input. They may be omitted when the microbatch is entered again, for its backward
@@ -234,7 +234,7 @@ class Draws:
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Drop nothing in the block, for runs that only observe shapes or the order of modules."""
+        """Disable dropout in the block, for runs that only observe shapes or module order."""
         before, self.is_rehearsal = self.is_rehearsal, True
         try:
             yield

@@ -165,7 +165,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """``[run]``: how long, how often, and where to."""
+    """``[run]``: the number of steps, intervals of saving and logging, and the folder."""
 
     steps: Annotated[int, AtLeast(1)] = 300
     """Optimizer steps of the whole run."""
@@ -213,7 +213,7 @@ class RunConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """Everything that ``meshwright train`` reads; the plan's tables stand beside the others."""
+    """The full configuration of ``meshwright train``, including the plan's tables."""
 
     plan: Annotated[Plan, Inline()] = field(default_factory=Plan)
     model: ModelConfig = ModelConfig()
@@ -267,7 +267,7 @@ class TrainConfig:
         return not self.model.factory and not self.model.hugging_face
 
     def _conflicts(self) -> Iterator[Problem]:
-        """Find keys of which one makes the other meaningless."""
+        """Find keys of which one makes another meaningless."""
         given = {*self.origin.lines, *self.origin.overrides}
         for table, key, others in _EXCLUSIVE:
             for other in others if getattr(getattr(self, table), key) else ():

@@ -280,7 +280,7 @@ class _Training:
         return outcome
 
     def _tell(self, outcome: RunOutcome) -> RunOutcome:
-        """Write the summary and draw the report; a report that fails does not fail the run."""
+        """Write the summary and draw the report; if the report fails, the run does not."""
         self._write("summary.json", asdict(outcome))
         if outcome.report:
             try:
@@ -334,7 +334,7 @@ class _Training:
                 self._progress.note(f"error: tracker {name}: {error}; training goes on without it")
 
     def _measure_flops(self) -> float:
-        """Peak operations a second of all ranks' devices; 0 on ranks that write no metrics."""
+        """Return the peak operations per second of all devices; 0 on ranks without metrics."""
         if self._world.rank or not self._needed:
             return 0.0
         given, precision = self._config.run.peak_tflops, self._config.plan.precision.resolved()
@@ -418,7 +418,7 @@ class _Training:
 
     @contextlib.contextmanager
     def _telling_breaks(self, number: int) -> Iterator[None]:
-        """Log graph breaks of the first two steps: in the first one, dropout is watched."""
+        """Log graph breaks of the first two steps: in the first, dropout is watched."""
         if not self._config.plan.train.compile or number > self._first + 1:
             yield
             return

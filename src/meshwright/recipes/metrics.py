@@ -145,7 +145,7 @@ def _clock(seconds: float) -> str:
 class StepTrace:
     """A trace that keeps the last ``keep`` steps; with 0 nothing is measured.
 
-    The compute lane holds the spans that the trainable names: forward, backward, optimizer.
+    The compute lane holds the spans of the trainable: forward, backward, optimizer.
     """
 
     def __init__(self, device: torch.device, *, keep: int) -> None:

@@ -1,4 +1,4 @@
-"""The check that a layout trains the same model as one process: the same steps twice, in float64.
+"""Checks that a layout trains the same model as one process: the same steps twice, in float64.
 
 ::
 

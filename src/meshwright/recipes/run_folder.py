@@ -116,7 +116,7 @@ def _saved_run(path: Path) -> object | None:
 
 
 def resume_hint(folder: Path, command: str) -> str:
-    """Tell how to resume the run in ``folder`` after a rank was killed, if anything was saved."""
+    """Return how to resume the run in ``folder`` after a rank was killed, if anything was saved."""
     below = folder / CHECKPOINTS
     newest = checkpoint.latest(below) if below.is_dir() else None
     if newest is None:

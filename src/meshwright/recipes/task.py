@@ -105,7 +105,7 @@ def factory(table: str, key: str, name: str, home: Path) -> Factory:
 
 
 def told(error: BaseException) -> str:
-    """Write ``error`` in one line, with the place that raised it."""
+    """Format ``error`` in one line, with the place that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames[1:] else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"

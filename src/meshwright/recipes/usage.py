@@ -1,4 +1,4 @@
-"""Memory of a run by category, and the operations that its model needs for a token."""
+"""Memory of a run by category, and the floating-point operations of its model per token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A timeline drawn as SVG: a band for each rank, a row in it for each lane, a color for each kind.
+"""Draws a timeline as SVG: a band per rank, in it a row per lane, and a color per kind of event.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Pieces of drawings: texts, round numbers along an axis, numbers in words."""
+"""Pieces of drawings: texts, round numbers along an axis, formatted numbers."""
 
 from __future__ import annotations
 

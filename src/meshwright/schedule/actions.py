@@ -113,22 +113,22 @@ class Action(NamedTuple):
 
     @property
     def stage_index(self) -> int:
-        """Under torch's name, ``stage``; so for the three properties below."""
+        """``stage``, under torch's name."""
         return self.stage
 
     @property
     def computation_type(self) -> Operation:
-        """``operation``."""
+        """``operation``, under torch's name."""
         return self.operation
 
     @property
     def microbatch_index(self) -> int | None:
-        """``microbatch``."""
+        """``microbatch``, under torch's name."""
         return self.microbatch
 
     @property
     def sub_actions(self) -> tuple[Action, ...] | None:
-        """``parts``, None without any."""
+        """``parts``, under torch's name; None if there are none."""
         return self.parts or None
 
     def __str__(self) -> str:

@@ -118,10 +118,10 @@ def apply_plan(
 
 
 def _plain(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """List plain parameters of modules without a style, neither ours nor the user's.
+    """List plain parameters of modules without a style, ours or the user's.
 
-    A parameter tied to one that has become a DTensor is left out: its module gets a style later,
-    or is rejected.
+    A parameter tied to one that has become a DTensor is left out: its module gets a style later, or
+    is rejected.
     """
     for name, parameter in module.named_parameters():
         is_known = _THEIRS in vars(parameter) or what_became(parameter) is not None
@@ -184,7 +184,7 @@ def _check_plan(plan: object) -> None:
 
 
 def _is_style(given: object) -> bool:
-    """Whether ``given`` is a style: a modules' ``_apply`` is another method, a class no style."""
+    """Whether ``given`` is a style: not a module, whose ``_apply`` differs, and not a class."""
     return callable(getattr(given, "_apply", None)) and not isinstance(given, nn.Module | type)
 
 

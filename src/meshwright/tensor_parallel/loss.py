@@ -73,7 +73,7 @@ def cross_entropy_of_parts(
     ``target`` has class indices in that shape without the columns, the same on all ranks of
     ``axis``. The columns are chunks of ``classes``; if they are longer, the vocabulary is padded
     and columns beyond ``classes`` are left out. None: all columns are classes, equally many on each
-    rank. ``weight`` has one number for each class. ``z_loss`` is the factor of the squared log of
+    rank. ``weight`` has an element for each class. ``z_loss`` is the factor of the squared log of
     the sum of exponentials.
 
     ``reduction`` is ``"none"``, ``"sum"``, ``"mean"`` over tokens that are not ignored (weighted by

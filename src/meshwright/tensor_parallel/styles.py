@@ -346,9 +346,9 @@ class ColwiseParallel(_Layered):
 
     A ``Conv1D`` of Hugging Face counts as a Linear whose weight is transposed.
 
-    ``input_layouts``: of a local input (Replicate). ``output_layouts``: of the output
-    (``Shard(-1)``). A DTensor has its own layout. With ``use_local_output=False`` the output is a
-    DTensor.
+    ``input_layouts``: the layout of a local input (Replicate). ``output_layouts``: the layout of
+    the output (``Shard(-1)``). A DTensor has its own layout. With ``use_local_output=False`` the
+    output is a DTensor.
 
     Weight and bias of a Linear are ``Shard(0)``, the weight of an Embedding ``Shard(1)``. The
     gradient of the input is summed over ranks while that of the weight is computed.
@@ -368,7 +368,7 @@ class FusedColwiseParallel(_Layered):
 
     For query, key and value in one `torch.nn.Linear` or ``Conv1D``, or gate and up. The module
     returns a local tensor with this rank's shard of each part, one after the other, to be split.
-    ``input_layouts``: of a local input (Replicate).
+    ``input_layouts``: the layout of a local input (Replicate).
 
     The weight is sharded with strides along its output features. The bias is Replicate, and its
     gradient is summed over ranks at the end of each backward pass.
@@ -408,8 +408,8 @@ class FusedColwiseParallel(_Layered):
 class RowwiseParallel(_Layered):
     """Shards the input features of a `torch.nn.Linear`, or the rows of a `torch.nn.Embedding`.
 
-    ``input_layouts``: of a local input (``Shard(-1)``; give Replicate for an Embedding).
-    ``output_layouts``: of the output (Replicate). A DTensor has its own layout. With
+    ``input_layouts``: the layout of a local input (``Shard(-1)``; pass Replicate for an Embedding).
+    ``output_layouts``: the layout of the output (Replicate). A DTensor has its own layout. With
     ``use_local_output=False`` the output is a DTensor.
 
     The weight of a Linear is ``Shard(1)`` and its bias Replicate, added once, after the sum; the

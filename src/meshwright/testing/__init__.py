@@ -6,7 +6,7 @@ Bottom-up:
     simulated     simulated devices, and ranks that have them
     plugin        the pytest plugin
     fake          all ranks in one process
-    models        models that have broken a layout
+    models        models with properties that have broken a layout
     training      parity with one process, also bit by bit
     faults        faults at a chosen place and step
 

@@ -1,4 +1,4 @@
-"""Small models, each with one property that has broken a layout somewhere.
+"""Small models, each with a property that has broken a layout before.
 
 ``MODELS`` maps a name to a `Sample`: how to build the model, an example batch, and a loss.
 """

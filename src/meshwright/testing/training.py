@@ -1,4 +1,4 @@
-"""The same training on several ranks and in one process: losses, gradients and weights must agree.
+"""Compares training on several ranks with one process: losses, gradients and weights must agree.
 
 ::
 

@@ -1,22 +1,23 @@
-"""The only room that uses what torch keeps private: a new torch breaks the library here or nowhere.
+"""The only package that uses private parts of torch, so a new torch can break the library only
+here.
 
-It imports torch alone, so that every room which uses torch may use it. A name that
-torch lacks raises when the file that needs it is loaded. `distributed` is for `comm` alone, as
-`torch.distributed` is, and for simulated devices, as `simulation` is; `compile` loads the compiler,
-for `compiler` and the splitting of models.
+It imports only torch, so that every package which uses torch may import it. A missing private name
+raises when the file that needs it is loaded. `distributed` is only for `comm`, like
+`torch.distributed`, and for simulated devices, like `simulation`; `compile` loads the compiler, for
+`compiler` and the splitting of models.
 
 Bottom-up:
 
     required     a private name of torch, or an error that says what is missing
-    trees        nested values as torch flattens them
+    trees        torch's flattening of nested values
     tensors      memory, versions, subclasses and modes of tensors; operators on lists of them
-    autograd     the backward pass under way, hooks of tensors, what nodes have saved
-    modules      hooks and buffers of modules and optimizers; questions of torch's state dicts
-    tracing      functions that compilers leave alone, and the compiler where it is loaded
+    autograd     the running backward pass, hooks of tensors, values saved by nodes
+    modules      hooks and buffers of modules and optimizers; calls of torch's state-dict functions
+    tracing      functions that compilers skip, and the compiler if it is loaded
     simulation   functions of torch that a simulated device replaces
     distributed  process groups, backends, meshes and DTensors
-    checkpoints  torch's distributed checkpoint: loading it loads that
-    compile      the parts of the compiler: loading it loads dynamo and inductor
+    checkpoints  torch's distributed checkpoint; importing this file imports it
+    compile      parts of the compiler; importing this file imports dynamo and inductor
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Autograd: the backward pass under way, hooks of tensors, and what nodes have saved."""
+"""Private parts of autograd: the running backward pass, hooks of tensors, saved values of nodes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ is_executed = required(
 
 
 def accumulates(node: object) -> bool:
-    """Check whether the backward pass under way accumulates into ``.grad`` at a leaf's ``node``."""
+    """Check whether the running backward pass accumulates into ``.grad`` at a leaf's ``node``."""
     try:
         return is_executed(node)
     except RuntimeError:  # `torch.autograd.grad` was asked for it, and returns it
@@ -105,24 +105,24 @@ input_metadata_of = attrgetter("_input_metadata")
 
 
 def without_transforms(tensor: torch.Tensor) -> torch.Tensor:
-    """Unwrap ``tensor`` from all transforms of `torch.func`, down to the one that has memory."""
+    """Unwrap ``tensor`` from all transforms of `torch.func`, down to the tensor with memory."""
     while _is_transformed(tensor):
         tensor = _unwrapped(tensor)
     return tensor
 
 
 def set_backward_hooks(tensor: torch.Tensor, hooks: Any) -> None:  # noqa: ANN401
-    """Set the hooks of a tensor, as `backward_hooks_of` gives them; None removes them."""
+    """Set the hooks of a tensor to a result of `backward_hooks_of`; None removes them."""
     tensor._backward_hooks = hooks
 
 
 def set_after_hooks(tensor: torch.Tensor, hooks: Any) -> None:  # noqa: ANN401
-    """Set the hooks of a tensor, as `after_hooks_of` gives them; None removes them."""
+    """Set the hooks of a tensor to a result of `after_hooks_of`; None removes them."""
     tensor._post_accumulate_grad_hooks = hooks
 
 
 def saved_tensor_hooks() -> object:
-    """Return the innermost hooks on tensors that autograd saves now; None without any."""
+    """Return the innermost active hooks on tensors that autograd saves; None without any."""
     return _saved_tensor_hooks(True)
 
 
@@ -144,7 +144,7 @@ for _name in NODES:
 
 
 def saved(node: Any, name: str) -> Any:  # noqa: ANN401 - nodes have no public type
-    """Read what a node has saved for its backward as ``name``."""
+    """Read the value that a node has saved for its backward as ``name``."""
     return getattr(node, f"_saved_{name}")
 
 
@@ -154,13 +154,13 @@ def may_be_packed(node: Any, name: str) -> bool:  # noqa: ANN401
 
 
 def function_class(node: object) -> Callable[..., Any]:
-    """Find the `torch.autograd.Function` that a Python node runs."""
+    """Return the `torch.autograd.Function` that a Python node runs."""
     return getattr(type(node), "_forward_cls", type(node))
 
 
 @cache
 def held_nodes_live() -> bool:
-    """Check whether a reference keeps a Python node usable; in torch 2.11 its graph has to live."""
+    """Check whether a reference keeps a Python node usable; torch 2.11 needs its live graph."""
 
     class Same(torch.autograd.Function):
         @staticmethod

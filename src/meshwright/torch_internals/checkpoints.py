@@ -1,4 +1,4 @@
-"""Private parts of torch's distributed checkpoint: loading this loads that, and elastic."""
+"""Private parts of torch's distributed checkpoint, which importing this imports, with elastic."""
 
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 

@@ -1,4 +1,4 @@
-"""The parts of the compiler that reductions in graphs need. Loading this loads the compiler."""
+"""The parts of the compiler that reductions in graphs need. Importing this imports the compiler."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ __all__ = [
 
 
 def backward_compiler() -> Callable[..., Any] | None:
-    """Find the context manager under which backward passes are compiled; None without one."""
+    """Return the context manager that compiles backward passes; None if there is none."""
     old = getattr(compiled_autograd, "enable", None)
     return getattr(compiled_autograd, "_enable", None) or old
 
 
 def ddp_fusion_passes() -> list[Any]:
-    """Read which passes inductor's settings name to fuse the gradients of torch's DDP."""
+    """Read which passes inductor's settings use to fuse the gradients of torch's DDP."""
     return inductor_settings._fuse_ddp_communication_passes
 
 
 def backend_of_trace() -> object:
-    """Return the backend of the graph being traced, as it was given to `torch.compile`."""
+    """Return the backend of the graph being traced, as it was passed to `torch.compile`."""
     found: Any = InstructionTranslator.current_tx().output.compiler_fn
     while (inner := getattr(found, "_torchdynamo_orig_backend", None)) is not None:
         found = inner
@@ -66,12 +66,12 @@ def backend_of_trace() -> object:
 
 
 def first_frame_locals() -> Mapping[str, Any]:
-    """Return the locals, by name, of the frame with which the graph being traced begins."""
+    """Return the locals, by name, of the frame in which the graph being traced begins."""
     return InstructionTranslator.current_tx().output.root_tx.f_locals
 
 
 def is_functional_call_traced() -> bool:
-    """Tell whether the code being traced runs inside `torch.func.functional_call`."""
+    """Whether the code being traced runs inside `torch.func.functional_call`."""
     frame: Any = InstructionTranslator.current_tx()
     while frame is not None:
         if frame.f_code.co_filename == stateless.__file__:
@@ -88,7 +88,7 @@ def values_in_trace(operator: Callable[..., Any]) -> list[Any]:
 
 
 def recompute_always(node: fx.Node) -> None:
-    """Have the partitioner recompute ``node`` in the backward, wherever its users are."""
+    """Have the partitioner recompute ``node`` in the backward, for all its users."""
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     node.meta["ac_graph_id"] = _LAST_REGION
 

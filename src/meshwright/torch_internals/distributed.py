@@ -1,4 +1,4 @@
-"""Process groups, backends, meshes and DTensors as torch keeps them. For the room `comm` alone."""
+"""Private parts of process groups, backends, meshes and DTensors. For the package `comm` only."""
 
 from __future__ import annotations
 
@@ -124,17 +124,16 @@ FORMER_METHODS = MappingProxyType(
 
 
 def living_groups() -> Container[Any]:
-    """Return c10d's own table of the groups that were not destroyed; it stays up to date."""
+    """Return c10d's own table of the existing groups; it stays up to date."""
     return required(f"{_C10D}._world", "sees groups that were destroyed").pg_map
 
 
 def make_group(name: str, ranks: Sequence[int], timeout: timedelta, backend: str = "") -> Any:  # noqa: ANN401
-    """Make a process group of ``ranks`` (of the world, ascending), which alone call it.
+    """Make a process group of ``ranks`` (of the world, ascending); only these ranks call it.
 
-    They call it by the same ``name``; its ``backend`` is the default group's where none is named.
-    Torch would name such a group by the number of groups that the process has, and that differs
-    between ranks; and it would split a default group that is bound to a device, which all ranks of
-    that have to enter.
+    They pass the same ``name``; ``backend`` defaults to the default group's. torch would name such
+    a group by the number of groups in the process, which differs between ranks; and it would split
+    a default group that is bound to a device, which all its ranks would have to enter.
     """
     known, default = required(f"{_C10D}._world", "notes the ranks of a group"), default_group()
     usual, store = known.pg_map[default]
@@ -155,7 +154,7 @@ def make_group(name: str, ranks: Sequence[int], timeout: timedelta, backend: str
 
 @contextlib.contextmanager
 def _unbound(group: Any) -> Iterator[None]:  # noqa: ANN401
-    """Hide within the block that ``group`` is bound to a device."""
+    """Hide in the block that ``group`` is bound to a device."""
     bound, bind = group.bound_device_id, partial(setattr, group, "bound_device_id")
     bind(None)
     try:
@@ -170,7 +169,7 @@ def set_spec(tensor: DTensor, spec: DTensorSpec) -> None:
 
 
 class _Handlers(dict[Any, Any]):
-    """torch's table of functions that stand in for operators on DTensors.
+    """torch's table of functions that replace operators on DTensors.
 
     torch's `loss_parallel` adds handlers by `update` and pops them at its end: `pop` then restores
     those that were set one by one. These also go into torch's own table, which others may hold.
@@ -206,7 +205,7 @@ def dtensor_handlers() -> dict[Any, Any]:
 
 
 def without_handler(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
-    """Call an operator on DTensors as torch would without the function that stands in for it."""
+    """Call an operator on DTensors as torch would without the function that replaces it."""
     handlers = dtensor_handlers()
     # Another thread that calls it meanwhile has torch's rule, and may have taken the function away.
     handler = dict.pop(handlers, op, None)
@@ -248,15 +247,15 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def root_mesh(mesh: Any) -> Any:  # noqa: ANN401 - also a stand-in for a mesh
-    """Find the mesh that ``mesh`` was sliced from; itself where it was not."""
+    """Return the mesh that ``mesh`` was sliced from, or ``mesh`` itself."""
     return getattr(mesh, "_get_root_mesh", lambda: mesh)()
 
 
 def asks_for_size_alone(*mode: object, **modes: object) -> bool:
-    """Check whether torch asks a strided placement for the size of a part, not for its offsets.
+    """Check whether torch asks a strided placement for the size of a part only, not for offsets.
 
-    ``mode`` and ``modes`` say which offsets it wants: until torch 2.12 whether the first one alone,
-    which it then ignores, from 2.13 on one of three modes.
+    ``mode`` and ``modes`` say which offsets it wants: until torch 2.12 whether only the first one,
+    which it then ignores; from 2.13 on one of three modes.
     """
     asked = [*mode, *modes.values()]
     if _OFFSETS is None:
@@ -266,7 +265,7 @@ def asks_for_size_alone(*mode: object, **modes: object) -> bool:
 
 @cache
 def keep_strided_classes() -> None:
-    """Make operators on DTensors keep the class of the strided placements that they are given.
+    """Make operators on DTensors keep the class of the strided placements in their inputs.
 
     torch rebuilds these as its own class, from 2.14 on even where a tensor is merely detached.
     """
@@ -287,7 +286,7 @@ def keep_strided_classes() -> None:
 
 
 def backend_of(group: Any, device: torch.device) -> Any:  # noqa: ANN401
-    """Find the backend by which a process group moves tensors of ``device``."""
+    """Return the backend by which a process group moves tensors of ``device``."""
     return group._get_backend(device)
 
 
@@ -297,13 +296,13 @@ def set_timeout(backend: Any, timeout: timedelta) -> None:  # noqa: ANN401
 
 
 def can_abort(group: Any, device: torch.device) -> bool:  # noqa: ANN401
-    """Check whether what a group does on ``device`` can be aborted together with other groups."""
+    """Check whether operations of a group on ``device`` can be aborted with other groups'."""
     types = {each.type for each in device_types_of(group)} - {"cpu"}
     return device.type in types and hasattr(backend_of(group, device), "_group_start")
 
 
 def groups_to_abort() -> list[tuple[Any, torch.device]]:
-    """List the groups that were not destroyed and can be aborted, each with its kind of device."""
+    """List the existing groups that can be aborted, each with its kind of device."""
     groups = list(required(f"{_C10D}._world", "aborts groups").pg_map)
     pairs = [(group, device) for group in groups for device in device_types_of(group)]
     return [(group, device) for group, device in pairs if can_abort(group, device)]
@@ -328,9 +327,9 @@ def abort_together(groups: Sequence[tuple[Any, torch.device]], seconds: float) -
 
 
 def recorded_operations(limit: int) -> list[str]:
-    """List what c10d's flight recorder has of operations under way, at most ``limit`` of them.
+    """List operations in flight from c10d's flight recorder, at most ``limit`` of them.
 
-    Empty where it is off, or where this torch has none.
+    Empty if it is off, or if this torch has none.
     """
     dump = getattr(bindings, "_dump_fr_trace_json", None)
     if dump is None:
@@ -345,7 +344,7 @@ def recorded_operations(limit: int) -> list[str]:
 
 
 def add_backend(group: Any, device: torch.device, kind: Any, backend: Any) -> None:  # noqa: ANN401
-    """Make ``backend`` the one of ``group`` for ``device``, and its default."""
+    """Set ``backend`` as the backend of ``group`` for ``device``, and as its default."""
     group._set_default_backend(kind)
     group._register_backend(device, kind, backend)
 
@@ -384,7 +383,7 @@ def named_group(name: str, group: Any) -> Iterator[None]:  # noqa: ANN401
 
 
 def known_backends() -> dict[str, Any]:
-    """Look up the backends that were registered from outside of torch, by upper-case names."""
+    """Look up backends that were registered outside of torch, by upper-case names."""
     return torch.distributed.Backend._plugins
 
 

@@ -1,4 +1,4 @@
-"""Modules and optimizers as torch keeps them: hooks, buffers of no state dict, compiled calls."""
+"""Private parts of modules and optimizers: hooks, non-persistent buffers, compiled calls."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ _LENDING = required(
 
 
 def set_compiled_call(module: nn.Module, call: Any) -> None:  # noqa: ANN401
-    """Set what a call of ``module`` runs in place of its own forward and hooks."""
+    """Set the function that a call of ``module`` runs instead of its forward and hooks."""
     module._compiled_call_impl = call
 
 
@@ -132,7 +132,7 @@ def is_forward_compiled(module: nn.Module) -> bool:
 
 
 def check_input_dim(module: Any, x: torch.Tensor) -> None:  # noqa: ANN401
-    """Raise as a batch norm does for an input of too many or few dims."""
+    """Raise as a batch norm does for an input with too many or too few dims."""
     module._check_input_dim(x)
 
 
@@ -142,7 +142,7 @@ def steps_by_flag(optimizer: Any) -> bool:  # noqa: ANN401
 
 
 def step_unless(is_bad: torch.Tensor, optimizer: Any) -> None:  # noqa: ANN401
-    """Step, but write nothing where ``is_bad`` is one: with an optimizer that `steps_by_flag`."""
+    """Step, but write nothing if ``is_bad`` is one: for an optimizer that `steps_by_flag`."""
     optimizer.found_inf = is_bad
     try:
         optimizer.step()
@@ -159,7 +159,7 @@ def forget_step_hooks(optimizer: Any) -> None:  # noqa: ANN401
 def hooks_of_steppers() -> dict[torch.Tensor, Iterable[RemovableHandle]]:
     """Return torch's table of parameters stepped in the backward, with their hooks; writable.
 
-    Raises ImportError where this torch keeps the optimizers under another name than `STEPPERS`.
+    Raises ImportError if this torch keeps the optimizers under another name than `STEPPERS`.
     """
     if _HOME not in sys.modules:
         return {}
@@ -173,7 +173,7 @@ _OPTIMIZERS = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
 
 
 def lent_now() -> Mapping[str, torch.Tensor] | None:
-    """Find what `torch.func.functional_call` lends to the module that runs; None outside of it."""
+    """Return the tensors that `torch.func.functional_call` now substitutes; None outside of it."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
@@ -183,7 +183,7 @@ def lent_now() -> Mapping[str, torch.Tensor] | None:
 
 
 def is_stepping() -> bool:
-    """Tell whether an optimizer of torch steps now, or a compiler traces one."""
+    """Whether a torch optimizer is stepping now, or a compiler traces its step."""
     if torch.compiler.is_compiling():
         return True
     frame = sys._getframe(1)
@@ -196,7 +196,7 @@ def is_stepping() -> bool:
 
 
 def asked(question: str) -> tuple[Any, ...] | None:
-    """Return the values of its variables where torch asks ``question`` now; None where it does not.
+    """Return the variables of torch's function ``question`` if it is running; None otherwise.
 
     Raises ImportError, naming it, in a torch that lacks one of the functions or variables.
     """
@@ -213,6 +213,6 @@ def asked(question: str) -> tuple[Any, ...] | None:
 
 
 def require_module(value: object, by: str) -> None:
-    """Raise TypeError, in the name of ``by``, where ``value`` is no module."""
+    """Raise TypeError, in the name of ``by``, if ``value`` is not a module."""
     if not isinstance(value, nn.Module):
         raise TypeError(f"{by}: expected a torch.nn.Module, found {type(value).__name__} {value!r}")

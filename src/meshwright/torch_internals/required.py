@@ -1,4 +1,4 @@
-"""Private names of torch, found when they are needed, or an error that says what is missing."""
+"""Looks up private names of torch when they are needed; a missing one raises a clear error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["lacking", "required", "variable_of"]
 def required(name: str, use: str) -> Any:  # noqa: ANN401 - whatever torch has there
     """Look up the dotted ``name`` in torch; ``use`` says what Meshwright does with it.
 
-    Raises ImportError, naming both, where this torch lacks it.
+    Raises ImportError, naming both, if this torch lacks it.
     """
     first, *rest = name.split(".")
     found: Any = importlib.import_module(first)
@@ -30,9 +30,9 @@ def required(name: str, use: str) -> Any:  # noqa: ANN401 - whatever torch has t
 
 
 def variable_of(frame: FrameType, name: str, use: str) -> Any:  # noqa: ANN401
-    """Find the value of the variable ``name`` of the function of torch that runs in ``frame``.
+    """Return the variable ``name`` of the torch function that runs in ``frame``.
 
-    Raises ImportError, naming both, where the function of this torch has none.
+    Raises ImportError, naming both, if the function of this torch has none.
     """
     variables = frame.f_locals
     if name not in variables:

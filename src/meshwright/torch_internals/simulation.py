@@ -1,6 +1,6 @@
-"""The seams of torch at which a simulated device steps in: backward passes, memory, wrappers.
+"""Functions of torch that a simulated device replaces: backward passes, memory, wrappers.
 
-Each is a block in which a function of ours replaces torch's, which it is given.
+Each is a context manager in which our function replaces torch's and receives the original.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ def replaced(owner: object, name: str, function: Call, kind: Call | None = None)
 
 
 def running_backward_by(run: Call) -> contextlib.AbstractContextManager[None]:
-    """Have ``run`` run backward passes: it is given torch's engine, and its arguments."""
+    """Have ``run`` run backward passes: it gets torch's engine and its arguments."""
     return replaced(torch.autograd, "_engine_run_backward", run)
 
 
 @contextlib.contextmanager
 def having_modes(operators: Sequence[object], functions: Sequence[object]) -> Iterator[None]:
-    """Enter modes in this thread that another thread has entered and still has."""
+    """Enter in this thread the modes that another thread has entered."""
     for mode in operators:
         _push_operators(mode)
     for mode in functions:
@@ -93,7 +93,7 @@ def having_modes(operators: Sequence[object], functions: Sequence[object]) -> It
 
 
 def wrapping_by(make: Call) -> contextlib.AbstractContextManager[None]:
-    """Have ``make`` make tensors without memory: it gets torch's function, and its arguments."""
+    """Have ``make`` make tensors without memory: it gets torch's function and its arguments."""
     return replaced(torch.Tensor, "_make_wrapper_subclass", make, staticmethod)
 
 

@@ -1,7 +1,6 @@
-"""Tensors as torch keeps them: memory, versions, subclasses, modes, and operators on lists of them.
+"""Private parts of tensors: memory, versions, subclasses, modes, and operators on lists of tensors.
 
-What is looked up here is torch's own function or a getter written in C: calls cost what they cost
-without this file.
+Lookups here return torch's own functions or getters written in C, so calls have no extra cost.
 """
 
 from __future__ import annotations
@@ -125,22 +124,22 @@ _excludes = required("torch._C._dispatch_tls_is_dispatch_key_excluded", "sees di
 
 
 def skips_dispatch_modes() -> bool:
-    """True inside of a block in which dispatch modes are not asked."""
+    """True inside of a block that disables dispatch modes."""
     return bool(_excludes(_PYTHON))
 
 
 def any_schema_of(target: object) -> Any:  # noqa: ANN401 - None, or torch's own
-    """Find the schema of an operator; None for anything else."""
+    """Return the schema of an operator; None for anything else."""
     return getattr(target, "_schema", None)
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Find this rank's part of a DTensor; any other tensor as it is."""
+    """Return this rank's part of a DTensor; any other tensor unchanged."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def writes_to(value: object) -> int:
-    """Count the writes in place to a tensor; 0 for anything else."""
+    """Count the in-place writes to a tensor; 0 for anything else."""
     return getattr(value, "_version", 0)
 
 
@@ -150,7 +149,7 @@ def is_view(tensor: torch.Tensor) -> bool:
 
 
 def may_be_rewritten(tensor: torch.Tensor) -> bool:
-    """Tell whether autograd lets an operator write to ``tensor`` in place: not to every view."""
+    """Whether autograd allows in-place writes to ``tensor``, which it does not for every view."""
     if not tensor._is_view():
         return True
     base = tensor._base
@@ -159,7 +158,7 @@ def may_be_rewritten(tensor: torch.Tensor) -> bool:
 
 
 def viewed_by(tensor: torch.Tensor) -> torch.Tensor:
-    """Find the tensor that ``tensor`` is a view of; itself where it is none."""
+    """Return the tensor that ``tensor`` is a view of, or ``tensor`` itself."""
     return tensor if tensor._base is None else tensor._base
 
 
@@ -169,5 +168,5 @@ def set_local_tensor(tensor: Any, local: torch.Tensor) -> None:  # noqa: ANN401
 
 
 def mark_parameter(tensor: Any, is_parameter: bool) -> None:  # noqa: ANN401
-    """Mark a tensor of a subclass as a parameter, or as none."""
+    """Set whether a tensor of a subclass counts as a parameter."""
     tensor._is_param = is_parameter

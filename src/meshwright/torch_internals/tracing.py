@@ -1,6 +1,6 @@
-"""Functions that compilers leave alone, and the compiler where a program has loaded it.
+"""Functions that compilers skip, and the compiler if a program has loaded it.
 
-Loading this file does not load the compiler.
+Importing this file does not import the compiler.
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ GRAPH_OPERATORS = ("torch._library", "torch._higher_order_ops")
 
 
 def keep_result(function: Callable[P, T]) -> Callable[P, T]:
-    """Call ``function`` once in a trace, which keeps its result.
+    """Call ``function`` once in a trace, which keeps its result as a constant.
 
-    As `torch.compiler.assume_constant_result`, which would load the compiler now.
+    Like `torch.compiler.assume_constant_result`, which would import the compiler now.
     """
     function.__dict__["_dynamo_marked_constant"] = True
     return function
 
 
 def as_part_of_caller(function: Callable[P, T]) -> Callable[P, T]:
-    """Begin no graph with ``function``: it is traced as a part of its caller, or not at all."""
+    """Start no graph at ``function``: it is traced as a part of its caller, or not at all."""
     _set_strategy(function.__code__, _strategy(_action.SKIP, _action.DEFAULT))
     return function
 
 
 def never_first(function: Callable[P, T]) -> Callable[P, T]:
-    """Begin no graph with ``function``, nor with what it calls."""
+    """Start no graph at ``function`` or at functions it calls."""
     _set_strategy(function.__code__, _strategy(_action.SKIP, _action.SKIP))
     return function
 
@@ -81,6 +81,6 @@ def is_backward_compiled() -> bool:
 
 
 def notes_of_trace() -> dict[str, object]:
-    """Return the notes on the graph that is traced now, which end with it; none outside of one."""
+    """Return notes on the graph being traced, which end with it; None outside of a trace."""
     context = _trace()
     return {} if context is None else context.__dict__.setdefault("meshwright", {})

@@ -1,4 +1,4 @@
-"""Nested values as torch flattens them: lists, tuples, dicts, and what users have registered."""
+"""torch's flattening of nested values: lists, tuples, dicts, and registered types."""
 
 from __future__ import annotations
 

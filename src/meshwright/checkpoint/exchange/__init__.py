@@ -1,4 +1,4 @@
-"""Weights in other formats, and the contents of checkpoints, in words and numbers.
+"""Weights in other formats, and the contents of checkpoints.
 
 Bottom-up:
 

@@ -1,4 +1,4 @@
-"""The contents of a checkpoint as a tree, and the differences of two, in words and numbers."""
+"""The contents of a checkpoint as a tree, and the differences of two checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshwright.checkpoint.tensor_file import item_size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What a checkpoint holds, by its manifest: files, metadata of tensors, and other values."""
+    """A checkpoint's contents by its manifest: files, metadata of tensors, other values."""
 
     step: int
     ranks: int | None

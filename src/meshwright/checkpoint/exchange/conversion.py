@@ -124,7 +124,7 @@ def _write(weights: Weights, form: Format, target: Path, group: Group) -> None:
 
 
 def _tell_of_torsos(target: Path) -> None:
-    """Log leftovers of interrupted exports; do not remove them: another job may be writing."""
+    """Log leftovers of interrupted exports without removing them: another job may be writing."""
     names = re.compile(rf"\.{re.escape(target.name)}\.tmp-[0-9a-f]{{8}}")
     for name in sorted(os.listdir(target.absolute().parent)):
         if names.fullmatch(name):

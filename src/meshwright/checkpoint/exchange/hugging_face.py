@@ -72,7 +72,7 @@ class HuggingFaceFormat:
         return None
 
     def finish(self, weights: Weights, folder: Path, answers: Sequence[JSON]) -> Path:
-        """Write index and configuration."""
+        """Write the index and the configuration."""
         files = self._files(weights)
         if len(files) > 1:
             total = sum(entry.size for entry in weights.entries.values())

@@ -42,13 +42,13 @@ class Weights:
 
 
 class Format(Protocol):
-    """A writer of a foreign format, by all ranks together, into a temporary folder."""
+    """Writes a foreign format into a temporary folder, by all ranks together."""
 
     def begin(self, weights: Weights, folder: Path) -> None:
         """Prepare the folder, on the first rank."""
 
     def write(self, weights: Weights, folder: Path, rank: int, size: int) -> JSON:
-        """Write this rank's share; returns an answer for `finish`."""
+        """Write this rank's share; returns a value for `finish`."""
 
     def finish(self, weights: Weights, folder: Path, answers: Sequence[JSON]) -> Path:
         """Write the rest, on the first rank; returns the path that becomes the target."""

@@ -2,9 +2,9 @@
 
 Bottom-up:
 
-    wrapped          models by the names of the plain model
-    named_optimizer  optimizers by these names, of flat parameters too
-    restoring        state of a checkpoint for this rank's tensors
+    wrapped          state of models, by the names of the plain model
+    named_optimizer  state of optimizers by these names, also for flat parameters
+    restoring        loads the state of a checkpoint into this rank's tensors
     loops            `save` and `load`
 """
 

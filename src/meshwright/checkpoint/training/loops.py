@@ -57,7 +57,7 @@ _OWN_PARAMETERS = re.compile(r"^the state\.optimizer(\[\d+\])?\.param_groups\[\d
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A scheduler, a sampler: any object with a state of tensors and plain values."""
+    """Any object with a state of tensors and plain values, such as a scheduler or a sampler."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the state."""
@@ -68,13 +68,13 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class Laid(Protocol):
-    """A model and its optimizer that know their layout: a `Trainable`."""
+    """A model with its optimizer that knows its layout: a `Trainable`."""
 
     def held_state(self) -> dict[str, Any]:
         """Return this rank's state, with a `ModelState` as ``"model"``."""
 
     def load_state_dict(self, state: Mapping[str, Any], *, copies: bool) -> None:
-        """Load this rank's parts by name; without ``copies`` it takes over their tensors."""
+        """Load this rank's parts by name; without ``copies`` the optimizer keeps the tensors."""
 
 
 Model = nn.Module | Sequence[nn.Module] | Laid
@@ -318,7 +318,7 @@ class _Loop:
         return state
 
     def outline(self) -> dict[str, Any]:
-        """Return the same without the state of optimizers, which may be a copy."""
+        """Return a `_Loop` without the state of optimizers, which may be a copy."""
         state: dict[str, Any] = {} if self.weights is None else {"model": self.weights}
         if self.named:
             groups = ([{"params": names} for names in each.groups] for each in self.named)

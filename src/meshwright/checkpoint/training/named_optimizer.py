@@ -1,13 +1,13 @@
 """The state of an optimizer by parameter name, with this rank's placement, under any wrapper.
 
-What lies in one flat parameter is split on the way out, and joined on the way in, so that a
-checkpoint is the same with and without flat parameters::
+State of a flat parameter is split when saved and joined when loaded, so that a checkpoint is the
+same with and without flat parameters::
 
     flat parameter    {"exp_avg": (17,), "step": ()}
     named             {"first.weight": {"exp_avg": (7, 2), "step": ()}, "first.bias": ...}
 
-torch numbers parameters in the order in which an optimizer got them; in another program, or after
-layers moved, a parameter would get the moments of another. So each state is keyed by the
+torch numbers parameters in the order in which an optimizer got them. In another program, or after
+layers have moved, a parameter would get the moments of another. So each state is keyed by the
 parameter's name, and a mismatch is rejected.
 """
 
@@ -110,7 +110,7 @@ def _names(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]])
 
 
 def _checked(saved: object) -> tuple[dict[str, dict[str, object]], list[dict[str, object]]]:
-    """Return the two halves of a saved state; CheckpointMismatchError for other types."""
+    """Return the two halves of a saved state; raises CheckpointMismatchError for other types."""
     if isinstance(saved, dict) and saved.keys() == {"state", "param_groups"}:
         state, groups = saved["state"], saved["param_groups"]
         if (
@@ -182,7 +182,7 @@ def _is_of_more(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Member:
-    """A parameter of the optimizer, and the parameters of the model that lie in it."""
+    """A parameter of the optimizer, and the parameters of the model that it holds."""
 
     parameter: nn.Parameter
     names: list[str]
@@ -208,7 +208,7 @@ class _Member:
     def join(self, key: str, values: Mapping[str, Any], has_state: Sequence[str]) -> object:
         """Join the ``values`` of single parameters; names that have none are without state.
 
-        Raises CheckpointMismatchError if they differ in a value that the flat parameter has once.
+        Raises CheckpointMismatchError for different values where a flat parameter has only one.
         """
         first = next(iter(values.values()))
         if self.cut is None:
@@ -273,7 +273,7 @@ class NamedOptimizer:
         self.groups = [list(dict.fromkeys(map(self._first, group))) for group in self._given]
 
     def _first(self, name: str) -> str:
-        """The name that a copy is saved by."""
+        """Return the name under which a copy is saved."""
         while name.endswith(COPY):
             name = name.removesuffix(COPY)
         return self._ties.get(name, name)

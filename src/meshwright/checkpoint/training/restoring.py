@@ -1,4 +1,4 @@
-"""State of a checkpoint for this rank's tensors: compared by name, then filled in place."""
+"""Loads the state of a checkpoint into this rank's tensors, which are first compared by name."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ NOT_STRICT = (
 
 
 class Restoring:
-    """The steps of a load on one rank: by the names of a checkpoint, tied ones under all names."""
+    """The steps of a load on one rank, by a checkpoint's names; ties have all names."""
 
     def __init__(self, saved: SavedState, held: Mapping[str, Any], *, strict: bool) -> None:
         """``held`` is this rank's state, or its outline without the state of optimizers."""
@@ -220,20 +220,20 @@ class Restoring:
         return {tuple(stored[name].shape) for name in self._sources(first)} == {shape}
 
     def _alike(self, name: str) -> list[str]:
-        """List the names under which a checkpoint may have ``name``, itself first."""
+        """List the names that ``name`` may have in a checkpoint, itself first."""
         own = [name, *self._ties.get(self._first.get(name, name), ())]
         tied = [other for each in own for other in self._stored_ties.get(each, ())]
         return list(dict.fromkeys([*own, *tied]))
 
     def _sources(self, first: str) -> list[str]:
-        """List the stored tensors of a tensor; several if it is tied here but was not then."""
+        """List the stored tensors for a tensor; several if it is tied now but was not then."""
         found = [self._stored[name] for name in self._alike(first) if name in self._stored]
         return list(dict.fromkeys(found))
 
     # ------------------------------------------------------------------------------ comparing
 
     def compare(self) -> Any:  # noqa: ANN401 - JSON
-        """Compare the checkpoint with this rank's state; returns the names that it knows.
+        """Compare the checkpoint with this rank's state; returns the names that this rank knows.
 
         Raises ``CheckpointMismatchError`` listing what is missing or differs.
         """
@@ -374,7 +374,7 @@ class Restoring:
 def _renamed(
     groups: Sequence[Mapping[str, Any]], names: Mapping[str, Sequence[str]]
 ) -> list[list[str]]:
-    """List the names here of the parameters of saved groups."""
+    """Return the current names of the parameters of saved groups."""
     return [
         [name for source in group["params"] for name in names.get(source, ())] for group in groups
     ]

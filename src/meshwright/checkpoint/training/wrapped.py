@@ -1,4 +1,4 @@
-"""Models by the names of the plain model, whatever is around it.
+"""State of models by the names of the plain model, under any wrapper.
 
 ::
 
@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 
 
 def plain_names(model: nn.Module) -> Callable[[str], str]:
-    """Make a function that removes from a name in ``model`` what its wrappers have added."""
+    """Make a function that removes the wrappers' components from a name in ``model``."""
     places: list[tuple[str, str]] = []
     for path, part in model.named_modules(remove_duplicate=False):
         if isinstance(part, SteppedOver):

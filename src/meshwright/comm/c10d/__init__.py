@@ -1,11 +1,11 @@
-"""The way to the functions of c10d.
+"""Access to the functions of c10d.
 
 Bottom-up:
 
     calls     calls as fingerprints, compared before data moves
-    lookup    the functions as they stand on `torch.distributed` at the moment of a call
-    nccl      settings of c10d's own watch over NCCL
-    gloo      faster algorithms for Gloo, made of Gloo's own operations, chosen by size
+    lookup    functions of `torch.distributed`, looked up at the moment of a call
+    nccl      settings of c10d's own watchdog for NCCL
+    gloo      faster algorithms for Gloo, built from Gloo's own operations, chosen by size
     shares    gathers of equal shares, reductions to them, and several operations in one launch
     checking  every call of a group compared with those of the other ranks, on request
 """

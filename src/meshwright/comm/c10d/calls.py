@@ -1,4 +1,4 @@
-"""Calls of ranks as fingerprints: compared before data moves, by shared memory or on request."""
+"""Fingerprints of the calls of ranks, compared before data moves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def digest(text: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A call as all ranks must make it, or as both sides of a message must."""
+    """A call as all ranks, or both sides of a message, must make it."""
 
     kind: str
     shape: tuple[int, ...] = ()
@@ -58,7 +58,7 @@ class Call:
 
 
 def call_of(kind: str, tensors: Sequence[torch.Tensor], **more: Any) -> Call:
-    """Describe a call on ``tensors``, of which a list is described one by one."""
+    """Describe a call on ``tensors``; each tensor of a list is described."""
     first, rest = (tensors[0], tensors[1:]) if tensors else (None, ())
     others = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in rest)
     if others:
@@ -69,10 +69,10 @@ def call_of(kind: str, tensors: Sequence[torch.Tensor], **more: Any) -> Call:
 
 
 def overwrite(kind: str, tensors: Iterable[torch.Tensor]) -> None:
-    """Make a backward through the values that a collective has written to ``tensors`` raise.
+    """Make a backward through values that a collective has written to ``tensors`` raise.
 
-    Autograd does not see the write: gradients would be those of this rank's value alone. What was
-    computed from the values before keeps its graph.
+    Autograd does not see the write: gradients would be those of this rank's value alone. Results
+    computed from the earlier values keep their graph.
     """
     for tensor in tensors:
         if tensor.grad_fn is not None and torch.is_grad_enabled():
@@ -84,7 +84,7 @@ def overwrite(kind: str, tensors: Iterable[torch.Tensor]) -> None:
 
 
 class OverwrittenByCollective(torch.autograd.Function):
-    """The history of a tensor from a collective's write on."""
+    """Autograd history that marks a tensor as written by a collective."""
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]

@@ -1,14 +1,14 @@
 """Every call of a group compared with those of the other ranks: ``connect(check=True)``.
 
-Calls are seen where they reach the process group, whoever makes them: methods of c10d's group and
-of ours are replaced for as long as the run lasts, and functional collectives pass a kernel of ours.
+Calls are intercepted at the process group, whoever makes them: methods of c10d's groups and ours
+are replaced for the duration of the run, and functional collectives pass a kernel of ours.
 
-    collective   words go through the store before anything is sent, see `EventCheck.exchange`
-    message      each side leaves its words, and reads the other's: at once, or while it waits
+    collective   descriptions go through the store before data, see `EventCheck.exchange`
+    message      each side stores its description and reads the other's, at once or while it waits
     at the end   messages that nobody has received are named
 
-What is equal on all ranks: `Call.form`, labels where ranks give some, and the counts that ranks
-give each other, pair by pair. A group of one rank has nothing to compare.
+Compared are `Call.form`, labels where ranks give any, and the split sizes between each pair of
+ranks. A group of one rank has nothing to compare.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _MESSAGES = ("send", "recv", "recv_anysource")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Words:
-    """The words of one rank on its call."""
+    """One rank's description of its call."""
 
     call: Call
     gives: tuple[int, ...] = ()
@@ -101,7 +101,7 @@ class Words:
 
 
 def _as_told(row: Sequence[Any]) -> str:
-    """Format the words of a rank for people."""
+    """Format one rank's description for people."""
     form, reduction, label, gives, takes, tag, line = row
     kind, _, rest = form.partition(" ")
     parts = [kind, reduction, rest, f'"{label}"' if label else ""]
@@ -111,7 +111,7 @@ def _as_told(row: Sequence[Any]) -> str:
 
 
 def differ(rows: Sequence[Sequence[Any]]) -> bool:
-    """Check whether the calls of ranks, whose words are ``rows``, do not match."""
+    """Check whether the calls described by ``rows`` do not match."""
     forms, reductions, labels = (list(column) for column in list(zip(*rows, strict=True))[:3])
     known = [{each for each in column if each} for column in (reductions, labels)]
     if len(set(forms)) > 1 or any(len(values) > 1 for values in known):
@@ -164,7 +164,7 @@ def _exchange(
     inputs: Sequence[torch.Tensor],
     sizes: Sequence[Sequence[int]],
 ) -> Words:
-    """Describe an exchange: of lists of tensors, or of rows of one tensor."""
+    """Describe an all-to-all: of lists of tensors, or of rows of one tensor."""
     if not sizes:
         gives, takes = ([each.numel() for each in side] for side in (inputs, outputs))
         return Words(
@@ -194,7 +194,7 @@ def _tensors(given: Any) -> list[torch.Tensor]:  # noqa: ANN401 - arguments of a
 
 
 class _ThreadNotes(threading.local):
-    """The notes of one thread."""
+    """The state of one thread: the label of its next call, and whether it is inside a call."""
 
     label = ""
     is_inside = False
@@ -208,7 +208,7 @@ class _ThreadNotes(threading.local):
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Compare and make a call in the block: calls inside it are not the user's."""
+        """Compare and make a call in the block; calls inside it are not the user's."""
         self.is_inside = True
         try:
             yield
@@ -229,7 +229,7 @@ class _Group:
         """Messages that this rank has issued, by "source>target/tag"."""
 
     def compare(self, words: Words) -> None:
-        """Compare a collective that is next with those of the other ranks."""
+        """Compare the next collective with those of the other ranks."""
         with self._lock:
             number, self._number = self._number, self._number + 1
             event = GroupEvent("a call", shown=f"{words.call}, called at {words.line},")
@@ -238,11 +238,11 @@ class _Group:
             raise self.error(self.axis.ranks, rows, f"number {number}")
 
     def expect_from_any(self, count: int) -> None:
-        """Note that so many more messages are received from whoever sends."""
+        """Note ``count`` more messages to be received from any sender."""
         self._messages["recv"][_ANY] += count
 
     def message(self, side: str, peer: int, words: Words) -> _MessageSides:
-        """Leave this side's words of the next message, and look for those of the other side."""
+        """Store this side's description of the next message, and look for the other side's."""
         axis, messages = self.axis, self._messages[side]
         source, target = (axis.rank, peer) if side == "send" else (peer, axis.rank)
         # Transports of a device know no tags.
@@ -263,7 +263,7 @@ class _Group:
         )
 
     def finish(self) -> None:
-        """Raise where a message has one side only; the later of the two ranks to come sees it."""
+        """Raise for a message that only one side has issued; the later of the two ranks sees it."""
         axis, board, mine = self.axis, self.monitor.board, self._messages
         key = f"calls/{axis.name}/messages"
         board.set(f"{key}/{axis.rank}", json.dumps(mine))
@@ -290,7 +290,7 @@ _ANY = "from any rank"
 
 
 class _MessageSides(Awaited):
-    """Both sides of one message; a `BoundedWait` awaits the other one's words."""
+    """Both sides of one message; a `BoundedWait` awaits the other side's description."""
 
     lacks = "has not called the other side of it"
 
@@ -305,7 +305,7 @@ class _MessageSides(Awaited):
         group.monitor.board.set(f"{key}/{side}", self._said)
 
     def look(self) -> None:
-        """Compare both sides once the other one's words are there. Raises where they differ."""
+        """Compare both sides once the other description has arrived. Raises if they differ."""
         board = self.group.monitor.board
         if not self.is_met and (text := board.get(self.key)):
             self.is_met = True
@@ -333,7 +333,7 @@ class _MessageSides(Awaited):
 
 
 class CheckedMessage(Work):
-    """The handle of a message whose other side is looked at while it is waited for."""
+    """The handle of a message whose other side is compared during the wait."""
 
     def __init__(self, work: Any, meeting: _MessageSides) -> None:  # noqa: ANN401 - c10d's or ours
         super().__init__()
@@ -348,7 +348,7 @@ class CheckedMessage(Work):
         return (self._waiter or self._work).is_completed()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait until it has ended; raises where the other side is another call."""
+        """Wait until it has ended; raises if the other side made a different call."""
         seconds = timeout.total_seconds()
         if seconds > 0:
             self._wait(time.monotonic() + seconds, self._meeting.group.monitor.check)
@@ -375,11 +375,11 @@ class CheckedMessage(Work):
         self.wait()
 
     def get_future(self) -> Any:  # type: ignore[override]  # noqa: ANN401
-        """Give c10d's future of it, which knows nothing of the other side."""
+        """Return c10d's future of it, which does not know of the other side."""
         return self._work.get_future()
 
     def _is_over(self) -> bool:
-        """Look for a moment whether it has ended; on a device, whether both sides are there."""
+        """Check whether it has ended; on a device, whether both sides have arrived."""
         if self._waiter is None:
             time.sleep(0 if self._meeting.is_met else LOOK_EVERY)
             return self._meeting.is_met
@@ -391,7 +391,7 @@ class CheckedMessage(Work):
 
 
 class MessageFromAny(Work):
-    """The handle of a receive from any source; its words are compared once it has come."""
+    """The handle of a receive from any source; it is compared once a message has arrived."""
 
     def __init__(self, work: Any, group: _Group, words: Words) -> None:  # noqa: ANN401 - as above
         super().__init__()
@@ -403,7 +403,7 @@ class MessageFromAny(Work):
         group.expect_from_any(1)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait until it has ended; raises where what has come is another call."""
+        """Wait until it has ended; raises if the message came from a different call."""
         self._work.wait(timeout)
         words, self._words = self._words, None
         if words is not None:
@@ -423,7 +423,7 @@ class CallChecks:
     """The comparison of all calls of this process, from `install` to `release`."""
 
     def __init__(self, find: Callable[[Any], Communicator]) -> None:
-        """``find`` gives the communicator of a group."""
+        """``find`` returns the communicator of a group."""
         self._find = find
         self._thread = _ThreadNotes()
         self._is_labeled = True
@@ -450,7 +450,7 @@ class CallChecks:
 
     @contextmanager
     def labeled(self, label: str, *, is_control: bool) -> Iterator[None]:
-        """Label what this thread issues in the block, and note whether it is control data."""
+        """Label this thread's operations in the block, and note whether they are control data."""
         self._thread.mark(label if self._is_labeled else "", is_control=is_control)
         try:
             yield
@@ -458,7 +458,7 @@ class CallChecks:
             self._thread.mark("", is_control=False)
 
     def forgo_labels(self) -> None:
-        """Compare no labels of this rank from now on: it is known to differ from its peers."""
+        """Stop comparing labels of this rank, which is known to differ from its peers."""
         self._is_labeled = False
 
     def finish(self) -> None:
@@ -516,7 +516,7 @@ class CallChecks:
         return work if work is None else CheckedMessage(work, meeting)
 
     def _group(self, group: Any) -> _Group | None:  # noqa: ANN401 - c10d's
-        """Find what is known of ``group``; None for one that is not compared."""
+        """Return the state of ``group``; None for one that is not compared."""
         monitor = PROCESS.monitor
         if monitor is None or group not in living_groups():
             return None

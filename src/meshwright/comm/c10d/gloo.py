@@ -1,21 +1,18 @@
-"""Faster algorithms for Gloo, made of Gloo's own operations, chosen by size; transfers of devices.
+"""Faster algorithms for Gloo, built from Gloo's own operations; transfers of device tensors.
 
-Gloo's reduce-scatter sends the whole tensor through an all-reduce, and its all-gather passes
-every block around a ring. Between 2 and 4 processes over loopback (milliseconds, medians):
+Gloo's reduce-scatter sends the whole tensor through an all-reduce, and its all-gather passes every
+block around a ring. Between 2 and 4 processes over loopback (milliseconds, medians):
 
-=================  ===============  =========================  ==========  ============
-size, processes    reduce_scatter   all_to_all + local sum     all_gather  n broadcasts
-=================  ===============  =========================  ==========  ============
-256 KB, 2          0.67             0.34                       0.37        0.33
-4 MB, 2            5.18             2.58                       1.99        1.29
-32 MB, 2           80.5             21.8                       53.1        19.8
-32 MB, 4           194.8            46.2                       126.0       40.3
-=================  ===============  =========================  ==========  ============
+================= =============== ========================= ========== ============ size, processes
+reduce_scatter all_to_all + local sum all_gather n broadcasts ================= ===============
+========================= ========== ============ 256 KB, 2 0.67 0.34 0.37 0.33 4 MB, 2 5.18 2.58
+1.99 1.29 32 MB, 2 80.5 21.8 53.1 19.8 32 MB, 4 194.8 46.2 126.0 40.3 =================
+=============== ========================= ========== ============
 
-Two ranks send each other half of the tensor; more send every share, their own too, since all-to-all
-takes one stretch of memory. The local sum runs in rank order, in float32 for half-precision
-tensors, so that the result does not depend on who arrived first. An all-reduce from the same parts
-did not win over Gloo's own.
+Two ranks send each other half of the tensor; more ranks send every share, including their own,
+because all-to-all takes contiguous memory. The local sum runs in rank order, in float32 for
+half-precision tensors, so that the result does not depend on timing. An all-reduce built the same
+way was not faster than Gloo's own.
 """
 
 from __future__ import annotations
@@ -56,17 +53,17 @@ MOVED = frozenset(
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View ``tensor``, which is contiguous, as a line of bytes."""
+    """View ``tensor``, which is contiguous, as 1-D bytes."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def staged(
     given: lookup.Transfer, door: Communicator
 ) -> tuple[lookup.Transfer, Callable[[], None] | None]:
-    """Turn a transfer of a device's tensor into one of host memory, all that Gloo sends.
+    """Replace a transfer of a device tensor by one of host memory, which is all that Gloo sends.
 
-    Returns it with a function that copies what has come to the device, once it is there. A send
-    stops the host until the device has computed the tensor. Other transfers pass through.
+    Returns it with a function that copies received data to the device. A send blocks the host until
+    the device has computed the tensor. Other transfers are returned unchanged.
     """
     if door.is_on_host or not door.waits_on_host:
         return given, None
@@ -108,10 +105,10 @@ def all_gather(
 def reduce_scatter(
     output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup, reduction: str
 ) -> tuple[list[Work], Callable[[], None]] | None:
-    """Exchange the shares and sum them here in rank order; None for what is not a sum.
+    """Exchange the shares and sum them locally in rank order; None if not a sum.
 
-    ``tensor`` holds ``size`` equal shares, rank-major; this rank's sum goes to ``output``.
-    Returns the works and the local sum, to run when they are done.
+    ``tensor`` holds ``size`` equal shares, rank-major; this rank's sum goes to ``output``. Returns
+    the works and the local sum, to run when they are done.
     """
     size = dist.get_world_size(group)
     if reduction != "sum" or size == 1:

@@ -1,16 +1,15 @@
-"""Functions of c10d as they stand on `torch.distributed` at the moment of a call.
+"""Looks up functions of `torch.distributed` by name at the moment of each call.
 
 Profilers and tests replace functions of `torch.distributed` and expect to see every call. So a
-function is looked up by name when it is called, never bound at import; what stood there at import
-is kept only to notice a replacement.
+function is never bound at import; the original is kept only to notice a replacement.
 
-torch 2.13 renames two operations (``all_gather_single``, ``reduce_scatter_single``) and warns
-on each call of the old name, which is the only name before. A replaced spelling wins, then the
+torch 2.13 renames two operations (``all_gather_single``, ``reduce_scatter_single``) and warns on
+each call of the old name, the only one in earlier releases. A replaced spelling wins, then the
 spelling that this torch prefers.
 
-Where nothing is replaced, transfers and the operations of sharded training go to the process group
-at once: of what a call costs before anything is sent, the checks of c10d's own functions are the
-larger part, and the door has made its own.
+Where nothing is replaced, transfers and the operations of sharded training call the process group
+directly: most of a call's overhead is in the checks of c10d's functions, and `Communicator` has
+made its own.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ def reduction(name: str) -> dist.ReduceOp.RedOpType:
 
 
 def replacement(kind: str) -> Callable[..., Any] | None:
-    """Find the function that somebody has put in the place of ``kind`` since the import, if any."""
+    """Return the function that has replaced ``kind`` since the import, if any."""
     for name in SPELLINGS[kind]:
         function = getattr(dist, name, None)
         if function is not None and function is not _AT_IMPORT.get(name):
@@ -104,7 +103,7 @@ def replacement(kind: str) -> Callable[..., Any] | None:
 
 
 def current(kind: str) -> Callable[..., Any]:
-    """Find the function that ``kind`` must call now: a replaced spelling, or torch's own."""
+    """Return the function to call for ``kind``: a replacement, or torch's own."""
     function = replacement(kind)
     if function is not None:
         return function
@@ -143,7 +142,7 @@ def reduce_scatter(
 
 
 def transfer(given: Transfer, world_peer: int, group: dist.ProcessGroup) -> Any:  # noqa: ANN401
-    """Begin to send or receive, with the world's number of the other rank; returns c10d's work."""
+    """Begin to send or receive; ``world_peer`` is the other rank in the world; returns the work."""
     direction, tensor = given.direction, given.tensor
     if replacement(direction) is not None or tensor.is_complex():
         return current(direction)(tensor, world_peer, group=group, tag=given.tag)
@@ -152,7 +151,7 @@ def transfer(given: Transfer, world_peer: int, group: dist.ProcessGroup) -> Any:
 
 
 def _waited(work: Any, *, async_op: bool) -> Any:  # noqa: ANN401
-    """Wait for the ``work`` of a synchronous call, and return None; return any other."""
+    """Wait for the ``work`` of a synchronous call and return None; return an asynchronous one."""
     if async_op or work is None:
         return work
     work.wait()
@@ -165,7 +164,7 @@ def checks_in_detail() -> bool:
 
 
 def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Find the name of the backend by which ``group`` moves tensors of ``device``."""
+    """Return the name of the backend by which ``group`` moves tensors of ``device``."""
     if isinstance(group, PythonGroup):
         return str(group.host_backend if is_host(device) else group.name())
     names = dict(
@@ -176,6 +175,6 @@ def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def host_group(ranks: Sequence[int]) -> Any:  # noqa: ANN401 - c10d's
-    """Make a group of ``ranks`` of the world, which alone call it, for tensors of the host."""
+    """Make a group of ``ranks`` of the world for host tensors; only these ranks call it."""
     name = f"host/{PROCESS.name_group(tuple(ranks))}"
     return make_group(name, ranks, timedelta(days=1), backend="gloo")  # waits have bounds of ours

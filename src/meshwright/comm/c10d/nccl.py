@@ -1,8 +1,8 @@
-"""Settings of c10d's watch over NCCL's operations, which must not end a run before ours speaks.
+"""Settings of c10d's NCCL watchdog, so that ours reports a failure before c10d's ends the run.
 
-c10d ends the process where NCCL gives an error, where an operation passes c10d's limit, and where
-its own thread stands still. It names no rank, so ours has to speak first; where ours is dead, it
-still ends the run. `docs/devices.md` has these in a table.
+c10d ends the process when NCCL reports an error, when an operation exceeds c10d's timeout, and when
+its own thread hangs. It names no rank, so our watchdog has to report first; c10d's still ends the
+run if ours is dead. `docs/devices.md` lists these settings in a table.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Gathers of equal shares, reductions to them, and several operations in one launch.
 
-A launch of several operations is one kernel of a device, and one entry of what the door counts.
-On the host each begins at once, in order, and is finished when it has come: a sum over what one
-has brought runs while the next one travels.
+A launch of several operations is one kernel of a device, and counts as one operation. On the host
+all begin at once, in order, and each is finished when it has arrived: its local sum runs while the
+next one is in flight.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def amount_of(tensor: torch.Tensor, more: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], str]:
-    """Return the shape and dtype to report for a launch: of several tensors, those of a flat one.
+    """Return shape and dtype to report for a launch; several tensors count as a flat one.
 
-    The dtype is theirs where they share one; else the flat tensor is one of bytes.
+    The dtype is theirs if they share one, otherwise the flat tensor has bytes.
     """
     if not more:
         return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
@@ -43,7 +43,7 @@ def amount_of(tensor: torch.Tensor, more: Sequence[torch.Tensor]) -> tuple[tuple
 
 
 def refusal(door: Communicator, tensor: torch.Tensor) -> str:
-    """Describe the reason for which ``door`` cannot move ``tensor``."""
+    """Explain why ``door`` cannot move ``tensor``."""
     axis = f"axis {door.axis}"
     if tensor.device != door.device:
         return (
@@ -118,7 +118,7 @@ def reduce_scatter(
 def together(door: Communicator, calls: Sequence[Call], label: str, group: Any) -> Launched:  # noqa: ANN401
     """Start ``calls`` in one launch of the device of ``door``; on the host one after another.
 
-    A ``label`` is given to each, by a group that compares them.
+    Groups that compare labels receive ``label`` for each call.
     """
     device = door.device
     if not door.is_on_host and backend_of(group, device).supports_coalescing:
@@ -138,7 +138,7 @@ def together(door: Communicator, calls: Sequence[Call], label: str, group: Any) 
 
 
 class _Finished:
-    """A work with what is left to do once it has ended."""
+    """A work with a function to run once it has ended."""
 
     __slots__ = ("_finish", "_work")
 
@@ -158,5 +158,5 @@ class _Finished:
 
 
 def works_of(work: Work | None) -> Sequence[Work]:
-    """List what is to be waited for: nothing of a call that has ended."""
+    """List the works to wait for; none for a call that has ended."""
     return () if work is None else (work,)

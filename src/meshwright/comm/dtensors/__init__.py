@@ -3,16 +3,16 @@
 Bottom-up:
 
     after_hooks     hooks that run once ``.grad`` of a parameter is set
-    gradient_part   this rank's elements of a gradient, which no sum may be taken over
+    gradient_part   this rank's elements of a gradient, on which sums are refused
     subclasses      tensor subclasses: how they compute, and where their values are
     shard_view      boxes of a tensor, their gather, and a flat range of one for state dicts
-    dtensor         conversion between local tensors and DTensors, and what was made of parameters
+    dtensor         conversion between local tensors and DTensors
     edges           DTensors that enter and leave modules, which compute on local tensors or on them
-    local_leaves    the leaves on which modules compute in place of DTensors
+    local_leaves    local leaves, on which modules compute instead of DTensors
     unreadable      tensors without values: reading them raises, by name
     sharded_axes    the axes over which the elements of a tensor are spread
     gather_dtensor  full tensors from DTensors, and the parts that ranks hold
-    operators       torch's operators on DTensors, so that they compute what one process does
+    operators       corrections of torch's operators on DTensors
 """
 
 from __future__ import annotations

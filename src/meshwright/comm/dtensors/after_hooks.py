@@ -1,8 +1,8 @@
 """Hooks that run once ``.grad`` of a parameter is set, where autograd fills another tensor.
 
 Autograd never accumulates into a parameter that is sharded, or that computes as a local leaf. So
-hooks of `register_post_accumulate_grad_hook` are called here, and the optimizers that torch's
-``_apply_optimizer_in_backward`` has left on the parameter step, as its own hook would let them.
+hooks of `register_post_accumulate_grad_hook` are called here, and optimizers that torch's
+``_apply_optimizer_in_backward`` has attached to the parameter are stepped here.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ Hook = Callable[[Any], Any]
 
 
 def has_after_hooks(parameter: torch.Tensor) -> bool:
-    """Tell whether anything is to run when ``.grad`` of ``parameter`` is there."""
+    """Whether anything runs once ``.grad`` of ``parameter`` is set."""
     return bool(after_hooks_of(parameter)) or STEPPERS in parameter.__dict__
 
 
 def is_stepped(parameter: torch.Tensor) -> bool:
-    """Tell whether torch has left an optimizer on ``parameter`` that steps in the backward."""
+    """Whether torch has attached an optimizer to ``parameter`` that steps in the backward."""
     return STEPPERS in parameter.__dict__
 
 
 def run_after_hooks(parameter: torch.Tensor) -> None:
-    """Run what waits for ``parameter.grad``, which is there."""
+    """Run the hooks of ``parameter`` after its ``.grad`` was set."""
     for hook in hooks_in(after_hooks_of(parameter)):
         hook(parameter)
     step_in_backward(parameter)
 
 
 class _Deferred:
-    """A hook that autograd does not run where the parameter's gradient is elsewhere."""
+    """A hook that autograd skips while the parameter's gradient is elsewhere."""
 
     def __init__(self, hook: Hook) -> None:
         self.hook = hook
@@ -56,7 +56,7 @@ class _Deferred:
 
 
 def defer_hooks(parameter: nn.Parameter, *, is_elsewhere: bool) -> None:
-    """Keep autograd from running hooks of ``parameter`` while its gradient ``is_elsewhere``."""
+    """Skip autograd's calls of ``parameter``'s hooks while its gradient ``is_elsewhere``."""
     vars(parameter)[_ELSEWHERE] = is_elsewhere
     for hooks in (backward_hooks_of(parameter), after_hooks_of(parameter)):
         for key, hook in (hooks or {}).items():
@@ -72,7 +72,7 @@ def hooks_in(hooks: Mapping[int, Hook] | None) -> list[Hook]:
 
 
 def take_over_steps(parameters: Sequence[nn.Parameter]) -> tuple[nn.Parameter, ...]:
-    """Take over the parameters that torch's hooks step in the backward; returns these."""
+    """Take over the steps that torch's hooks make in the backward; returns their parameters."""
     hooks = hooks_of_steppers()
     found = tuple(filter(_stepping, parameters))
     for parameter in found:
@@ -91,9 +91,9 @@ def step_in_backward(parameter: torch.Tensor) -> None:
 
 
 def carry_after_hooks(source: torch.Tensor, target: nn.Parameter, name: str) -> None:
-    """Give ``target``, which takes the place of ``source``, all that waits for its gradient.
+    """Give ``target``, which replaces ``source``, all hooks that wait for its gradient.
 
-    Handles remove hooks of both. Raises ValueError for an optimizer with state, ``source``'s.
+    Handles remove hooks of both. Raises ValueError for an optimizer that has state for ``source``.
     """
     if after_hooks_of(source):
         set_after_hooks(target, after_hooks_of(source))
@@ -113,7 +113,7 @@ def carry_after_hooks(source: torch.Tensor, target: nn.Parameter, name: str) -> 
 
 
 def _stepping(parameter: torch.Tensor) -> Sequence[Optimizer]:
-    """List the optimizers that step it in the backward: none where torch's hook was not wanted."""
+    """List the optimizers that step it in the backward; none if torch's hook was declined."""
     if STEPPERS not in parameter.__dict__:
         return ()
     is_hooked = parameter.__dict__.get(_CARRIED, False) or parameter in hooks_of_steppers()

@@ -1,7 +1,7 @@
-"""Conversion between local tensors with our placements and torch's DTensor, at the edge only.
+"""Conversion between local tensors with our placements and torch's DTensor.
 
-Nothing here computes: a DTensor is built around a local tensor whose storage it shares, and taken
-apart again. Forward and backward run on local tensors, see `local_leaves`.
+Nothing here computes: a DTensor is built around a local tensor whose storage it shares, or split
+into its parts. Forward and backward run on local tensors, see `local_leaves`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ AnyPlacement = Placement | TorchPlacement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtRest:
-    """The makings of a DTensor."""
+    """The parts of a DTensor: mesh, placements, shape and strides."""
 
     local: torch.Tensor
     """This rank's part; it shares the DTensor's storage."""
@@ -94,8 +94,8 @@ def dtensor_at_rest(
 ) -> DTensor:
     """Make a DTensor of global ``shape`` and ``stride`` around ``local``, which it does not copy.
 
-    ``placements`` has one entry a dim of ``mesh``, ours or torch's. Nothing is sent. The shape is
-    given and not derived, so that short and empty last chunks are right.
+    ``placements`` has one entry per dim of ``mesh``, ours or torch's. Nothing is sent. The shape is
+    passed rather than derived, so that short and empty last chunks are right.
 
     Raises `LayoutError` when ``local`` is not the part that the placements give this rank.
 
@@ -114,7 +114,7 @@ def parameter_at_rest(
     *,
     requires_grad: bool,
 ) -> nn.Parameter:
-    """Make a parameter as `dtensor_at_rest` makes a DTensor; what it holds is ``local`` itself.
+    """Make a parameter as `dtensor_at_rest` makes a DTensor; its local tensor is ``local`` itself.
 
     `torch.nn.Parameter` would make a second DTensor, by an operator.
     """
@@ -157,7 +157,7 @@ def _spec_at_rest(
 
 
 def dtensor_like(local: torch.Tensor, like: torch.Tensor) -> DTensor:
-    """Make a DTensor placed as ``like`` around ``local``, which it does not copy.
+    """Make a DTensor around ``local``, which it does not copy, with the placement of ``like``.
 
     For every step: it takes a twentieth of the time of `dtensor_at_rest`, which derives and checks
     the placement. Raises `LayoutError` when ``local`` has another shape or dtype than the part of
@@ -179,7 +179,7 @@ def dtensor_like(local: torch.Tensor, like: torch.Tensor) -> DTensor:
 
 
 def dtensor_around(local: torch.Tensor, rest: AtRest) -> DTensor:
-    """Make a DTensor placed as ``rest`` around ``local``, on its device and memory."""
+    """Make a DTensor with the placement of ``rest`` around ``local``, on the same memory."""
     meta = TensorMeta(torch.Size(rest.shape), rest.stride, local.dtype)
     spec = DTensorSpec(rest.mesh, rest.placements, tensor_meta=meta)
     return _made(local.detach(), spec)
@@ -188,10 +188,10 @@ def dtensor_around(local: torch.Tensor, rest: AtRest) -> DTensor:
 def beginning_storage(local: torch.Tensor) -> torch.Tensor:
     """Make a tensor on the memory of ``local`` with a storage that begins at its first element.
 
-    DTensors hold such tensors, so that copies and files contain this part alone. Compilers do not
-    take DTensors around views with an offset, and see here that parts do not overlap. Both tensors
-    share a version counter. The result keeps the storage of ``local`` alive, which must never be
-    resized or moved (`share_memory_`): users get no tensor on it. Subclasses are returned as is.
+    DTensors hold such tensors, so that copies and files contain this part alone. Compilers refuse
+    DTensors around views with an offset, and see here that parts do not overlap. Both tensors share
+    a version counter. The result keeps the storage of ``local`` alive, which must never be resized
+    or moved (`share_memory_`): users get no tensor on it. Subclasses are returned unchanged.
     """
     if type(local) is not torch.Tensor:
         return local
@@ -206,7 +206,7 @@ def beginning_storage(local: torch.Tensor) -> torch.Tensor:
 
 
 def beginning_piece(line: torch.Tensor, start: int, shape: Sequence[int]) -> torch.Tensor:
-    """Do as `beginning_storage` for what lies in the 1-D ``line`` from ``start`` on."""
+    """As `beginning_storage`, for the elements of the 1-D ``line`` from ``start`` on."""
     storage, size = line.untyped_storage(), line.itemsize
     if type(line) is not torch.Tensor or storage.device.type == "meta":
         return beginning_storage(line[start : start + math.prod(shape)].view(shape))
@@ -230,9 +230,9 @@ def _counted_with(
 
 
 def put_on_mesh(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[AnyPlacement]) -> None:
-    """Move a DTensor to ``mesh`` in place: this rank keeps the part that it had before.
+    """Move a DTensor to ``mesh`` in place: this rank keeps its local part.
 
-    It stays the object that optimizers hold; tensors made of it before keep the old mesh.
+    The object that optimizers hold stays; tensors derived from it earlier keep the old mesh.
     """
     found = cast("DTensor", tensor)
     known = spec_of(found)
@@ -240,7 +240,7 @@ def put_on_mesh(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any
 
 
 def at_rest(tensor: DTensor) -> AtRest:
-    """Take ``tensor`` apart into its makings; the way back from `dtensor_at_rest`."""
+    """Split ``tensor`` into its parts; the inverse of `dtensor_at_rest`."""
     return AtRest(
         local=local_of(tensor),
         mesh=tensor.device_mesh,
@@ -251,7 +251,7 @@ def at_rest(tensor: DTensor) -> AtRest:
 
 
 def known_at_rest(tensor: torch.Tensor) -> AtRest | None:
-    """Take ``tensor`` apart into its makings when it is a DTensor; None for any other."""
+    """Split ``tensor`` into its parts if it is a DTensor; None for any other tensor."""
     return at_rest(tensor) if isinstance(tensor, DTensor) else None
 
 
@@ -260,9 +260,9 @@ def is_dtensor(tensor: object) -> bool:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Find this rank's part of a DTensor, outside autograd; any other tensor as it is.
+    """Return this rank's part of a DTensor, outside autograd; any other tensor unchanged.
 
-    Of a part that is a subclass with all-gather extensions the plain tensor with its values.
+    For a subclass with all-gather extensions, the plain tensor with its values.
     """
     local = local_tensor_of(tensor) if isinstance(tensor, DTensor) else tensor
     return local if local is tensor or type(local) is torch.Tensor else values_of(local)
@@ -276,7 +276,7 @@ def ranges_at(
 ) -> list[Ranges]:
     """List, for each dim of a tensor of ``shape``, the rows that the rank at ``coordinate`` holds.
 
-    What does not cut counts as whole.
+    Placements that do not shard count as whole.
     """
     cuts: list[tuple[int, TorchShard | StridedShard, int]] = []
     last: list[tuple[int, TorchShard | StridedShard, int]] = []
@@ -308,7 +308,7 @@ def ranges_at(
 
 
 def current_mesh() -> DeviceMesh:
-    """Find the mesh whose ``with`` block the caller is in. Raises RuntimeError without one."""
+    """Return the mesh whose ``with`` block the caller is in. Raises RuntimeError without one."""
     return mesh_resources.get_current_mesh()
 
 
@@ -332,10 +332,10 @@ def mesh_communicators(mesh: DeviceMesh, unnamed: str = "shard") -> tuple[Commun
 
 
 def mesh_over(parent: Communicator, axes: Axes, names: Sequence[str]) -> DeviceMesh:
-    """Make a mesh with axes ``names`` as dims of the ranks of ``parent``, which ``axes`` number.
+    """Make a mesh over the ranks of ``parent``, with axes ``names`` as dims, numbered by ``axes``.
 
-    Only the ranks of ``parent`` call it. ``names`` are those axes with more than one rank, in any
-    order; each dim has a group of its own, made for its ranks where there is none.
+    Only the ranks of ``parent`` call it. ``names`` are the axes with more than one rank, in any
+    order; each dim has its own group, made for its ranks if there is none.
     """
     here = axes.coordinate(parent.rank)
     groups = [
@@ -359,7 +359,7 @@ def mesh_over(parent: Communicator, axes: Axes, names: Sequence[str]) -> DeviceM
 
 
 def concatenated_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Join into one mesh the dims of all ``meshes``, which are slices of one mesh."""
+    """Join the dims of all ``meshes``, which are slices of one mesh, into one mesh."""
     return concatenate_meshes(meshes)
 
 
@@ -378,10 +378,10 @@ def is_replicated(placement: TorchPlacement) -> bool:
 def cut_once_more(
     placements: Sequence[AnyPlacement], mesh: DeviceMesh, cutting: int, dim: int
 ) -> tuple[tuple[TorchPlacement, ...], bool]:
-    """Shard by dim ``cutting`` of ``mesh`` after all others; tells whether that makes it strided.
+    """Shard by dim ``cutting`` of ``mesh`` after all others; also returns whether that is strided.
 
-    A DTensor is sharded by the dims of its mesh in their order. Where a later dim of the mesh has
-    sharded the same ``dim`` before, the parts of ``cutting`` are strided over the full tensor.
+    A DTensor is sharded by the dims of its mesh in order. If a later dim of the mesh has already
+    sharded the same ``dim``, the parts of ``cutting`` are strided over the full tensor.
     """
     spread = list(torch_placements(placements))
     later = range(cutting + 1, len(spread)) if mesh.size(cutting) > 1 else ()
@@ -416,7 +416,7 @@ def local_gradient(
 
 
 def torch_placements(placements: Sequence[AnyPlacement]) -> tuple[TorchPlacement, ...]:
-    """Turn ``placements`` into torch's; torch's own pass through."""
+    """Convert ``placements`` to torch's; torch's own are returned unchanged."""
     return tuple(_torch_placement(placement) for placement in placements)
 
 
@@ -432,7 +432,7 @@ def _torch_placement(placement: AnyPlacement) -> TorchPlacement:
 
 
 def our_placement(placement: AnyPlacement, name: str) -> Placement:
-    """Turn ``placement`` into ours; ours pass through. Raises `LayoutError` for a strided one."""
+    """Convert ``placement`` to ours; ours are unchanged. Raises `LayoutError` for a strided one."""
     if isinstance(placement, Shard | Replicate | Partial):
         return placement
     if type(placement) is TorchShard:
@@ -452,7 +452,7 @@ _BECAME = "_meshwright_became"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Became:
-    """The DTensor that a plain parameter has become. A copy of the plain one has become nothing."""
+    """Records the DTensor that a plain parameter was converted to; copies of it have none."""
 
     parameter: nn.Parameter
     placement: AnyPlacement
@@ -472,7 +472,7 @@ def note_became(given: nn.Parameter, became: Became) -> None:
 
 
 def what_became(given: torch.Tensor) -> Became | None:
-    """Find what ``given`` has become; None for any other tensor."""
+    """Return the DTensor that ``given`` was converted to; None for any other tensor."""
     return vars(given).get(_BECAME)
 
 

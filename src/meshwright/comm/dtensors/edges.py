@@ -1,7 +1,7 @@
-"""DTensors that enter and leave what computes on local tensors, with their gradients.
+"""DTensors that enter and leave code that computes on local tensors, with their gradients.
 
-The gradient of a DTensor is a DTensor; it is placed as the tensor, or Replicate where that is
-Partial. What has to be sent is the caller's to send. Each backward can be differentiated again.
+The gradient of a DTensor is a DTensor with the same placement, or Replicate for a Partial. The
+caller does any communication. Each backward can be differentiated again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SHARED = "_meshwright_entered"
 
 
 def placement_on(tensor: torch.Tensor, mesh: DeviceMesh, name: str) -> Placement | None:
-    """Find the placement of a DTensor on ``mesh``, which has one dim; None for any other tensor.
+    """Return the placement of a DTensor on the 1-D ``mesh``; None for any other tensor.
 
     Raises ValueError for a DTensor of another mesh; ``name`` says where it was found.
     """
@@ -43,11 +43,11 @@ def placement_on(tensor: torch.Tensor, mesh: DeviceMesh, name: str) -> Placement
 
 
 def entered(tensor: torch.Tensor, *, partial: bool = False) -> torch.Tensor:
-    """Take this rank's part of a DTensor; its gradient goes back as one.
+    """Return this rank's part of a DTensor; its gradient becomes a DTensor again.
 
-    ``partial``: on a mesh of one dim, each rank computes another part of what is made of it, so
-    its gradient is Partial. Callers that say so share one local tensor, whose gradients are summed
-    before they become a DTensor. Not for leaves, which the kept tensor would keep alive.
+    ``partial``: on a 1-D mesh, each rank computes another part of the result from it, so its
+    gradient is Partial. Such callers share one local tensor, whose gradients are summed before they
+    become a DTensor. Not for leaves, which the kept tensor would keep alive.
     """
     if not partial:
         return _Enter.apply(tensor, None)
@@ -69,9 +69,9 @@ def left(
 ) -> torch.Tensor:
     """Make a DTensor of global ``shape`` on ``mesh``, which has one dim.
 
-    ``placements`` are that of ``local`` and that of the DTensor; ``convert`` leads from one to the
-    other, and from the gradient, however that is placed, to the gradient of ``local``: whole on
-    each rank where that is a summand, each of which then uses another part of it.
+    ``placements`` are those of ``local`` and of the DTensor. ``convert`` converts the one to the
+    other, and a gradient of any placement to the gradient of ``local``, which is whole on each rank
+    if ``local`` is a summand: each rank then uses another part of it.
     """
     return _Leave.apply(local, mesh, placements, tuple(shape), convert)
 
@@ -81,7 +81,7 @@ def wrapped(
 ) -> torch.Tensor:
     """Make a DTensor of global ``shape`` around ``local``, on a mesh of any dims.
 
-    Raises ValueError in the backward for a gradient that is a part of a sum.
+    Raises ValueError in the backward for a Partial gradient.
     """
     found = tuple(our_placement(placement, "result") for placement in placements)
     return _Wrap.apply(local, mesh, found, tuple(shape))
@@ -191,9 +191,9 @@ Layouts = Sequence[TorchPlacement]
 def distribute_parameters(
     module: nn.Module, mesh: DeviceMesh, placed: Mapping[str, AnyPlacement], source: int | None
 ) -> None:
-    """Make DTensors of the parameters of ``module`` itself, replicated where ``placed`` says none.
+    """Convert the parameters of ``module`` itself to DTensors, Replicate by default.
 
-    Values are those of rank ``source`` of ``mesh``; None takes those that are there.
+    Values come from rank ``source`` of ``mesh``; None keeps each rank's own.
     """
     for key, given in module._parameters.items():
         if given is not None and not isinstance(given, DTensor):
@@ -205,7 +205,7 @@ def distribute_parameters(
 def enter(
     found: Layouts, wanted: Layouts, mod: nn.Module, inputs: tuple[torch.Tensor], mesh: DeviceMesh
 ) -> DTensor:
-    """Redistribute the first input to ``wanted``; one that is local is placed as ``found``."""
+    """Redistribute the first input to ``wanted``; a local tensor is placed as ``found``."""
     x = inputs[0]
     given = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, found, run_check=False)
     return given.redistribute(placements=wanted)
@@ -222,12 +222,12 @@ def leave(
 def enter_sequence(
     cut: Layouts, mod: nn.Module, inputs: tuple[torch.Tensor], mesh: DeviceMesh
 ) -> DTensor:
-    """Redistribute the first input to ``cut``; one that is local is placed so already."""
+    """Redistribute the first input to ``cut``; a local tensor already has that placement."""
     return enter(cut, cut, mod, inputs, mesh)
 
 
 def leave_sequence(
     is_local: bool, mod: nn.Module, outputs: DTensor, mesh: DeviceMesh
 ) -> torch.Tensor:
-    """Leave the output as it is placed; returns its local part if ``is_local``."""
+    """Keep the output's placement; returns its local part if ``is_local``."""
     return outputs.to_local() if is_local else outputs

@@ -1,4 +1,4 @@
-"""Full tensors from DTensors that are spread over ranks, and the parts that a rank holds."""
+"""Full tensors from sharded DTensors, and the parts that a rank holds."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ from meshwright.torch_internals.distributed import (
 class ShardedPiece:
     """This rank's part of a global tensor.
 
-    ``tensor`` holds the elements of ``boxes`` one box after the other, each row-major. For a shard
-    of a flat buffer that is the 1-D shard with ``layout.boxes(shape, start, stop)``; for a chunk
-    along a dim it is the chunk with its one box. A rank that holds nothing passes no boxes and an
-    empty tensor.
+    ``tensor`` holds the elements of ``boxes``, one box after another, each row-major. For a shard
+    of a flat buffer it is the 1-D shard with ``layout.boxes(shape, start, stop)``; for a chunk
+    along a dim it is the chunk with its single box. A rank that holds nothing passes no boxes and
+    an empty tensor.
     """
 
     global_shape: tuple[int, ...]
@@ -74,10 +74,10 @@ class ShardedPiece:
 
 
 def held(tensor: torch.Tensor, name: str) -> ShardedPiece:
-    """Find the part of a DTensor or `ShardView` that this rank holds; all of any other tensor.
-    Nothing is sent.
+    """Return this rank's part of a DTensor or `ShardView`, or all of any other tensor. Nothing is
+    sent.
 
-    Raises `LayoutError`, with ``name``, where that is a summand.
+    Raises `LayoutError`, with ``name``, for a Partial.
     """
     if not isinstance(tensor, DTensor):  # of which the part is detached, in a tenth of the time
         tensor = tensor.detach()
@@ -94,7 +94,7 @@ def held(tensor: torch.Tensor, name: str) -> ShardedPiece:
 
 
 def empty_part_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Make an uninitialized tensor of ``dtype``; this rank holds the same part as of ``tensor``."""
+    """Make an uninitialized tensor of ``dtype`` with this rank's part of ``tensor``."""
     if isinstance(tensor, ShardView):
         return torch.empty_like(tensor, dtype=dtype)
     local = torch.empty_like(local_of(tensor).detach(), dtype=dtype)
@@ -103,7 +103,7 @@ def empty_part_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @torch.no_grad()
 def whole(tensor: torch.Tensor, *, label: str = "whole tensor") -> torch.Tensor:
-    """Gather the full ``tensor`` on every rank; any but a DTensor or ShardedTensor as it is.
+    """Gather the full ``tensor`` on every rank; plain tensors are returned unchanged.
 
     All ranks of its mesh or group call it together: one gather for each axis that shards.
     """
@@ -141,7 +141,7 @@ def whole(tensor: torch.Tensor, *, label: str = "whole tensor") -> torch.Tensor:
 
 
 def without_chunks(tensor: Any, label: str) -> Any:  # noqa: ANN401 - what is no such tensor stays
-    """Gather a full ShardedTensor, as torch's FSDP1 and loaders make it; others as they are."""
+    """Gather a full ShardedTensor, as torch's FSDP1 and loaders make it; others are unchanged."""
     if not isinstance(tensor, ShardedTensor):
         return tensor
     mine = [(s.metadata, s.tensor.detach()) for s in tensor.local_shards()]
@@ -151,7 +151,7 @@ def without_chunks(tensor: Any, label: str) -> Any:  # noqa: ANN401 - what is no
 
 @torch.no_grad()
 def part_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Take this rank's part of the full ``tensor``, placed as ``like``; nothing is sent.
+    """Cut this rank's part out of the full ``tensor``, placed as ``like``; nothing is sent.
 
     Raises `LayoutError` when their shapes differ.
     """
@@ -172,7 +172,7 @@ def part(
 ) -> DTensor:
     """Copy this rank's part of the full ``tensor`` into a DTensor; nothing is sent.
 
-    ``stride`` is that of the whole.
+    ``stride`` is the stride of the full tensor.
     """
     spread, shape = torch_placements(placements), tuple(tensor.shape)
     rest = AtRest(local=tensor, mesh=mesh, placements=spread, shape=shape, stride=tuple(stride))
@@ -187,10 +187,10 @@ def part(
 
 
 def held_boxes(tensor: torch.Tensor, name: str = "a tensor") -> list[tuple[Box, torch.Tensor]]:
-    """List the boxes of the whole of ``tensor`` that this rank holds, each with its local memory.
+    """List the boxes of the full ``tensor`` that this rank holds, each with its local memory.
 
-    One box for a plain tensor and for a plain placement; several where a strided placement gives
-    this rank rows from all over a dim; none where it holds nothing. Raises `LayoutError`, with
+    One box for a plain tensor and for a plain placement; several if a strided placement gives this
+    rank rows from several places of a dim; none if it holds nothing. Raises `LayoutError`, with
     ``name``, for a partial sum.
     """
     if isinstance(tensor, ShardView):
@@ -204,13 +204,13 @@ def held_boxes(tensor: torch.Tensor, name: str = "a tensor") -> list[tuple[Box, 
 
 
 def side_by_side(dim: int, parts: int) -> TorchPlacement:
-    """Make the placement of ``parts`` tensors joined along ``dim``: a rank holds a part of each."""
+    """The placement of ``parts`` tensors joined along ``dim``: a rank holds a part of each."""
     keep_strided_classes()
     return _SideBySide(dim, split_factor=parts)
 
 
 class _SideBySide(StridedShard):
-    """A strided placement whose parts are no box: raises where torch takes them for one."""
+    """A strided placement whose parts are no box; raises where torch treats them as one."""
 
     def _local_shard_size_and_offset(
         self,
@@ -220,8 +220,8 @@ class _SideBySide(StridedShard):
         *mode: Any,
         **modes: Any,
     ) -> tuple[int, int | list[int] | None]:
-        """Compute the size. Raises NotImplementedError where torch goes on to copy a box there:
-        in its checkpoints, and in what is broadcast from rank 0 into a state dict.
+        """Compute the size. Raises NotImplementedError for callers in torch that would copy a
+        single box: its checkpoints, and broadcasts from rank 0 into a state dict.
         """
         if num_chunks > 1 and not asks_for_size_alone(*mode, **modes):
             raise NotImplementedError(
@@ -246,7 +246,7 @@ def ranges_held(rest: AtRest, name: str) -> list[Ranges]:
 
 
 def is_side_by_side(rest: AtRest, dim: int) -> bool:
-    """Check whether ranks hold rows from several places along ``dim``, not to be sharded again."""
+    """Check whether ranks hold rows from several places of ``dim``, unfit for more sharding."""
     return len(_ranges(rest, (0,) * rest.mesh.ndim, "a tensor")[dim]) > 1
 
 

@@ -1,9 +1,9 @@
 """GradientPart: this rank's elements of a gradient, on which sums and norms raise.
 
-Optimizers and clipping by value work element by element, so a plain tensor of this rank's part is
-all they need. Its norm is that of a part, and nobody would notice: torch's ``clip_grad_norm_``
-would scale each rank's part by another factor. So such a tensor computes as any other, but for what
-looks at several elements together: that raises, and says what to call.
+Optimizers and clipping by value are element-wise, so a plain tensor of this rank's part is all they
+need. But its norm would silently be that of a part: torch's ``clip_grad_norm_`` would scale each
+rank's part by another factor. So operations that combine several elements raise on such a tensor
+and say what to call instead.
 """
 
 from __future__ import annotations
@@ -65,11 +65,10 @@ _JOINED = frozenset(
 class GradientPart(torch.Tensor):
     """This rank's elements of the gradient of ``name``, on memory that it shares.
 
-    What is computed from it alone, element by element, is one, too, and so is a clone. What is cut
-    out of it, deep copies, and what is computed from other tensors beside it, as a difference, are
-    plain; so is what an optimizer clones in its step.
-    ``as_subclass(torch.Tensor)`` is a plain tensor on the same memory, of this rank's elements
-    alone.
+    Element-wise results computed from it alone, and clones, are GradientParts too. Slices, deep
+    copies, results that involve other tensors (a difference), and clones made inside an optimizer's
+    step are plain. ``as_subclass(torch.Tensor)`` is a plain tensor on the same memory, with this
+    rank's elements alone.
     """
 
     is_sparse = False  # asked of each gradient by each step of an optimizer
@@ -86,7 +85,7 @@ class GradientPart(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - what any function of torch returns
-        """Compute on plain tensors, unless ``func`` looks at all elements together."""
+        """Compute on plain tensors, unless ``func`` combines several elements."""
         del types
         if func in _WHOLE and not (func in _OF_PAIRS and _is_pair(args, kwargs or {})):
             raise _refusal(func, args)
@@ -103,12 +102,12 @@ class GradientPart(torch.Tensor):
         return repr(plain(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """Copy the elements: they are a plain tensor then."""
+        """Copy the elements into a plain tensor."""
         memo[id(self)] = copy = plain(self).clone()
         return copy
 
     def __reduce_ex__(self, proto: object) -> Any:  # noqa: ANN401 - as torch says it
-        """Pickle as a plain tensor, which needs nothing of this library to be read."""
+        """Pickle as a plain tensor, which can be read without this library."""
         return plain(self).__reduce_ex__(proto)
 
 
@@ -120,9 +119,9 @@ def gradient_part(gradient: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def waiting_gradient(like: torch.Tensor, name: str) -> torch.Tensor:
-    """Make a gradient in new memory for ``like``, of this rank's own, which waits to be reduced.
+    """Make a gradient for ``like`` in new memory: this rank's own, which waits for its reduction.
 
-    It computes as a part does: a norm of it is that of one rank.
+    It behaves as a part does: its norm would be that of one rank.
     """
     found: Any = gradient_part(torch.empty_like(like), name)
     found._meshwright_waits = True
@@ -130,7 +129,7 @@ def waiting_gradient(like: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def refuse_waiting(gradient: torch.Tensor) -> None:
-    """Raise RuntimeError for a gradient that is this rank's own and waits for its reduction."""
+    """Raise RuntimeError for a gradient of this rank that waits for its reduction."""
     if type(gradient) is GradientPart and gradient._meshwright_waits:
         raise RuntimeError(
             f"a norm or a sum was asked of gradients of {gradient._meshwright_name!r} that wait "
@@ -141,7 +140,7 @@ def refuse_waiting(gradient: torch.Tensor) -> None:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Make a plain tensor on the same memory of a `GradientPart`; any other as it is."""
+    """Return a plain tensor on the memory of a `GradientPart`; any other tensor unchanged."""
     if type(tensor) is not GradientPart:
         return tensor
     with without_function():
@@ -154,7 +153,7 @@ def plain_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def _marked(func: object, result: Any, args: tuple[Any, ...]) -> Any:  # noqa: ANN401
-    """Mark what is computed from parts alone, and has as many elements, as a part."""
+    """Mark a result computed from parts alone, with as many elements, as a part."""
     if type(result) is not torch.Tensor:
         if type(result) in (list, tuple):
             return type(result)([_marked(func, each, args) for each in result])
@@ -181,7 +180,7 @@ def _first_part(values: Iterable[object]) -> GradientPart | None:
 
 
 def _has_others(values: Iterable[object]) -> bool:
-    """Tell whether elements of something else go in, as where gradients are compared."""
+    """Whether other tensors are involved, as in a comparison of gradients."""
     for value in values:
         if isinstance(value, torch.Tensor):
             if not isinstance(value, GradientPart) and value.ndim:
@@ -192,7 +191,7 @@ def _has_others(values: Iterable[object]) -> bool:
 
 
 def _is_pair(args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
-    """Tell whether the larger or smaller of two tensors is asked for, element by element."""
+    """Whether the call takes the element-wise minimum or maximum of two tensors."""
     return isinstance(kwargs.get("other", args[1] if len(args) > 1 else None), torch.Tensor)
 
 

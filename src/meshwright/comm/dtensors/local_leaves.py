@@ -1,8 +1,8 @@
-"""The leaves on which modules compute in place of DTensor parameters, and their gradients.
+"""Local leaves, on which modules compute instead of DTensor parameters, and their gradients.
 
-A leaf lies over the storage of this rank's part of its parameter. What autograd has accumulated in
-it goes to ``.grad`` of the parameter, as a DTensor that is placed alike. Whoever asks autograd for
-gradients of the parameter itself gets them as DTensors: see `local_part_of`.
+A leaf shares the storage of this rank's part of its parameter. Gradients that autograd accumulates
+in it are moved to ``.grad`` of the parameter, as a DTensor with the same placement. Gradients
+requested for the parameter itself are DTensors, too: see `local_part_of`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _HELD = "_meshwright_local_leaf"
 
 
 class _Held:
-    """The leaf of one parameter. A copy of the parameter makes a leaf of its own."""
+    """The leaf of one parameter. A copy of the parameter makes its own leaf."""
 
     __slots__ = (
         "__weakref__",
@@ -61,7 +61,7 @@ class _Held:
         """What gets each gradient, which is a part of a sum."""
 
     def hook(self) -> None:
-        """Register the hook that hears of each gradient that autograd accumulates in the leaf."""
+        """Register the hook for each gradient that autograd accumulates in the leaf."""
         outside = not_traced(hand_over)
         # The garbage collector does not see what such a hook refers to: a cycle through it would
         # stay. torch converts no parameter that has weak references itself.
@@ -97,22 +97,21 @@ class _Held:
 
 
 def local_leaf(parameter: nn.Parameter) -> nn.Parameter:
-    """Find the parameter on which modules compute in place of ``parameter``, which is a DTensor.
+    """Return the local leaf, on which modules compute instead of ``parameter``, a DTensor.
 
-    * It lies over the storage of this rank's part, so what an optimizer writes is seen, and there
-      is one for each DTensor parameter: tied modules get the same. Conversion of the module
-      (``.to()``, ``to_empty()``) or assignment of another local tensor makes another on the next
-      call, so nobody keeps it from one forward to the next.
+    * It shares the storage of this rank's part, so it sees what an optimizer writes. Each DTensor
+      parameter has one: tied modules get the same. Converting the module (``.to()``,
+      ``to_empty()``) or assigning another local tensor makes a new one on the next call, so do
+      not keep it from one forward to the next.
     * ``requires_grad`` is that of ``parameter`` at the time of the call.
     * As soon as autograd has accumulated into its ``.grad``, `hand_over` moves that to
-      ``parameter``, as a DTensor placed alike on the same storage; the leaf's ``.grad`` is None
-      outside of a backward. `take_over` switches this off for callers that hand it over themselves.
+      ``parameter``, as a DTensor on the same storage; the leaf's ``.grad`` is None outside of a
+      backward. `take_over` disables this for callers that hand it over themselves.
     * It has no name and is in no module's ``parameters()``.
 
-    Raises RuntimeError for a DTensor to whose ``.data`` something was assigned since it was asked
-    for before.
+    Raises RuntimeError for a DTensor whose ``.data`` was assigned since the last call.
 
-    A parameter that is no DTensor is returned as it is: whoever manages the module has put its own
+    A parameter that is no DTensor is returned unchanged: the manager of the module has put its own
     leaf there.
     """
     if not isinstance(parameter, DTensor):
@@ -139,12 +138,12 @@ def local_leaf(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def local_part_of(parameter: torch.Tensor, add: PartialGradient | None = None) -> torch.Tensor:
-    """Find what a module computes with in place of ``parameter``: its `local_leaf`, in its graph.
+    """Return what a module computes with in place of ``parameter``: its `local_leaf`, in its graph.
 
-    A backward pass accumulates in the leaf. One that is asked for gradients of ``parameter`` itself
-    (`torch.autograd.grad`, ``inputs=``), or for a graph of them, gives it DTensors, as it does a
-    DTensor that is computed from others, as `torch.func.functional_call` may be given. ``add`` is
-    what `sum_partial` takes.
+    A backward pass accumulates in the leaf. If gradients of ``parameter`` itself are requested
+    (`torch.autograd.grad`, ``inputs=``), or a graph of them, they are DTensors, as for a DTensor
+    that is computed from others (`torch.func.functional_call` may pass one). ``add`` is the
+    argument of `sum_partial`.
     """
     if isinstance(parameter, DTensor) and not parameter.is_leaf:
         return parameter.to_local(grad_placements=_of_gradient(parameter, add))
@@ -156,7 +155,7 @@ def local_part_of(parameter: torch.Tensor, add: PartialGradient | None = None) -
 
 
 def _of_gradient(parameter: DTensor, add: PartialGradient | None) -> list[Any]:
-    """List the placements of what a backward pass computes for ``parameter``."""
+    """List the placements of the gradient that a backward pass computes for ``parameter``."""
     if add is None:
         return list(parameter.placements)
     axes, over = mesh_communicators(parameter.device_mesh, "tensor"), add.communicator.ranks
@@ -167,7 +166,7 @@ def _of_gradient(parameter: DTensor, add: PartialGradient | None) -> list[Any]:
 class _InGraph(torch.autograd.Function):
     """A leaf, computed from itself and its parameter: a gradient goes to one of the two.
 
-    Autograd continues to both, and would run the hooks of a parameter that has no gradient yet.
+    Autograd would otherwise continue to both, and run hooks of a parameter without a gradient.
     """
 
     @staticmethod
@@ -220,10 +219,10 @@ def give_up(parameter: nn.Parameter) -> None:
 
 
 def take_over(parameter: nn.Parameter) -> nn.Parameter:
-    """Find its `local_leaf`, whose gradient stays with it until the caller calls `hand_over`.
+    """Return its `local_leaf`, whose gradient stays there until the caller calls `hand_over`.
 
-    For a data-parallel unit, which reduces the gradient of the leaf over its axes first. Call it
-    wherever `local_leaf` would be called: it holds for the leaf, not for the parameter.
+    For a data-parallel unit, which first reduces the gradient of the leaf over its axes. Call it
+    wherever `local_leaf` would be called: it applies to the leaf, not to the parameter.
     """
     leaf = local_leaf(parameter)
     if leaf is not parameter:
@@ -243,23 +242,23 @@ def sum_partial(parameter: nn.Parameter, add: PartialGradient) -> nn.Parameter:
 
 
 def is_summed_at_end(leaf: torch.Tensor) -> bool:
-    """Check whether ``leaf`` is one whose gradient is summed with others when a backward pass ends.
+    """Check whether the gradient of ``leaf`` is summed with others when a backward pass ends.
 
-    The ranks of the sum have to run their backward passes alike then.
+    The ranks of the sum then have to run the same backward passes.
     """
     held = vars(leaf).get(_HELD)
     return isinstance(held, _Held) and held.leaf is leaf and held.partial is not None
 
 
 def hand_over(parameter: nn.Parameter) -> None:
-    """Move the gradient of the leaf of ``parameter`` to ``parameter.grad``, and add where one is.
+    """Move the gradient of the leaf of ``parameter`` to ``parameter.grad``, adding to any there.
 
-    Nothing happens when the leaf has none. A partial gradient arrives at the end of the backward
-    pass that is under way, at once when there is none. Hooks that were registered on ``parameter``
-    run as if autograd had accumulated into it.
+    Nothing happens when the leaf has none. A partial gradient arrives at the end of the current
+    backward pass, or at once when there is none. Hooks registered on ``parameter`` run as if
+    autograd had accumulated into it.
 
-    Raises RuntimeError for a gradient that has a graph of its own (``create_graph=True``), of a
-    leaf that somebody has taken over.
+    Raises RuntimeError for a gradient with its own graph (``create_graph=True``), on a leaf that
+    was taken over.
     """
     held = vars(parameter).get(_HELD)
     gradient = None if held is None else held.leaf.grad
@@ -289,7 +288,7 @@ def deliver(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
 
 
 def add_to_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    """Add this rank's part of a gradient to ``parameter.grad``, or make it that."""
+    """Add this rank's part of a gradient to ``parameter.grad``, or set it."""
     given = parameter.grad
     if given is None:
         parameter.grad = dtensor_like(gradient, parameter)
@@ -313,11 +312,11 @@ class _Waiting(NamedTuple):
 class PartialGradient:
     """Sums the gradient of one parameter over ``communicator``, for `sum_partial`.
 
-    A parameter that every rank holds, but uses on other elements of its activations than the
-    others, gets another gradient on each rank; the gradient is their sum. All of them that a
-    backward pass has delivered on one axis travel together: one all-reduce for each dtype.
+    A parameter that every rank holds but uses on other elements of its activations gets another
+    gradient on each rank; the gradient is their sum. All such gradients of a backward pass and axis
+    are summed together: one all-reduce for each dtype.
 
-    Made by all ranks in the same order, which is the order within the sum.
+    All ranks create these objects in the same order, which is the order within the sum.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -328,7 +327,7 @@ class PartialGradient:
         return self
 
     def __call__(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Deliver the sum at the end of this backward pass; at once when none is under way."""
+        """Deliver the sum at the end of this backward pass; at once outside of one."""
         communicator = self.communicator
         given = _Waiting(self._number, parameter, gradient)
         task = running_backward()

@@ -1,7 +1,7 @@
-"""ShardView: a tensor that knows its whole shape and holds one flat range of its elements.
+"""ShardView: a tensor with the shape of the whole that holds one flat range of its elements.
 
-It stands for an element-granular shard in state dicts. torch's distributed checkpoint saves and
-loads it without communication, through the boxes of the range, at any number of ranks.
+It represents an element-granular shard in state dicts. torch's distributed checkpoint saves and
+loads it without communication, by the boxes of the range, at any number of ranks.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def length_of(ranges: Ranges) -> int:
 
 
 def narrowed(ranges: Ranges, start: int, count: int) -> Ranges:
-    """Cut ``count`` rows from row ``start`` on out of ``ranges`` laid end to end."""
+    """Cut ``count`` rows, from row ``start`` on, out of the concatenated ``ranges``."""
     found: Ranges = []
     for first, rows in ranges:
         skipped = min(start, rows)
@@ -72,7 +72,7 @@ def narrowed(ranges: Ranges, start: int, count: int) -> Ranges:
 def gather_boxes(
     axis: Communicator, parts: Sequence[tuple[Box, torch.Tensor]], like: torch.Tensor, label: str
 ) -> tuple[torch.Tensor, int]:
-    """Gather the boxes that the ranks of ``axis`` hold of a tensor of the form of ``like``.
+    """Gather the boxes that the ranks of ``axis`` hold of a tensor shaped like ``like``.
 
     Returns the full tensor, on the device of ``axis``, and the number of elements gathered.
     """
@@ -107,14 +107,14 @@ class ShardView(torch.Tensor):
         8 . . .                      (2, 0) + (1, 1)
 
     ``local`` is 1-D and not copied. ``.shape`` is that of the whole tensor. ``.to``, ``.clone``,
-    ``.cpu``, ``.detach`` and ``.copy_`` act on the local elements; anything that computes raises
-    RuntimeError, naming the tensor, so that an optimizer that was given views raises in its step.
-    `torch.equal`, `torch.isclose`, `torch.allclose` and `torch.testing.assert_close` compare this
-    rank's elements with those of a view of the same range, or of a whole tensor.
-    ``communicator`` spans the ranks that hold the other ranges; only ``full_tensor`` needs it.
+    ``.cpu``, ``.detach`` and ``.copy_`` act on the local elements; any computation raises
+    RuntimeError, naming the tensor, so an optimizer over views raises in its step. `torch.equal`,
+    `torch.isclose`, `torch.allclose` and `torch.testing.assert_close` compare this rank's elements
+    with those of a view of the same range, or of a whole tensor. ``communicator`` spans the ranks
+    that hold the other ranges; only ``full_tensor`` needs it.
 
-    With ``within``, which lists rows of the whole for each dim, the range is one of the tensor that
-    these rows make: this rank's part of a DTensor. For checkpoints of ours, which read `boxes`.
+    With ``within``, which lists rows of the whole for each dim, the range belongs to the tensor of
+    these rows: this rank's part of a DTensor. For our own checkpoints, which read `boxes`.
     """
 
     local: torch.Tensor
@@ -141,7 +141,7 @@ class ShardView(torch.Tensor):
         communicator: Communicator | None = None,
         within: Sequence[Ranges] = (),
     ) -> None:
-        """Check the range. Raises `LayoutError` where it is none of ``shape``."""
+        """Check the range. Raises `LayoutError` if it does not fit ``shape``."""
         super().__init__()
         numel = math.prod(map(length_of, within) if within else shape)
         if local.ndim != 1 or start < 0 or start + local.numel() > numel:
@@ -177,11 +177,11 @@ class ShardView(torch.Tensor):
         return found
 
     def to_local(self) -> torch.Tensor:
-        """Return ``local``, under DTensor's name."""
+        """Return ``local``; the name is DTensor's."""
         return self.local
 
     def local_shards(self) -> list[Shard]:
-        """List the boxes as ShardedTensor gives them, each on the memory of ``local``."""
+        """List the boxes as ShardedTensor does, each on the memory of ``local``."""
         rank = 0 if self.communicator is None else self.communicator.ranks[self.communicator.rank]
         return [
             Shard.from_tensor_and_offsets(part, list(box.offset), rank)
@@ -252,7 +252,7 @@ class ShardView(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        """Compare elements that this rank has; anything else is for `__torch_dispatch__`."""
+        """Compare this rank's elements; everything else goes to `__torch_dispatch__`."""
         del types
         options = dict(kwargs or {})
         with without_function():
@@ -271,7 +271,7 @@ class ShardView(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        """Run what moves elements; raise for what computes."""
+        """Run operators that move elements; raise for those that compute."""
         del types
         options = dict(kwargs or {})
         if func in _MOVES:
@@ -390,7 +390,7 @@ def _compared(func: Callable[..., Any], args: tuple[Any, ...], options: dict[str
 
 
 def _called_from(module: str) -> bool:
-    """Tell whether ``module`` has called the function that is handled."""
+    """Whether the function being handled was called from ``module``."""
     # 0 is this frame, 1 that of `__torch_function__`, 2 that of its caller.
     return sys._getframe(2).f_globals.get("__name__") == module
 

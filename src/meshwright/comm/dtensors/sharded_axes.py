@@ -1,6 +1,6 @@
-"""The axes over which the elements of a tensor are spread, so that sums over it can be taken.
+"""The axes over which the elements of a tensor are sharded, so that sums over it can be taken.
 
-A DTensor says so itself. A plain shard is marked by whoever made it::
+A DTensor knows them itself. A plain shard is marked by its maker::
 
     plain tensor              every rank holds the whole: nothing to sum
     plain shard, marked       each rank of the named communicators holds other elements
@@ -48,23 +48,23 @@ _UNMARKED = _Marker()
 
 
 class ManyInOne(torch.nn.Parameter):
-    """Several parameters as one."""
+    """Several parameters in one flat tensor."""
 
     singles: tuple[torch.Tensor, ...]
     """The parameters, for whoever looks at each of them."""
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
-    """Check whether ``tensor`` says itself how it is placed, as a DTensor and a `ShardView` do."""
+    """Check whether ``tensor`` knows its own placement, as a DTensor and a `ShardView` do."""
     return isinstance(tensor, DTensor | ShardView)
 
 
 def spread_over(
     tensor: torch.Tensor, communicators: Sequence[Communicator], *, is_line: bool = False
 ) -> None:
-    """Mark ``tensor`` as a shard of which each rank of ``communicators`` holds other elements.
+    """Mark ``tensor`` as a shard: each rank of ``communicators`` holds other elements.
 
-    ``is_line`` says that it holds parameters of other shapes in one line.
+    ``is_line``: it holds several parameters in one flat tensor.
     """
     # An attribute lives and dies with the tensor, as no table beside it can.
     axes = tuple(c for c in communicators if not c.is_alone)
@@ -72,18 +72,18 @@ def spread_over(
 
 
 def refuse_spread(tensor: torch.Tensor, why: str) -> None:
-    """Make `spread_of` raise: parts of ``tensor`` are spread over other axes than others."""
+    """Make `spread_of` raise: parts of ``tensor`` are sharded over different axes."""
     vars(tensor)[_MARKER] = _Marker(refusal=why, is_line=True)
 
 
 def is_marked_spread(tensor: torch.Tensor) -> bool:
-    """Tell whether ``tensor``, a plain one, was marked as a shard, with the rest on other ranks."""
+    """Whether ``tensor``, a plain one, was marked as a shard."""
     marker = _marker_of(tensor)
     return bool(marker.communicators or marker.refusal)
 
 
 def is_line(tensor: torch.Tensor) -> bool:
-    """Tell whether ``tensor`` holds parameters of other shapes in one line."""
+    """Whether ``tensor`` holds several parameters in one flat tensor."""
     return _marker_of(tensor).is_line
 
 
@@ -93,16 +93,16 @@ def _marker_of(tensor: torch.Tensor) -> _Marker:
 
 
 def singles_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """List the parameters that ``tensor`` is the memory of, itself where it is no `ManyInOne`."""
+    """List the parameters in ``tensor``: several for a `ManyInOne`, otherwise itself."""
     return tensor.singles if isinstance(tensor, ManyInOne) else (tensor,)
 
 
 def spread_of(tensor: torch.Tensor) -> tuple[Communicator, ...]:
-    """List the communicators over which ``tensor`` is spread; none where all hold the full one.
+    """List the communicators over which ``tensor`` is sharded; none if all ranks hold it whole.
 
-    Raises `LayoutError` for a partial sum, of which no rank holds any element, for a line of
-    several tensors that are spread in several ways, and for a `ShardView` of a part that does not
-    know who holds the others.
+    Raises `LayoutError` for a partial sum, of which no rank holds any element, for several tensors
+    in one that are sharded in several ways, and for a `ShardView` that does not know the ranks of
+    the other elements.
     """
     if isinstance(tensor, ShardView):
         return _spread_of_view(tensor)
@@ -138,7 +138,7 @@ def _spread_of_view(view: ShardView) -> tuple[Communicator, ...]:
 
 @torch.no_grad()
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Find this rank's elements as a plain tensor, whatever ``tensor`` is. Not copied."""
+    """Return this rank's elements of any tensor as a plain tensor, not copied."""
     return tensor.to_local() if isinstance(tensor, DTensor | ShardView) else plain(tensor)
 
 

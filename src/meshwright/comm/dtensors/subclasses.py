@@ -1,7 +1,7 @@
-"""Tensor subclasses: which handle operators themselves, and where their values are.
+"""Tensor subclasses: which ones handle operators themselves, and where their values are.
 
-A subclass with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` says how it is gathered. It is
-a tensor with memory of its own, or a wrapper around one plain tensor of its shape and dtype.
+A subclass with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` defines how it is gathered. It
+is a tensor with its own memory, or a wrapper around one plain tensor of its shape and dtype.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ PROTOCOL = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
 def has_protocol(tensor: torch.Tensor) -> bool:
-    """Check whether a subclass says how it is gathered, or says one half of it."""
+    """Check whether a subclass defines how it is gathered, by one or both methods."""
     return any(hasattr(type(tensor), name) for name in PROTOCOL)
 
 
@@ -35,7 +35,7 @@ def has_calls(tensor: torch.Tensor) -> bool:
 
 
 def holder_of(tensor: torch.Tensor) -> str | None:
-    """Find the attribute of a wrapper that holds its values; None where it is no such wrapper."""
+    """Return the attribute of a wrapper that holds its values; None for other tensors."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     names = list(vars(tensor)) if flatten is None else flatten()[0]
     inner = [name for name in names if isinstance(getattr(tensor, name), torch.Tensor)]
@@ -47,9 +47,9 @@ def holder_of(tensor: torch.Tensor) -> str | None:
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the plain tensor, on the same memory, of a subclass that says how it is gathered.
+    """Return the plain tensor with the values, on the same memory, of a subclass with extensions.
 
-    Any other tensor is returned as it is.
+    Any other tensor is returned unchanged.
     """
     if type(tensor) is torch.Tensor or not has_protocol(tensor):
         return tensor

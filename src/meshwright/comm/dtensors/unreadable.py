@@ -1,8 +1,7 @@
-"""Tensors without values: what they look like is known; asking for more raises, and says why.
+"""Tensors without values: shape and dtype are known; reading values raises and says why.
 
-They stay the same objects, so that groups of an optimizer and lists of parameters keep working,
-but their memory is freed: of parameters that are on other ranks, and of those that others have
-replaced.
+They stay the same objects, so that parameter groups and lists of parameters keep working, but their
+memory is freed. Used for parameters that are on other ranks or were replaced.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ SETTINGS = frozenset(
 
 
 class _Why(NamedTuple):
-    """The reason for which a tensor has no values, and the error for who asks for them."""
+    """Why a tensor has no values, and the error for reading it."""
 
     text: str
     error: type[Exception]
@@ -49,7 +48,7 @@ class _Why(NamedTuple):
 
 
 class Unreadable:
-    """A tensor without values: what it looks like is known; reading its values raises."""
+    """A tensor without values: shape and dtype are known, reading values raises."""
 
     @classmethod
     def __torch_function__(
@@ -59,7 +58,7 @@ class Unreadable:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        """Answer what needs no value. Raises what `make_unreadable` was given for all else."""
+        """Answer what needs no values. Everything else raises `make_unreadable`'s error."""
         given = [*args, *tree_leaves((args, dict(kwargs or {})))]
         why = next(vars(value)[_WHY] for value in given if isinstance(value, Unreadable))
         if name_of(func) not in why.allowed:
@@ -72,18 +71,18 @@ class Unreadable:
 
 
 def name_of(func: object) -> str:
-    """Find the name of a function of torch, or of the attribute that is read or set."""
+    """Return the name of a torch function, or of the attribute that is read or set."""
     found = getattr(func, "__name__", "")
     of = getattr(func, "__self__", None)
     return getattr(of, "__name__", found) if found in ("__get__", "__set__") else found
 
 
 def retire(parameter: nn.Parameter, name: str, moment: str) -> None:
-    """Make ``parameter`` unreadable: since ``moment`` another one is in its place.
+    """Make ``parameter`` unreadable, because another one replaced it at ``moment``.
 
-    Whoever collected it before would read what nobody trains, and train what nobody reads. So
-    reading its gradient raises, too: an optimizer that finds none silently skips the parameter.
-    Merely keeping it raises nothing.
+    Code that has collected it earlier would read and train a parameter that is no longer used. So
+    reading its gradient raises, too: an optimizer silently skips a parameter without a gradient.
+    Keeping a reference raises nothing.
     """
     make_unreadable(
         parameter,
@@ -102,10 +101,10 @@ def make_unreadable(
     error: type[Exception] = RuntimeError,
     settings: frozenset[str] = frozenset(),
 ) -> None:
-    """Free the memory of ``tensor``; only `FACTS` and ``settings`` can be asked of it.
+    """Free the memory of ``tensor``; only `FACTS` and ``settings`` can still be read.
 
-    All else raises ``error`` with ``text``, which says why there are no values, and ``remedy``. One
-    number is left, NaN where there is such, should anybody get past this.
+    Everything else raises ``error`` with ``text``, the reason, and ``remedy``. One element is left,
+    NaN where the dtype has it, in case code bypasses the checks.
     """
     why = _Why(text, error, remedy, FACTS | settings)
     if isinstance(tensor, Unreadable):

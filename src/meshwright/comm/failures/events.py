@@ -1,18 +1,18 @@
 """Events of a root on this rank, one after another, compared with the other ranks.
 
-Forward and backward passes bring collectives with them, so that a rank which does one more, one
-less or one of another kind would pair them with those of something else. A rank knows by itself
-when it does what it has not done before::
+Forward and backward passes issue collectives. A rank that runs one pass more or less, or another
+kind, would match them with those of another pass. A rank knows by itself when it does something
+new::
 
     the two events before, and this one       known: continue, nothing is sent
                                               new, or another mode: ask the other ranks first
-    after a pass that raised                  ask, and continue only where every rank has issued as
-                                              many collectives: what one left out, others wait in
+    after a pass that raised                  ask, and continue only if every rank has issued as
+                                              many collectives: others hang in a skipped one
 
 An event may have steps, as a forward pass has its units, see `Ledger` of `data_parallel`. Ranks ask
-through the board of `comm.failures.failure`, before any collective is issued: an answer that
-differs is an error on the rank that asks, and the others read it while they wait. Not later: Gloo
-ends the process at a gather to which another rank gives more.
+through the board of `comm.failures.failure`, before any collective is issued: a different answer is
+an error on the rank that asks, and the others read it while they wait. Asking later would be too
+late: Gloo ends the process at a gather to which another rank gives more.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ State = Mapping[str, list[Any]]
 
 @dataclass(frozen=True, slots=True)
 class GroupEvent:
-    """Something that all ranks do together."""
+    """An event that all ranks take part in."""
 
     text: str
     state: int = 0
@@ -68,7 +68,7 @@ class GroupEvent:
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """An event in the course of one rank, and its steps so far."""
+    """An event of one rank, and its steps so far."""
 
     number: int
     event: GroupEvent
@@ -79,30 +79,30 @@ class Turn:
     """True when no step follows any more; set behind the last one, for other threads."""
 
     def at(self, position: int) -> int | None:
-        """The step at ``position``, `END` behind the last; None where it has not come yet."""
+        """Return the step at ``position``, `END` past the last; None if it is yet to come."""
         if position < len(self.steps):
             return self.steps[position]
         return END if self.has_ended else None
 
 
 class _Told(NamedTuple):
-    """The words of another rank about the same root."""
+    """Another rank's answer about the same root."""
 
     turns: Mapping[int, Turn]
     state: State
     issued: Sequence[int]
 
     def has_come(self, number: int, position: int | None = None) -> bool:
-        """Check whether it has come to event ``number``, or to a step of that."""
+        """Check whether that rank has reached event ``number``, or a step of it."""
         if position is not None and number in self.turns:
             return self.turns[number].at(position) is not None
         return any(at >= number for at in self.turns)
 
 
 class EventCheck:
-    """The events of one root on this rank. ``state`` says what is set, unit by unit.
+    """The events of one root on this rank. ``state`` describes the settings, unit by unit.
 
-    ``axes`` are all communicators through which the root sends, in the same order on every rank.
+    ``axes`` are all communicators on which the root sends, in the same order on every rank.
     """
 
     def __init__(
@@ -128,14 +128,14 @@ class EventCheck:
     def happens(
         self, event: GroupEvent, *, asks: bool = False, after: str = "", if_new: str = ""
     ) -> None:
-        """Note that ``event`` is next, and compare it where it is new; call before its collectives.
+        """Record ``event`` as next, and compare it if it is new; call before its collectives.
 
         ``after`` names the pass that raised on this rank just before, if one did or may have;
-        ``if_new`` that of an event that is new.
+        ``if_new`` names it for an event that is new.
 
-        Raises `CollectiveMismatchError` when another rank does something else, which is found out
-        when it has never followed the two events before it, or when it ``asks``; and when
-        another rank waits for what this one left out.
+        Raises `CollectiveMismatchError` when another rank does something else (detected for an
+        event that has never followed the two before it, or with ``asks``), and when another rank
+        waits in a collective that this one left out.
         """
         if self.communicator.is_alone:
             return
@@ -148,10 +148,10 @@ class EventCheck:
             self._known.add(three)
 
     def exchange(self, event: GroupEvent, said: str) -> list[str]:
-        """Exchange the words of all ranks at ``event``, which is next, in rank order.
+        """Exchange short texts of all ranks at the next ``event``, in rank order.
 
-        For a few words now and then. It goes through the board, beside the collectives; a
-        collective where no run is watched. ``event`` is no part of what follows on what.
+        For rare use. It goes through the board, beside the collectives; where the run is not
+        watched, it is a collective. ``event`` does not count as one of the events in order.
 
         Raises `CollectiveMismatchError` when another rank does something else or has left,
         `RankFailedError` and `CollectiveTimeoutError` as a collective does.
@@ -174,7 +174,7 @@ class EventCheck:
         return [rows[rank] for rank in range(len(ranks))]
 
     def describe(self) -> Mapping[str, Any]:
-        """Describe the place of this rank, for peers that ask; called from the monitor's thread."""
+        """Describe this rank's position for peers; called from the monitor's thread."""
         rows = []
         for turn in self._turns:
             has_ended = turn.has_ended  # before the steps: it is set behind the last of them
@@ -191,7 +191,7 @@ class EventCheck:
         return turn
 
     def _issued(self) -> list[int]:
-        """Count the collectives that this rank has issued on each axis, also of control data."""
+        """Count the collectives that this rank has issued on each axis, control data included."""
         found = []
         for axis in self._axes:
             count = 0
@@ -214,7 +214,7 @@ class EventCheck:
         return meet(monitor, key, place, have_come, self.communicator.timeout).key
 
     def _have_come(self, monitor: FailureMonitor, place: _Place, answers: Answers) -> bool:
-        """Check whether nobody is left to wait for. Raises when a rank does something else."""
+        """Check whether no rank is left to wait for. Raises when a rank does something else."""
         turn, position, is_complete = place.turn, place.position, True
         steps: dict[int, int] = {}
         for rank in place.ranks:
@@ -239,20 +239,20 @@ class EventCheck:
         return is_complete
 
     def _instead(self, turns: Mapping[int, Turn]) -> str:
-        """Name the step that a rank of these ``turns`` does in the place of this one's event."""
+        """Name the step that a rank of these ``turns`` runs instead of this rank's event."""
         return ""
 
     def _compare_steps(
         self, monitor: FailureMonitor, turn: Turn, position: int, steps: Mapping[int, int]
     ) -> None:
-        """Raise where the ``steps`` of other ranks at ``position`` are not this one's."""
+        """Raise if the ``steps`` of other ranks at ``position`` differ from this rank's."""
 
     def shown(self, turn: Turn, position: int | None) -> str:
         """Name an event, or its step at ``position``, for reports."""
         return f"{turn.event.shown or turn.event.text} of {self.root}"
 
     def told(self, answer: Mapping[str, Any] | None) -> _Told | None:
-        """Find the same root's words in the ``answer`` of another rank; None without any."""
+        """Return the same root's entry in another rank's ``answer``; None if there is none."""
         match None if answer is None else answer["described"].get(str(self.key)):
             case {"turns": list(rows), "state": dict(state), "issued": list(issued)} if all(
                 isinstance(row, list) and len(row) == 6 for row in rows
@@ -267,7 +267,7 @@ class EventCheck:
     def _compare_issued(
         self, monitor: FailureMonitor, place: _Place, theirs: Sequence[int], rank: int
     ) -> None:
-        """Raise where ``rank`` has issued what this rank left out when it raised."""
+        """Raise if ``rank`` has issued a collective that this rank left out when it raised."""
         for axis, here, there in zip(self._axes, place.turn.issued, theirs, strict=True):
             if there > here:
                 error = CollectiveMismatchError(
@@ -297,7 +297,7 @@ class EventCheck:
 
 
 class Registration:
-    """The name by which a describer answers roll calls, the same on all ranks of a communicator.
+    """The name of a describer in roll calls, equal on all ranks of a communicator.
 
     It is "" until the run is watched, which may be after the describer was made.
     """
@@ -321,7 +321,7 @@ class Registration:
 
 
 class _Place(Awaited):
-    """An event of ``check``, or a step of it, to which the other ranks are to come."""
+    """An event of ``check``, or a step of it, that the other ranks are to reach."""
 
     lacks = "has not come to it"
 
@@ -340,7 +340,7 @@ class _Place(Awaited):
             self._shown += f", which rank {rank} begins after it raised in {after}"
 
     def describe(self) -> str:
-        """Name it in one phrase."""
+        """Describe it in one phrase."""
         return f"the comparison of {self._shown},"
 
     def topic(self, answers: Answers) -> str:
@@ -348,21 +348,21 @@ class _Place(Awaited):
         return self.key
 
     def need(self) -> Need:
-        """Say whom it needs: the ranks of the axis that do not wait at this place."""
+        """The ranks it needs: those of the axis that do not wait at this place."""
         ranks, channel = Need.listed(self.ranks), self._axis.name
         return Need(ranks=ranks, channel=channel, number=sys.maxsize, place=self.key)
 
     def has_come(self, rank: int, answer: Mapping[str, Any]) -> bool:
-        """Tell whether ``rank``, which says ``answer``, has come."""
+        """Whether ``rank``, with this ``answer``, has reached the place."""
         told = self._check.told(answer)
         return told is not None and told.has_come(self.turn.number, self.position)
 
     def last_of(self, answer: Mapping[str, Any]) -> str:
-        """Say what every rank must do, where another waits for something else."""
+        """What every rank must do, if another waits for something else."""
         return f". {REMEDY}" if answer["waiting"] else ""
 
     def differences(self, answers: Answers) -> list[str]:
-        """Say which ranks will never come."""
+        """The ranks that will never reach the place."""
         left = [r for r in self.ranks if r in answers and answers[r]["leaving"]]
         left = [rank for rank in left if not self.has_come(rank, answers[rank])]
         if not left:
@@ -380,11 +380,12 @@ def meet(
     *,
     line: str = "",
 ) -> Gathering:
-    """Vote for ``key``, with a ``line`` if any, and wait until every rank has, or to the ``limit``.
+    """Vote for ``key``, with an optional ``line``, and wait for all ranks, at most to the
+    ``limit``.
 
-    Ranks that do not vote are asked; ``have_come`` tells from their answers whether nobody is to
-    come any more, or raises: a rank that asks ends the wait of all, or fails it. This wait keeps
-    nobody from coming: what others need of this rank has been issued.
+    Ranks that do not vote are asked; ``have_come`` decides from their answers whether the wait is
+    over, or raises. So one rank that asks ends the wait of all, or fails it. This wait holds up
+    nobody: everything that others need of this rank has been issued.
     """
     votes = Gathering(monitor.board, key, len(place.ranks) + 1)
     if votes.come(line):

@@ -1,23 +1,23 @@
-"""The first failure: a board on the store that every rank reads, and what a rank says of itself.
+"""The first failure: a board in the store, where ranks post notices and answer roll calls.
 
-Ranks post notices in numbered slots of the store; a slot is won by compare-and-set, so all ranks
+Ranks post notices in numbered slots of the store. A slot is taken by compare-and-set, so all ranks
 see one order. The board's thread on each rank reads new slots a few times a second and answers roll
 calls, also while the main thread computes or waits.
 
 ==========  =====================================================================
 notice      meaning
 ==========  =====================================================================
-failed      a rank raised, or was found lost; the first one standing counts
-            for every rank that has not resumed since it raised for it
-recovered   the rank that had failed resumes, after its caller handled the error; a
-            difference between ranks still ends, once, what each of the others does
+failed      a rank raised, or was found lost; the first one in force applies to
+            every rank that has not resumed since it raised that failure
+recovered   the failed rank resumes, after its caller handled the error; if ranks
+            had differed, each of the others still raises once
 ended       the error of a rank has ended its process: it does not resume
-call        everybody answers with where it is, under the slot's number
+call        a roll call: every rank answers with its status, under the slot's number
 report      a hang report that every rank logs, once for each operation
-deviation   a rank is about to act differently; "" takes it back
+deviation   a rank is about to act differently; "" withdraws it
 ==========  =====================================================================
 
-What is on the store may be a stranger's: what is none of these is ignored, with a warning.
+Other programs may write to the store: anything else is ignored, with a warning.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Failure:
 
     @property
     def what(self) -> tuple[str, str]:
-        """The phase that it was in, and the type of the exception."""
+        """The phase in which the rank failed, and the type of the exception."""
         return self.phase, self.error.partition(":")[0]
 
     def __str__(self) -> str:
@@ -111,7 +111,7 @@ class Failure:
 
 
 class FailureMonitor:
-    """Posts this rank's failure, reads the others', and answers roll calls. One for a process."""
+    """Posts this rank's failure, reads the others', and answers roll calls. One per process."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class FailureMonitor:
     ) -> None:
         """``host`` is the rank in whose process the store lives; `STORE` for none or unknown.
 
-        ``process`` is this rank's; the one that runs when None.
+        ``process`` is this rank's process; the current one when None.
         """
         self.rank = rank
         self.world_size = world_size
@@ -179,22 +179,22 @@ class FailureMonitor:
 
     @property
     def others(self) -> list[int]:
-        """The ranks but this one."""
+        """All ranks except this one."""
         return [other for other in range(self.world_size) if other != self.rank]
 
     # ---------------------------------------------------------------- coming and going
 
     def sign_in(self, entry: Mapping[str, Any]) -> None:
-        """Tell the others that this rank has come, and ``entry``; follow the board from now on."""
+        """Announce this rank with its ``entry``; read the board from now on."""
         self.ranks.sign_in(entry, is_hosting=self._is_hosting)
         self.board.look = self.read
 
     def stop(self) -> None:
-        """End the thread. The board stays as it is."""
+        """End the thread. The notices stay."""
         self.board.stop()
 
     def erase(self) -> None:
-        """Remove the notices, so that nothing of a finished run is left on the store.
+        """Remove the notices, so that a finished run leaves nothing in the store.
 
         The first one goes last: the other ranks wait for that.
         """
@@ -204,9 +204,9 @@ class FailureMonitor:
     # ---------------------------------------------------------------- this rank's side
 
     def publish(self, error: BaseException, *, is_cause: bool = False) -> None:
-        """Tell the other ranks that this one raised ``error``, unless somebody failed before.
+        """Tell the other ranks that this one raised ``error``, unless a rank failed before.
 
-        An error of communication follows from another rank's, unless it ``is_cause`` itself.
+        A communication error is a consequence of another rank's, unless it ``is_cause``.
         """
         self._gave_up = self._gave_up or (phase_text(), type(error).__name__)
         if isinstance(error, CommunicationError) and not is_cause:
@@ -228,15 +228,15 @@ class FailureMonitor:
                 self._post({"kind": "ended", "rank": self.rank})
 
     def post_failure(self, failure: Failure) -> None:
-        """Put ``failure`` on the board, for good; the first one standing counts for every rank."""
+        """Post ``failure`` for good; the first one in force applies to every rank."""
         with self._publishing(failure):
             self._post(_notice_of(failure, self._past, is_final=True))
 
     def go_on(self) -> None:
-        """Start over: what this rank has published or raised for no longer ends anything.
+        """Start over: failures that this rank has published or raised no longer apply to it.
 
-        What others do not take back, because they have ended, shows when this rank waits for them.
-        A rank that raises the same a little later gives up what this one has given up before.
+        Failures of ranks that have ended cannot be withdrawn; waits for those ranks show them. A
+        rank that raises the same error a little later withdraws what this one has withdrawn.
         """
         if self._gave_up is not None:
             self._attempt += 1
@@ -250,14 +250,14 @@ class FailureMonitor:
         self._raised.clear()
 
     def deviate(self, text: str) -> None:
-        """Announce what this rank is about to do differently; "" takes it back.
+        """Announce what this rank is about to do differently; "" withdraws it.
 
-        The others show it when they wait in vain for this rank.
+        Other ranks show it when they wait in vain for this rank.
         """
         self._post({"kind": "deviation", "rank": self.rank, "text": text})
 
     def said(self) -> list[str]:
-        """List what ranks have announced that they do differently, one phrase each."""
+        """List the deviations that ranks have announced, one phrase each."""
         return [f"rank {rank} had said: {text}" for rank, text in self.deviations.items() if text]
 
     def check(self) -> None:
@@ -271,18 +271,18 @@ class FailureMonitor:
 
     @property
     def failure(self) -> Failure | None:
-        """The first failure that stands, as far as this rank has read it and not resumed since."""
+        """The first failure in force, as far as this rank has read it and not resumed since."""
         found = self._first(is_due=False)
         return None if found is None else found[1]
 
     @property
     def mismatch(self) -> str:
-        """The text that `check` raises for, where ranks wait for different things; else ""."""
+        """The text of the mismatch that `check` raises for, or ""."""
         found = self._first(of_others=True)
         return found[1].error if found is not None and found[1].is_mismatch else ""
 
     def look(self) -> None:
-        """Read the board, where it can be reached, and `check`."""
+        """Read the board, if it can be reached, and `check`."""
         with contextlib.suppress(RankFailedError):  # what stands already comes before that
             self.read()
         self.check()
@@ -302,9 +302,9 @@ class FailureMonitor:
         return self.board.lost
 
     def fence(self, rank: int) -> None:
-        """End ``rank`` if it is a stopped process of this host: it must not wake up later.
+        """Kill ``rank`` if it is a stopped process of this host, so that it cannot wake up later.
 
-        Only a stopped process: one that is merely slow to answer may still end by itself.
+        Only a stopped process: a slow one may still end by itself.
         """
         process, look = self.ranks.processes.get(rank), self.ranks.look_at(rank)
         if process is not None and look is not None and look.is_stopped:
@@ -327,10 +327,10 @@ class FailureMonitor:
         self.board.run(self._read)
 
     def roll_call(self, patience: float = PATIENCE, about: Iterable[int] = ()) -> Answers:
-        """Ask every rank where it is; return the answers within ``patience`` seconds, by rank.
+        """Ask every rank for its status; return the answers within ``patience`` seconds, by rank.
 
-        Who can look at the processes of ranks ``about`` says what it sees. A call that another rank
-        has just made serves this one too, unless it is about fewer.
+        Ranks that can inspect the processes of ranks ``about`` report what they see. A recent call
+        by another rank is reused, unless it was about fewer ranks.
         """
         wanted = frozenset(about)
         text, slot = self._text({"kind": "call", "about": sorted(wanted)}), self._shared(wanted)
@@ -339,9 +339,9 @@ class FailureMonitor:
         return self.ranks.collect(slot, patience, wanted)
 
     def leads(self, place: str) -> bool:
-        """Check whether this rank asks for all that wait at ``place``, which is the same on all.
+        """Check whether this rank makes roll calls for all that wait at ``place``.
 
-        The first `LEADERS` that come to it in a turn do; the others hear what they find.
+        The first `LEADERS` ranks to arrive do; the others read their results.
         """
         if self.world_size <= LEADERS:
             return True
@@ -366,7 +366,7 @@ class FailureMonitor:
 
     @contextlib.contextmanager
     def _publishing(self, failure: Failure) -> Iterator[None]:
-        """Log ``failure`` where the block cannot reach the store to publish it."""
+        """Log ``failure`` if the block cannot reach the store to publish it."""
         try:
             yield
         except RankFailedError:
@@ -409,10 +409,10 @@ class FailureMonitor:
                 self.board.nudge()
 
     def _post_first(self, failure: Failure, *, is_difference: bool) -> bool:
-        """Post ``failure`` unless one stands; two ranks that raise together post one.
+        """Post ``failure`` unless one is in force; two ranks that raise together post one.
 
-        A difference that this rank finds is not posted either after another that it has not gone
-        on after: it may be the same. What else it raises is posted then, and ends it for both.
+        A difference between ranks is not posted either after another that this rank has not resumed
+        from: it may be the same. Its other errors are posted then and supersede it.
         """
         while True:
             self._read()
@@ -428,21 +428,21 @@ class FailureMonitor:
                 return True
 
     def _post(self, notice: Mapping[str, Any]) -> int:
-        """Win the next free slot for ``notice``, and read the board; returns the slot's number."""
+        """Take the next free slot for ``notice``, and read the board; returns the slot's number."""
         text = self._text(notice)
         while (slot := self._try_post(text)) is None:
             pass
         return slot
 
     def _try_post(self, text: str) -> int | None:
-        """Put ``text`` into the next slot, and read the board; None where another was sooner."""
+        """Put ``text`` into the next slot, and read the board; None if another rank was faster."""
         slot = self._seen + 1
         is_won = self.board.compare_set(f"slot/{slot}", "", text) == text
         self.read()
         return slot if is_won else None
 
     def _shared(self, about: frozenset[int]) -> int | None:
-        """Find the slot of a roll call that was just made, about at least these ranks."""
+        """Return the slot of a recent roll call about at least these ranks."""
         slot, when, asked = self._called
         return slot if about <= asked and self.clock.now() - when <= SHARED_FOR else None
 
@@ -450,9 +450,9 @@ class FailureMonitor:
         return json.dumps({**notice, "from": f"{self.rank}-{time.monotonic_ns()}"})
 
     def _first(self, *, of_others: bool = False, is_due: bool = True) -> tuple[int, Failure] | None:
-        """Find the first failure that ends what this rank does, with its slot.
+        """Return the first failure that applies to this rank, with its slot.
 
-        Without ``is_due`` only failures that stand count.
+        Without ``is_due`` only failures in force count.
         """
         failures = {**self._due, **self._standing} if is_due else dict(self._standing)
         for slot in sorted(failures):
@@ -463,7 +463,7 @@ class FailureMonitor:
         return None
 
     def _ended_by(self, slot: int, failure: Failure) -> None:
-        """Note what ended this rank's work; it can resume only after what is not final."""
+        """Note what ended this rank's work; it can resume only from what is not final."""
         if slot not in self._final and failure.rank != self.rank:
             self._raised.add(slot)
 

@@ -1,15 +1,15 @@
-"""Liveness of ranks: who has come, roll calls, and looks at processes that do not answer.
+"""Liveness of ranks: sign-in, roll calls, and inspection of processes that do not answer.
 
-A rank signs in with its process and its words. From then on its board's thread answers roll calls,
-also while the main thread computes or waits; who cannot answer is looked at by the ranks of its
-host. Who comes last reads the words of all, and leaves them under one key, for which each rank
-waits and which it reads once::
+A rank signs in with its process and its entry. From then on its board's thread answers roll calls,
+also while the main thread computes or waits. The ranks of its host inspect its process if it cannot
+answer. The last rank to sign in reads all entries and stores them under one key, which each rank
+waits for and reads once::
 
-    rank 0   ──words──> roll/1/0   ─┐
-     ...                            ├─ by the last to come ──> roll/1/all ──> every rank
-    rank W   ──words──> roll/1/W   ─┘
+    rank 0   ──entry──> roll/1/0   ─┐
+     ...                            ├─ by the last to sign in ──> roll/1/all ──> every rank
+    rank W   ──entry──> roll/1/W   ─┘
 
-Processes matter to the ranks of their own host alone, which have a list of theirs.
+Processes matter only to the ranks of their own host, which keep a separate list.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ Answers = Mapping[int, Mapping[str, Any]]
 
 
 class Describer(Protocol):
-    """Adds to what a rank says of itself. Called from the board's thread."""
+    """Adds to this rank's status. Called from the board's thread."""
 
     def describe(self) -> Mapping[str, Any]:
-        """Return values that JSON can hold."""
+        """Return values that JSON can represent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """Whom a wait needs, so that each rank can tell who has not done its part.
+    """The ranks that a wait needs, so that each rank can tell which have not done their part.
 
-    A rank has done it when it waits at the same ``place``, or has counted past ``number`` under
-    ``key`` of ``channel``.
+    A rank has done its part when it waits at the same ``place``, or has counted past ``number``
+    under ``key`` of ``channel``.
     """
 
     ranks: Sequence[int] | None = ()
@@ -76,7 +76,7 @@ class Need:
 
     @staticmethod
     def listed(ranks: Sequence[int]) -> Sequence[int] | None:
-        """List ``ranks`` unless each answer of a large world would repeat them."""
+        """List ``ranks``, unless that would make each answer of a large world too long."""
         return ranks if len(ranks) <= LISTED else None
 
 
@@ -86,7 +86,7 @@ NOBODY = Need()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """A wait of a rank, for others that ask."""
+    """A wait of this rank, as other ranks see it."""
 
     what: str
     number: int
@@ -95,12 +95,12 @@ class Waiting:
     """Tells, whenever it is asked, whom the wait needs."""
 
     def values(self) -> dict[str, Any]:
-        """Return what others hear of it, as JSON can hold it."""
+        """Return the JSON values that other ranks see."""
         return {"what": self.what, "number": self.number, "need": asdict(self.need())}
 
 
 class Liveness:
-    """The ranks of the run as this one, ``rank`` in ``process``, knows them."""
+    """The ranks of the run as seen by this one, ``rank`` in ``process``."""
 
     def __init__(self, board: StoreClient, rank: int, world_size: int, process: Process) -> None:
         self.rank = rank
@@ -132,23 +132,23 @@ class Liveness:
 
     @functools.cached_property
     def end(self) -> Gathering:
-        """The coming of all ranks to the end of the run."""
+        """The barrier at the end of the run, where all ranks arrive."""
         return Gathering(self._board, f"end/{self.run}", self.world_size)
 
     @functools.cached_property
     def gone(self) -> Gathering:
-        """The parting of all ranks, when each has seen that all have come to the end."""
+        """The second barrier, where each rank has seen that all have arrived at the end."""
         return Gathering(self._board, f"gone/{self.run}", self.world_size)
 
     # ---------------------------------------------------------------- coming and leaving
 
     def claim(self) -> bool:
-        """Take this rank's place in the run; False when it has been taken before."""
+        """Claim this rank's place in the run; False when it was claimed before."""
         self.run = self._board.add(f"roll/count/{self.rank}", 1)
         return self.run == 1
 
     def sign_in(self, entry: Entry, *, is_hosting: bool) -> None:
-        """Tell the others that this rank has come, whether it hosts the store, and ``entry``."""
+        """Announce this rank with its ``entry``, and whether it hosts the store."""
         if not self.run:
             self.claim()
         board, process = self._board, self.processes[self.rank]
@@ -166,12 +166,12 @@ class Liveness:
         self._take(text)
 
     def wait(self, seconds: float) -> None:
-        """Wait at most so long for the others; nothing is asked of the store until all are here."""
+        """Wait at most ``seconds`` for the others; sends no request until all are here."""
         if self._arrival is not None and not self.entries and self._arrival.wait(seconds):
             self._board.run(self.read)
 
     def read(self) -> None:
-        """Take in who has come, as far as two requests of the store tell."""
+        """Update who has signed in, as far as two requests of the store tell."""
         if self.entries or self._arrival is None:
             return
         is_complete = self._arrival.has_come  # so is the list of this host then
@@ -180,7 +180,7 @@ class Liveness:
             self._take(self._board.get(self._at("all")) or "")
 
     def absent(self) -> list[int]:
-        """List the ranks that have not come; a request for each, so ask only to name them."""
+        """List the ranks that have not signed in; one request each, so only to name them."""
         ranks = () if self.entries else range(self.world_size)
         return [rank for rank in ranks if not self._board.check([self._at(rank)])]
 
@@ -195,7 +195,7 @@ class Liveness:
                     self._board.host = rank
 
     def _take(self, text: str) -> None:
-        """Take in the words of all ranks, where ``text`` has them."""
+        """Store the entries of all ranks from ``text``, if it has them."""
         words = _words_of(text)
         if len(words) != self.world_size:
             return
@@ -228,7 +228,7 @@ class Liveness:
     # ---------------------------------------------------------------- roll calls
 
     def collect(self, slot: int, patience: float, about: Iterable[int] = ()) -> Answers:
-        """Wait at most ``patience`` seconds for the answers to the call that has ``slot``."""
+        """Wait at most ``patience`` seconds for the answers to the roll call in ``slot``."""
         clock, every = self._board.clock, self._board.every
         key, until = self._answers(slot), clock.now() + patience + every
         answers: dict[int, Mapping[str, Any]] = {}
@@ -246,7 +246,7 @@ class Liveness:
         return {self.rank: self._own_answer(about), **answers}
 
     def answer(self, slot: int, about: Iterable[int]) -> None:
-        """Answer the call that has ``slot``, with looks at the processes of ranks ``about``."""
+        """Answer the roll call in ``slot``, after inspecting the processes of ranks ``about``."""
         text = json.dumps(self._own_answer(about))
         self._board.append(self._answers(slot), f"{self.rank} {text}\n")
 
@@ -256,21 +256,21 @@ class Liveness:
     # ---------------------------------------------------------------- waits of this rank
 
     def begin_wait(self, what: str, need: Callable[[], Need]) -> int:
-        """Note that this thread waits for other ranks, to `end_wait`; returns the wait's number."""
+        """Record that this thread waits for other ranks, until `end_wait`; returns a number."""
         self._wait_count += 1
         waiting = Waiting(what=what, number=self._wait_count, need=need)
         self._waits.setdefault(threading.get_ident(), []).append(waiting)
         return waiting.number
 
     def end_wait(self) -> None:
-        """Note that this thread waits no longer."""
+        """Record that this thread waits no longer."""
         mine = self._waits[threading.get_ident()]
         mine.pop()
         if not mine:
             del self._waits[threading.get_ident()]
 
     def is_watched(self, thread: int) -> bool:
-        """Tell whether ``thread`` is in a wait of ours, which ends by itself."""
+        """Whether ``thread`` is in a bounded wait, which ends by itself."""
         return thread in self._waits
 
     def waiting(self) -> Waiting | None:
@@ -292,19 +292,19 @@ class Liveness:
     # ---------------------------------------------------------------- processes
 
     def look_at(self, rank: int) -> Look | None:
-        """Look at the process of ``rank``; None where this process cannot."""
+        """Inspect the process of ``rank``; None if this process cannot."""
         process = self.processes.get(rank)
         return process.look() if process is not None and process.is_visible else None
 
     def has_ended(self, rank: int) -> bool:
-        """Tell whether ``rank`` was a process of this host that is known to have ended."""
+        """Whether ``rank`` was a process of this host that is known to have ended."""
         process = self.processes.get(rank)
         return process is not None and process.has_ended
 
 
 @functools.lru_cache(maxsize=1)  # simulated ranks, thousands in a process, read the same
 def _words_of(text: str) -> Sequence[tuple[bool, Entry]]:
-    """Unpack the words of all ranks, and whether each hosts the store; none from another text."""
+    """Unpack the entries of all ranks, and who hosts the store; nothing from another text."""
     try:
         data = zlib.decompressobj().decompress(base64.b85decode(text), _LONGEST)
         return [(bool(is_hosting), dict(entry)) for is_hosting, entry in json.loads(data)]

@@ -1,7 +1,7 @@
-"""A rank's membership in a run, from its first word to its last.
+"""A rank's membership in a run, from joining to leaving.
 
-A member is watched, publishes the exception that ends it, and leaves with the others: a rank that
-closed its connections while another still finishes an operation would look like a failure there.
+A member is watched, publishes the exception that ends it, and leaves with the others: closing its
+connections while another rank still finishes an operation would look like a failure there.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def enter(
 
 
 def resign() -> None:
-    """Stop this rank's watcher and monitor; the others are told nothing."""
+    """Stop this rank's watchdog and monitor without telling the others."""
     monitor, watcher = PROCESS.monitor, PROCESS.watcher
     PROCESS.monitor = PROCESS.watcher = None
     if watcher is not None:
@@ -69,9 +69,9 @@ def resign() -> None:
 
 
 def leave() -> bool:
-    """End the membership; tells whether all ranks have ended theirs together, in order.
+    """End the membership; returns whether all ranks have ended theirs together, in order.
 
-    Raises `RankFailedError` for a rank that was lost, where nothing on this rank has raised for it.
+    Raises `RankFailedError` for a lost rank, unless this rank has raised for it already.
     """
     monitor = PROCESS.monitor
     if monitor is None or monitor.pid != os.getpid():  # a process that was forked is no rank
@@ -100,7 +100,7 @@ def leave() -> bool:
 
 
 def end_process(error: BaseException) -> None:
-    """End this process for ``error`` now, with status 1 and without the interpreter's own end."""
+    """End this process for ``error`` now, with status 1, skipping the interpreter's shutdown."""
     PROCESS.monitor = None  # the others know: the hook called next must not tell them again
     sys.excepthook(type(error), error, None)  # for whoever listens, as it is not raised
     for stream in (sys.stdout, sys.stderr):
@@ -114,7 +114,7 @@ def end_process(error: BaseException) -> None:
 
 
 class _End(AllOthers):
-    """The end of the run, to which all ranks come, as a `BoundedWait` sees it."""
+    """The end of the run, where all ranks arrive, as a `BoundedWait` sees it."""
 
     lacks = "has not come to it"
 
@@ -132,7 +132,7 @@ class _End(AllOthers):
 def leave_together(monitor: FailureMonitor) -> bool:
     """Wait until every rank is done; the store's host waits until the others have seen that.
 
-    Who does not host the store waits `LEAVE_TIMEOUT` seconds at most. Returns whether all came.
+    Ranks that do not host the store wait at most `LEAVE_TIMEOUT` seconds. Returns whether all came.
     """
     ranks, rank, clock = monitor.ranks, monitor.rank, monitor.clock
     ranks.read_left()
@@ -169,12 +169,12 @@ def leave_together(monitor: FailureMonitor) -> bool:
 
 
 def _erased(monitor: FailureMonitor) -> Gathering:
-    """Make the place to which rank 0 comes when it has erased what the run has left."""
+    """The barrier where rank 0 arrives when it has erased the run's keys."""
     return Gathering(monitor.board, f"erased/{monitor.ranks.run}", 1)
 
 
 def _linger(monitor: FailureMonitor) -> None:
-    """Keep the store until the others have read who failed, where this process hosts it."""
+    """If this process hosts the store, keep it until the others have read who failed."""
     if monitor.board.host != monitor.rank or monitor.failure is None:
         return
 
@@ -201,7 +201,7 @@ def _wait_for(monitor: FailureMonitor, ranks: Gathering, seconds: float) -> None
 
 
 def _tell(monitor: FailureMonitor, error: BaseException) -> None:
-    """Tell the other ranks of the ``error`` that ends this one, or note on it who failed first."""
+    """Publish the ``error`` that ends this rank, or add to it which rank failed first."""
     first = blame(monitor, error)
     if first:
         monitor.has_raised = True
@@ -211,10 +211,10 @@ def _tell(monitor: FailureMonitor, error: BaseException) -> None:
 
 
 def record_failure(error: BaseException) -> None:
-    """Leave ``error`` where the launcher looks for it, when there is one.
+    """Write ``error`` to the file that the launcher reads, if there is one.
 
-    An error that follows from another rank's is dated later than any of its kind can be: torchrun
-    takes the earliest for the first.
+    An error caused by another rank's gets a time later than any original error can have, because
+    torchrun takes the earliest as the first.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
@@ -235,7 +235,7 @@ def record_failure(error: BaseException) -> None:
 
 
 def _brief(monitor: FailureMonitor, error: BaseException) -> BaseException:
-    """Fold the frames of ``error``; where another rank raised the same first, refer to that."""
+    """Fold the frames of ``error``; refer to the rank that raised the same first, if any."""
     with contextlib.suppress(RankFailedError):
         monitor.read()
     first = monitor.failure
@@ -252,7 +252,7 @@ def _brief(monitor: FailureMonitor, error: BaseException) -> BaseException:
 
 
 def _folded(error: BaseException) -> TracebackType | None:
-    """The traceback of ``error`` without frames of torch and this library, but for the last."""
+    """The traceback of ``error`` without frames of torch and this library, except the last."""
     traces: list[TracebackType] = []
     trace = error.__traceback__
     while trace is not None:
@@ -272,10 +272,10 @@ class ExceptionHook:
         self.before = before
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: object) -> None:
-        """Tell the other ranks and the launcher, then call the hook that was there.
+        """Tell the other ranks and the launcher, then call the previous hook.
 
-        It is given the traceback without the frames of torch and this library, and on a rank that
-        raised what another did before it, one line; ``MESHWRIGHT_TRACEBACK=full`` leaves all.
+        It gets the traceback without frames of torch and this library, or one line on a rank that
+        raised the same as another rank before it; ``MESHWRIGHT_TRACEBACK=full`` keeps everything.
         """
         monitor = PROCESS.monitor
         if monitor is None or monitor.pid != os.getpid():
@@ -290,12 +290,12 @@ class ExceptionHook:
 
     @classmethod
     def install(cls) -> None:
-        """Put it before the hook that is there."""
+        """Install it in front of the current hook."""
         if not isinstance(sys.excepthook, cls):
             sys.excepthook = cls(sys.excepthook)
 
     @classmethod
     def remove(cls) -> None:
-        """Put the hook back that was there."""
+        """Restore the previous hook."""
         if isinstance(sys.excepthook, cls):
             sys.excepthook = sys.excepthook.before

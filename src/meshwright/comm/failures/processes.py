@@ -1,7 +1,7 @@
-"""Processes as `/proc` shows them: identity, life, state, and how long one has done nothing.
+"""Processes as `/proc` shows them: identity, state, and how long one has been idle.
 
-A rank that does not answer may be dead, stopped, or busy in a call that lets no other thread of its
-run. Only its process tells, and only to a process of the same host.
+A rank that does not answer may be dead, stopped, or busy in a call that holds the interpreter lock.
+Only a process on the same host can find out, by inspecting its process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _IDLE_SHARE = 0.01
 
 
 class Look(NamedTuple):
-    """One look at a process."""
+    """A snapshot of a process."""
 
     state: str
     """Linux's letter of the main thread's state: T for stopped, "" for a process that has ended."""
@@ -33,7 +33,7 @@ class Look(NamedTuple):
 
     @classmethod
     def of(cls, values: object) -> Look | None:
-        """Read one that has been JSON; None for anything else."""
+        """Read a snapshot from JSON values; None for anything else."""
         match values:
             case [str(state), int(ticks), bool(is_running)]:
                 return cls(state, ticks, is_running)
@@ -41,13 +41,13 @@ class Look(NamedTuple):
 
     @property
     def is_stopped(self) -> bool:
-        """True when SIGSTOP or a debugger holds the process."""
+        """True when SIGSTOP or a debugger has stopped the process."""
         return self.state in ("T", "t")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """One process of some host, told apart from a later one of the same number."""
+    """One process of some host, told apart from a later one with the same id."""
 
     place: str
     """Host, boot and process-id namespace: equal where process numbers mean the same."""
@@ -65,7 +65,7 @@ class Process:
 
     @property
     def is_visible(self) -> bool:
-        """True when this process can look at it."""
+        """True when this process can inspect it."""
         return self.started >= 0 and self.place == place()
 
     @property
@@ -93,17 +93,17 @@ class Process:
 
 
 class Stillness:
-    """The time since which a process has done nothing, by looks at it now and then."""
+    """How long a process has been idle, from repeated snapshots."""
 
     def __init__(self) -> None:
         self._since: float | None = None
         self._ticks = 0
 
     def take(self, look: Look, now: float) -> float:
-        """Take in one more look, at time ``now`` in seconds; returns the seconds of stillness.
+        """Add a snapshot at time ``now`` (seconds); returns the seconds of idleness.
 
-        A process on a machine that gives it no core is ready to run, and so not still. What is less
-        than `_IDLE_SHARE` of a core counts as nothing.
+        A runnable process without a core is not idle. Less than `_IDLE_SHARE` of a core counts as
+        idle.
         """
         if self._since is None:
             self._since, self._ticks = now, look.ticks
@@ -116,7 +116,7 @@ class Stillness:
 
 
 def place() -> str:
-    """Name the host, its boot and the namespace of process numbers that this process lives in."""
+    """Name the host, its boot and the pid namespace of this process."""
     return f"{socket.gethostname()}{_boot()}"
 
 
@@ -130,7 +130,7 @@ def _boot() -> str:
 
 
 def process_start(pid: int) -> int:
-    """Return when ``pid`` started, in clock ticks, to tell it from a later process of its number.
+    """Return when ``pid`` started, in clock ticks, to tell it from a later process with its id.
 
     Raises OSError when there is no such process, or no `/proc`.
     """
@@ -138,18 +138,18 @@ def process_start(pid: int) -> int:
 
 
 def is_alive(pid: int, started: int) -> bool:
-    """Tell whether the process of that number and start is there and is no zombie."""
+    """Whether the process with that id and start time exists and is no zombie."""
     fields = status_of(pid)
     return bool(fields) and fields[0] not in ("Z", "X") and int(fields[19]) == started
 
 
 def is_stopped(pid: int) -> bool:
-    """Tell whether ``pid`` is held by SIGSTOP or a debugger."""
+    """Whether ``pid`` is stopped by SIGSTOP or a debugger."""
     return status_of(pid)[:1] in (["T"], ["t"])
 
 
 def status_of(pid: int) -> list[str]:
-    """List the kernel's state, parent and so on of process ``pid``; empty when it is gone."""
+    """List the kernel's fields of process ``pid`` from the state on; empty when it is gone."""
     try:
         return _stat(f"/proc/{pid}/stat")[1]
     except OSError:
@@ -157,7 +157,7 @@ def status_of(pid: int) -> list[str]:
 
 
 def _stat(path: str) -> tuple[str, list[str]]:
-    """Read the name of a process or thread, and the fields behind it: state, parent and so on."""
+    """Read the name of a process or thread, and the fields after it, from the state on."""
     with open(path, encoding="utf-8", errors="replace") as file:
         head, _, rest = file.read().rpartition(")")
     return head.partition("(")[2], rest.split()

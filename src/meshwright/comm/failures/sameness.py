@@ -1,8 +1,8 @@
-"""The one answer to "do all ranks have the same?": digests first, then the first difference.
+"""Compares values that must be equal on all ranks: digests first, then the first difference.
 
-Where all is equal it costs one gather of 32 bytes a rank over the control channel. Where it is not,
-the rows themselves are gathered, and every rank names the first that differs, with the ranks on all
-sides. ``docs/checks.md`` lists who asks, when, and what it costs.
+If all are equal it costs one gather of 32 bytes per rank over the control channel. Otherwise the
+rows themselves are gathered, and every rank names the first row that differs, with the ranks of
+each version. ``docs/checks.md`` lists what is compared, when, and what it costs.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class RowDifference:
 
     @property
     def sides(self) -> str:
-        """The ranks on all sides, for values that say nothing themselves, such as digests."""
+        """The ranks of each version, for values that mean nothing to people, such as digests."""
         by_value = sides(self.ranks, self.found)
         return ", others on ".join(f"ranks {ranks}" for ranks in by_value.values())
 
 
 def sides(ranks: Iterable[int], found: Iterable[_T]) -> dict[_T, list[int]]:
-    """List the ranks by what was ``found`` on them, in the order of the first of each."""
+    """Group the ranks by what was ``found`` on them, in order of first appearance."""
     by_value: dict[_T, list[int]] = {}
     for rank, value in zip(ranks, found, strict=True):
         by_value.setdefault(value, []).append(rank)
@@ -57,7 +57,7 @@ def sides(ranks: Iterable[int], found: Iterable[_T]) -> dict[_T, list[int]]:
 
 
 def told(ranks: Iterable[int], found: Iterable[Hashable]) -> str:
-    """Write `sides` in words."""
+    """Format `sides` as text."""
     return "; ".join(f"{value} on ranks {on}" for value, on in sides(ranks, found).items())
 
 
@@ -77,7 +77,7 @@ def first_difference(
 
 
 def _rows(everyone: Sequence[Any]) -> Iterable[tuple[int | str, Sequence[Any]]]:
-    """List the places of rows, each with what all ranks have there."""
+    """List the keys of rows, each with the values of all ranks."""
     if not all(isinstance(each, Mapping) for each in everyone):
         yield from enumerate(zip_longest(*everyone, fillvalue=NOTHING))
         return
@@ -93,7 +93,7 @@ def _rows(everyone: Sequence[Any]) -> Iterable[tuple[int | str, Sequence[Any]]]:
 def differing(
     axis: Communicator, rows: object, *, label: str, exchange: Exchange | None = None
 ) -> list[Any]:
-    """List every rank's ``rows``, in rank order, unless all are equal: then none. Collective."""
+    """List every rank's ``rows``, in rank order; an empty list if all are equal. Collective."""
     digest = hashlib.sha256(json.dumps(rows).encode()).digest()
     if exchange is None:
         is_equal = axis.start_equal(digest, label)() == digest * axis.size
@@ -114,12 +114,12 @@ def require_equal(
     remedy: str = "",
     exchange: Exchange | None = None,
 ) -> None:
-    """Check that all ranks of ``axis`` have the same ``rows``, which JSON can hold. Collective.
+    """Check that all ranks of ``axis`` have equal ``rows``, as JSON values. Collective.
 
     ``meaning`` says what they are, and ``remedy`` what to do about a difference. Digests go through
-    ``exchange`` where there is one.
+    ``exchange`` if it is given.
 
-    Raises ``error`` on every rank, naming the first row that differs and the ranks on all sides.
+    Raises ``error`` on every rank, naming the first row that differs and the ranks of each version.
     """
     if axis.is_alone:
         return
@@ -130,7 +130,7 @@ def require_equal(
 
 
 def refusal(axis: Communicator, meaning: str, found: RowDifference | str, remedy: str) -> str:
-    """Return the text of an error for ranks of ``axis`` that differ, in the form that all have."""
+    """Return the text of an error for ranks of ``axis`` that differ, in the common form."""
     return (
         f"axis {axis.axis}: expected {meaning} to be the same on ranks {list(axis.ranks)}, but "
         f"{found}. {remedy}".rstrip()

@@ -1,4 +1,4 @@
-"""Rank status: what a rank answers to a roll call, and how it reads the answers of others."""
+"""Rank status: how a rank answers a roll call, and reads the answers of others."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def own_state() -> dict[str, Any]:
 
 
 def _has_another_thread(frames: Mapping[int, FrameType]) -> bool:
-    """Tell whether another thread than the main one may issue what other ranks wait for.
+    """Whether a thread other than the main one may issue what other ranks wait for.
 
-    Such a thread is at work, has issued operations before, or is in a call of this library or of
-    `torch.distributed`. It may go on while the main thread waits.
+    Such a thread is running, has issued operations before, or is in a call of this library or of
+    `torch.distributed`. It may make progress while the main thread waits.
     """
     for thread in threading.enumerate():
         is_ours = thread.name.startswith("meshwright-") or isinstance(
@@ -127,7 +127,7 @@ _OF_A_NEED: Mapping[str, type | tuple[type, ...]] = {
 
 
 def answer_of(text: str | None) -> Mapping[str, Any] | None:
-    """Read a rank's answer to a roll call; None when it is none, whoever wrote it."""
+    """Read a rank's answer to a roll call; None if it is malformed."""
     answer = object_of(text, _OF_AN_ANSWER)
     if answer is None:
         return None
@@ -148,9 +148,9 @@ def answer_of(text: str | None) -> Mapping[str, Any] | None:
 def object_of(
     text: str | None, keys: Mapping[str, type | tuple[type, ...]]
 ) -> dict[str, Any] | None:
-    """Read a JSON object that has at least ``keys``, with values of these types; else None.
+    """Read a JSON object with at least ``keys``, whose values have these types; otherwise None.
 
-    What lies in the store may be a stranger's.
+    Other programs may write to the store.
     """
     try:
         found = json.loads(text or "")
@@ -192,10 +192,10 @@ def _place_of(frame: FrameType) -> str:
 
 
 def hook_frame(frames: Mapping[int, FrameType]) -> FrameType | None:
-    """Find the innermost frame of a backward hook among the ``frames`` of all threads, by thread.
+    """Return the innermost frame of a backward hook among the ``frames`` of all threads.
 
-    Autograd runs hooks of a device's gradients in a thread of its own while the main thread waits
-    inside of it. Python has not started that thread, and sees it only while it runs a hook.
+    Autograd runs hooks of a device's gradients in its own thread while the main thread waits in it.
+    Python did not start that thread, and sees it only while it runs a hook.
     """
     main = frames.get(threading.main_thread().ident or 0)
     if main is None or main.f_code.co_filename != ENGINE:
@@ -206,7 +206,7 @@ def hook_frame(frames: Mapping[int, FrameType]) -> FrameType | None:
 
 @functools.lru_cache(maxsize=1024)
 def is_the_users(file: str) -> bool:
-    """Check whether ``file`` is neither Python's, nor torch's, nor this library's."""
+    """Check whether ``file`` belongs to neither Python, nor torch, nor this library."""
     # Packages may be installed inside of Python's own folder.
     is_pythons = file.startswith(_PYTHON) and "-packages" not in file
     return not is_pythons and not file.startswith((*LIBRARIES, "<"))
@@ -236,7 +236,7 @@ def last_operation() -> str:
 def one_line(error: BaseException) -> str:
     """Return type and text of ``error`` in one bounded line.
 
-    Of a long text the end stays too: an error of a worker process has its cause there.
+    A long text keeps its end, too: an error of a worker process has its cause there.
     """
     # c10d appends a C++ stack, which says nothing of the run.
     text = " ".join(str(error).split("\nException raised from", 1)[0].split())

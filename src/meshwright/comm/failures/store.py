@@ -1,9 +1,9 @@
-"""The run's store as ranks may use it: in a thread of its own, so that nobody waits in it for ever.
+"""A client of the run's store that works in its own thread, so that no caller blocks forever.
 
-A store answers only while its host lives. One that has ended closes the connection; one that is
-stopped leaves a request without an answer, and c10d waits for it without a bound. So requests are
-made by one daemon thread, and those who need them wait for the thread, until
-`StoreClient.give_up` says that the host is lost. Its users see `RankFailedError`, naming the host.
+A store answers only while its host lives. A host that has ended closes the connection. A stopped
+host never answers, and c10d waits without a bound. So one daemon thread makes the requests, and
+callers wait for the thread, until `StoreClient.give_up` declares the host lost. Callers then get
+`RankFailedError`, naming the host.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ _NEVER = timedelta(days=1)
 class StoreClient:
     """The keys of a store, for all threads of this process.
 
-    Every method raises `RankFailedError` when the store's host is lost: `host` says who that is.
-    Every ``every`` seconds the thread calls ``look``, where one is set.
+    Every method raises `RankFailedError`, naming ``host``, when the store's host is lost. Every
+    ``every`` seconds the thread calls ``look``, if one is set.
     """
 
     def __init__(
         self, store: Store, *, host: int, every: float = EVERY, clock: SystemClock | None = None
     ) -> None:
-        """Begin the thread. ``host`` is the rank in whose process the store lives, or `STORE`."""
+        """Start the thread. ``host`` is the rank in whose process the store lives, or `STORE`."""
         self.host = host
         self.every = every
         self.clock = clock or SystemClock()
@@ -84,7 +84,7 @@ class StoreClient:
 
     @property
     def host_process(self) -> str:
-        """The process of the host, in words for messages."""
+        """Describe the host's process for messages."""
         if self.host != STORE:
             return "its process"
         is_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -94,12 +94,12 @@ class StoreClient:
 
     @property
     def silence(self) -> float:
-        """Seconds for which the store has left a request without an answer; 0 without one."""
+        """Seconds for which a request has been unanswered; 0 without one."""
         since = self._busy_since
         return 0.0 if since is None else self.clock.now() - since
 
     def give_up(self, reason: str) -> RankFailedError:
-        """Declare the host lost: whoever waits for an answer raises. Returns the error."""
+        """Declare the host lost: callers that wait for an answer raise. Returns the error."""
         if self.lost is None:
             is_rank = self.host != STORE
             host = f"rank {self.host}, which hosts the store," if is_rank else "the run's store"
@@ -108,15 +108,15 @@ class StoreClient:
         return self.lost
 
     def run(self, work: Callable[[], T]) -> T:
-        """Have the thread call ``work``; no other request comes between its own."""
+        """Have the thread call ``work``; no other request interleaves with it."""
         return self._worker.run(work, self._refuse)
 
     def later(self, work: Callable[[], object]) -> None:
-        """Have the thread call ``work`` when it comes to it; nobody waits."""
+        """Have the thread call ``work`` later, without waiting for it."""
         self._worker.later(work)
 
     def stop(self) -> None:
-        """End the thread after what it has been given, unless the store is silent."""
+        """End the thread after its queued work, unless the store is silent."""
         self.look = None
         self._worker.stop(0.1 if self.lost is not None else 5.0)
 
@@ -126,11 +126,11 @@ class StoreClient:
         self._request(lambda: self._store.set(key, value))
 
     def get(self, key: str) -> str | None:
-        """Find the value under ``key``; None when there is none."""
+        """Return the value under ``key``; None when there is none."""
         return self._request(lambda: self._found(key))
 
     def multi_get(self, keys: Sequence[str]) -> list[str]:
-        """Read the values under ``keys``, all of which are there, in one request."""
+        """Read the values under ``keys``, all of which exist, in one request."""
         return self._request(lambda: list(map(_text, self._store.multi_get(list(keys)))))
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -143,10 +143,10 @@ class StoreClient:
         self._request(lambda: self._store.append(key, value))
 
     def arrival(self, key: str) -> KeyWait:
-        """Begin to wait for ``key`` in the server, where nobody else is kept waiting.
+        """Start to wait for ``key`` in the server, without blocking other callers.
 
-        Each wait has a client of its own, since it blocks all other calls of that; one whose wait
-        has ended serves the next.
+        Each wait has its own client, because it blocks all other calls of that client; a client
+        whose wait has ended is reused.
         """
         client = self._free.pop() if self._free else self._request(self._connect)
         arrival = self.clock.arrival(client, key, lambda: self._free.append(client))
@@ -155,12 +155,12 @@ class StoreClient:
         return arrival
 
     def nudge(self) -> None:
-        """Tell those who wait for a key that there is something else to look at."""
+        """Wake up callers that wait for a key, so that they look at something else."""
         for arrival in self._arrivals:
             arrival.nudge()
 
     def compare_set(self, key: str, expected: str, value: str) -> str:
-        """Replace ``expected``, "" for no value, by ``value``; returns what is there now."""
+        """Replace ``expected`` ("" for no value) by ``value``; returns the current value."""
         return self._request(lambda: _text(self._store.compare_set(key, expected, value)))
 
     def delete_key(self, key: str) -> None:
@@ -175,9 +175,9 @@ class StoreClient:
         return self._client
 
     def _connect(self) -> Store:
-        """Make a client of the store: it serves one request at a time, and so one thread.
+        """Make a client of the store; each serves one request at a time, and so one thread.
 
-        For the board's thread: where nobody listens, c10d silently retries for long.
+        For the board's thread: where nobody listens, c10d silently retries for a long time.
         """
         try:
             self._given.check(["host"])  # raises at once where the host has gone
@@ -197,7 +197,7 @@ class StoreClient:
         return self.run(functools.partial(self._ask, request))
 
     def _ask(self, request: Callable[[], T]) -> T:
-        """Make one request of the store; in the thread."""
+        """Make one request to the store; runs in the thread."""
         self._refuse()
         self._busy_since = self.clock.now()
         try:
@@ -210,7 +210,7 @@ class StoreClient:
             self._busy_since = None
 
     def _again(self) -> RankFailedError:
-        """Make a new error: one that several threads raise would mix up their tracebacks."""
+        """Make a new error each time: several threads raising one would mix up their tracebacks."""
         lost = self.give_up("it is closed")
         return RankFailedError(str(lost), lost.rank)
 
@@ -225,11 +225,11 @@ class StoreClient:
 
 
 class Notices:
-    """Short texts that the ranks of one communicator leave for each other, under one topic.
+    """Short texts that the ranks of one communicator exchange under one topic.
 
     A failure on the board ends the run of every rank; a notice concerns one operation.
 
-    Every method raises `RankFailedError`, naming who hosts the store, when that is lost.
+    Every method raises `RankFailedError`, naming the store's host, when that is lost.
     """
 
     def __init__(self, communicator: Communicator, topic: str) -> None:
@@ -237,11 +237,11 @@ class Notices:
         self._prefix = f"notices/{communicator.name}/{topic}"
 
     def post(self, key: str, text: str) -> bool:
-        """Leave ``text`` under ``key`` unless a text is there; tells whether it was left."""
+        """Store ``text`` under ``key`` unless there is a text; returns whether it was stored."""
         return self._board.compare_set(f"{self._prefix}/{key}", "", text) == text
 
     def replace(self, key: str, text: str) -> None:
-        """Leave ``text`` under ``key`` in place of what is there."""
+        """Store ``text`` under ``key``, replacing any text there."""
         self._board.set(f"{self._prefix}/{key}", text)
 
     def read(self, key: str) -> str | None:
@@ -250,7 +250,7 @@ class Notices:
 
 
 def _board(communicator: Communicator) -> StoreClient:
-    """Find the run's board, or one kept with the communicator where nobody watches the run."""
+    """Return the run's board, or one cached on the communicator if the run is not watched."""
     if PROCESS.monitor is not None:
         return PROCESS.monitor.board
     if "board" not in communicator.kept:
@@ -263,7 +263,7 @@ def _board(communicator: Communicator) -> StoreClient:
 
 
 def hosts(store: Store) -> bool:
-    """Tell whether the server of ``store`` lives in this process."""
+    """Whether the server of ``store`` is in this process."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return isinstance(store, dist.TCPStore) and _SERVER.search(repr(store)) is not None
@@ -274,9 +274,9 @@ def _text(value: bytes | str) -> str:
 
 
 class Gathering:
-    """The coming of ``size`` ranks to one place, each with a line of words or with none.
+    """A barrier of ``size`` ranks, each with an optional line of text.
 
-    Who comes last says so; the others wait for that in the server::
+    The last rank to arrive announces it; the others wait for that in the server::
 
         rank ──line──> key/said ──one more──> key ──the last of all──> key/all
     """
@@ -287,7 +287,7 @@ class Gathering:
         self._arrival: KeyWait | None = None
 
     def come(self, line: str = "") -> bool:
-        """Come, with ``line``, which has no end of a line; tells whether all others had come."""
+        """Arrive, with ``line`` (no newline in it); returns whether all others had arrived."""
         if line:
             self._board.append(f"{self.key}/said", f"{line}\n")
         is_last = self._board.add(self.key, 1) >= self._size
@@ -296,11 +296,11 @@ class Gathering:
         return is_last
 
     def close(self, word: str) -> None:
-        """End the wait of the others by ``word``: `ALL`, or anything else for a failure."""
+        """End the wait of the others with ``word``: `ALL`, or anything else for a failure."""
         self._board.set(f"{self.key}/all", word)
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most ``seconds``; tells whether all have come. A reported failure ends it."""
+        """Wait at most ``seconds``; returns whether all have arrived. A failure ends it."""
         if self._arrival is None:
             self._arrival = self._board.arrival(f"{self.key}/all")
         if not self._arrival.wait(seconds):
@@ -314,11 +314,11 @@ class Gathering:
         return False
 
     def lines(self) -> list[str]:
-        """Read what those who have come have said, in any order."""
+        """Read the lines of those who have arrived, in any order."""
         return (self._board.get(f"{self.key}/said") or "").splitlines()
 
     def forget(self) -> None:
-        """Remove all of it, when every rank has come, waited and read."""
+        """Remove its keys, once every rank has arrived, waited and read."""
         for key in (f"{self.key}/said", f"{self.key}/all", self.key):
             self._board.delete_key(key)
 
@@ -330,22 +330,22 @@ class SystemClock:
     """The system's time and threads."""
 
     def now(self) -> float:
-        """Return seconds on a clock that only goes forward."""
+        """Return seconds on a monotonic clock."""
         return time.monotonic()
 
     def wall(self) -> float:
-        """Return seconds on a clock that all hosts roughly share."""
+        """Return seconds on a clock that is roughly equal on all hosts."""
         return time.time()
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
     def worker(self, look: Callable[[], object], every: float) -> Worker:
-        """Begin a thread that does what it is given, and calls ``look`` every so many seconds."""
+        """Start a thread that runs submitted work, and calls ``look`` every ``every`` seconds."""
         return Worker(look, every)
 
     def arrival(self, store: Store, key: str, done: Callable[[], None]) -> KeyWait:
-        """Begin to wait for ``key`` in the server, through ``store``, a client that nobody uses.
+        """Start to wait for ``key`` in the server, through ``store``, an unused client.
 
         ``done`` is called when the client is free again.
         """
@@ -353,7 +353,7 @@ class SystemClock:
 
 
 class Worker:
-    """A daemon thread: whoever waits in vain for an answer of a store can leave it behind."""
+    """A daemon thread, so that a caller waiting in vain for a store can abandon it."""
 
     def __init__(self, look: Callable[[], object], every: float) -> None:
         self._look = look
@@ -400,7 +400,7 @@ class Worker:
 
 
 class KeyWait:
-    """A key of a store that is waited for in the server: one request, however long it takes."""
+    """A wait for a key in the server: one request, however long it takes."""
 
     def __init__(self, store: Store, key: str, done: Callable[[], None]) -> None:
         self._store = store
@@ -412,14 +412,14 @@ class KeyWait:
         threading.Thread(target=self._main, name="meshwright-arrival", daemon=True).start()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the key, a `nudge`, or ``seconds``; tells whether the key is there."""
+        """Wait for the key, a `nudge`, or ``seconds``; returns whether the key is there."""
         if not self.has_come:
             self._bell.wait(seconds)
             self._bell.clear()
         return self.has_come
 
     def nudge(self) -> None:
-        """End a wait of the thread that waits, or the next one: there is something to look at."""
+        """End the current or the next wait, because there is something else to look at."""
         self._bell.set()
 
     def _main(self) -> None:
@@ -432,7 +432,7 @@ class KeyWait:
 
 
 def carry_out(work: Callable[[], T], order: Future[T]) -> None:
-    """Do ``work``, and give its value or error to those who wait for ``order``."""
+    """Do ``work``, and pass its value or error to those who wait for ``order``."""
     try:
         order.set_result(work())
     except BaseException as error:  # whoever waits gets it

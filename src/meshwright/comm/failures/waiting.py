@@ -1,22 +1,22 @@
-"""The wait for other ranks: how long it lasts, what it says meanwhile, and what ends it.
+"""Waits for other ranks: how long they last, what they report meanwhile, and what ends them.
 
-Every wait of Meshwright is a `BoundedWait`, and ends in the same way, whatever is waited for::
+Every wait of Meshwright is a `BoundedWait`, and ends by the same rules::
 
-    the board names a failure                    raise that
+    the board names a failure                    raise it
     a missing rank's process has ended           it failed first
     a missing rank leaves the run, or does       a mismatch
       something that can never fit
-    a missing rank does not answer               look at its process: one that is stopped or uses no
-                                                 CPU time for STILL seconds is lost; one at work is
-                                                 waited for; where nobody can look, UNSEEN seconds
+    a missing rank does not answer               inspect its process: if it is stopped or uses no
+                                                 CPU time for STILL seconds, it is lost; if busy,
+                                                 wait; if nobody can inspect it, UNSEEN seconds
     it waits for a rank that waits, directly or  a mismatch: none of them ever comes; seen at two
       through others, for it                     roll calls, CONFIRM_AFTER seconds apart
     every rank answers, and waits itself         nothing moves for DEADLOCK seconds: give up
     the user's limit has passed                  give up
 
-A rank that answers and is busy, wherever, is waited for. After ``hang_after`` seconds the missing
-ranks are named on every rank, and then every `LINE_EVERY` seconds on one; none is named while all
-of them work alone, as they have said by an endless limit of their phase.
+A rank that answers and is busy is always waited for. After ``hang_after`` seconds every rank logs
+the missing ranks, then one rank every `LINE_EVERY` seconds; nothing is logged while all of them
+work alone, in a phase with an infinite limit.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _OF_A_TRANSPORT = re.compile(r"gloo/|\[gloo\]|RankFailedError: ", re.IGNORECASE)
 
 
 class Awaited(Protocol):
-    """Something that other ranks have a part in, and that this one waits for."""
+    """Something that this rank waits for and other ranks take part in."""
 
     lacks: str
     """Words for a rank that has not done its part: `rank 1 has not issued it`."""
@@ -88,30 +88,30 @@ class Awaited(Protocol):
     """The world's numbers of the other ranks that have a part in it."""
 
     def describe(self) -> str:
-        """Name it in one phrase."""
+        """Describe it in one phrase."""
 
     def topic(self, answers: Answers) -> str:
-        """Name it for reports, the same on every rank that waits for it."""
+        """The name for reports, the same on every rank that waits for it."""
 
     def has_come(self, rank: int, answer: Mapping[str, Any]) -> bool:
-        """Tell whether ``rank``, which says ``answer``, has done its part."""
+        """Whether ``rank``, with this ``answer``, has done its part."""
 
     def need(self) -> Need:
-        """Say whom it needs, for ranks that are asked; called from the monitor's thread."""
+        """The ranks it needs, for ranks that are asked; called from the monitor's thread."""
         return NOBODY
 
     def differences(self, answers: Answers) -> list[str]:
-        """Say what other ranks do in its place, where the two can never fit."""
+        """What other ranks do instead, if the two can never match."""
         return []
 
     def last_of(self, answer: Mapping[str, Any]) -> str:
-        """Say what a rank has done last on the same axis; reports put it behind the rank's line."""
+        """A rank's last operation on the same axis, for reports."""
         return ""
 
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """The record of an operation that a rank has issued."""
+    """The record of an issued operation."""
 
     sequence: int
     kind: str
@@ -132,12 +132,12 @@ class Issued:
 
 
 class AwaitedOperation(Awaited):
-    """An operation that has been issued, as a `BoundedWait` sees it."""
+    """An issued operation, as a `BoundedWait` sees it."""
 
     lacks = "has not issued it"
 
     def __init__(self, communicator: Communicator, issued: Issued, line: str = "") -> None:
-        """``line`` is the user's that led to it, where that is not the one that waits."""
+        """``line`` is the user's line that issued it, if another line waits."""
         self._communicator, self._issued, self._line = communicator, issued, line
         self._rank = communicator.ranks[communicator.rank]
         if issued.kind in _TRANSFERS and issued.peer is not None:
@@ -153,7 +153,7 @@ class AwaitedOperation(Awaited):
         return f"{self._issued.describe(self._communicator.axis)}{called}"
 
     def need(self) -> Need:
-        """Say whom it needs: the peer of a transfer, or the other ranks of the axis."""
+        """The ranks it needs: the peer of a transfer, or the other ranks of the axis."""
         ranks, channel = Need.listed(self.ranks), self._communicator.name
         key = self._key(self.ranks[0]) if self.ranks else ""
         return Need(ranks=ranks, channel=channel, key=key, number=self._issued.sequence)
@@ -163,7 +163,7 @@ class AwaitedOperation(Awaited):
         return int(counts.get(self._key(rank), 0)) > self._issued.sequence
 
     def differences(self, answers: Answers) -> list[str]:
-        """List what other ranks have issued at this number, where it is another operation."""
+        """List what other ranks have issued at this number, if it is another operation."""
         issued = self._issued
         found: list[str] = []
         if issued.kind in _TRANSFERS:
@@ -190,7 +190,7 @@ class AwaitedOperation(Awaited):
         return found
 
     def _key(self, rank: int) -> str:
-        """Name the count under which ``rank`` numbers its side of the operation."""
+        """The counter under which ``rank`` numbers its side of the operation."""
         issued = self._issued
         if issued.kind not in _TRANSFERS:
             return ""
@@ -201,7 +201,7 @@ class AwaitedOperation(Awaited):
 
 
 class BoundedWait:
-    """The watch over one wait of this rank. Use it in a ``with``, and `look` now and then."""
+    """One bounded wait of this rank. Use it in a ``with``, and call `look` now and then."""
 
     def __init__(
         self,
@@ -215,10 +215,10 @@ class BoundedWait:
         place: str = "",
     ) -> None:
         """``limit`` is the user's, in seconds. Ranks are asked after ``first`` seconds, and then
-        ``every`` so many, until the wait is a long one.
+        ``every`` so many, less often in a long wait.
 
-        ``since`` is when the wait began, on the monotonic clock; now when None. ``place`` is the
-        same for all ranks that wait for the same: a few of them ask for all.
+        ``since`` is the start of the wait on the monotonic clock; now when None. ``place`` is the
+        same for all ranks that wait for the same thing: a few of them ask for all.
         """
         self._monitor = monitor
         self._awaited = awaited
@@ -262,7 +262,7 @@ class BoundedWait:
             self._monitor.has_raised = True
 
     def look(self) -> Answers | None:
-        """Raise when the wait must end. Returns what ranks say, where they were asked now."""
+        """Raise when the wait must end. Returns the ranks' answers, if they were asked now."""
         self._check()
         now = self._monitor.clock.now()
         self._waited += min(now - self._looked, _AWAKE)
@@ -298,11 +298,11 @@ class BoundedWait:
 
     @property
     def pause(self) -> float:
-        """Seconds, one at most, until there is something to look at."""
+        """Seconds to sleep, one at most, until the next `look`."""
         return max(0.001, min(1.0, self._ask_at - self._waited, self._give_up - self._waited))
 
     def explain(self, error: RuntimeError) -> NoReturn:
-        """Raise the reason why the transport gave ``error``, naming the rank behind it."""
+        """Raise the reason for a transport's ``error``, naming the rank that caused it."""
         if isinstance(error, CollectiveMismatchError | CollectiveTimeoutError):
             raise error  # by a transport of ours, which names the ranks itself
         monitor, what = self._monitor, self._awaited.describe()
@@ -330,7 +330,7 @@ class BoundedWait:
             raise RankFailedError(f"{failed}; {here}", failed.rank) from None
 
     def _ask(self) -> Answers:
-        """Call the roll, and look at the processes of those that do not answer."""
+        """Call the roll, and inspect the processes of ranks that do not answer."""
         unseen = [rank for rank, silence in self._silent.items() if silence.is_remote]
         try:
             answers = self._monitor.roll_call(PATIENCE, unseen)
@@ -350,7 +350,7 @@ class BoundedWait:
         return answers
 
     def _put_off(self, answers: Answers) -> bool:
-        """Put the user's limit off where a missing rank compiles or has a longer limit itself."""
+        """Extend the user's limit where a missing rank compiles or has a longer limit itself."""
         missing = self._missing(answers)
         has_reason = any(answers[r]["compiling"] or answers[r]["excused"] for r in missing)
         # Who was waited for may have come just now: its operation gets the limit of any other.
@@ -390,7 +390,7 @@ class BoundedWait:
         raise (CollectiveMismatchError if is_mismatch else CollectiveTimeoutError)(text)
 
     def _report(self, answers: Answers) -> None:
-        """Tell who is missing: the first time on every rank, then on one."""
+        """Log who is missing: the first time on every rank, then on one."""
         missing = self._missing(answers)
         if not missing and len(answers) == self._monitor.world_size and not self._is_complete:
             # The last has come just now.
@@ -413,13 +413,13 @@ class BoundedWait:
         return [rank for rank in self._awaited.ranks if rank not in answers]
 
     def _works_alone(self, ranks: Sequence[int]) -> bool:
-        """Tell whether all of ``ranks``, who are missing, work at something of their own."""
+        """Whether all missing ``ranks`` work alone."""
         silences = [self._silent[rank] for rank in ranks if rank in self._silent]
         at_work = all(silence.is_at_work for silence in silences)
         return bool(ranks) and self._alone.issuperset(ranks) and at_work
 
     def _lost(self, answers: Answers) -> list[int]:
-        """List ranks whose processes have ended or stand still, or that were long unseen."""
+        """List ranks whose processes have ended or hang, or that were not seen for long."""
         silent = [r for r in self._silent if r not in answers and r not in self._monitor.ranks.left]
         return sorted(
             (rank for rank in silent if self._silent[rank].is_lost),
@@ -427,7 +427,7 @@ class BoundedWait:
         )
 
     def _leaving(self, answers: Answers) -> list[int]:
-        """List ranks that will never do their part: they are done with the run, unlike this one."""
+        """List missing ranks that have left the run and will never do their part."""
         if self._monitor.ranks.is_leaving:
             return []
         gone = [rank for rank in self._unanswering(answers) if rank in self._monitor.ranks.left]
@@ -445,10 +445,11 @@ class BoundedWait:
         return bool(self._awaited.differences(answers) or self._leaving(answers))
 
     def _cross(self, answers: Answers) -> bool:
-        """Tell whether this rank and others have waited for each other since the last roll call.
+        """Whether this rank and others have waited for each other since the last roll call.
 
-        Then they have all waited at one moment between the two calls, each for what another has not
-        issued since, so none ever will. One call does not show it: each answer is of its own time.
+        Then all have waited at one moment between the two calls, each for something that another
+        has not issued since, so none ever will. A single call cannot show this, because its answers
+        are of different times.
         """
         waits = {r: a["waiting"]["number"] for r, a in answers.items() if a["waiting"]}
         before, self._waits = self._waits, waits
@@ -459,7 +460,7 @@ class BoundedWait:
         return self._is_crossed and own in crossed(answers, same, own, missing)
 
     def _is_deadlocked(self, answers: Answers) -> bool:
-        """Tell whether all ranks have waited, each in the same wait, for too long."""
+        """Whether all ranks have been in the same waits for too long."""
         serials: Mapping[int, object] = {
             rank: answer["waiting"].get("number") for rank, answer in answers.items()
         }
@@ -511,11 +512,11 @@ class BoundedWait:
 
 
 def crossed(answers: Answers, waiting: Iterable[int], own: int, missing: Iterable[int]) -> set[int]:
-    """Find the ranks of those ``waiting`` that wait for each other, directly or through others.
+    """Return the ranks among ``waiting`` that wait for each other, directly or through others.
 
-    Each of them waits for one of them at least, which has not done its part: so none can end its
-    wait before another one has. Rank ``own`` waits for those ``missing``. A rank in which another
-    thread than the main one may do its part is waited for.
+    Each of them waits for at least one of them that has not done its part: so none can end its wait
+    before another one has. Rank ``own`` waits for ``missing``. A rank is still waited for if a
+    thread other than its main one may do its part.
     """
     found = {rank for rank in waiting if not answers[rank]["threads"]}
     needed = {rank: _needed(answers, rank) for rank in found if rank != own} | {own: set(missing)}
@@ -527,7 +528,7 @@ def crossed(answers: Answers, waiting: Iterable[int], own: int, missing: Iterabl
 
 
 def _needed(answers: Answers, rank: int) -> set[int]:
-    """List the ranks that have not done their part in what ``rank`` waits for."""
+    """List the ranks that have not done their part in the wait of ``rank``."""
     need = answers[rank]["waiting"]["need"]
     channel, ranks = need["channel"], need["ranks"]
     if ranks is None:
@@ -545,7 +546,7 @@ def _needed(answers: Answers, rank: int) -> set[int]:
 
 
 class _Silence:
-    """A rank that does not answer, as its process shows itself. Times are seconds of the wait."""
+    """A rank that does not answer, and its process. Times are seconds of the wait."""
 
     def __init__(self, since: float) -> None:
         self.is_remote = True
@@ -556,7 +557,7 @@ class _Silence:
         self._still = 0.0
 
     def take(self, look: Look | None, is_remote: bool, now: float) -> None:
-        """Take in what is seen at the time ``now``, by other ranks alone where it ``is_remote``."""
+        """Add a snapshot taken at ``now``, which ``is_remote`` if only other ranks can take it."""
         self.is_remote, self._now = is_remote, now
         if look is not None:
             self._look = look
@@ -577,7 +578,7 @@ class _Silence:
         return self.has_ended or self._still >= STILL
 
     def why(self) -> str:
-        """Say what is known of the process."""
+        """What is known of the process."""
         look = self._look
         if look is None:
             return f"silent for {self._now - self._since:.0f} s, and no rank can see its process"
@@ -591,7 +592,7 @@ class _Silence:
 
 
 def _look(monitor: FailureMonitor, rank: int, answers: Answers) -> tuple[Look | None, bool]:
-    """Look at the process of ``rank``, or use a peer's look; also True if this rank cannot look."""
+    """Inspect the process of ``rank``, or use a peer's snapshot (then also returns True)."""
     own = monitor.ranks.look_at(rank)
     told = (Look.of(answer["seen"].get(str(rank))) for answer in answers.values())
     return next((look for look in (own, *told) if look is not None), None), own is None
@@ -600,9 +601,9 @@ def _look(monitor: FailureMonitor, rank: int, answers: Answers) -> tuple[Look | 
 def explain(
     monitor: FailureMonitor, error: BaseException, what: str, ranks: Sequence[int] | None = None
 ) -> None:
-    """Raise `RankFailedError` for the rank behind ``error`` of a transport, if there is one.
+    """Raise `RankFailedError` for the rank that caused a transport's ``error``, if there is one.
 
-    ``what`` says what this rank did, ``ranks`` who may be behind it; None: any.
+    ``what`` says what this rank did, ``ranks`` lists possible causes; None: any.
     """
     until = monitor.clock.now() + GRACE
     while monitor.clock.now() < until:
@@ -625,9 +626,9 @@ def explain(
 
 
 def blame(monitor: FailureMonitor, error: BaseException) -> str:
-    """Name the rank whose failure led to ``error`` outside our waits; "" without one.
+    """Name the rank whose failure caused ``error`` outside our waits; "" without one.
 
-    A rank that is lost without a word is put on the board.
+    A rank that was lost silently is put on the board.
     """
     try:
         if any(map(is_of_a_transport, chain_of(error))) or isinstance(error, RankFailedError):
@@ -644,12 +645,12 @@ def blame(monitor: FailureMonitor, error: BaseException) -> str:
 
 
 def is_of_a_transport(error: BaseException) -> bool:
-    """Check whether a transport raised ``error`` for a lost peer, by its own words."""
+    """Check whether ``error`` is a transport's error for a lost peer, by its text."""
     return type(error) is RuntimeError and _OF_A_TRANSPORT.search(str(error)) is not None
 
 
 def chain_of(error: BaseException | None) -> Iterator[BaseException]:
-    """Iterate over ``error`` and the errors that led to it."""
+    """Iterate over ``error`` and its causes."""
     for _ in range(20):  # a chain that was set manually may be a circle
         if error is None:
             return
@@ -660,8 +661,8 @@ def chain_of(error: BaseException | None) -> Iterator[BaseException]:
 def _find_lost(monitor: FailureMonitor, ranks: Iterable[int]) -> int | None:
     """Return the first of ``ranks`` that is lost, now that a connection has been closed.
 
-    A rank that does not answer on this machine has not ended as long as its process is there, and
-    one that nobody can look at is asked twice.
+    A silent rank on this machine is alive as long as its process exists; a rank that nobody can
+    inspect is asked twice.
     """
     ended = [rank for rank in ranks if monitor.ranks.has_ended(rank)]
     silent: list[int] = []
@@ -691,7 +692,7 @@ def _left(rank: int) -> str:
 
 
 class AllOthers(Awaited):
-    """A part in the run that all other ranks have, named ``what``."""
+    """An operation of the whole run, named ``what``, that needs all other ranks."""
 
     def __init__(self, monitor: FailureMonitor, what: str) -> None:
         self.ranks = monitor.others
@@ -704,8 +705,8 @@ class AllOthers(Awaited):
 class OutsideCall(AllOthers):
     """A call of `torch.distributed`, or the joining of a group.
 
-    Nothing is known of the group or the operation, only that this rank waits. All ranks of the run
-    may have a part in it; one that waits too, in whatever call, has done its part.
+    Nothing is known of the group or the operation, only that this rank waits. It may need all ranks
+    of the run; a rank that waits too, in any call, has done its part.
     """
 
     lacks = "is busy"
@@ -721,7 +722,7 @@ class OutsideCall(AllOthers):
         return NOBODY if self._missing is None else Need(ranks=list(self._missing()))
 
     def topic(self, answers: Answers) -> str:
-        """Name it by the first rank that waits, which is the same for all that do."""
+        """The name, by the first rank that waits, which is the same for all that do."""
         waiting = {r: answer["waiting"] for r, answer in answers.items() if answer["waiting"]}
         first = min(waiting, default=-1)
         return f"outside/{first}/{waiting.get(first, {}).get('number')}"
@@ -734,10 +735,10 @@ class OutsideCall(AllOthers):
 def watched(
     what: str, missing: Callable[[], Sequence[int]] | None = None
 ) -> Iterator[Callable[[], object]]:
-    """Watch over a wait in the block, which calls what it is given now and then; that may raise.
+    """Watch a wait in the block, which must call the given function now and then; it may raise.
 
-    ``missing`` lists the ranks of the world that it waits for, where that is known.
-    Nothing happens where nobody watches the run.
+    ``missing`` lists the ranks of the world that it waits for, where that is known. Does nothing if
+    the run is not watched.
     """
     monitor = PROCESS.monitor
     if monitor is None:

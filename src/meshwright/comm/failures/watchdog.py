@@ -1,27 +1,26 @@
-"""The thread that watches this process and its neighbors, and touches neither store nor network.
+"""A thread that watches this process and its neighbors, without using the store or the network.
 
-It sees what others cannot say: a rank of this host whose process has ended; the store's host, when
-that does not answer; a call of `torch.distributed` in which the main thread is stuck; an
-operation of a device that does not end. Where it can never end, since a rank is lost or a limit has
-passed::
+It detects failures that ranks cannot report: a rank of this host whose process has ended; a silent
+host of the store; a call of `torch.distributed` in which the main thread is stuck; a device
+operation that does not end. If it can never end, because a rank is lost or a limit has passed::
 
-    groups of devices   all of them are aborted; whatever the program communicates next raises; if
-                        it does not come to that, since it stands still, the process ends
+    device groups       all of them are aborted, and the program's next communication raises; if the
+                        program hangs before that, the process ends
     none                the process ends: no exception can be raised in C++ from outside
 
-Both name the rank. A device's operations have nobody else to end them before c10d's limit, which is
-long. So a process that uses one holds a lease, which this thread renews; where it does not, as in a
-call into a driver that lets no thread of Python run, the lease ends the process, in C.
+Both name the rank. Nothing else ends a device's operations before c10d's limit, which is long. So a
+process that uses a device holds a lease, which this thread renews. If it cannot, as in a driver
+call that holds the interpreter lock, the lease ends the process, in C.
 
-Programs call `torch.distributed` beside us, and what they call may be replaced by them, so nothing
-of it is wrapped. A thread is stuck in such a call when its innermost frame stands
+Programs also call `torch.distributed` directly, and may replace its functions, so it is not
+wrapped. A thread is stuck in such a call when its innermost frame is
 
 * in a file of `torch.distributed` or of our communication, or
-* at a line that calls ``wait`` on what c10d has returned (that has no frame of its own), or
+* at a line that calls ``wait`` on a c10d work (which has no frame of its own), or
 * in autograd's engine, which waits for collectives that C++ has begun,
 
-and the thread has not run since the last look: a loop of short calls is at the same place as well,
-but runs in between. Waits of ours that are watched end by themselves, and are left alone.
+and the thread has not run since the last look: a loop of short calls is at the same place, but runs
+in between. Our own bounded waits end by themselves, and are left alone.
 """
 
 from __future__ import annotations
@@ -131,7 +130,7 @@ class StuckCall:
 
 
 class _ThreadPlace(NamedTuple):
-    """The place at which a thread stands."""
+    """Where a thread is."""
 
     frames: tuple[object, ...] | None
     """Its innermost frames; None where they were not asked for."""
@@ -142,10 +141,10 @@ class _ThreadPlace(NamedTuple):
 
 
 class CallWatch:
-    """Finds the call that holds this process up, by the stacks of threads. For one thread alone."""
+    """Finds the call that blocks this process, by the stacks of threads. For use by one thread."""
 
     def __init__(self, is_watched: Callable[[int], bool]) -> None:
-        """``is_watched`` tells of a thread whether it is in a wait of ours that ends by itself."""
+        """``is_watched`` says whether a thread is in a bounded wait."""
         self._is_watched = is_watched
         self._places: dict[int, _ThreadPlace] = {}
         self._count = 0
@@ -153,9 +152,9 @@ class CallWatch:
         """True where the main thread has not run between the last two looks."""
 
     def look(self) -> StuckCall | None:
-        """Return the call that holds the main thread up, if there is one.
+        """Return the call that blocks the main thread, if there is one.
 
-        It may be made by another thread, when the main thread waits in C++ for that.
+        Another thread may have made it, when the main thread waits in C++ for that thread.
         """
         main = threading.main_thread()
         self.stands_still = self._is_still(main)
@@ -177,10 +176,10 @@ class CallWatch:
         return None
 
     def _is_still(self, thread: threading.Thread) -> bool:
-        """Tell whether ``thread`` stands where it stood at the last look, and has not run since.
+        """Whether ``thread`` is where it was at the last look, and has not run since.
 
-        Frames are asked for only where the main thread has not run: who holds one keeps its locals
-        alive, and with them graphs and activations of a model that runs.
+        Frames are read only if the main thread has not run: holding a frame keeps its locals alive,
+        and with them graphs and activations of a running model.
         """
         ident, is_main = thread.ident or 0, thread is threading.main_thread()
         work, before = _work_of(thread), self._places.get(ident)
@@ -195,7 +194,7 @@ class CallWatch:
 
 
 def _position(ident: int) -> tuple[object, ...] | None:
-    """List the innermost frames of a thread and where they are, as numbers; None: it has ended."""
+    """List the innermost frames of a thread and their positions; None if it has ended."""
     frame = sys._current_frames().get(ident)
     here: list[object] = []
     while frame is not None and len(here) < 8:
@@ -205,7 +204,7 @@ def _position(ident: int) -> tuple[object, ...] | None:
 
 
 def _work_of(thread: threading.Thread) -> float:
-    """Count the CPU seconds of the main thread, or how often another one has gone to sleep."""
+    """Count the CPU seconds of the main thread, or the context switches of another one."""
     if thread is threading.main_thread():
         try:
             return time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0))
@@ -220,7 +219,7 @@ def _work_of(thread: threading.Thread) -> float:
 
 
 def _communication(frame: FrameType) -> str | None:
-    """Name the communication that a still thread is in, by its innermost ``frame``; None: none."""
+    """Name the communication that a blocked thread is in, by its innermost ``frame``; or None."""
     inner: FrameType | None = frame
     while inner is not None:
         file = inner.f_code.co_filename
@@ -236,7 +235,7 @@ def _communication(frame: FrameType) -> str | None:
 
 
 def _public_name(frame: FrameType) -> str:
-    """Name the function by which users have come to ``frame``."""
+    """Name the public function through which users have called ``frame``."""
     found, inner = frame, frame.f_back
     while inner is not None and inner.f_code.co_filename.startswith((*_COMMUNICATES, *_GLUE)):
         if inner.f_code.co_filename.startswith(_COMMUNICATES):
@@ -250,7 +249,7 @@ class Watchdog:
     """Watches for one `FailureMonitor`, from its construction to `stop`."""
 
     def __init__(self, monitor: FailureMonitor, end: Callable[[BaseException], object]) -> None:
-        """Begin to watch; ``end`` is called with the error that is to end the process."""
+        """Start to watch; ``end`` is called with the error that is to end the process."""
         self._monitor = monitor
         self._end = end
         self._calls = CallWatch(monitor.ranks.is_watched)
@@ -320,7 +319,7 @@ class Watchdog:
     # ---------------------------------------------------------------- the store's host
 
     def _look_at_store(self) -> None:
-        """Give the store up when its host has ended, or does nothing for long."""
+        """Give up on the store when its host has ended, or has been idle for long."""
         monitor, board = self._monitor, self._monitor.board
         silence = board.silence
         if board.lost is not None or silence < SILENT_AFTER:
@@ -367,7 +366,7 @@ class Watchdog:
             self._inquiry.start()
 
     def _ask_after(self, call: StuckCall | Flight) -> float:
-        """Return the seconds after which ranks are asked: of an operation, as in waits of ours."""
+        """Return after how many seconds ranks are asked; for operations, as in our own waits."""
         if isinstance(call, StuckCall):
             return self._monitor.hang_after
         limit = call.communicator.timeout
@@ -377,7 +376,7 @@ class Watchdog:
     def _look_at_trouble(
         self, trouble: RankFailedError, call: StuckCall | Flight | None, now: float
     ) -> None:
-        """Log another rank's failure once; give up when it has blocked ``call`` for too long."""
+        """Log another rank's failure once; give up when ``call`` has been blocked for too long."""
         monitor = self._monitor
         if self._known_since is None:
             self._known_since = now
@@ -396,7 +395,7 @@ class Watchdog:
             _log.error("rank %d is %s: %s", monitor.rank, where, trouble)
 
     def _inquire(self, call: StuckCall | Flight) -> None:
-        """Follow ``call`` as a wait of ours; what ends it is put on the board for every rank."""
+        """Treat ``call`` as a bounded wait; what ends it is put on the board for every rank."""
         monitor, limit = self._monitor, self._monitor.limit
         awaited: Awaited = OutsideCall(monitor, f"{call},")
         if isinstance(call, Flight):
@@ -417,7 +416,7 @@ class Watchdog:
     # ---------------------------------------------------------------- the end
 
     def _give_up(self, error: CommunicationError) -> None:
-        """Abort the groups of this rank's devices, or end the process where there are none."""
+        """Abort the groups of this rank's devices, or end the process if there are none."""
         groups = groups_to_abort()
         if not groups:
             self._end(error)
@@ -437,7 +436,7 @@ class Watchdog:
             ).start()
 
     def _look_at_stop(self, error: CommunicationError, call: StuckCall | None) -> None:
-        """End the process where the program does not come to hear of ``error``."""
+        """End the process if the program does not get to raise ``error``."""
         if PROCESS.has_refused and call is None:
             return
         is_slow = PROCESS.has_refused or not self._calls.stands_still
@@ -447,10 +446,10 @@ class Watchdog:
 
 
 class _Neighbors:
-    """Processes of other ranks on this host, by descriptors that tell when one has ended.
+    """Processes of other ranks on this host, by descriptors that signal their end.
 
-    They are waited for, not looked at now and then: a launcher ends all other ranks within a tenth
-    of a second, and who ended first would be unknown.
+    They are waited for, not polled: a launcher kills all other ranks within a tenth of a second,
+    and which ended first would be unknown.
     """
 
     def __init__(self) -> None:

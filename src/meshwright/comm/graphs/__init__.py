@@ -3,7 +3,7 @@
 Bottom-up:
 
     functional  collectives that autograd and the compiler understand
-    untraced    functions that `torch.compile` calls and does not look into
+    untraced    functions that `torch.compile` calls without tracing them
     marks       operators that stand for gradient reductions until a pass fuses them
     units       operators that gather, free and reduce sharded units
 """

@@ -3,17 +3,13 @@
 Each function takes a tensor and returns a new one. Its backward is the adjoint operation, so that
 the gradient is that of the sum of all ranks' losses:
 
-=================  =================
-forward            backward
-=================  =================
-all_reduce (sum)   all_reduce (sum)
-all_gather         reduce_scatter
-reduce_scatter     all_gather
-all_to_all         all_to_all, with the splits exchanged
-=================  =================
+================= ================= forward backward ================= ================= all_reduce
+(sum) all_reduce (sum) all_gather reduce_scatter reduce_scatter all_gather all_to_all all_to_all,
+with the splits exchanged ================= =================
 
-In eager mode they pass the door of `collectives`. While a graph is traced they emit the functional
-operators of c10d, which the compiler can move and fuse; the door is not passed at run time then.
+In eager mode they call the `Communicator`. While a graph is traced they emit the functional
+operators of c10d, which the compiler can move and fuse; these bypass the `Communicator` at run
+time.
 """
 
 from __future__ import annotations
@@ -76,7 +72,7 @@ def all_to_all(
     input_splits: Sequence[int] | None = None,
     label: str = "",
 ) -> torch.Tensor:
-    """Send part ``i`` of ``tensor`` along dim 0 to rank ``i``; join what came in rank order.
+    """Send part ``i`` of ``tensor`` along dim 0 to rank ``i``; join received parts in rank order.
 
     The splits count rows of dim 0; equal parts when both are None.
     """
@@ -123,7 +119,7 @@ def traced_all_to_all(
 
 @torch.no_grad()
 def broadcast_traced(communicator: Communicator, tensors: Sequence[torch.Tensor]) -> None:
-    """Give every rank the values that rank 0 has, in place, in the graph that is being traced.
+    """Overwrite ``tensors`` with rank 0's values, in place, in the graph being traced.
 
     Tensors of one dtype travel together.
     """
@@ -150,7 +146,7 @@ _ADJOINT = MappingProxyType(
 
 @dataclass(frozen=True)
 class _Operation:
-    """A collective along dim 0, with the rows that each rank sends here and gets, where it asks."""
+    """A collective along dim 0, with the rows to send to and receive from each rank, if uneven."""
 
     kind: str
     axis: Communicator

@@ -4,13 +4,13 @@
 ``grad_reduce``     the mean of one gradient over the ranks of a group. It carries all that a
                     bucket's plan depends on, so equal graphs have equal plans, also from caches
 ``with_kept``       a gradient plus what passes without a reduction have left in ``.grad``
-``deliver``         gives a gradient to a parameter that is a DTensor, in a compiled backward
+``deliver``         sets the gradient of a DTensor parameter, in a compiled backward
 ``stays``           notes that a gradient of a compiled backward is not reduced in this pass
 ``divided``         a large gradient over the number of ranks, in memory that the model keeps
-``agree``           asks all ranks, before a graph's first reduction, whether theirs are the same
+``agree``           checks, before a graph's first reduction, that all ranks run the same graph
 ==================  ==============================================================================
 
-They find what they need of this process by the name of the marked model, see `announce`.
+They find the objects of this process by the name of the marked model, see `announce`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class MarkedModel(Protocol):
     """A model whose gradients are marked in graphs."""
 
     def take_kept(self, index: int) -> torch.Tensor | None:
-        """Take what passes without a reduction have left in ``.grad`` of parameter ``index``."""
+        """Take from ``.grad`` what passes without a reduction have left for parameter ``index``."""
 
     def deliver(self, index: int, gradient: torch.Tensor) -> None:
         """Add this rank's part of a gradient to ``.grad`` of parameter ``index``, a DTensor."""
@@ -42,17 +42,17 @@ class MarkedModel(Protocol):
         """Divide ``gradient``, of parameter ``index``, by ``ranks``, in new contiguous memory."""
 
     def agree(self, indices: Sequence[int], plan: str) -> None:
-        """Agree to reduce the gradients of ``indices``, all of a graph, as ``plan`` says.
+        """Check across ranks that all reduce the gradients of ``indices``, by the same ``plan``.
 
         Raises on every rank when another one is about to do something else.
         """
 
     def unfused(self) -> None:
-        """Count a mark that runs as it is: no pass has put it into a bucket."""
+        """Count a mark that runs unfused: no pass has put it into a bucket."""
 
 
 def announce(name: str, model: MarkedModel) -> None:
-    """Announce ``model`` to the operators, for as long as somebody holds it."""
+    """Register ``model`` for the operators, for as long as the model is alive."""
     PROCESS.marked[name] = model
 
 
@@ -173,8 +173,8 @@ def grad_reduce(
 ) -> torch.Tensor:
     """Compute the mean of ``gradient`` over ``ranks`` ranks of ``group``, same shape and dtype.
 
-    ``index`` counts the parameters of ``model``; buckets hold descending ones. ``mode`` is
-    ``"coalesced"``, ``"shared"`` (as that, and large gradients lie in memory that ranks of a host
+    ``index`` is the parameter's index in ``model``; buckets hold descending ones. ``mode`` is
+    ``"coalesced"``, ``"shared"`` (the same, with large gradients in memory that ranks of a host
     share) or ``"concat"``; ``sizes`` are the bytes that close the buckets one by one, the last for
     all that follow.
     """

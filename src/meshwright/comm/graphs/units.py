@@ -1,6 +1,6 @@
-"""The operators by which a traced graph gathers, frees and reduces sharded units.
+"""Operators by which a traced graph gathers, frees and reduces sharded units.
 
-What a trace holds, functions of their arguments alone, until a pass has put them in their places:
+Operators in a trace, pure functions until a pass replaces them:
 
 ==================  ==============================================================================
 ``unshard_unit``    the full parameters of a unit. Its backward is ``reduce_unit``
@@ -8,18 +8,18 @@ What a trace holds, functions of their arguments alone, until a pass has put the
                     the token, which keeps it in the graph
 ==================  ==============================================================================
 
-What the pass makes of them. All write to the token, so that they keep their order:
+Operators that the pass inserts. All write to the token, so that they keep their order:
 
 ==================  ==============================================================================
-``drive_units``     begins a graph; starts a gather; frees a unit, whose lines it writes to, and
-                    reads what comes ``after`` them, so that all who read them come before; holds
-                    lines, whose memory is the unit's
-``whole_unit``      waits for a gather: a line of full parameters, in memory that the unit frees
-``send_unit``       starts a reduction. Gradients of the one before are passed again: their
-                    memory is read until this one starts
+``drive_units``     begins a graph; starts a gather; frees a unit (it writes to the unit's buffers
+                    and reads ``after``, so all readers of the buffers come before); keeps the
+                    buffers, whose memory is the unit's, alive
+``whole_unit``      waits for a gather: a buffer of full parameters, in memory that the unit frees
+``send_unit``       starts a reduction. Gradients of the previous one are passed again, because
+                    their memory is read until this one starts
 ==================  ==============================================================================
 
-All that shapes, order and gradients depend on is an argument, as text (`UnitForm`).
+Everything that determines shapes, order and gradients is an argument, as text (`UnitForm`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NO_UNIT = -1
 
 
 class UnitPart(NamedTuple):
-    """The place of one full parameter in a line of its unit."""
+    """The position of one full parameter in a buffer of its unit."""
 
     line: int
     start: int
@@ -85,13 +85,13 @@ class UnitForm:
 
 
 class TracedRoot(Protocol):
-    """The units of one root, which graphs drive by their numbers."""
+    """The units of one root, addressed by number from graphs."""
 
     def drive(self, what: str, number: int, said: str) -> None:
-        """Do ``what`` of the constants above. ``said`` is a digest of the graph, or `NEEDED`."""
+        """Do ``what``, a constant above. ``said`` is a digest of the graph, or `NEEDED`."""
 
     def whole(self, number: int, line: int) -> torch.Tensor:
-        """Wait for the gather of a unit, and return one of its lines."""
+        """Wait for the gather of a unit, and return one of its buffers."""
 
     def send(self, number: int, gradients: Sequence[torch.Tensor], indices: Sequence[int]) -> None:
         """Start to reduce the ``gradients`` of the parameters ``indices`` of a unit."""

@@ -1,4 +1,4 @@
-"""Functions that `torch.compile` calls and does not look into, or only as a part of a graph."""
+"""Functions that `torch.compile` calls without tracing them, or treats as one operator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @not_traced
 def untraced(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call ``function``. A compiled graph ends before it, and the next begins after it.
+    """Call ``function`` untraced: a compiled graph ends before it, and the next begins after it.
 
     For hooks that communicate: a graph would keep tensors alive that are freed after it.
     """

@@ -1,11 +1,11 @@
-"""Process groups: their state in this process, and how ranks come to them.
+"""Process groups: their state in this process, and how ranks join them.
 
 Bottom-up:
 
-    in_flight      operations of devices between their call and their end
+    in_flight      device operations between their call and their end
     registry       communicators, observers, phases, the monitor: the state of a process
-    rendezvous     the meeting of the ranks: the store, and the roll of all of them
-    device_choice  the backend of the world and each rank's device, from what all ranks say
+    rendezvous     how ranks meet: the store, and the list of all ranks
+    device_choice  the backend of the world and each rank's device, chosen from all ranks' entries
     python_group   process groups whose methods are written in Python
     launch         ranks of this machine, started through torch's elastic launcher
 """

@@ -1,20 +1,18 @@
-"""The choice of the backend and of each rank's device, made once from what all ranks say.
+"""Chooses the backend and each rank's device, once, from the entries of all ranks.
 
-Every rank says what it was asked for and which devices it sees, and all choose by one function:
+Every rank publishes the requested backend and the devices it sees; all choose by one function:
 
-=========================  ========================================  =============================
-asked for                  the roll                                  backend
-=========================  ========================================  =============================
-nothing                    every rank sees a GPU of its own          ``cpu:gloo,cuda:nccl``
-nothing                    a rank sees none, or two see the same     as for CPUs, with a warning
-nothing, no GPU; "shm"     two ranks share a host                    shared memory, group by group
-nothing, no GPU; "shm"     ranks cannot share memory                 ``gloo``
-"gloo"                     any                                       ``gloo``, for tensors of CPUs
-"nccl", "cpu:gloo,cuda:x"  every rank sees a GPU                     as asked, on those GPUs
-=========================  ========================================  =============================
+========================= ======================================== =============================
+requested the ranks backend ========================= ========================================
+============================= nothing every rank sees a GPU of its own ``cpu:gloo,cuda:nccl``
+nothing a rank sees none, or two see the same as for CPUs, with a warning nothing, no GPU; "shm" two
+ranks share a host shared memory, group by group nothing, no GPU; "shm" ranks cannot share memory
+``gloo`` "gloo" any ``gloo``, for tensors of CPUs "nccl", "cpu:gloo,cuda:x" every rank sees a GPU as
+asked, on those GPUs ========================= ========================================
+=============================
 
-A rank's GPU is its number on its host, modulo the devices that it sees: one of all that the host
-has, or the only one that its launcher shows it.
+A rank's GPU is its local rank modulo the number of devices it sees: one of all that the host has,
+or the only one that its launcher makes visible.
 """
 
 from __future__ import annotations
@@ -61,10 +59,10 @@ class Choice:
 
 
 def own_entry(asked: str | None, *, chosen: int | None = None) -> dict[str, Any]:
-    """Describe this rank for `choose`: its host, its devices, and what it was ``asked`` for.
+    """Describe this rank for `choose`: its host, its devices, and the requested backend.
 
     ``chosen`` is a device that the user has chosen; None takes the current one, unless it is the
-    first, which is current where nobody has chosen.
+    first, which is current by default.
     """
     unsupported = shared_memory.unsupported()
     devices = _visible(is_named=asked not in ON_CPUS)
@@ -89,11 +87,11 @@ def own_entry(asked: str | None, *, chosen: int | None = None) -> dict[str, Any]
 
 
 def _visible(*, is_named: bool) -> list[str]:
-    """List digests of the GPUs' unique ids, short as every rank reads those of all.
+    """List digests of the GPUs' unique ids, short because every rank reads those of all.
 
-    NCCL takes ranks whose ``NCCL_HOSTID`` differs for ranks on hosts of their own, between which it
-    moves tensors of one GPU, too. Empty texts unless ``is_named``: counting them does not start
-    the driver, which forked ranks of CPUs have no use for.
+    NCCL treats ranks with different ``NCCL_HOSTID`` as on different hosts, between which it also
+    moves tensors of one GPU. Empty texts unless ``is_named``: counting devices does not start the
+    driver, which forked CPU ranks do not need.
     """
     if not is_named:
         return [""] * torch.cuda.device_count()
@@ -104,15 +102,14 @@ def _visible(*, is_named: bool) -> list[str]:
 
 
 def _digest(text: str) -> str:
-    """Shorten ``text``; still tells it from those of some thousand ranks."""
+    """Shorten ``text`` to a digest that is unique among some thousand ranks."""
     return hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
 
 
 def choose(roll: Roll) -> Choice:
-    """Choose from the ``roll`` of all ranks. Raises alike on all of them.
+    """Choose from the ``roll`` of all ranks. Raises the same error on all of them.
 
-    `CommunicationError` where what was asked for cannot be, ValueError for a name that means
-    nothing.
+    `CommunicationError` where the requested backend cannot be used, ValueError for an unknown name.
     """
     asked = _alike(roll, "asked", "the backend that connect() was asked for")
     variable = _alike(roll, "variable", VARIABLE)
@@ -136,11 +133,11 @@ def choose(roll: Roll) -> Choice:
 
 
 def device_of(group: dist.ProcessGroup, world: dist.ProcessGroup) -> torch.device:
-    """Find the device whose tensors ``group`` moves, the host where it has no other.
+    """Return the device whose tensors ``group`` moves, the host if it has no other.
 
-    Gloo moves tensors of GPUs only where it was asked for them by name. The GPU is the one that
-    the group, or else the ``world``, is bound to, otherwise the current one. In a process that has
-    not used CUDA yet, the GPU of its local rank becomes current first.
+    Gloo moves GPU tensors only when requested by name. The GPU is the one that the group, or else
+    the ``world``, is bound to, otherwise the current one. In a process that has not used CUDA yet,
+    the GPU of its local rank becomes current first.
     """
     others = [device for device in device_types_of(group) if not is_host(device)]
     if torch.device("cuda") not in others:
@@ -155,7 +152,7 @@ def device_of(group: dist.ProcessGroup, world: dist.ProcessGroup) -> torch.devic
 
 
 def require_own_devices(roll: Roll) -> None:
-    """Raise `CommunicationError`, alike on all ranks, where two ranks have the same GPU."""
+    """Raise `CommunicationError` on all ranks if two ranks have the same GPU."""
     shared = _shared(roll, _devices(roll))
     if shared:
         raise CommunicationError(
@@ -166,7 +163,7 @@ def require_own_devices(roll: Roll) -> None:
 
 
 def _as_asked(asked: str, roll: Roll) -> Choice:
-    """Take the backend ``asked`` for, on GPUs where it moves tensors of these."""
+    """Return the requested backend, on GPUs if it moves their tensors."""
     parts = asked.split(",")
     by_nccl = "nccl" in parts or "cuda:nccl" in parts
     if not by_nccl and not any(part.startswith("cuda:") for part in parts):
@@ -189,7 +186,7 @@ def _as_asked(asked: str, roll: Roll) -> Choice:
 
 
 def _no_nccl(asked: str, roll: Roll, devices: Sequence[int | None]) -> str:
-    """Say why these ranks, of which some see GPUs, do without NCCL; empty where they need not."""
+    """Explain why these ranks, some of which see GPUs, do not use NCCL; empty if they can."""
     sighted = next((rank for rank, entry in enumerate(roll) if entry["devices"]), None)
     if sighted is None:
         return ""
@@ -211,7 +208,7 @@ def _no_nccl(asked: str, roll: Roll, devices: Sequence[int | None]) -> str:
 
 
 def _devices(roll: Roll) -> tuple[int | None, ...]:
-    """List the index of each rank's GPU among those that it sees; None for a rank without any."""
+    """List each rank's GPU index among those that it sees; None for a rank without any."""
     hosts = [entry["host"] for entry in roll]
     found: list[int | None] = []
     for rank, entry in enumerate(roll):
@@ -227,7 +224,7 @@ def _own(chosen: int | None, local: int | None, count: int) -> int:
 
 
 def _shared(roll: Roll, devices: Sequence[int | None]) -> str:
-    """Name the first two ranks whose GPU is the same; empty where each has its own."""
+    """Name the first two ranks with the same GPU; empty if each has its own."""
     first: dict[str, int] = {}
     for rank, (entry, device) in enumerate(zip(roll, devices, strict=True)):
         if device is None:
@@ -243,7 +240,7 @@ def _shared(roll: Roll, devices: Sequence[int | None]) -> str:
 
 
 def _alike(roll: Roll, name: str, what: str) -> str:
-    """Return what all ranks have under ``name``. Raises `CommunicationError` where they differ."""
+    """Return the common value under ``name``. Raises `CommunicationError` if ranks differ."""
     values = [str(entry[name]) for entry in roll]
     other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
     if other is not None:
@@ -255,7 +252,7 @@ def _alike(roll: Roll, name: str, what: str) -> str:
 
 
 def _no_shared_memory(roll: Roll) -> str:
-    """Say why no two of these ranks can share memory, alike on all; empty when some can."""
+    """Explain why no two of these ranks can share memory, on all ranks; empty when some can."""
     for rank, entry in enumerate(roll):
         if entry["unsupported"]:
             return f"rank {rank}: {entry['unsupported']}"

@@ -1,13 +1,13 @@
-"""Operations of devices between their call and their end, which the host does not wait for.
+"""Device operations between their call and their end, which the host does not wait for.
 
 ::
 
-    the door ──> Flight ──launched──> its works tell ──the program waits──> an event behind that
-                 (before the call)    of its end                            wait tells
+    the call ──> Flight ──launched──> its works show ──the program waits──> an event after that
+                 (before it)          its end                               wait shows it
 
-A work keeps the memory of its tensors, so it is dropped as soon as the program has waited for it.
-One thread asks, now and then; none asks while a CUDA graph is captured, since a query would end the
-capture, and operations that are captured are not noted.
+A work keeps the memory of its tensors alive, so it is dropped once the program has waited for it.
+One thread queries, now and then, but not while a CUDA graph is captured, since a query would end
+the capture; captured operations are not recorded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Flight:
-    """An operation of a device that is under way."""
+    """A device operation in flight."""
 
     __slots__ = ("_end", "_works", "communicator", "is_over", "issued", "line", "since")
 
@@ -46,17 +46,17 @@ class Flight:
         return f"{self.issued.describe(self.communicator.axis)}{at}"
 
     def launched(self, works: Sequence[Work]) -> None:
-        """Take the works that were started; a batch adds its work to the list at its end."""
+        """Record the works that were started; a batch adds its work to the list at its end."""
         self._works = works
         if isinstance(works, tuple) and not works:  # c10d has made the current stream wait
             self.waited(record(self.communicator.device))
 
     def waited(self, end: DeviceEvent) -> None:
-        """Take the event behind the stream's wait for it, in place of its works."""
+        """Replace its works by the event after the stream's wait for it."""
         self._end, self._works = end, ()
 
     def ended(self) -> None:
-        """Note that it has ended, or was never begun."""
+        """Record that it has ended, or never began."""
         self.is_over, self._works, self._end = True, (), None
 
     def has_ended(self) -> bool:
@@ -72,7 +72,7 @@ class Flight:
 
 
 class Flights:
-    """All operations of this process's devices that are under way, by their groups."""
+    """All device operations of this process in flight, by group."""
 
     def __init__(self) -> None:
         self._queues: dict[str, deque[Flight]] = {}
@@ -80,7 +80,7 @@ class Flights:
         """The stream on which an operation was captured last."""
 
     def begin(self, communicator: Communicator, issued: Issued, line: str) -> Flight | None:
-        """Note an operation that is about to be called; None where a graph captures it."""
+        """Record an operation that is about to be called; None where a graph captures it."""
         if is_capturing(communicator.device):
             self._captured_on = current_stream(communicator.device)
             return None
@@ -89,9 +89,9 @@ class Flights:
         return flight
 
     def oldest(self) -> Flight | None:
-        """Drop what has ended; return what has been under way for longest, if anything.
+        """Drop what has ended; return the operation that has been in flight longest, if any.
 
-        For one thread alone; others may call `begin` meanwhile.
+        For use by one thread; others may call `begin` meanwhile.
         """
         heads: list[Flight] = []
         for queue in list(self._queues.values()):

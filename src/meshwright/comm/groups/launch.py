@@ -1,4 +1,4 @@
-"""Start ranks on this machine through torch's elastic launcher, and say which failed first."""
+"""Starts ranks on this machine through torch's elastic launcher, and reports which failed first."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ def launch(command: Sequence[str], ranks: int, *, grace: float = 60.0) -> int:
 
     The ranks find each other through the environment variables of torchrun, and run with one
     compute thread and `LOCAL_NETWORK` unless the caller's environment says otherwise. SIGINT and
-    SIGTERM are passed on, and the ranks have ``grace`` seconds to save and leave (30 with torch
-    2.11, whose launcher knows no other time). Returns 0, or 128 plus the number of the signal that
-    ended the run.
+    SIGTERM are passed on, and the ranks have ``grace`` seconds to save and leave (always 30 with
+    torch 2.11). Returns 0, or 128 plus the number of the signal that ended the run.
 
     Raises `LaunchError` naming the rank that failed first, its exit status and its error.
     """
@@ -58,13 +57,13 @@ def launch(command: Sequence[str], ranks: int, *, grace: float = 60.0) -> int:
 
 
 def _time_to_leave(grace: float) -> dict[str, Any]:
-    """Return the setting of torch's launcher for ``grace`` seconds, where it has one."""
+    """Return the option of torch's launcher for ``grace`` seconds, if it has one."""
     is_known = any(field.name == "shutdown_timeout" for field in fields(LaunchConfig))
     return {"shutdown_timeout": max(1, int(grace))} if is_known else {}
 
 
 def first_failure(failures: Mapping[int, ProcessFailure], ranks: int) -> str:
-    """Describe in a line the rank that failed by itself, not because another had failed."""
+    """Describe in a line the rank that failed first, not as a consequence of another."""
 
     def order(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, bool, int, int]:
         rank, failure = item
@@ -87,7 +86,7 @@ def first_failure(failures: Mapping[int, ProcessFailure], ranks: int) -> str:
 
 
 def _said(failure: ProcessFailure) -> str:
-    """Read what the rank itself wrote about its end, in one line; empty when it wrote nothing."""
+    """Read the error that the rank itself wrote, in one line; empty when it wrote nothing."""
     message: object = failure.error_file_data.get("message", "")
     if isinstance(message, Mapping):
         message = message.get("message", "")
@@ -96,9 +95,9 @@ def _said(failure: ProcessFailure) -> str:
 
 
 def _assignments() -> list[str]:
-    """List what the ranks' environment has beside this process's own, as words for ``env``.
+    """List the variables of the ranks that this process lacks, as arguments for ``env``.
 
-    The agent hands its own environment on, and its own connections need the name server's answers.
+    The agent passes on its own environment, and its own connections need name resolution.
     """
     wanted = {"OMP_NUM_THREADS": "1", **LOCAL_NETWORK}
     return [f"{name}={value}" for name, value in wanted.items() if name not in os.environ]
@@ -106,7 +105,7 @@ def _assignments() -> list[str]:
 
 @contextlib.contextmanager
 def _quiet_agent() -> Iterator[None]:
-    """Keep the agent's own log lines back: the ranks and the final error say what matters."""
+    """Hide the agent's own log lines: the ranks and the final error say what matters."""
     # The agent gives its loggers levels of their own, so the parent's level would not do.
     loggers = [
         logger

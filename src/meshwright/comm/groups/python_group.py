@@ -1,4 +1,4 @@
-"""Process groups whose methods are written in Python: what c10d asks of them beside operations."""
+"""Base of process groups written in Python: what c10d needs from them apart from operations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class GroupOptions(Protocol):
 
 
 class PythonGroup(ProcessGroup):
-    """The part of a process group that has nothing to do with how data moves."""
+    """The part of a process group that does not depend on how data moves."""
 
     def __init__(self, options: GroupOptions, backend: str) -> None:
         super().__init__(options.group_rank, options.group_size)
@@ -81,11 +81,11 @@ class PythonGroup(ProcessGroup):
 
 
 class CpuTransport:
-    """The part of c10d's ``Backend`` that is asked for by name, with nothing that is optional.
+    """The part of c10d's ``Backend`` that is looked up by name, with nothing that is optional.
 
-    c10d's ``_set_pg_timeout`` passes over what is neither Gloo's nor NCCL's class, with a warning
-    and without effect. So this says that it is of Gloo's class: a timeout that seems set and is not
-    would be worse.
+    c10d's ``_set_pg_timeout`` skips backends that are neither Gloo's nor NCCL's class, with a
+    warning. So this claims to be of Gloo's class: a timeout that seems set but is not would be
+    worse.
     """
 
     supports_splitting = False
@@ -105,7 +105,7 @@ class CpuTransport:
         return self._name
 
     def supports_tensor_alloc(self, device: object) -> bool:
-        """Return False: it has no allocator of its own for plain tensors."""
+        """Return False: it has no allocator for plain tensors."""
         return False
 
     def _set_default_timeout(self, timeout: timedelta) -> None:

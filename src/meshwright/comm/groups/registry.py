@@ -1,8 +1,7 @@
 """The state of communication in this process: communicators, observers, phases, the monitor, pages.
 
-All rooms keep here what belongs to the process; only the compiler has an object of its own.
-Communicators are held weakly by their c10d group, so that a destroyed group takes its communicator
-with it.
+All process-wide state is kept here; only the compiler has its own object. Communicators are keyed
+weakly by their c10d group, so that a destroyed group takes its communicator with it.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _log = logging.getLogger("meshwright")
 
 @dataclass(frozen=True, slots=True)
 class PhaseRecord:
-    """The phase in which this rank is: its name, and the step if there is one."""
+    """The current phase of this rank: its name, and the step if there is one."""
 
     name: str
     step: int | None
@@ -52,15 +51,15 @@ class PhaseRecord:
 
 
 class Outstanding(Protocol):
-    """A check whose answer was not there yet."""
+    """A check whose answer had not arrived yet."""
 
     def settle(self) -> None:
-        """Wait for it, and raise what it says."""
+        """Wait for the answer, and raise its error."""
 
 
 @dataclass(slots=True)
 class ProcessState:
-    """The knowledge of this process about its communication. There is one, `PROCESS`."""
+    """The communication state of this process. There is one, `PROCESS`."""
 
     communicators: MutableMapping[Any, Communicator] = field(
         default_factory=weakref.WeakKeyDictionary
@@ -117,9 +116,9 @@ class ProcessState:
 
     @contextlib.contextmanager
     def size_one_as_many(self) -> Iterator[None]:
-        """Gather, sum and compare over axes of one rank, made in the block, as over larger ones.
+        """Treat axes of one rank, made in the block, as larger ones: gather, sum and compare.
 
-        So one GPU shows what is sent and waited for.
+        So one GPU can show what would be sent and waited for.
         """
         self.one_as_many = True
         try:
@@ -128,7 +127,7 @@ class ProcessState:
             self.one_as_many = False
 
     def refuse(self) -> None:
-        """Raise the error for which this process communicates no more, if there is one."""
+        """Raise the error that ended this process's communication, if there is one."""
         if self.stopped is None:
             return
         self.has_refused = True
@@ -138,13 +137,13 @@ class ProcessState:
         raise self.stopped.with_traceback(None)
 
     def name_group(self, ranks: tuple[int, ...]) -> str:
-        """Name a group that ``ranks`` are about to make: alike on all of them, and never again."""
+        """Name a group that ``ranks`` are about to make: equal on all of them, and never reused."""
         self.groups_made[ranks] += 1
         digest = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
         return f"{digest}/{self.groups_made[ranks]}"
 
     def release(self) -> None:
-        """Give back what is held, forget what is known of the run, and compare calls no more."""
+        """Release resources, forget the run, and stop comparing calls."""
         self.groups_made.clear()
         self.drawn.clear()
         if self.checks is not None:
@@ -156,7 +155,7 @@ class ProcessState:
         self.flights = Flights()
 
     def tell(self, event: Literal["issued", "completed", "ran"], *what: object) -> None:
-        """Tell all observers of ``event``, which is a method of theirs; remove one that raises."""
+        """Call the method ``event`` of all observers; remove one that raises."""
         for observer in tuple(self.observers):
             if event == "ran" and not isinstance(observer, ActionObserver):
                 continue
@@ -174,13 +173,13 @@ atexit.register(PROCESS.layouts.clear)
 
 
 def go_on() -> None:
-    """Start over on this rank: an error that it has raised before no longer ends it."""
+    """Start over on this rank: errors that it has raised before no longer end it."""
     if PROCESS.monitor is not None:
         PROCESS.monitor.go_on()
 
 
 def hears_actions() -> bool:
-    """Check whether any observer hears of actions of a schedule."""
+    """Check whether any observer receives actions of a schedule."""
     return any(isinstance(observer, ActionObserver) for observer in PROCESS.observers)
 
 
@@ -211,11 +210,11 @@ class phase:  # noqa: N801 - it is used as a function: `with phase("forward", st
     other ranks stop within seconds and name this one. Entering a phase again takes that back, and
     what other ranks have published and this one has raised for does not end it a second time.
 
-    Waits for a rank that does something without the others, and may do so for long, are bounded by
-    ``limit`` (seconds) of its phase where that is longer than their own bound: slow storage is no
-    dead rank. A rank that does not answer at all is lost in any case. One that works alone says so
-    by ``math.inf``, and is waited for without a log line. A phase that ``computes`` is a span
-    on the compute lane of observers that measure (`SpanObserver`).
+    A rank may work without the others for a long time, for example on slow storage. Waits for it
+    are bounded by ``limit`` (seconds) of its phase if that is longer than their own bound. A rank
+    that does not answer at all is lost in any case. With ``math.inf`` other ranks wait without
+    logging it. A phase that ``computes`` is a span on the compute lane of observers that measure
+    (`SpanObserver`).
     """
 
     __slots__ = ("_computes", "_limit", "_record", "_spans")

@@ -1,4 +1,4 @@
-"""The meeting of the ranks of a run: the store, and the roll of all of them.
+"""Rendezvous of the ranks of a run: the store, and the list of all ranks.
 
 ::
 
@@ -39,11 +39,11 @@ T = TypeVar("T")
 def open_store(
     rank: int | None, world_size: int | None, timeout: float | None
 ) -> tuple[dist.Store, int, int, str]:
-    """Open the store where the ranks meet; returns it, the rank, the number of ranks, the place.
+    """Open the store where the ranks meet; returns it, the rank, the number of ranks, the address.
 
-    `PROCESS` counts the runs of this process by place; there is none for a process that is alone.
-    Raises `CommunicationError` when the environment is incomplete or the address of no use, or when
-    nobody listens there within ``timeout`` seconds (ten minutes when None).
+    `PROCESS` counts the runs of this process by address; a single process has none. Raises
+    `CommunicationError` when the environment is incomplete, when the address cannot be used, or
+    when nobody listens there within ``timeout`` seconds (ten minutes when None).
     """
     found = cluster(rank, world_size)
     rank, world_size, host, port = found.rank, found.size, found.address, found.port
@@ -116,7 +116,7 @@ def _reach(host: str, port: int, world_size: int, limit: float, serves: bool) ->
 
 
 def _within(seconds: float, work: Callable[[], T]) -> T:
-    """Have a thread do ``work``: no limit of c10d's ends it where the store's host is stopped."""
+    """Have a thread do ``work``, because c10d's timeouts fail where the store's host is stopped."""
     order: Future[T] = Future()
     threading.Thread(target=carry_out, args=(work, order), daemon=True).start()
     try:
@@ -128,10 +128,10 @@ def _within(seconds: float, work: Callable[[], T]) -> T:
 def sign_in(
     monitor: FailureMonitor, entry: Mapping[str, Any], timeout: float | None
 ) -> list[Mapping[str, Any]]:
-    """Write this rank's ``entry`` into the roll, and wait for those of all ranks, in their order.
+    """Publish this rank's ``entry``, and wait for the entries of all ranks, in rank order.
 
-    Raises `CommunicationError` when ranks have not come within ``timeout`` seconds (ten minutes
-    when None), and `RankFailedError` for one that has come and gone.
+    Raises `CommunicationError` when ranks are missing after ``timeout`` seconds (ten minutes when
+    None), and `RankFailedError` for one that came and ended.
     """
     ranks, rank, world_size = monitor.ranks, monitor.rank, monitor.world_size
     monitor.sign_in(entry)

@@ -1,10 +1,10 @@
-"""Memory that is used again from step to step.
+"""Memory that is reused from step to step.
 
 Bottom-up:
 
-    heap              what C's heap keeps of what is freed
+    heap              how much freed memory the C heap keeps
     pages             pages that move between tensors instead of being freed and allocated again
-    reusable_storage  1-D tensors whose memory comes and goes, while views of them stay valid
+    reusable_storage  1-D tensors whose memory can be freed and restored while views stay valid
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """Pages of this process that move between tensors instead of being freed and allocated again.
 
-A page that the kernel hands out must be cleared first, which costs more than filling it; on a
-virtual machine many times more. C's allocator gives large blocks back to the kernel, or scatters
-them, depending on what else lies between them. So lines that come and go at every unit of every
-step (`reusable_storage`) have a window each: addresses for good, and pages only while in use.
+The kernel clears a page before it hands it out, which costs more than filling it; on a virtual
+machine many times more. C's allocator returns large blocks to the kernel, or fragments them. So
+each buffer that is freed and restored at every unit of every step (`reusable_storage`) has a
+window: permanent addresses, with pages only while in use.
 
 ::
 
     home    addresses where pages are kept while nobody uses them; each has its own
-    window  addresses of one line; unreadable while it has no pages
+    window  addresses of one buffer; unreadable while it has no pages
 
-Pages move from home to window and back by ``mremap``, which moves tables of pages and no data:
-some 25 microseconds for 16 MiB there and back.
+Pages move from home to window and back by ``mremap``, which moves page tables, not data: some 25
+microseconds for 16 MiB there and back.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class _Kernel:
-    """The calls by which addresses get and lose pages."""
+    """The system calls by which addresses get and lose pages."""
 
     def __init__(self) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -50,7 +50,7 @@ class _Kernel:
         self._mmap.restype = self._mremap.restype = pointer
 
     def reserve(self, nbytes: int, protection: int) -> int:
-        """Fresh addresses of ``nbytes``, aligned to a block."""
+        """Reserve ``nbytes`` of new addresses, aligned to a block."""
         found = self._mmap(None, nbytes + BLOCK, protection, _PRIVATE_ANONYMOUS_UNRESERVED, -1, 0)
         if found == _FAILED:
             raise MemoryError(f"no {nbytes} bytes: {os.strerror(ctypes.get_errno())}")
@@ -62,7 +62,7 @@ class _Kernel:
         return start
 
     def move(self, source: int, target: int, nbytes: int) -> None:
-        """Move pages; the addresses that they leave stay reserved, and empty."""
+        """Move pages; the addresses they leave stay reserved, and empty."""
         moved = self._mremap(source, nbytes, nbytes, _MAYMOVE_FIXED_DONTUNMAP, target)
         if moved != target:
             raise MemoryError(f"{nbytes} bytes cannot be moved: {os.strerror(ctypes.get_errno())}")
@@ -72,7 +72,7 @@ class _Kernel:
         self._mprotect(start, nbytes, _NOTHING)
 
     def give_back(self, start: int, nbytes: int) -> None:
-        """Forget these addresses and their pages."""
+        """Release these addresses and their pages."""
         self._munmap(start, nbytes)
 
 
@@ -86,14 +86,14 @@ class _Extent:
     """The time when a window last had them, on the monotonic clock."""
 
     def go_home(self, kernel: _Kernel, source: int, now: float) -> None:
-        """Move the pages home from a window, where they are at ``source``."""
+        """Move the pages from a window, where they are at ``source``, back home."""
         kernel.move(source, self.home, self.nbytes)
         self.used = now
 
 
 @dataclass(slots=True, eq=False)
 class Window:
-    """Addresses of a line, and the pages that are there now."""
+    """The addresses of a buffer, and the pages that are there now."""
 
     start: int
     nbytes: int
@@ -101,10 +101,10 @@ class Window:
 
 
 class PagePool:
-    """Pages, at home or in windows. There are never more than windows had at one time.
+    """Pages, at home or in windows; never more than the windows once held together.
 
-    Those that no window has had for a minute go back to the kernel with the next that come home,
-    and all with the last window.
+    Pages unused for a minute are returned to the kernel when others come home, and all of them with
+    the last window.
     """
 
     def __init__(self) -> None:
@@ -135,14 +135,14 @@ class PagePool:
             return window
 
     def close(self, window: Window) -> None:
-        """Forget the addresses of ``window``; its pages come home."""
+        """Release the addresses of ``window``; its pages go home."""
         with self._lock:
             self._to_close.append(window)
             if not self._is_moving:
                 self._close_waiting()
 
     def fill(self, window: Window) -> None:
-        """Give ``window`` pages, with whatever they hold; nothing where it has some."""
+        """Give ``window`` pages with arbitrary contents; does nothing if it has some."""
         if sum([extent.nbytes for extent in window.extents]) == window.nbytes:
             return
         with self._lock:
@@ -154,7 +154,7 @@ class PagePool:
                 self._close_waiting()
 
     def empty(self, window: Window) -> None:
-        """Take the pages of ``window`` home."""
+        """Move the pages of ``window`` home."""
         if not window.extents:
             return
         with self._lock:
@@ -174,7 +174,7 @@ class PagePool:
     # ------------------------------------------------------------------ with the lock held
 
     def _take(self, nbytes: int) -> _Extent:
-        """Take pages from home, at most ``nbytes`` of them; new ones when there are none."""
+        """Take at most ``nbytes`` of pages from home; new ones when there are none."""
         free = self._free
         if not free:
             return _Extent(self._ready().reserve(nbytes, _READ_WRITE), nbytes)
@@ -230,7 +230,7 @@ class PagePool:
             self._trim(float("inf"))
 
     def _trim(self, before: float) -> None:
-        """Give back what was last used before that time."""
+        """Return pages to the kernel that were last used before that time."""
         free = self._free
         while free and free[0].used < before:
             extent = free.popleft()

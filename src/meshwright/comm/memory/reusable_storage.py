@@ -1,7 +1,7 @@
-"""Reusable storage: 1-D tensors (lines) whose memory comes and goes while views stay valid.
+"""Reusable storage: 1-D tensors whose memory can be freed and restored while views stay valid.
 
-What autograd has saved of a line is valid once the line has memory again. Reading or writing a
-line, or a view of it, while it has none crashes the process.
+Views that autograd has saved are valid again once the memory is restored. Reading or writing a
+freed tensor, or a view of it, crashes the process (SIGSEGV).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LARGE = 1 << 20
 
 
 class Line(ABC):
-    """A 1-D tensor that has memory between `restore` and `free`, and when it is new."""
+    """A 1-D tensor that has memory at first, and between `restore` and `free`."""
 
     tensor: torch.Tensor
     is_free: bool
@@ -29,11 +29,11 @@ class Line(ABC):
 
     @abstractmethod
     def free(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
 
     @abstractmethod
     def restore(self) -> None:
-        """Get memory, uninitialized, unless it is there already."""
+        """Allocate memory, uninitialized, unless it is there already."""
 
 
 class _StorageLine(Line):
@@ -58,7 +58,7 @@ class _StorageLine(Line):
 
 
 class _PagedLine(Line):
-    """A line with a window of its own, into which pages are moved."""
+    """A line with its own window, into which pages are moved."""
 
     def __init__(self, numel: int, dtype: torch.dtype, pool: PagePool) -> None:
         nbytes = numel * dtype.itemsize
@@ -84,7 +84,7 @@ class _PagedLine(Line):
 
 
 def line_of(numel: int, dtype: torch.dtype, device: torch.device) -> Line:
-    """Make a line of ``numel`` elements that has memory, uninitialized."""
+    """Make a line of ``numel`` elements with uninitialized memory."""
     is_large = numel * dtype.itemsize >= LARGE
     if is_large and is_host(device) and PROCESS.pages.is_available:
         return _PagedLine(numel, dtype, PROCESS.pages)

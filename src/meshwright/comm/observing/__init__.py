@@ -1,10 +1,10 @@
-"""Observation of collectives and of numbers on a device, for programs, profilers and people.
+"""Observation of collectives, and deferred reads of numbers on a device.
 
 Bottom-up:
 
     observers  the protocol, a recorder, and a timer
     shown      collectives as torch's profiler and ``CommDebugMode`` see them
-    late       deferred reads: numbers of a device, judged when the device has come to them
+    late       deferred host reads: numbers on a device, checked once they are computed
 """
 
 from __future__ import annotations

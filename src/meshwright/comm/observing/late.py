@@ -1,12 +1,12 @@
-"""Deferred reads by the host: numbers of a device, judged when the device has come to them.
+"""Deferred host reads: numbers on a device, checked once they are computed.
 
 ::
 
-    a step         look     the numbers are copied to memory of the host, behind what was queued
-    the next one   settle   before anything of it is sent: they are judged
+    a step         look     copies the numbers to host memory, after the queued work
+    the next one   settle   checks them, before the step sends anything
 
-Nobody waits in between. Where the host is the device, numbers are judged at once. Nothing of a step
-leaves this process, as a checkpoint, a state or a digest, before `settle` has looked at all of it.
+Nobody waits in between. On the host, numbers are checked at once. Before a checkpoint, a state or a
+digest leaves this process, `settle` has checked all numbers.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Rows = list[tuple[float, ...]]
 
 
 class LateNumbers:
-    """Numbers that were noted in one step, and are judged in the next."""
+    """Numbers that were copied in one step, and are checked in the next."""
 
     def __init__(self, name: str = "") -> None:
-        """Give it a ``name`` by which `known` finds it as long as something is outstanding."""
+        """``name`` is the key by which `known` finds it as long as something is outstanding."""
         self._key = name or str(id(self))
         self.coming: list[Callable[[], object]] = []
         """Judgments still to be made; each first waits for the device or for other ranks."""
@@ -44,8 +44,8 @@ class LateNumbers:
     def look(self, numbers: torch.Tensor, judge: Judge, *, is_late: bool = False) -> None:
         """Have 1-D ``numbers`` judged: the host's at once, a device's at the next `settle`.
 
-        The caller may overwrite them at once. With ``is_late`` those of the host wait, too: judges
-        that ask other ranks have to run in one order on all of them.
+        The caller may overwrite them at once. With ``is_late`` the host's wait, too: judges that
+        communicate have to run in one order on all ranks.
         """
         if is_host(numbers.device):
             judged = partial(judge, numbers.tolist())
@@ -75,7 +75,7 @@ class LateNumbers:
         note(self, self._key)
 
     def settle(self) -> None:
-        """Judge what was noted. Raises the first error, and forgets the rest then."""
+        """Judge the outstanding numbers. Raises the first error, and drops the rest then."""
         PROCESS.outstanding.pop(self._key, None)
         coming = self.coming.copy()
         self.coming.clear()
@@ -90,14 +90,14 @@ def _read(here: torch.Tensor, event: DeviceEvent, judge: Judge) -> None:
 
 
 def note(check: Outstanding, key: str) -> None:
-    """Note under ``key`` that ``check`` has something for `settle`; it takes itself off."""
+    """Register ``check`` under ``key`` for the next `settle`, which it unregisters at."""
     PROCESS.outstanding.setdefault(key, check)
 
 
 def settle(*_: object) -> None:
-    """Judge all that was noted in this process. Raises the first error.
+    """Run all outstanding checks of this process. Raises the first error.
 
-    It sends nothing where all is well. It can be a hook of whatever gives out a state.
+    It sends nothing if they pass. It can be registered as a hook of state dicts.
     """
     while PROCESS.outstanding:
         PROCESS.outstanding.pop(next(iter(PROCESS.outstanding))).settle()

@@ -1,6 +1,6 @@
 """Observers of the collectives of a process: the protocol, a recorder, and a timer.
 
-Attach them with ``with observe(recorder):``. When nobody listens a collective pays nothing.
+Attach them with ``with observe(recorder):``. Without observers a collective has no overhead.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ if TYPE_CHECKING:
 
 
 class Observer(Protocol):
-    """Hears of collectives, in the order in which this rank issues them."""
+    """Receives collectives, in the order in which this rank issues them."""
 
     def issued(self, collective: Collective) -> None:
-        """Hear that ``collective`` is about to run."""
+        """Called when ``collective`` is about to run."""
 
     def completed(self, collective: Collective, start: Mark, end: Mark) -> None:
-        """Hear that ``collective``, issued at ``start``, was waited for and ended at ``end``."""
+        """Called when ``collective``, issued at ``start``, was waited for and ended at ``end``."""
 
 
 @runtime_checkable
 class SpanObserver(Protocol):
-    """Hears of pieces of compute, too: phases that a trainable is in."""
+    """Receives spans of compute, too: the phases of a trainable."""
 
     def span(self, name: str) -> AbstractContextManager[None]:
-        """Call ``name`` what runs in the block."""
+        """Name the work in the block."""
 
 
 @runtime_checkable
 class ActionObserver(Protocol):
-    """Hears of actions of a schedule, too."""
+    """Receives actions of a schedule, too."""
 
     def ran(self, name: str, lane: Lane, category: str, start: Mark, end: Mark) -> None:
-        """Hear that an action of kind ``category`` ran between two marks."""
+        """Called when an action of kind ``category`` ran between two marks."""
 
 
 class Recorder:
@@ -58,11 +58,11 @@ class Recorder:
         self.collectives: list[Collective] = []
 
     def issued(self, collective: Collective) -> None:
-        """Keep it."""
+        """Keep ``collective``."""
         self.collectives.append(collective)
 
     def completed(self, collective: Collective, start: Mark, end: Mark) -> None:
-        """Keep nothing: order and contents are known when it is issued."""
+        """Do nothing: order and contents are known when a collective is issued."""
 
     def kinds(self) -> list[tuple[str, str]]:
         """Kind and label of each collective, in order."""
@@ -104,10 +104,10 @@ class _Span:
 class Timer:
     """Measures collectives, spans of compute and actions of schedules on one clock.
 
-    A `Trainable` names its own: forward, backward and optimizer. Others are named by `span`.
+    A `Trainable` names its own spans: forward, backward and optimizer. Name others by `span`.
 
-    A collective's event runs from its issue to the moment at which its wait returned, which is an
-    upper bound when the value is asked for late. ``keep`` bounds the number of events, newest kept.
+    A collective's event runs from its issue to the return of its wait, which is an upper bound when
+    the wait comes late. ``keep`` bounds the number of events; the newest are kept.
     """
 
     def __init__(self, clock: Clock | None = None, keep: int | None = None) -> None:
@@ -115,7 +115,7 @@ class Timer:
         self._spans: deque[_Span] = deque(maxlen=keep)
 
     def issued(self, collective: Collective) -> None:
-        """Keep nothing: the start is taken at the door."""
+        """Do nothing: the start is taken when it is issued."""
 
     def completed(self, collective: Collective, start: Mark, end: Mark) -> None:
         """Keep the collective's span on its lane."""
@@ -139,12 +139,12 @@ class Timer:
         self._spans.clear()
 
     def timeline(self, rank: int) -> Timeline:
-        """Give the measurements so far, as events of ``rank``, in seconds of the timer's clock."""
+        """Return the measurements as events of ``rank``, in seconds of the timer's clock."""
         return Timeline(events=tuple(span.event(rank) for span in self._spans))
 
 
 def gather_timeline(timer: Timer, communicator: Communicator) -> Timeline:
-    """Gather what ``timer`` has measured on all ranks of ``communicator``, who call it together.
+    """Gather the measurements of all ranks of ``communicator``, which call this together.
 
     Events have the world's numbers of the ranks. Clocks of one machine agree; others do not.
     """

@@ -1,18 +1,18 @@
 """Collectives as torch's tools see them: ranges of `torch.profiler`, calls of ``CommDebugMode``.
 
-A collective that begins under a profiler is in ranges::
+A collective that begins under a profiler appears as ranges::
 
     meshwright::all_reduce reduce bucket 0 on axis replicate           its launch
-    meshwright::all_reduce reduce bucket 0 on axis replicate (wait)    whoever waits for it
+    meshwright::all_reduce reduce bucket 0 on axis replicate (wait)    the wait for it
 
-What the backend does lies inside, in the operator of c10d (``c10d::allreduce_``):
-``gloo:all_reduce``, ``nccl:all_reduce``, and on shared memory ``meshwright:all_reduce``.
+The backend's work is inside, in the operator of c10d (``c10d::allreduce_``): ``gloo:all_reduce``,
+``nccl:all_reduce``, and on shared memory ``meshwright:all_reduce``.
 
-An operation does not always run as the one of c10d that it is: over Gloo some are made of others,
-and over shared memory none of c10d's runs. Counting must not change what is sent, for the mode may
-be entered on one rank alone. So under the mode an operation is shown to it over a group that sends
-nothing, on scratch tensors, and then runs unseen. Control data, a few bytes whose calls torch has
-no counterpart of, is `unseen` and not shown.
+An operation does not always run as c10d's operator of that name: over Gloo some are built from
+others, and shared memory uses none of c10d's. ``CommDebugMode`` may be entered on one rank alone,
+so counting must not change what is sent. So under the mode an operation is first issued on a group
+that sends nothing, on scratch tensors, and then runs hidden. Control data, a few bytes without a
+counterpart in torch, is hidden, too.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ def is_counted(kind: str, tensor: torch.Tensor) -> bool:
 def in_place_of(
     kind: str, launch: Callable[[Any], Launched], *, functional: bool
 ) -> Callable[[Any], Launched]:
-    """Wrap ``launch``, so that it first shows an operation of ``kind`` and then runs unseen.
+    """Wrap ``launch`` so that the mode sees an operation of ``kind``, and the real one is hidden.
 
-    Shown is c10d's operation, or the functional one that stands for it in graphs.
+    The mode sees c10d's operation, or the functional one that replaces it in graphs.
     """
 
     def run(group: Any) -> Launched:  # noqa: ANN401 - as those of `collectives`
@@ -107,7 +107,7 @@ def in_place_of(
 
 
 def unseen() -> AbstractContextManager[object]:
-    """Hide what is issued within from dispatch modes."""
+    """Hide operations in the block from dispatch modes."""
     return without_dispatch()
 
 

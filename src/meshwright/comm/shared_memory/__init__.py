@@ -3,15 +3,15 @@
 Bottom-up:
 
     arena         segments of memory, tensors in them, the layout of a group's
-    waits         steps of others, sleep, lost ranks
+    waits         waiting for the steps of other ranks, and detecting lost ones
     fingerprints  the calls of ranks, compared before data moves
     reductions    reductions in rank order
-    buffers       strided tensors as one stretch of memory
+    buffers       strided tensors as contiguous memory
     collectives   each collective, as a generator of steps
     queue         the order of calls, and their works
     transfers     point-to-point messages, and the channels between ranks
     group         the process group that c10d calls
-    backend       the backend as `torch.distributed` learns of it, and the way of ranks to one arena
+    backend       registers the backend with `torch.distributed`; how ranks join one arena
 """
 
 from __future__ import annotations

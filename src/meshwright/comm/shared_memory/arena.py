@@ -1,9 +1,9 @@
 """Memory that several processes of one host map: memfd segments, tensors in them, a group's arena.
 
-A segment is an anonymous file (``memfd_create``): no name in any directory, no quota of
-``/dev/shm``, and nothing is left of it when the last process that maps it has ended, however it
-ended. Another process opens it as ``/proc/<pid>/fd/<number>``, which the kernel allows to the same
-user only (and to root), and which works inside one process-id namespace.
+A segment is an anonymous file (``memfd_create``): it has no name in any directory and no quota of
+``/dev/shm``, and it is gone when the last process that maps it has ended, in whatever way. Another
+process opens it as ``/proc/<pid>/fd/<number>``, which the kernel allows to the same user only (and
+to root), within one pid namespace.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LINE = 16
 
 
 def unsupported() -> str:
-    """Find the reason not to run collectives through shared memory on this machine, or ""."""
+    """Explain why collectives cannot use shared memory on this machine, or return ""."""
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return "shared memory needs Linux with memfd_create"
     if platform.machine() not in ("x86_64", "AMD64") or sys.byteorder != "little":
@@ -70,7 +70,7 @@ def _is_dumpable() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """The place of bytes in a segment of a process: what a peer needs to map them."""
+    """The location of bytes in a segment of a process, by which a peer maps them."""
 
     serial: int
     descriptor: int
@@ -143,9 +143,9 @@ class Segment:
 class SharedTensors:
     """The tensors of this process that peers may read and write in place, and those of peers.
 
-    Each tensor has a segment of its own: a page with its serial number, then its elements. The
-    segment returns to a pool when the tensor's storage is freed. A peer learns of it from the
-    location in a collective's record, and keeps it mapped until its owner has closed it.
+    Each tensor has its own segment: a page with its serial number, then its elements. The segment
+    returns to a pool when the tensor's storage is freed. A peer gets its location from a
+    collective's record, and keeps it mapped until its owner has closed it.
     """
 
     def __init__(self) -> None:
@@ -159,10 +159,10 @@ class SharedTensors:
         self._mapped: dict[tuple[int, int], Segment] = {}
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Make an uninitialized 1-D tensor whose elements lie in shared memory.
+        """Make an uninitialized 1-D tensor in shared memory.
 
-        It is an ordinary one when it has no elements, and when segments are half of all files that
-        this process may open.
+        It is an ordinary tensor if it has no elements, or when segments use half of the file
+        descriptors of this process.
         """
         segment = self._take(PAGE + numel * dtype.itemsize) if numel else None
         if segment is None:
@@ -178,7 +178,7 @@ class SharedTensors:
         return torch.frombuffer(memory, dtype=dtype)
 
     def locate(self, address: int) -> Location | None:
-        """Find the place of ``address`` in the segments of this process, if it lies in one."""
+        """Return the location of ``address`` in the segments of this process, if it is in one."""
         starts = self._starts
         if not starts or address < starts[0]:
             return None
@@ -192,7 +192,7 @@ class SharedTensors:
         )
 
     def address_of(self, pid: int, location: Location) -> int:
-        """Return the address here of bytes in a segment of ``pid``, which is mapped if need be."""
+        """Return the local address of bytes in a segment of ``pid``, mapping it if necessary."""
         if pid == self._pid:  # a peer that is a thread of this process
             with self._lock:
                 owned = list(self._owned.values())
@@ -237,7 +237,7 @@ class SharedTensors:
         return segment
 
     def _freed(self, start: int, pid: int) -> None:
-        """Take back the segment of a tensor that is gone, unless this is a forked child."""
+        """Return the segment of a freed tensor to the pool, unless this is a forked child."""
         if pid != os.getpid():
             return
         with self._lock:
@@ -255,14 +255,14 @@ class SharedTensors:
 
 
 def _rounded(nbytes: int) -> int:
-    """Round up in steps of an eighth of the power of two, so that the pool finds equals."""
+    """Round up to an eighth of a power of two, so that the pool finds equal sizes."""
     step = max(PAGE, 1 << max(0, math.ceil(math.log2(nbytes)) - 3))
     return -(-nbytes // step) * step
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaLayout:
-    """The places of everything in the arena of a group of ``size`` ranks.
+    """Offsets in the arena of a group of ``size`` ranks.
 
     ::
 
@@ -272,7 +272,7 @@ class ArenaLayout:
         slots                 per rank 2, for even and odd steps: staged data
         channels              per ordered pair of ranks: point-to-point messages
 
-    Untouched pages take no memory, so that slots and channels cost what is used of them.
+    Untouched pages take no memory, so slots and channels cost only what is used of them.
     """
 
     size: int
@@ -323,5 +323,5 @@ class ArenaLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole arena: the bound of what the group can come to hold."""
+        """Bytes of the whole arena: an upper bound of the group's memory."""
         return self.channel(self.size, 0)

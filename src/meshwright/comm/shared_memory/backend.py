@@ -1,12 +1,12 @@
-"""The c10d backend ``meshwright``, and the way of the ranks of a new group to one arena.
+"""The c10d backend ``meshwright``, and how the ranks of a new group join one arena.
 
-The import of `meshwright.comm` makes it known to `torch.distributed`; then
+Importing `meshwright.comm` registers it with `torch.distributed`; then
 ``init_process_group("cpu:meshwright")``, subgroups, `DeviceMesh`, functional collectives and
-DTensor work on it. Each group is looked at on its own: one whose ranks are processes of one user on
-one host shares memory, any other is an ordinary Gloo group.
+DTensor work on it. Each group is decided separately: if its ranks are processes of one user on one
+host, it shares memory; otherwise it is an ordinary Gloo group.
 
-The ranks meet by their store. Each either writes its number into the arena or says in the store why
-it cannot map it. So either all ranks see all numbers, or all come to read a refusal: they never
+The ranks meet by their store. Each either writes its number into the arena or writes into the store
+why it cannot map it. So either all ranks see all numbers, or all read a refusal: they never
 disagree.
 """
 
@@ -49,7 +49,7 @@ LOOK_EVERY = 0.05
 
 
 class _Host:
-    """The tensors in shared memory, which the groups of this process share."""
+    """The shared-memory tensors of this process, common to its groups."""
 
     def __init__(self) -> None:
         self.tensors = SharedTensors()
@@ -60,7 +60,7 @@ class _Host:
         """The most ranks on this host that are known of."""
 
     def create(self, options: GroupOptions, backend_options: object) -> dist.ProcessGroup:
-        """Make a group: the creator that c10d calls on each of its ranks."""
+        """Make a group: the creator function that c10d calls on each rank."""
         ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
         if not dist.is_initialized():
             self._known.clear()  # a new world has ranks of its own
@@ -81,7 +81,7 @@ class _Host:
         self._groups.pop(id(group), None)
 
     def close(self) -> None:
-        """Leave all groups, when the interpreter ends."""
+        """Leave all groups, when the interpreter exits."""
         for group in list(self._groups.values()):
             group.shutdown()
 
@@ -101,7 +101,7 @@ def _gloo_group(options: GroupOptions, ranks: Sequence[int]) -> dist.ProcessGrou
 
 
 def register() -> None:
-    """Make the backend known to `torch.distributed`. Further calls do nothing."""
+    """Register the backend with `torch.distributed`. Further calls do nothing."""
     if BACKEND.upper() in known_backends():
         return
     host = _Host()
@@ -111,10 +111,10 @@ def register() -> None:
 
 
 def allocate(group: dist.ProcessGroup | None, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Make an uninitialized 1-D tensor that the ranks of every group gather and reduce in place.
+    """Make an uninitialized 1-D tensor that ranks gather and reduce in place, in every group.
 
-    ``group`` is any group of this backend. On others, and on None, it is an ordinary tensor. A
-    process forked from this one sees the same memory: it must not write to it.
+    ``group`` is any group of this backend. For others, and None, it is an ordinary tensor. A forked
+    child sees the same memory and must not write to it.
     """
     if isinstance(group, SharedMemoryGroup):
         return group.tensors.allocate(numel, dtype)
@@ -139,8 +139,8 @@ def join(
     """Map the arena that ``ranks`` (world numbers) share; the first of them creates it.
 
     ``crowd`` is the number of ranks on this host, ``known`` the processes (id and start time) of
-    ranks that were met before. Raises `ApartError` when the ranks are not of one host and user,
-    `RankFailedError` when one has ended, `CollectiveTimeoutError` naming those that did not come.
+    ranks met before. Raises `ApartError` when the ranks are not of one host and user,
+    `RankFailedError` when one has ended, `CollectiveTimeoutError` naming those that are missing.
     """
     layout = ArenaLayout(len(ranks), SLOT_BYTES, CHANNEL_BYTES)
     limit = time.monotonic() + timeout
@@ -253,7 +253,7 @@ def _await_all(
 def _check_lives(
     missing: Sequence[int], ranks: Sequence[int], known: Mapping[int, tuple[int, int]]
 ) -> None:
-    """Raise when an awaited rank that is known has ended, with what it said of that, if any."""
+    """Raise when a known, awaited rank has ended, with the reason it gave, if any."""
     for number in missing:
         if number in known and not is_alive(*known[number]):
             error = RankFailedError(

@@ -1,4 +1,4 @@
-"""Tensors as one stretch of memory: what is strided passes through a buffer."""
+"""Tensors as contiguous memory: strided tensors pass through a buffer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.comm.shared_memory.waits import Steps
 
 
 def over(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Make a tensor over memory at ``address``, outside autograd; it does not keep that alive."""
+    """Make a tensor over memory at ``address``, outside autograd; it does not own the memory."""
     memory = (ctypes.c_char * (numel * dtype.itemsize)).from_address(address)
     with torch.inference_mode(False):
         return torch.frombuffer(memory, dtype=dtype)
@@ -25,18 +25,18 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_of(flat: torch.Tensor, first: int, nbytes: int) -> torch.Tensor:
-    """View the elements of ``flat`` that lie in ``nbytes`` bytes from byte ``first``."""
+    """View the elements of ``flat`` in ``nbytes`` bytes from byte ``first``."""
     width = flat.dtype.itemsize
     return flat[first // width : (first + max(0, nbytes)) // width]
 
 
 def name_of(tensor: torch.Tensor) -> str:
-    """Name a tensor as messages do: by its dtype and shape."""
+    """Describe a tensor for messages: dtype and shape."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def no_memory(tensor: torch.Tensor) -> str:
-    """Say that ``tensor`` has no memory that could be sent, and what to pass in its place."""
+    """Explain that ``tensor`` has no memory to send, and what to pass instead."""
     found = f"found a {type(tensor).__name__} of shape {tuple(tensor.shape)}"
     if hasattr(tensor, "device_mesh"):
         return (
@@ -51,7 +51,7 @@ def no_memory(tensor: torch.Tensor) -> str:
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, which must be dense, on the CPU, and have memory if it has elements."""
+    """Return ``tensor``; raises unless it is dense, on the CPU, and has memory for its elements."""
     try:
         if tensor.is_cpu and (tensor.data_ptr() or not tensor.numel()):
             return tensor
@@ -66,27 +66,27 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Check whether the elements lie in memory as they are, one after another."""
+    """Check whether the elements are contiguous in memory, with nothing lazy."""
     dense(tensor)
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` itself or a contiguous copy, to be read."""
+    """Return ``tensor`` itself or a contiguous copy, for reading."""
     if _is_plain(tensor):
         return tensor
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def writable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` itself or a contiguous buffer of its shape, to be written."""
+    """Return ``tensor`` itself or a contiguous buffer of its shape, for writing."""
     if _is_plain(tensor):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def copied_back(body: Steps, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Steps:
-    """Do ``body``, then give each tensor the elements of its buffer, where that is another."""
+    """Run ``body``, then copy separate buffers back to their tensors."""
     strided = [(tensor, buffer) for tensor, buffer in pairs if buffer is not tensor]
     return _then_copied(body, strided) if strided else body
 
@@ -99,7 +99,7 @@ def _then_copied(body: Steps, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 def cut(tensor: torch.Tensor, sizes: Sequence[int], size: int, name: str) -> list[tuple[int, int]]:
-    """List address and bytes of ``size`` parts along dim 0: of ``sizes`` rows, or equal ones."""
+    """List address and bytes of ``size`` parts along dim 0, of ``sizes`` rows or equal."""
     rows = tensor.shape[0] if tensor.dim() else 0
     if not sizes:
         sizes = [rows // size] * size

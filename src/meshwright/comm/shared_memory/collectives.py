@@ -1,9 +1,9 @@
 """The collectives of a group whose ranks share memory.
 
-Each is a generator: what it does between two ``yield`` never blocks, and every ``yield`` means
-"when all ranks have arrived at this step". Data is staged in slots, of which each rank has one for
-even and one for odd steps: what was written for step k is read until its readers arrive at k + 1,
-so that the slot is free again for k + 2 without a further wait.
+Each is a generator: code between two ``yield`` never blocks, and every ``yield`` means "when all
+ranks have arrived at this step". Data is staged in slots; each rank has one for even and one for
+odd steps. Data of step k is read until its readers arrive at k + 1, so that the slot is free again
+for k + 2 without a further wait.
 
 ::
 
@@ -11,7 +11,7 @@ so that the slot is free again for k + 2 without a further wait.
     staged    the same, chunk by chunk
     in place  step -> check -> read and write the peers' tensors themselves -> step
 
-A tensor that lies in shared memory (see `SharedTensors`) is read where it is.
+A tensor in shared memory (see `SharedTensors`) is read in place.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ class Exchange:
     # ------------------------------------------------------------------ steps and memory
 
     def _view(self, address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Make a remembered tensor over ``numel`` elements of shared memory, outside autograd.
+        """Make a cached tensor over ``numel`` elements of shared memory, outside autograd.
 
         It keeps no mapping alive. It is used only for an address that is mapped in this step, and
-        then shows what is mapped there now, as a new one would.
+        then shows the current mapping, as a new one would.
 
-        Not for other memory: a gradient has another address in each step, and what is remembered of
-        it takes small pieces of C's heap between large ones, which then never fit a gradient again.
+        Not for other memory: a gradient has another address in each step, and the cached objects
+        would take small pieces of C's heap between large ones, which then never fit a gradient.
         """
         view = self._views.get((address, numel, dtype))
         if view is None:
@@ -99,7 +99,7 @@ class Exchange:
         return self._tensors.locate(address) if nbytes > LOCATE_BYTES else None
 
     def _places(self, parity: int, own: int) -> list[int | None]:
-        """List by rank the address here of its input; None where it must be staged."""
+        """List the local address of each rank's input; None where it must be staged."""
         places: list[int | None] = []
         for rank in range(self.size):
             location = self.records.source(parity, rank)
@@ -169,7 +169,7 @@ class Exchange:
                 _copy(source, sources[0], count * width)
 
     def _stage_round(self, slot: int, address: int, total: int, turn: int) -> None:
-        """Copy into this rank's slot the pieces of a round that the other ranks are to reduce."""
+        """Copy the pieces of a round that other ranks are to reduce into this rank's slot."""
         piece = self._part
         for place, rank in enumerate(self._others):
             start, nbytes = _cut(address, total, turn, piece, rank, self.size)
@@ -178,9 +178,9 @@ class Exchange:
     def _all_reduce_staged(
         self, call: RecordedCall, tensor: torch.Tensor, staged: Sequence[int] | None
     ) -> Steps:
-        """Go in rounds: a slot carries the pieces of one round and the result of the one before.
+        """Work in rounds: a slot carries the pieces of one round and the result of the previous.
 
-        ``staged`` are the slots that hold the pieces of the first round already.
+        ``staged`` are the slots that already hold the pieces of the first round.
 
         ::
 
@@ -222,7 +222,7 @@ class Exchange:
         _copy(slots[self.rank] + piece * (self.size - 1), own.data_ptr(), own.nbytes)
 
     def _place_in(self, rank: int) -> int:
-        """Find this rank's place among the pieces in the slot of ``rank``."""
+        """Return the position of this rank's piece in the slot of ``rank``."""
         return self.rank if self.rank < rank else self.rank - 1
 
     # ------------------------------------------------------------------ reduce_scatter
@@ -278,9 +278,9 @@ class Exchange:
         alias: int | None,
         own: torch.Tensor | None = None,
     ) -> None:
-        """Reduce what lies at ``starts``, one address for each rank, into ``output``.
+        """Reduce the data at ``starts``, one address for each rank, into ``output``.
 
-        ``own`` is this rank's part where that is not in shared memory.
+        ``own`` is this rank's part if that is not in shared memory.
         """
         dtype, width = output.dtype, output.dtype.itemsize
         block = BLOCK_BYTES // width
@@ -311,7 +311,7 @@ class Exchange:
         slots: Sequence[int],
         alias: int | None,
     ) -> Steps:
-        """Go in rounds; the pieces of the first are in ``slots`` already."""
+        """Work in rounds; the pieces of the first are in ``slots`` already."""
         share, width, piece = output.nbytes, output.dtype.itemsize, self._piece
         elements = flat(output)
         for first in range(0, share, piece):
@@ -352,8 +352,8 @@ class Exchange:
     ) -> Steps:
         """Copy the ``sizes[r]`` bytes of each rank r to ``outputs[r]``, on ranks that have outputs.
 
-        all_gather (all sizes, all ranks have outputs), broadcast (the root's size only) and gather
-        (outputs at the root only) are this.
+        Implements all_gather (all sizes, outputs on all ranks), broadcast (the root's size only)
+        and gather (outputs at the root only).
         """
         address, nbytes = source
         located = self._locate(address, nbytes)
@@ -400,8 +400,8 @@ class Exchange:
     ) -> Steps:
         """Copy part p of this rank to rank p, whose output of this rank has as many bytes.
 
-        all_to_all and scatter are this. Sizes may differ from rank to rank and may be zero.
-        ``adjacent``: the parts follow each other in memory, so that peers can find theirs.
+        Implements all_to_all and scatter. Sizes may differ from rank to rank and may be zero.
+        ``adjacent``: the parts are contiguous in memory, so that peers can find theirs.
         """
         sizes = [nbytes for _, nbytes in parts]
         located = self._locate(parts[0][0], sum(sizes)) if adjacent else None
@@ -456,7 +456,7 @@ class Exchange:
         places: Sequence[int | None],
         first: int,
     ) -> None:
-        """Copy this rank's pieces out of the slots of those ranks that have no place."""
+        """Copy this rank's pieces out of the slots of ranks whose input was staged."""
         piece = self._piece
         for rank in self._others:
             start, nbytes = outputs[rank]

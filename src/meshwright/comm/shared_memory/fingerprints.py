@@ -1,7 +1,7 @@
-"""Calls of ranks, as fingerprints that peers compare before any data moves.
+"""Fingerprints of calls, which peers compare before any data moves.
 
 Each collective begins with a step in which every rank writes a record: a digest of operation,
-shape, dtype, reduction and root, a digest of the label, where its data lies, and the same in words
+shape, dtype, reduction and root, a digest of the label, the location of its data, and a description
 for the error message. Records that differ raise `CollectiveMismatchError` on every rank.
 """
 
@@ -24,7 +24,7 @@ TEXT_BYTES = 8 * (NOTES - TEXT - 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedCall(Call):
-    """A call with its fingerprint, and the head of its record, without location and notes."""
+    """A call with its fingerprint, and the start of its record, without location and notes."""
 
     fingerprint: int = 0
     record: bytes = b""
@@ -56,7 +56,7 @@ class Records:
         """The names of the threads that have issued calls of the group on this rank."""
 
     def write(self, parity: int, call: RecordedCall, source: Location | None = None) -> None:
-        """Write what this rank calls; its peers read it when it has arrived at the step."""
+        """Write this rank's call; its peers read it when it has arrived at the step."""
         first = self._first[parity][self._me]
         record = call.record
         self._bytes[8 * first : 8 * first + len(record)] = record
@@ -76,14 +76,14 @@ class Records:
         return self._words[first : first + len(self._first[parity])].tolist()
 
     def source(self, parity: int, rank: int) -> Location | None:
-        """Find the place of the input of ``rank``, if its peers can map it."""
+        """Return the location of the input of ``rank``, if its peers can map it."""
         words, word = self._words, self._first[parity][rank] + SOURCE
         if not words[word]:  # serial numbers begin at 1
             return None
         return Location(words[word], words[word + 1], words[word + 2], words[word + 3])
 
     def check(self, parity: int, call: RecordedCall) -> None:
-        """Raise when a rank has called something else in this step."""
+        """Raise when a rank has made another call in this step."""
         words, firsts = self._words, self._first[parity]
         label = words[firsts[self._me] + LABEL]
         for rank in self._others:

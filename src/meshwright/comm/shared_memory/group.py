@@ -74,7 +74,7 @@ class _Issuing(threading.local):
         self.label = label
 
     def label_nothing(self, label: str) -> None:
-        """Leave the next operation without a label, whatever ``label`` is."""
+        """Leave the next operation without a label, ignoring ``label``."""
         del label
         self.label = ""
 
@@ -88,7 +88,7 @@ class _Issuing(threading.local):
 
 @contextlib.contextmanager
 def _in_ranges(kind: str) -> Iterator[None]:
-    """Show the block in profiles as the operator of c10d, and as what runs inside of it."""
+    """Show the block in profiles as the operator of c10d, with the backend's work inside."""
     with record_function(f"c10d::{OPERATORS[kind]}"), record_function(f"meshwright:{kind}"):
         yield
 
@@ -109,7 +109,7 @@ class SharedMemoryGroup(PythonGroup):
         tensors: SharedTensors,
         left: Callable[[SharedMemoryGroup], None],
     ) -> None:
-        """``meeting`` is what `join` has returned; ``left`` is told of the group's end."""
+        """``meeting`` is the result of `join`; ``left`` is called at the group's end."""
         super().__init__(options, BACKEND)
         self.tensors = tensors
         self._left: Callable[[SharedMemoryGroup], None] | None = left
@@ -132,7 +132,7 @@ class SharedMemoryGroup(PythonGroup):
         return self._issuing.label
 
     def forgo_labels(self) -> None:
-        """Send no labels from now on: this rank is known to differ from its peers."""
+        """Stop sending labels: this rank is known to differ from its peers."""
         self.label_next = self._issuing.label_nothing
 
     # ------------------------------------------------------------------ reductions
@@ -160,9 +160,9 @@ class SharedMemoryGroup(PythonGroup):
 
     @torch.no_grad()
     def _sum_sparse(self, tensor: torch.Tensor) -> None:
-        """Sum sparse tensors of one shape over all ranks, in place; ended when this returns.
+        """Sum sparse tensors of one shape over all ranks, in place; synchronous.
 
-        Equal indices are summed in the order of the ranks, as all sums of the backend are.
+        Equal indices are summed in rank order, as in all sums of the backend.
         """
         mine = tensor.detach().coalesce()
         indices, values = mine.indices(), mine.values()
@@ -340,7 +340,7 @@ class SharedMemoryGroup(PythonGroup):
         input_sizes: Sizes,
         opts: Options = None,
     ) -> SharedWork:
-        """Send a part of a tensor to each rank, along dim 0: equal parts where no sizes are."""
+        """Send a part of a tensor to each rank, along dim 0; equal parts without sizes."""
         target, source = writable(output), contiguous(tensor)
         parts = cut(source, input_sizes, self._size, "input")
         places = cut(target, output_sizes, self._size, "output")
@@ -381,9 +381,9 @@ class SharedMemoryGroup(PythonGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Wait until every rank has called it; every wait names all ranks that have not come.
+        """Wait until every rank has called it; any wait here names all missing ranks.
 
-        `torch.distributed` asks Gloo alone until torch 2.13, then all that work on the host.
+        `torch.distributed` calls it on Gloo only before torch 2.13, then on every host backend.
         """
         self.barrier().wait(timeout or timedelta(0))
 

@@ -1,9 +1,9 @@
 """The collectives of a group in the order of their calls, and the works that stand for them.
 
 A synchronous call runs in its caller's thread when nothing is ahead of it. An asynchronous one
-takes its first step at once, if nothing is ahead, and is finished by whoever comes first: the
-caller in ``wait``, or the background thread. So a wait right after the call costs no change of
-threads, and a wait that never comes does not hold up the peers.
+takes its first step at once, if nothing is ahead, and is finished by the caller in ``wait`` or by
+the background thread, whichever comes first. So a wait right after the call needs no thread switch,
+and a missing wait does not hold up the peers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ URGENT_BYTES = 256 << 10
 
 
 class SharedWork(Work):
-    """The handle of c10d for an operation: `wait` and a future, which raise its error."""
+    """c10d's handle of an operation: `wait` and a future, which raise its error."""
 
     def __init__(self, outputs: Sequence[torch.Tensor], held: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class SharedWork(Work):
         self._future: Future[Sequence[torch.Tensor]] | None = None
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Mark the operation as ended. Called once; `announce` follows."""
+        """Mark the operation as ended. Called once, before `announce`."""
         self.held = ()
         self.error = error
         self.done = True
@@ -77,7 +77,7 @@ class SharedWork(Work):
     def get_future(self) -> Future[Sequence[torch.Tensor]]:  # type: ignore[override]
         """Make a future of the list of tensors.
 
-        Its error comes from a callback: C++ does not see what ``Future.set_exception`` sets.
+        Its error is raised by a callback: C++ does not see ``Future.set_exception``.
         """
         with self._lock:
             if self._future is None:
@@ -114,7 +114,7 @@ class SharedWork(Work):
         """Wait until the operation has ended; raises its error.
 
         With a ``timeout`` it raises `CollectiveTimeoutError` when that passes first. The operation
-        continues, and may be waited for again.
+        continues, and can be waited for again.
         """
         seconds = timeout.total_seconds()  # c10d's 0 means: no bound of this call's own
         if not self.done and seconds > 0:
@@ -129,11 +129,11 @@ class SharedWork(Work):
         return True
 
     def _drive(self, until: float) -> bool:
-        """Bring the operation to its end; False when ``until`` comes first."""
+        """Advance the operation until it ends; False when ``until`` comes first."""
         raise NotImplementedError
 
     def _late(self, seconds: float) -> str:
-        """Describe who is missing after ``seconds``."""
+        """Describe the missing ranks after ``seconds``."""
         raise NotImplementedError
 
 
@@ -190,7 +190,7 @@ class _QueuedCollective(SharedWork):
         return str(self.call)
 
     def start(self) -> None:
-        """Take the first step, which never blocks; with the lock of the queue held."""
+        """Take the first step, which never blocks; requires the lock of the queue."""
         meeting = self.queue.meeting
         self.started = True
         if meeting.broken is not None:
@@ -234,8 +234,8 @@ class _Announcer(threading.Thread):
 class Background:
     """A daemon thread that calls ``advance`` now and then while ``has_work`` says so.
 
-    Calling a sleeping thread costs the caller more than a small collective takes. So the thread
-    looks again every tick for as long as work keeps coming, and is called only when it sleeps.
+    Waking a sleeping thread costs the caller more than a small collective. So the thread polls as
+    long as work keeps coming, and is woken only when it sleeps.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class Background:
         advance: Callable[[], bool],
         fail: Callable[[Exception], None],
     ) -> None:
-        """``fail`` is told of an error that nothing in ``advance`` expected."""
+        """``fail`` is called with an unexpected error of ``advance``."""
         self._name = name
         self._fail = fail
         self._has_work = has_work
@@ -305,7 +305,7 @@ class Background:
 
 
 class OperationQueue:
-    """The FIFO of one group. Whoever holds its lock brings the first operation forward."""
+    """The FIFO of one group. The holder of its lock advances the first operation."""
 
     def __init__(self, meeting: Meeting, name: str) -> None:
         self.meeting = meeting
@@ -354,7 +354,7 @@ class OperationQueue:
         return operation
 
     def drive(self, operation: _QueuedCollective, until: float) -> bool:
-        """Bring operations forward until ``operation`` has ended; False at ``until``."""
+        """Advance operations until ``operation`` has ended; False at ``until``."""
         while not operation.done:
             if not self._lock.acquire(timeout=max(0.0, until - time.monotonic())):
                 return operation.done
@@ -368,10 +368,10 @@ class OperationQueue:
         return True
 
     def _announce(self, *, elsewhere: bool = False) -> None:
-        """Complete the futures of what has ended.
+        """Complete the futures of operations that have ended.
 
-        What callbacks wait for, the background thread has to bring forward: it never runs them,
-        and has another thread do it.
+        Callbacks may wait for operations that only the background thread advances. So it never runs
+        callbacks itself; another thread does.
         """
         while self._ended:
             try:
@@ -403,9 +403,9 @@ class OperationQueue:
     def _advance(
         self, operation: _QueuedCollective, until: float | None, awake_for: float | None = None
     ) -> bool:
-        """Bring the first operation of the queue to its end; False when ``until`` comes first.
+        """Advance the first operation of the queue to its end; False when ``until`` comes first.
 
-        Waits are `waits.AWAKE` seconds awake, or ``awake_for``.
+        Waits spin for `waits.AWAKE` seconds, or ``awake_for``.
         """
         meeting = self.meeting
         if not operation.started:
@@ -428,7 +428,7 @@ class OperationQueue:
         return True
 
     def end(self, operation: _QueuedCollective, error: BaseException | None) -> None:
-        """End ``operation``, the first of the queue, by ``error`` where it has failed."""
+        """End ``operation``, the first of the queue, with ``error`` if it has failed."""
         if error is not None:
             self.meeting.break_with(error)
         operation.finish(error)
@@ -436,7 +436,7 @@ class OperationQueue:
         self._ended.append(operation)
 
     def _look(self) -> bool:
-        """Look once, in the background thread; returns whether that has moved anything."""
+        """Poll once, in the background thread; returns whether anything has moved."""
         if not self._lock.acquire(blocking=False):
             return False
         moved = False
@@ -458,7 +458,7 @@ class OperationQueue:
         return moved
 
     def _is_troubled(self, operation: _QueuedCollective) -> bool:
-        """Check whether it is time to look at the peers' lives and at the limit."""
+        """Check whether it is time to check the peers' processes and the limit."""
         now = time.monotonic()
         if now < self._checked:
             return False

@@ -1,9 +1,9 @@
 """Point-to-point messages between ranks that share memory.
 
 Each ordered pair of ranks has a channel: a ring of entries, one for each message, and a stream of
-blocks. A small message lies in its entry, and its send has ended when it is posted. Of a large one
-the entry says only what it is; its bytes flow through the stream when the receiver has found the
-receive that it belongs to. So receives may be posted in any order, from any source.
+blocks. A small message is in its entry, and its send has ended when it is posted. The entry of a
+large message only describes it; its bytes flow through the stream once the receiver has found the
+matching receive. So receives may be posted in any order, from any source.
 
 ::
 
@@ -73,7 +73,7 @@ class TakenMessage:
 
     @property
     def text(self) -> str:
-        """The call of the sender, in words."""
+        """The sender's call, in words."""
         return self.words.decode(errors="replace")
 
 
@@ -125,9 +125,9 @@ class ChannelTransfer(SharedWork):
         return self.source
 
     def take(self, message: TakenMessage, address: int | None) -> bool:
-        """Take the bytes of ``message``, from ``address`` where it still lies in its entry.
+        """Take the bytes of ``message``, from ``address`` if it is still in its entry.
 
-        False for a large one, whose bytes the stream is to bring.
+        False for a large one, whose bytes the stream will bring.
         """
         self.source = message.source
         if message.nbytes > EAGER_BYTES:
@@ -139,14 +139,14 @@ class ChannelTransfer(SharedWork):
         return True
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Mark the transfer as ended; a strided receive gets its elements now."""
+        """Mark the transfer as ended; a strided receive is filled now."""
         if error is None and self.kind == "recv" and self.buffer is not self.outputs[0]:
             with torch.no_grad():
                 self.outputs[0].data.copy_(self.buffer)
         super().finish(error)
 
     def is_completed(self) -> bool:
-        """Check whether it has ended; looks for its message, as programs poll without waiting."""
+        """Check whether it has ended; also looks for its message, for programs that only poll."""
         if not self.done:
             self.owner.look()
         return self.done
@@ -265,7 +265,7 @@ class Inbox:
         return message, channel.address + start + HEAD_BYTES
 
     def release(self) -> bool:
-        """Free the entry of the message that was taken; True where the sender may wait for it."""
+        """Free the entry of the message that was taken; True if the sender may wait for it."""
         words = self.channel.words
         was_full = words[POSTED] - self._count >= ENTRIES
         self._count += 1
@@ -279,7 +279,7 @@ class Inbox:
             self.channel.words[GRANTED] = message.number + 1
 
     def drain(self) -> list[ChannelTransfer] | None:
-        """Copy the blocks that are there; returns receives that have ended, None if none is."""
+        """Copy the blocks that have arrived; returns receives that have ended, or None."""
         channel, words = self.channel, self.channel.words
         ended: list[ChannelTransfer] = []
         moved = False
@@ -331,7 +331,7 @@ class Transfers:
         self._background.close()
 
     def look(self) -> bool:
-        """Move what can be moved without waiting; tells whether anything was."""
+        """Move data that can be moved without waiting; returns whether there was any."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -394,7 +394,7 @@ class Transfers:
             transfer.announce()
 
     def _look_behind(self) -> bool:
-        """Look once, in the background thread; returns whether anything has moved."""
+        """Poll once, in the background thread; returns whether anything has moved."""
         if self._drivers:
             return False
         if self.look():
@@ -407,7 +407,7 @@ class Transfers:
         return False
 
     def _check(self, transfer: ChannelTransfer) -> None:
-        """Fail all transfers when the peer of ``transfer`` is gone or its time is over."""
+        """Fail all transfers when the peer of ``transfer`` is gone or its timeout has passed."""
         if transfer.done:
             return
         meeting = self.meeting
@@ -461,7 +461,7 @@ class Transfers:
             self._end(transfer, error)
 
     def _move(self) -> bool:
-        """Bring all transfers forward as far as they go; tells whether anything has moved."""
+        """Advance all transfers as far as possible; returns whether anything has moved."""
         moved = False
         try:
             for peer, outbox in enumerate(self._outboxes):
@@ -524,7 +524,7 @@ class Transfers:
         return None
 
     def _claim(self) -> bool:
-        """Give messages that came before their receives to them, both in order."""
+        """Match messages that arrived before their receives, both in order."""
         moved = False
         for receive in list(self._receives):
             for message in self._unexpected:

@@ -1,8 +1,9 @@
-"""Waits of ranks for each other in shared memory: spin shortly, sleep on a futex, notice the lost.
+"""Waits of ranks for each other in shared memory: spin briefly, sleep on a futex, detect lost
+ranks.
 
-A rank numbers the steps that it takes with its group and writes the number into its own word: its
-arrival. A step is over for a rank when every word has reached that number. Only the owner writes a
-word, and x86 keeps the order of stores, so what was written before the arrival is read after it.
+A rank numbers its steps with the group and writes the number into its own word: its arrival. A step
+is over for a rank when every word has reached that number. Only the owner writes a word, and x86
+keeps the order of stores, so data written before the arrival is visible after it.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Futex:
 
 
 class Peers:
-    """The lives of the other ranks of a group, by descriptors of their processes."""
+    """The processes of the other ranks of a group, by descriptors."""
 
     def __init__(self, processes: Sequence[tuple[int, int]], ranks: Sequence[int], me: int) -> None:
         """Watch ``processes`` (process id and start time); ``ranks`` are their world numbers."""
@@ -104,7 +105,7 @@ class Peers:
         return set(self._lost)
 
     def name(self, rank: int) -> str:
-        """Name ``rank`` of the group as messages do: by its number in the world."""
+        """Return the name of ``rank`` of the group for messages: its number in the world."""
         stopped = ", stopped by a signal" if is_stopped(self.pids[rank]) else ""
         return f"rank {self.ranks[rank]} (process {self.pids[rank]}{stopped})"
 
@@ -161,7 +162,7 @@ class Meeting:
     # ------------------------------------------------------------------ collectives
 
     def arrive(self) -> None:
-        """Take the next step: whatever this rank wrote before is visible to who sees it arrive."""
+        """Take the next step: ranks that see it arrive see this rank's earlier writes."""
         words = self._words
         step = self.step = self.step + 1
         words[self._mine] = step
@@ -182,8 +183,8 @@ class Meeting:
         """Wait until every rank has arrived at this step; False when ``until`` comes first.
 
         ``until`` and ``limit`` are times of the monotonic clock. At ``limit``, or when a rank is
-        lost, left or failed, an error names it and ``what`` was waited for. ``awake_for`` stands in
-        the place of `AWAKE`.
+        lost, left or failed, an error names it and ``what`` was waited for. ``awake_for`` replaces
+        `AWAKE`.
         """
         words, step = self._words, self.step
         for index in self._arrivals:
@@ -307,7 +308,7 @@ class Meeting:
             )
 
     def state(self, rank: int) -> int:
-        """Return the state that ``rank`` of the group has given itself; 0 while it takes part."""
+        """Return the state that ``rank`` of the group has set itself; 0 while it takes part."""
         return self._words[self.layout.states + rank]
 
     def _check_states(self, ranks: Sequence[int], what: object, *, messages: bool) -> None:
@@ -347,12 +348,12 @@ class Meeting:
         self.leave(MISMATCHED if isinstance(error, CollectiveMismatchError) else FAILED)
 
     def end(self, error: BaseException) -> None:
-        """Leave, and have what this rank calls later raise ``error``."""
+        """Leave; later calls of this rank raise ``error``."""
         self.leave()
         self.broken = error
 
     def leave(self, state: int = LEFT) -> None:
-        """Say that this rank takes part no longer, unless it has said so before."""
+        """Record that this rank no longer takes part, unless it has done so before."""
         index = self.layout.states + self.peers.me
         if self._words[index] == 0:
             self._words[index] = state
@@ -369,7 +370,7 @@ class Meeting:
 
 
 def unusable(cause: BaseException) -> CommunicationError:
-    """Make the error of every call after the first error, of the same kind and naming it."""
+    """Make the error for all calls after the first error: of the same kind, naming it."""
     text = f"the group is unusable since an earlier error: {cause}"
     error: CommunicationError
     if isinstance(cause, RankFailedError):

@@ -1,8 +1,8 @@
-"""The parameters of a unit seen from outside: one flat shard, or the original parameters.
+"""The view of a unit's parameters outside of its computation: one flat shard, or the originals.
 
-While a unit computes its modules have the whole parameters registered, as in one process. What they
-list at rest is put back when the unit is freed, and in any case when the backward has ended. A
-unit's parameters lie in one line, which is split at any element: this rank has pieces of them.
+While a unit computes, its modules have the whole parameters registered, as in one process. The
+parameters at rest are registered again when the unit is freed, at the latest when the backward has
+ended. A unit's parameters share one buffer that is split at any element: a rank has pieces of them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Shown:
 
 
 class WaitingGradients:
-    """The gradients that one unit shows."""
+    """The unreduced gradients that one unit shows as ``.grad``."""
 
     def __init__(self) -> None:
         self._shown: list[_Shown | None] = []
@@ -64,10 +64,10 @@ class WaitingGradients:
         gradients: Sequence[torch.Tensor | None],
         dtypes: Iterable[torch.dtype],
     ) -> bool:
-        """Give each holder, of the unit ``name``, its gradient as ``.grad``; True if any has one.
+        """Set ``.grad`` of each holder in unit ``name``; True if any has a gradient.
 
-        ``dtypes`` are those that the parameters compute in, in which autograd gives gradients.
-        A norm of these is refused: it would be that of this rank.
+        ``dtypes`` are the parameters' dtypes in the computation, which autograd's gradients have.
+        Taking the norm of these gradients is refused, because it would be that of this rank.
         """
         self._shown = [
             None if gradient is None else _show(name, holder, gradient, dtype)
@@ -76,7 +76,7 @@ class WaitingGradients:
         return any(self._shown)
 
     def take(self) -> list[bool]:
-        """Restore the former ``.grad``; returns which were dropped, nothing if none was shown."""
+        """Restore the former ``.grad``; returns which ones the user has dropped."""
         taken = [each is not None and _take(each) for each in self._shown]
         self._shown.clear()
         return taken
@@ -109,7 +109,7 @@ def _take(shown: _Shown) -> bool:
 
 
 class Refusals:
-    """The tensors of a unit that autograd must not give a gradient; it costs no step anything."""
+    """The tensors of a unit that must not get a gradient from autograd; steps cost nothing."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, object] = {}
@@ -118,7 +118,7 @@ class Refusals:
     def add(self, unit: Unit, tensor: torch.Tensor, slots: Sequence[Slot], what: str) -> None:
         """Make a backward raise RuntimeError before it gives the leaf ``tensor`` a gradient.
 
-        It is the one tensor named ``what``, and holds this rank's part of ``slots``.
+        ``tensor`` holds this rank's part of ``slots``, and messages call it ``what``.
         """
         communicators = unit.communicators
         if all(axis.size == 1 for axis in communicators):
@@ -146,14 +146,14 @@ class Refusals:
 
 
 class FlatParameter(nn.Parameter):
-    """All parameters of one unit in one line, of which this rank holds its shard."""
+    """All parameters of one unit in one flat tensor, of which this rank holds its shard."""
 
     _meshwright_unit_name = FLAT
     """It belongs to a unit, so no other unit takes it over."""
 
 
 class Exposed(Exposure):
-    """An exposure whose tensors an optimizer may hold."""
+    """A view whose tensors an optimizer may hold."""
 
     def __init__(self, gradient_dtype: torch.dtype | None = None) -> None:
         self._gradient_dtype = gradient_dtype
@@ -166,7 +166,7 @@ class Exposed(Exposure):
 
     @abstractmethod
     def registered(self, unit: Unit) -> list[torch.Tensor]:
-        """List what modules hold now in the places of those."""
+        """List what modules now hold in place of these tensors."""
 
     def is_stale(self, unit: Unit) -> bool:
         """Whether a parameter was written in place after it was gathered."""
@@ -174,14 +174,14 @@ class Exposed(Exposure):
 
     @abstractmethod
     def is_replaced(self, unit: Unit) -> bool:
-        """Whether a parameter is another object, or not in its place in the shard."""
+        """Whether a parameter is another object, or is not in its place in the shard."""
 
     @abstractmethod
     def convert(self, unit: Unit) -> None:
-        """Rebuild buffers from exposed tensors that ``.to`` or ``.half`` has replaced."""
+        """Rebuild buffers from tensors that ``.to`` or ``.half`` has replaced."""
 
     def show_nothing(self, unit: Unit) -> None:
-        """Put empty tensors into modules whose parameters one flat one stands for."""
+        """Put empty tensors into modules whose parameters are in one flat parameter."""
         return
 
     @abstractmethod
@@ -190,9 +190,9 @@ class Exposed(Exposure):
 
     @abstractmethod
     def list_at_rest(self, unit: Unit) -> None:
-        """Register what optimizers hold, though whole parameters are kept.
+        """Register the optimizer's parameters while whole ones are kept.
 
-        Until the root's backward has ended the whole ones are seen: a loss may read them.
+        Not before the root's backward has ended, because a loss may read the whole ones.
         """
 
 
@@ -304,7 +304,7 @@ class FlatExposure(Exposed):
             held.update([(name, held.pop(name)) for name in order if name in held])
 
     def _hide(self, unit: Unit, before: torch.Tensor | None = None) -> None:
-        """Give modules full parameters as attributes, or with ``before`` the empty tensor."""
+        """Set full parameters as attributes of modules, or with ``before`` the empty tensor."""
         nothing = self._nothing
         for slot in unit.slots:
             whole = slot.full
@@ -321,7 +321,7 @@ class FlatExposure(Exposed):
         self.owner._parameters[FLAT] = self._flat
 
     def _find(self, unit: Unit) -> None:
-        """Raise RuntimeError where a module holds anything else than what it was shown."""
+        """Raise RuntimeError if a module holds anything but its current tensor."""
         for slot in unit.slots:
             for module, name in slot.places:
                 found = module.__dict__.get(name)
@@ -353,7 +353,7 @@ class FlatExposure(Exposed):
     def set_gradients(
         self, unit: Unit, group: ParameterGroup, reduced: torch.Tensor, used: Sequence[bool]
     ) -> None:
-        """See `Exposure`. What had no gradient gets zeros where anything had: it is one ``.grad``.
+        """See `Exposure`. Missing gradients become zeros if any exists: ``.grad`` is one tensor.
 
         ``used`` is of this rank alone.
         """
@@ -372,7 +372,7 @@ class FlatExposure(Exposed):
 
     @torch.no_grad()
     def show_waiting(self, unit: Unit) -> bool:
-        """See `Exposure`. They are joined in one line, in which autograd adds to them later."""
+        """See `Exposure`. They are joined in one tensor, to which autograd adds later."""
         group = self._only_group(unit)
         found = group.waiting()
         if all(gradient is None for gradient in found):
@@ -406,7 +406,7 @@ class FlatExposure(Exposed):
         return bool(taken)
 
     def refresh(self, unit: Unit) -> None:
-        """Take over a line that the user has set with ``.data``."""
+        """Take over a flat tensor that the user has set with ``.data``."""
         flat, shard = self.flat, self._only_group(unit).buffer.shard
         self._find(unit)
         nothing = self._nothing
@@ -438,20 +438,20 @@ class FlatExposure(Exposed):
 
 
 def exposed_of(unit: Unit) -> Exposed:
-    """Return the exposure of ``unit``, which belongs to a wrapper: those have no other kind."""
+    """Return the exposure of ``unit``, which belongs to a wrapper."""
     return cast("Exposed", unit.exposure)
 
 
 def flat_layout(group: ParameterGroup) -> FlatLayout:
-    """The layout of a unit of the facade: it is always packed."""
+    """The layout of a unit of the FSDP class: always packed."""
     return group.buffer.layout.packed_layout()
 
 
 def _unused_in(group: ParameterGroup, mean: torch.Tensor, used: Sequence[bool]) -> list[str]:
-    """Name parameters of which no rank had a gradient, as far as this rank's part tells.
+    """Name parameters without a gradient on any rank, as far as this rank's part shows.
 
-    A sum is -0.0 only where all summands are; the first element of a part tells of all parameters.
-    ``used`` are those of which this rank had one.
+    A sum is -0.0 only where all its summands are, so the first element of a part represents its
+    parameter. ``used`` are the parameters with a gradient on this rank.
     """
     found: list[str] = []
     for index, piece in own_pieces(group).items():
@@ -463,9 +463,9 @@ def _unused_in(group: ParameterGroup, mean: torch.Tensor, used: Sequence[bool]) 
 
 
 def own_pieces(group: ParameterGroup) -> dict[int, FlatPiece]:
-    """List this rank's piece of each parameter that it has one of, by the parameter's index.
+    """List this rank's piece of each parameter, by the parameter's index.
 
-    Every rank has the whole of a parameter that has no elements anywhere.
+    A parameter without any elements counts as whole on every rank.
     """
     layout = flat_layout(group)
     pieces = {piece.index: piece for piece in layout.owned(group.axes.part)}
@@ -476,7 +476,7 @@ def own_pieces(group: ParameterGroup) -> dict[int, FlatPiece]:
 
 
 def cuts_of(group: ParameterGroup, slots: Iterable[Slot]) -> set[tuple[Communicator, ...]]:
-    """The sets of axes that elements of ``slots`` are spread over."""
+    """The sets of axes over which elements of ``slots`` are sharded."""
     return {cut_axes(slot.outer, group.axes.shard) for slot in slots}
 
 
@@ -485,7 +485,7 @@ def mark_pieces(
 ) -> None:
     """Mark ``parameter`` with the ranks that hold the rest of it, for sums over all parameters.
 
-    And with those that its gradient is a mean over, for optimizers.
+    Also with the ranks that its gradient is averaged over, for optimizers.
     """
     mark_mean([parameter], group.axes.communicators)
     outers, name = [slot.outer for slot in slots], slots[0].name
@@ -495,9 +495,9 @@ def mark_pieces(
 def change_piece_by_hooks(
     group: ParameterGroup, parameter: nn.Parameter, gradient: torch.Tensor, name: str
 ) -> None:
-    """Run hooks of ``parameter`` on its gradient, unless this rank has a piece of it.
+    """Run hooks of ``parameter`` on its gradient, unless this rank has only a piece of it.
 
-    Raises RuntimeError then: a hook that takes a norm, say, would silently go wrong.
+    Raises RuntimeError in that case: a hook that takes a norm, say, would silently go wrong.
     """
     if not backward_hooks_of(parameter):
         return
@@ -514,7 +514,7 @@ def change_piece_by_hooks(
 def give_gradient(
     parameter: nn.Parameter, gradient: torch.Tensor, dtype: torch.dtype | None
 ) -> None:
-    """Set ``.grad``, of a floating-point parameter perhaps in another dtype than its own."""
+    """Set ``.grad`` of a floating-point parameter, possibly in another dtype than its own."""
     parameter.grad = gradient
     if dtype is not None and gradient.is_floating_point() and parameter.grad is not None:
         # Assigned as data: torch refuses gradients of another dtype, custom optimizers take them.
@@ -522,14 +522,14 @@ def give_gradient(
 
 
 def part_of(gradient: torch.Tensor, parameter: nn.Parameter, name: str) -> torch.Tensor:
-    """Give ``gradient`` a class that knows that it is a part, where ``parameter`` is one."""
+    """Make ``gradient`` a `GradientPart` if ``parameter`` is only a part."""
     return gradient_part(gradient, name) if is_marked_spread(parameter) else gradient
 
 
 def places_in_shards(
     groups: Sequence[ParameterGroup],
 ) -> Iterator[tuple[Slot, torch.Tensor]]:
-    """List each parameter, and its piece as a view of this rank's shard."""
+    """List each parameter with its piece as a view of this rank's shard."""
     for group in groups:
         pieces, shard = own_pieces(group), group.buffer.shard
         for index, slot in enumerate(group.slots):
@@ -544,7 +544,7 @@ def places_in_shards(
 
 @torch.no_grad()
 def write_back(parameter: nn.Parameter, target: torch.Tensor, name: str) -> None:
-    """Copy what the user has put into an exposed parameter to the shard, and point it there."""
+    """Copy a tensor that the user has set on an exposed parameter to the shard, and view that."""
     if parameter.device.type != target.device.type:
         raise RuntimeError(
             "Expected `FlatParameter` to be on the compute device or where it is offloaded to, "

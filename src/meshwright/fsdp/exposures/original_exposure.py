@@ -1,4 +1,4 @@
-"""The exposure of a unit that keeps the original parameter objects, each with a piece."""
+"""The view of a unit that keeps the original parameter objects, each with its local piece."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ TAKEN = "_meshwright_unit_name"
 
 
 class OriginalExposure(Exposed):
-    """The original parameter objects, each holding this rank's piece as a 1-D tensor.
+    """The original parameter objects, each with this rank's piece as a 1-D tensor.
 
-    Where nothing is sharded they keep their shapes.
+    They keep their shapes if nothing is sharded.
     """
 
     def __init__(self, gradient_dtype: torch.dtype | None = None) -> None:
@@ -115,7 +115,7 @@ class OriginalExposure(Exposed):
     def set_gradients(
         self, unit: Unit, group: ParameterGroup, reduced: torch.Tensor, used: Sequence[bool]
     ) -> None:
-        """See `Exposure`. One of which others have all elements, or used nowhere, gets none."""
+        """See `Exposure`. Parameters that only other ranks hold, or that nobody used, get none."""
         hooked: list[nn.Parameter] = []
         for slot, part, is_used in zip(group.slots, self._on(group, reduced), used, strict=True):
             original = slot.original
@@ -149,9 +149,9 @@ class OriginalExposure(Exposed):
         return bool(taken)
 
     def _on(self, group: ParameterGroup, reduced: torch.Tensor) -> list[torch.Tensor | None]:
-        """Take each parameter's part of ``reduced``; None for one without elements on this rank.
+        """Return each parameter's part of ``reduced``; None for one without elements here.
 
-        Where that is memory which is kept from step to step, so are they.
+        They are cached if ``reduced`` is memory that is kept from step to step.
         """
         kept, slots = group.kept, group.slots
         is_kept = kept.holds(reduced) and self._gradient_dtype is None
@@ -170,7 +170,7 @@ class OriginalExposure(Exposed):
         return parts
 
     def refresh(self, unit: Unit) -> None:
-        """Take over tensors that the user has set with ``.data`` or put in place of parameters."""
+        """Take over tensors that users have set with ``.data`` or assigned as parameters."""
         for slot, target in self._targets:
             for module, name in slot.places:
                 held = module._parameters.get(name)
@@ -182,7 +182,7 @@ class OriginalExposure(Exposed):
                 self._refusals.add(unit, original, [slot], slot.name)
 
     def _follow(self, unit: Unit, slot: Slot) -> None:
-        """Take over a parameter of the user's that is in one place of ``slot``, in all its places.
+        """Take over a parameter that the user assigned at one use of ``slot``, at all its uses.
 
         Raises RuntimeError for anything else.
         """
@@ -224,7 +224,7 @@ class OriginalExposure(Exposed):
 
     @torch.no_grad()
     def _point(self, unit: Unit, *, keep: bool = False) -> None:
-        """Point each original into the shard; ``keep`` what it holds now."""
+        """Make each original a view of the shard; ``keep`` copies its current values there."""
         self._targets = []
         for group in unit.groups:
             for slot in group.slots:

@@ -1,13 +1,13 @@
-"""Parameters that tensor parallelism has sharded before they were wrapped: parts of parts.
+"""Parameters that tensor parallelism had sharded before they were wrapped: parts of parts.
 
 ::
 
     whole     a parameter as users know it, shape (8, 6)
-    part      what one rank of axis tensor has of it, (4, 6): this is what lies in a unit's line
+    part      the local part of one rank of axis tensor, (4, 6), which is in the unit's buffer
     piece     the elements of the part in this rank's shard
 
-``outer`` is the DTensor that the parameter was; None where the part is the whole. Gradients are
-listed by the axes that they lie spread over.
+``outer`` is the original DTensor; None where the part is the whole. Gradients are grouped by the
+axes over which they are sharded.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from meshwright.mesh import DeviceMesh
 
 
 def take_part(slot: Slot, groups: Groups, local: Mapping[int, LocalParameter]) -> None:
-    """Have the modules of ``slot`` hold a plain parameter on the part, where it is a DTensor.
+    """Replace a DTensor in the modules of ``slot`` by a plain parameter on its local part.
 
-    Raises ValueError where no mesh was given, or one with axes that shard the parameter.
+    Raises ValueError if no mesh was given, or one with axes that shard the parameter.
     """
     outer = known_at_rest(slot.original)
     if outer is None:
@@ -56,14 +56,14 @@ def take_part(slot: Slot, groups: Groups, local: Mapping[int, LocalParameter]) -
 
 
 def as_parameter(value: torch.Tensor, slot: Slot, *, requires_grad: bool) -> nn.Parameter:
-    """Make a parameter on ``value``, a part: a DTensor where the slot had one."""
+    """Make a parameter on ``value``, a part; a DTensor if the slot had one."""
     if slot.outer is not None:
         value = dtensor_around(value, slot.outer)
     return nn.Parameter(value, requires_grad=requires_grad)
 
 
 def tensor_mesh(slots: Iterable[Slot]) -> DeviceMesh | None:
-    """The mesh that the parameters of ``slots`` lay on, if those that were DTensors agree."""
+    """The common mesh of the DTensors among the parameters of ``slots``; None without one."""
     meshes = {slot.outer.mesh for slot in slots if slot.outer is not None}
     return meshes.pop() if len(meshes) == 1 else None
 
@@ -71,7 +71,7 @@ def tensor_mesh(slots: Iterable[Slot]) -> DeviceMesh | None:
 def gradients_by_axes(
     unit: Unit,
 ) -> Iterator[tuple[tuple[Communicator, ...], list[torch.Tensor]]]:
-    """Group this rank's gradients by the axes they lie spread over, alike on all ranks."""
+    """Group this rank's gradients by the axes that shard them; groups are equal on all ranks."""
     flat = unit.exposure.one_flat
     for group in unit.groups:
         pieces = own_pieces(group)

@@ -2,12 +2,12 @@
 
 Bottom-up:
 
-    named                 one parameter of a unit: its names, its shape, what is here of it
+    named                 one parameter of a unit: its names, its shape, its local elements
     full_parameters       whole parameters outside of forward and backward
     state_dicts           state dicts of models, of three kinds
     optimizer_state       optimizer state under the names of parameters
-    methods               what the class has for both
-    checkpoint_functions  what torch's checkpoint functions find
+    methods               the methods of the class for both
+    checkpoint_functions  support of torch's checkpoint functions
 """
 
 from __future__ import annotations

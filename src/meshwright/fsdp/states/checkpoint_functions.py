@@ -1,19 +1,19 @@
-"""Wrapped modules as torch's functions for state dicts of optimizers find them.
+"""Supports torch's functions for state dicts of optimizers on wrapped modules.
 
-`torch.distributed.checkpoint.state_dict` looks for torch's own wrapper. With any other module it
-takes what ``optimizer.state_dict()`` returns for whole tensors, and names parameters as
-``named_parameters`` does. While it asks, and only then, it is answered otherwise; for names see
+`torch.distributed.checkpoint.state_dict` recognizes torch's own wrapper by class. For any other
+module it assumes that ``optimizer.state_dict()`` returns whole tensors, and names parameters as
+``named_parameters`` does. Only while it runs, our wrappers answer differently; for names see
 `meshwright.data_parallel.modules.checkpoint_names`::
 
-    torch asks                                    the answer
-    1  modules, how names change: with all the    hooks on the optimizers; where one has no state,
-       optimizers at hand                         one of zero steps, until it was read or steps
+    torch calls                                   the answer
+    1  modules, for how names change, with all    hooks on the optimizers; an optimizer without
+       optimizers at hand                         state gets one of zero steps until read or stepped
     2  ``optimizer.state_dict()``                 each value in the shape of its whole parameter;
-                                                  of a flat parameter under the names of its parts
-    3  ``optimizer.load_state_dict(...)``         this rank's part of each value is taken
+                                                  a flat parameter's under the names of its parts
+    3  ``optimizer.load_state_dict(...)``         takes this rank's part of each value
 
-Alternatives considered: to stand in for torch's functions, which changes them for every model of
-the process; to give optimizers whole shapes always, which no optimizer computes with.
+Alternatives considered: replacing torch's functions, which would affect every model of the process;
+giving optimizers whole shapes always, with which no optimizer can compute.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ _INSTEAD = (
 
 
 class CheckpointNames(StepOver):
-    """For torch's checkpoint functions: a wrapper's place in names, read but never written.
+    """For torch's checkpoint functions: a wrapper's component in names, read but never written.
 
-    Neither state dicts nor the names that those functions are given have it. Another torch that
-    writes names otherwise would write this rank's elements as if they were all.
+    Neither state dicts nor names passed to those functions contain it. A torch release that writes
+    names differently would otherwise save this rank's elements as the whole.
     """
 
     def get(self, key: str, default: Any = None) -> Any:  # noqa: ANN401 - as of any dict
@@ -63,9 +63,9 @@ class CheckpointNames(StepOver):
 
 
 def prepare_optimizers(wrapper: UnitWrapper) -> None:
-    """Get the optimizers ready that torch's checkpoint functions were called with, if they ask.
+    """Prepare the optimizers that torch's checkpoint functions were called with.
 
-    Raises RuntimeError for those whose state cannot be given or taken.
+    Raises RuntimeError for those whose state cannot be returned or loaded.
     """
     found, unit = asked("optimizers"), wrapper._unit
     if found is None or unit is None:
@@ -81,7 +81,7 @@ def prepare_optimizers(wrapper: UnitWrapper) -> None:
 
 
 class _Hooks:
-    """The hooks on one optimizer. They do nothing unless torch's checkpoint functions call it."""
+    """Hooks on one optimizer. They do nothing unless torch's checkpoint functions call it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         kind = type(optimizer)
@@ -98,9 +98,9 @@ class _Hooks:
         optimizer.register_step_pre_hook(self._end)
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make torch find a state: otherwise it makes one by a step of the weights.
+        """Give the optimizer a state: otherwise torch would create one by stepping the weights.
 
-        Before it loads, also that of parameters that have none: it leaves out what has no place.
+        Before loading, also for parameters without state, which torch would skip.
         """
         if not any(optimizer.state.values()):
             self._zero = optimizer.state = state_of_zero_steps(optimizer)
@@ -152,11 +152,11 @@ State = dict[str, Any]
 
 
 class _Parts(dict[str, State]):
-    """The state of a flat parameter: that of each of its parameters, by name."""
+    """The state of a flat parameter: a state for each of its parameters, by name."""
 
 
 class _StateApart(dict[Any, Any]):
-    """State into which torch puts a flat parameter under one name: it takes its parts instead."""
+    """State in which torch's single entry for a flat parameter becomes those of its parts."""
 
     def __setitem__(self, key: Any, value: Any) -> None:  # noqa: ANN401 - as of any dict
         if isinstance(value, _Parts):
@@ -166,7 +166,7 @@ class _StateApart(dict[Any, Any]):
 
 
 class _GroupApart(dict[str, Any]):
-    """A group that torch gives one name for each parameter: it takes those of all parts."""
+    """A parameter group in which torch's single name becomes those of all parts."""
 
     def __init__(self, group: Mapping[str, Any], parts: Mapping[Any, Mapping[str, State]]) -> None:
         super().__init__(group)
@@ -180,7 +180,7 @@ class _GroupApart(dict[str, Any]):
 
 
 class _GroupsApart(list[Any]):
-    """Groups that are plain once torch has named them."""
+    """Groups that become plain lists once torch has named them."""
 
     def __iter__(self) -> Iterator[Any]:
         for group in super().__iter__():
@@ -191,7 +191,7 @@ class _GroupsApart(list[Any]):
 def _named_apart(
     state: Mapping[str, Any], parts: Mapping[Any, Mapping[str, State]]
 ) -> dict[str, Any]:
-    """Copy ``state`` so that torch puts ``parts`` in the place of their flat parameters."""
+    """Copy ``state`` so that torch replaces flat parameters by their ``parts``."""
     kept = {name: _Parts({n: own for n, own in p.items() if own}) for name, p in parts.items()}
     return {
         **state,
@@ -201,7 +201,7 @@ def _named_apart(
 
 
 def _by_own_names(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Return ``state`` from torch under the model's names where parts of it are compiled.
+    """Return ``state`` from torch under the model's names if parts of it are compiled.
 
     Raises ValueError for state under any other name.
     """

@@ -1,6 +1,6 @@
 """Whole parameters outside of forward and backward: gathered, shown, and written back.
 
-They are gathered into memory of their own, in the optimizer's dtype, not the computation's.
+They are gathered into separate memory, in the optimizer's dtype, not the computation's.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SummonOptions:
-    """The way in which whole parameters are shown."""
+    """How whole parameters are shown."""
 
     writes_back: bool = True
     rank0_only: bool = False
@@ -108,7 +108,7 @@ def summon_own(wrapper: UnitWrapper, options: SummonOptions) -> Iterator[None]:
 
 
 def _check(wrapper: UnitWrapper, options: SummonOptions) -> None:
-    """Reject arguments that exclude each other, and moments when nothing can be summoned."""
+    """Reject arguments that exclude each other, and calls at times when nothing can be summoned."""
     state = wrapper.training_state
     if state is TrainingState.FORWARD_BACKWARD:
         raise AssertionError("Cannot manually unshard parameters during forward/backward")
@@ -147,9 +147,9 @@ def _shown(
     *,
     writes_back: bool,
 ) -> Iterator[None]:
-    """Have the modules hold parameters with the values of ``views``, which lie in ``line``.
+    """Put parameters with the values of ``views``, which are views of ``line``, into the modules.
 
-    A flat parameter is that line.
+    A flat parameter is ``line`` itself.
     """
     exposure = exposed_of(unit)
     owner, flat = exposure.owner, exposure.one_flat
@@ -184,7 +184,7 @@ def _originals_shown(
     *,
     writes_back: bool,
 ) -> Iterator[None]:
-    """Have the original parameters hold ``views``, and whole gradients if there are some."""
+    """Put ``views``, and whole gradients if any, into the original parameters."""
     slots = [part.group.slots[part.index] for part in parts]
     before = [(slot.original.data, slot.original.grad) for slot in slots]
     held: list[nn.Parameter] = []
@@ -216,7 +216,7 @@ def _originals_shown(
 
 
 def _give_back(parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
-    """Set ``.grad`` to what it was, which may have another dtype than ``parameter``."""
+    """Restore ``.grad``, which may have another dtype than ``parameter``."""
     if gradient is None or gradient.dtype == parameter.dtype:
         parameter.grad = gradient
         return
@@ -230,7 +230,7 @@ def _give_back(parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
 def _write_gradient(
     part: Part, slot: Slot, before: torch.Tensor | None, whole: torch.Tensor | None
 ) -> None:
-    """Take this rank's part of a whole gradient; where one is gone that was there, it has none."""
+    """Store this rank's part of a whole gradient; a gradient that was deleted becomes None."""
     original = slot.original
     if whole is None and before is not None and original.requires_grad:
         original.grad = None
@@ -246,7 +246,7 @@ def _write_gradient(
 def _whole_gradients(
     group: ParameterGroup, parts: Sequence[Part], label: str
 ) -> list[torch.Tensor | None]:
-    """Gather gradients; None where no rank has one, which optimizers tell from zeros."""
+    """Gather gradients; None if no rank has one, which optimizers distinguish from zeros."""
     gradients = [slot.original.grad for slot in group.slots]
     held = [gradient is not None for gradient in gradients]
     if group.axes.shard is not None:

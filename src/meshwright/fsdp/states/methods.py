@@ -1,4 +1,4 @@
-"""State as methods of the class: the kind of state dict, and state of optimizers by its names."""
+"""State methods of the class: the kind of state dict, and optimizer state by parameter names."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class StateMethods:
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Choose what ``state_dict`` of all wrappers in ``module`` gives; returns what was set."""
+        """Set the kind of ``state_dict`` for wrappers in ``module``; returns the old settings."""
         warn(
             "FSDP.state_dict_type() and FSDP.set_state_dict_type() are being deprecated. "
             "torch.distributed.checkpoint.state_dict works with fully_shard",
@@ -68,7 +68,7 @@ class StateMethods:
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """Read what is set; AssertionError when the wrappers in ``module`` differ."""
+        """Return the settings; raises AssertionError when the wrappers in ``module`` differ."""
         found = [wrapper._state_dict_settings for wrapper in wrappers_in(module)]
         configs = [type(own.state_dict_config) for own in found]
         optim_configs = [type(own.optim_state_dict_config) for own in found]
@@ -91,7 +91,7 @@ class StateMethods:
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
-        """Do `set_state_dict_type` for the block, and undo it, also after an exception."""
+        """Apply `set_state_dict_type` in the block, and restore the settings after it."""
         with _undone_after(module):
             StateMethods.set_state_dict_type(
                 module, state_dict_type, state_dict_config, optim_state_dict_config
@@ -109,9 +109,9 @@ class StateMethods:
     ) -> dict[str, Any]:
         """State of ``optim`` under parameter names, of the kind that is set for ``model``.
 
-        FULL gives whole tensors and is a collective; SHARDED and LOCAL give this rank's parts. With
-        ``optim_state_dict``, which ``optim.state_dict()`` returned, that is converted instead. With
-        ``rank0_only`` the first rank of ``group``, by default of all ranks, gets the result.
+        FULL returns whole tensors and is a collective; SHARDED and LOCAL return this rank's parts.
+        ``optim_state_dict``, a result of ``optim.state_dict()``, is converted instead if given.
+        With ``rank0_only`` the first rank of ``group``, by default of all ranks, gets the result.
         """
         settings = StateMethods.get_state_dict_type(model)
         return optimizer_state(model, optim, settings, optim_state_dict, group)
@@ -125,12 +125,12 @@ class StateMethods:
         load_directly: bool = False,
         group: Any = None,  # noqa: ANN401 - c10d's types stay in comm
     ) -> dict[str, Any]:
-        """Make what ``optim.load_state_dict`` takes, from what `optim_state_dict` returned.
+        """Convert a result of `optim_state_dict` for ``optim.load_state_dict``.
 
-        With ``is_named_optimizer`` its keys are names of parameters as ``named_parameters`` gives
-        them, not positions. With ``load_directly`` it is loaded, too. With ``rank0_only`` in force
-        the first rank of ``group`` (by default of all ranks) gives its state to the others. With
-        parts as its values it is a collective: they may have been saved with other wrappers.
+        With ``is_named_optimizer`` its keys are names from ``named_parameters``, not positions.
+        With ``load_directly`` it is also loaded. With ``rank0_only`` in force the first rank of
+        ``group`` (by default of all ranks) sends its state to the others. If its values are parts,
+        it is a collective: they may have been saved with other wrappers.
         """
         settings = StateMethods.get_state_dict_type(model)
         state = state_to_load(
@@ -150,7 +150,7 @@ class StateMethods:
         optim_input: Input = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """State of a module that is not wrapped, with names instead of positions or back."""
+        """Convert keys of an unwrapped module's state from positions to names or back."""
         groups = _parameter_groups(optim_input, optim, model)
         return _rekey(optim_state_dict, optim_state_key_type, model, groups)
 
@@ -247,7 +247,7 @@ def _undone_after(module: nn.Module) -> Iterator[list[UnitWrapper]]:
 
 @contextlib.contextmanager
 def giving_parts(module: nn.Module) -> Iterator[None]:
-    """Have all wrappers in ``module`` give the parts of this rank in the block, not copied."""
+    """Make all wrappers in ``module`` return the parts of this rank in the block, not copied."""
     with _undone_after(module) as wrappers:
         for wrapper in wrappers:
             wrapper._state_dict_settings = SharedParts()
@@ -257,9 +257,9 @@ def giving_parts(module: nn.Module) -> Iterator[None]:
 def _by_current_names(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Rename what `state_to_load` returned, for an optimizer that knows parameters by name.
+    """Rename the result of `state_to_load` for an optimizer that knows parameters by name.
 
-    Its names are those that ``model.named_parameters()`` gives now.
+    The names are those that ``model.named_parameters()`` gives now.
     """
     called = {parameter: name for name, parameter in model.named_parameters()}
     listed = [p for group in optimizer.param_groups for p in group["params"]]
@@ -283,7 +283,7 @@ def _rekey(
     model: nn.Module,
     groups: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Give ``state`` of a module that is not wrapped names for positions, or back."""
+    """Replace positions by names, or back, in ``state`` of a module that is not wrapped."""
     if to not in (OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID):
         raise AssertionError(
             f"Expected optim_state_key_type to be PARAM_NAME or PARAM_ID, found {to!r}"
@@ -343,7 +343,7 @@ def _parameter_groups(
 ) -> list[dict[str, Any]]:
     """List the groups of ``optim``, or those of an optimizer that ``optim_input`` would build.
 
-    Without both it is one over all parameters of ``model``. Groups of the user stay as they are.
+    Without both: one group over all parameters of ``model``. The user's groups are not changed.
     """
     if optim_input is not None:
         warn("The `optim_input` argument is deprecated. Pass `optim` instead", FutureWarning)

@@ -1,9 +1,9 @@
 """One parameter of a unit as state dicts see it: its names, its whole shape, this rank's elements.
 
-Values of the model and of its optimizer go out and come in by the same two functions::
+Values of the model and of its optimizer are saved and loaded by the same two functions::
 
-    out   values_of(parts, elements, form)   whole tensors, DTensors, or a `ShardView` each
-    in    part.elements_of(value)            this rank's elements of any of these
+    save  values_of(parts, elements, form)   whole tensors, DTensors, or a `ShardView` each
+    load  part.elements_of(value)            this rank's elements of any of these
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Form:
     """True for the memory itself, of what is spread over the ranks."""
 
     def of(self, value: torch.Tensor) -> torch.Tensor:
-        """``value``, or a copy that the next step leaves alone."""
+        """Return ``value``, or a copy that later steps do not change."""
         if self.shares:
             return value.detach()
         return value.detach().to("cpu" if self.offloads else value.device, copy=True)
@@ -54,7 +54,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Part:
-    """One parameter of a unit, and the piece of it that this rank holds."""
+    """One parameter of a unit, with the piece of it that this rank holds."""
 
     names: tuple[str, ...]
     group: ParameterGroup
@@ -68,17 +68,17 @@ class Part:
 
     @property
     def outer(self) -> AtRest | None:
-        """The DTensor that the parameter was."""
+        """The DTensor that the parameter was before wrapping, if any."""
         return self.group.slots[self.index].outer
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of what lies in the line of the group: that of a DTensor's local part."""
+        """The shape of its part in the group's buffer: that of a DTensor's local part."""
         return flat_layout(self.group).shapes[self.index]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape that users know."""
+        """The shape that users see."""
         return self.local_shape if self.outer is None else self.outer.shape
 
     @property
@@ -88,9 +88,9 @@ class Part:
 
     @property
     def counts(self) -> bool:
-        """False on a rank without elements that others have, whose counters stand still.
+        """False on a rank without elements if others have some: its step counters do not advance.
 
-        It gets no gradients.
+        Such a rank gets no gradients.
         """
         return self.is_flat or self.piece is not None
 
@@ -98,17 +98,17 @@ class Part:
         return next((given[name] for name in self.names if name in given), None)
 
     def cut(self, line: torch.Tensor) -> torch.Tensor:
-        """This rank's elements in ``line``, which is laid out as the shard of the group."""
+        """Return this rank's elements in ``line``, which is laid out as the shard of the group."""
         piece = self.piece
         return line[:0] if piece is None else line[piece.offset : piece.offset + piece.numel]
 
     def cut_exposed(self, value: torch.Tensor) -> torch.Tensor:
-        """This rank's elements in ``value``, which has the shape of the exposed parameter."""
+        """Return this rank's elements in ``value``, shaped like the exposed parameter."""
         flat = value.reshape(-1)
         return self.cut(flat) if self.is_flat else flat
 
     def view(self, elements: torch.Tensor) -> torch.Tensor:
-        """A tensor of the whole shape, of which ``elements`` are here."""
+        """Make a tensor of the whole shape with local ``elements``."""
         outer, name = self.outer, self.names[0]
         return ShardView(
             elements,
@@ -120,13 +120,13 @@ class Part:
         )
 
     def fits(self, value: ShardView) -> bool:
-        """Whether a view holds just this rank's elements."""
+        """Whether a view holds exactly this rank's elements."""
         begin, count = (0, 0) if self.piece is None else (self.piece.start, self.piece.numel)
         # An empty range may begin anywhere.
         return value.local.numel() == count and (value.start == begin or not count)
 
     def elements_of(self, value: torch.Tensor, label: str) -> torch.Tensor:
-        """This rank's elements of a value of the whole shape, perhaps as a view of it.
+        """Return this rank's elements of a value of the whole shape, possibly as a view of it.
 
         A collective for DTensors, and for views that do not fit.
         """
@@ -143,7 +143,7 @@ class Part:
         return value.reshape(-1)[piece.start : piece.stop]
 
     def whole(self, local: torch.Tensor, label: str) -> torch.Tensor:
-        """Gather the full tensor of what lies in the line, over the axes that sharded it before."""
+        """Gather the full tensor from its part in the buffer, over the axes of its DTensor."""
         outer = self.outer
         if outer is None:
             return local
@@ -151,10 +151,10 @@ class Part:
         return gathered(rest, label=label)
 
     def dtensor(self, local: torch.Tensor, mesh: DeviceMesh, label: str) -> torch.Tensor:
-        """What lies in the line as a DTensor on ``mesh`` and on the axes of tensor parallelism.
+        """Make a DTensor of its part on ``mesh`` and on the axes of tensor parallelism.
 
-        The last of the data axes shards dim 0, before the axes that sharded it already, as in
-        torch's class; another dim where several tensors lie side by side along dim 0.
+        The last data axis shards dim 0, before the axes that sharded it already, as in torch's
+        class; another dim if several tensors are concatenated along dim 0.
         """
         outer, tensor = self.outer, self.groups.tensor
         placements: list[AnyPlacement] = [Replicate() for _ in range(mesh.ndim)]
@@ -204,7 +204,7 @@ def by_group(unit: Unit, parts: Iterable[Part]) -> Iterator[tuple[ParameterGroup
 
 @torch.no_grad()
 def gather_line(group: ParameterGroup, line: torch.Tensor, label: str) -> torch.Tensor:
-    """Gather all shards of a line with the layout of ``group``; ``line`` is this rank's."""
+    """Gather all shards of a buffer with the layout of ``group``; ``line`` is this rank's."""
     shard = group.axes.shard
     if shard is None or shard.is_alone:
         return line.clone()
@@ -215,7 +215,7 @@ def gather_line(group: ParameterGroup, line: torch.Tensor, label: str) -> torch.
 
 
 def cut_line(group: ParameterGroup, whole: torch.Tensor) -> list[torch.Tensor]:
-    """List the tensors in a whole line, as views."""
+    """List the tensors in a whole buffer, as views."""
     layout = flat_layout(group)
     ranges = (layout.range(index) for index in range(len(layout.names)))
     return [
@@ -239,10 +239,10 @@ def values_of(
     label: str,
     line: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """Give values of ``parts`` of one group, of which this rank has ``elements``, in a form.
+    """Return values of ``parts`` of one group, of which this rank has ``elements``, in a form.
 
-    One gather for all where that is whole, or a DTensor: a collective then. ``line`` is this
-    rank's shard, if it has ``elements`` in one already.
+    Whole tensors and DTensors need one gather for all: a collective. ``line`` is this rank's shard,
+    if it already holds ``elements``.
     """
     group, mesh = parts[0].group, parts[0].groups.mesh
     gives_parts = form.shares or (mesh is None and not form.is_full)

@@ -1,12 +1,12 @@
-"""Optimizer state under the names of parameters: taken apart, put together, and loaded.
+"""Optimizer state by parameter names: split, joined, and loaded.
 
-State of a flat parameter, and of an original one that is sharded, has the form of the shard. It is
-split into parameters on the way out, and put together on the way in::
+State of a flat parameter, and of a sharded original one, has the shape of the shard. Saving splits
+it into parameters, and loading joins it::
 
     optimizer          {0: {"exp_avg": (17,), "step": ()}}            positions, this rank's shards
     optim_state_dict   {"first.weight": {"exp_avg": (7, 5), "step": ()}, "first.bias": ...}
 
-State of parameters that no unit manages passes as it is.
+State of parameters outside of units is not changed.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ MADE, OWN = 1, 2
 
 
 def is_scalar(value: object) -> bool:
-    """Whether ``value`` is a number, a text or a tensor without dims: what every rank counts."""
+    """Whether ``value`` is a number, text or 0-dim tensor, such as a step count."""
     return value is not None and (
         value.ndim == 0 if isinstance(value, torch.Tensor) else isinstance(value, _PLAIN)
     )
 
 
 def packed(value: Any) -> list[Any]:  # noqa: ANN401 - any state
-    """A value as JSON: its kind, and what it is made of."""
+    """Describe a value as JSON: its kind and its contents."""
     if isinstance(value, torch.Tensor):
         raw = value.detach().cpu().reshape(-1).contiguous().view(torch.uint8)
         text = base64.b64encode(bytes(raw.tolist())).decode()
@@ -68,7 +68,7 @@ def packed(value: Any) -> list[Any]:  # noqa: ANN401 - any state
 
 
 def unpacked(value: Sequence[Any]) -> Any:  # noqa: ANN401 - any state
-    """Return the value that was packed. Raises TypeError on all ranks for what JSON cannot hold."""
+    """Return the value that was packed. Raises TypeError on all ranks if JSON cannot hold it."""
     kind, *parts = value
     if kind == "plain":
         return parts[0]
@@ -95,7 +95,7 @@ def unpacked(value: Sequence[Any]) -> Any:  # noqa: ANN401 - any state
 def from_first_rank(state: Mapping[str, Any] | None, world: Communicator) -> dict[str, Any]:
     """Return the state of the first rank of ``world`` on all its ranks; a collective.
 
-    An outline goes first, as JSON, then each tensor. Raises ValueError where the first has none.
+    An outline is sent first, as JSON, then each tensor. Raises ValueError if the first has none.
     """
     outline: dict[str, Any] = {}
     if state is not None and world.rank == 0:
@@ -132,9 +132,9 @@ def with_gathered(
 ) -> tuple[dict[str, Mapping[str, Any]], set[str]]:
     """Return ``given`` with whole tensors under the names that are ``misfits`` on any rank.
 
-    These hold views of ranges that loading cannot use as they are; a rank whose range is empty
-    may not have the name at all, so the names of all ranks are returned, too. A collective over
-    ``shard``, whose ranks hold all ranges.
+    Their views hold ranges that loading cannot use directly. A rank with an empty range may lack
+    the name, so the names of all ranks are returned, too. A collective over ``shard``, whose ranks
+    together hold all ranges.
     """
     mine = {
         name: {
@@ -173,7 +173,7 @@ def _whole(name: str, value: Any, outline: Sequence[Any], shard: Communicator) -
 
 
 def _outline(value: Any) -> tuple[Any, Any, Any]:  # noqa: ANN401 - any state
-    """Dtype and shape of a tensor, or anything else packed."""
+    """Return dtype and shape of a tensor, or anything else packed."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype).removeprefix("torch."), list(value.shape), None
     return None, None, packed(value)
@@ -192,7 +192,7 @@ def managed_parameters(model: nn.Module) -> list[Part]:
 
 
 def names_by_parameter(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
-    """List the names that stand for each exposed parameter: several for a flat one."""
+    """List the names of each exposed parameter: several for a flat one."""
     found: dict[nn.Parameter, tuple[str, ...]] = {}
     for part in managed_parameters(model):
         found[part.exposed] = (*found.get(part.exposed, ()), part.names[0])
@@ -202,7 +202,7 @@ def names_by_parameter(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
 
 
 def state_of_zero_steps(optimizer: torch.optim.Optimizer) -> defaultdict[Any, Any]:
-    """The state that ``optimizer`` begins with: that of a twin after one step on zeros."""
+    """The initial state of ``optimizer``: that of a twin after one step on zeros."""
     kind = type(optimizer)
     twin = object.__new__(kind)  # without `__init__`, whose arguments are not known
     # A scheduler's ``step`` on the object is bound to the original.
@@ -251,8 +251,8 @@ def optimizer_state(
 ) -> dict[str, Any]:
     """State and groups of ``optimizer`` by name; a collective over the shards for FULL.
 
-    LOCAL is as SHARDED: each value is this rank's part; there an optimizer that has not stepped
-    has the state of zero steps. ``group`` says which rank is the first.
+    LOCAL is like SHARDED: each value is this rank's part; an optimizer that has not stepped has the
+    state of zero steps there. ``group`` determines which rank is the first.
     """
     settle()
     _check_local(model, settings.state_dict_type)
@@ -300,7 +300,7 @@ def _check_local(model: nn.Module, kind: StateDictType) -> None:
 def _by_parameter(
     optimizer: torch.optim.Optimizer, given: Mapping[str, Any] | None
 ) -> tuple[dict[nn.Parameter, State], list[dict[str, Any]]]:
-    """State by parameter, and groups that hold parameters: of the optimizer, or of its dict."""
+    """Return state by parameter, and groups with parameters, from the optimizer or its dict."""
     if given is None:
         held: dict[Any, State] = dict(optimizer.state)
         return held, optimizer.param_groups
@@ -317,7 +317,7 @@ def _by_parameter(
 
 
 def _keys(given: Mapping[str, Any]) -> list[Any]:
-    """List what stands for the parameters in a state dict of an optimizer, in order."""
+    """List the keys of the parameters in an optimizer's state dict, in order."""
     return [key for group in given["param_groups"] for key in group["params"]]
 
 
@@ -340,11 +340,11 @@ def spread_state(
     is_full: bool,
     kind: int,
 ) -> tuple[dict[str, Any], dict[Any, dict[str, State]]]:
-    """Bring what ``optimizer.state_dict()`` returned into the shapes of the whole parameters.
+    """Convert a result of ``optimizer.state_dict()`` to the shapes of the whole parameters.
 
-    Whole tensors, or this rank's parts. All ranks have the same keys: those of positions stay. Of
-    each flat parameter, by its position, the state of its parameters by name is beside it.
-    ``kind`` is that of this rank's state. A collective over the shards.
+    The values are whole tensors, or this rank's parts. All ranks have the same keys: positions
+    stay. For each flat parameter, the states of its parameters by name are returned separately, by
+    position. ``kind`` is that of this rank's state. A collective over the shards.
     """
     state, _ = _by_parameter(optimizer, given)
     listed = [p for group in optimizer.param_groups for p in group["params"]]
@@ -385,7 +385,7 @@ def _take_apart(
 ) -> list[tuple[Part, State]]:
     """List the state of each parameter, if any rank has some; ``is_agreed`` asks the others.
 
-    Parts are DTensors where a mesh was given, a collective.
+    If a mesh was given, parts become DTensors, a collective.
     """
     states = [state.get(part.exposed) or {} for part in parts]
     answers: list[Sequence[Held]] = [()] * len(parts)
@@ -444,9 +444,9 @@ def _gives(part: Part) -> bool:
 def _agreed(
     part: Part, own: State, answers: Sequence[Held], form: Form
 ) -> tuple[State, dict[str, torch.dtype]]:
-    """State of one parameter that is not spread, and the dtypes of what is, on all ranks alike.
+    """Return unsharded state of one parameter, and dtypes of sharded state, equal on all ranks.
 
-    Without ``answers`` only what this rank has elements of.
+    Without ``answers`` only for parameters with elements on this rank.
     """
     dtypes = {k: v.dtype for k, v in own.items() if _is_shard_like(v, part.exposed.shape)}
     # Copies: several parameters share the counter of their flat one, and optimizers change it.
@@ -483,12 +483,12 @@ def state_to_load(
     held: Container[nn.Parameter] = (),
     is_strict: bool = False,
 ) -> dict[str, Any]:
-    """Make what an optimizer with ``groups`` loads: positions, and this rank's parts.
+    """Make the state that an optimizer with ``groups`` loads: by position, with this rank's parts.
 
-    Where only the first rank of ``group`` gets state dicts, it gives its own to the others. Of a
-    parameter without elements on this rank there is state only if the optimizer has ``held`` some.
-    With ``is_strict`` groups name no parameter that those of ``state`` do not, and parameters of
-    one flat parameter count alike: one that ``state`` lacks does not.
+    If only the first rank of ``group`` has a state dict, it sends it to the others. A parameter
+    without elements on this rank gets state only if the optimizer has ``held`` some. With
+    ``is_strict`` groups may not name parameters that those of ``state`` lack. Parameters of one
+    flat parameter are treated alike: one that ``state`` lacks is not loaded.
     """
     settings = settings or StateDictSettings()
     _check_local(model, settings.state_dict_type)
@@ -559,7 +559,7 @@ def _fitting(
     settings: StateDictSettings,
     group: Any,  # noqa: ANN401 - c10d's types stay in comm
 ) -> tuple[Mapping[str, Mapping[str, Any]], set[str]]:
-    """State that is whole under the names that do not fit on some rank, and all ranks' names."""
+    """Return state that is whole where views do not fit on some rank, and all ranks' names."""
     if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
         shards = {wrapper._groups.shard for wrapper in wrappers_in(model)}
         return with_gathered(
@@ -575,7 +575,7 @@ def _fitting(
 
 
 def _own_part(part: Part, value: Any) -> Any:  # noqa: ANN401 - any state
-    """Copy this rank's part of a value, in the form of the exposed parameter."""
+    """Copy this rank's part of a value, in the shape of the exposed parameter."""
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return copy.deepcopy(value)
     if tuple(value.shape) != part.shape:
@@ -592,10 +592,10 @@ def _put_together(
     given: Mapping[str, Mapping[str, Any]],
     known: Container[str] | None,
 ) -> State:
-    """The state of a flat parameter, from that of all its parameters.
+    """Join the states of all its parameters into the state of a flat parameter.
 
-    A parameter without state has had no gradients: its elements of the line are zeros. Its count
-    of steps differs from the others', so it is rejected where ``known`` lacks its names.
+    A parameter without state has had no gradients: its elements become zeros. Its step count
+    differs from the others', so it is rejected if ``known`` lacks its names.
     """
     found = [part.found_in(given) for part in parts]
     present = [own for own in found if own]

@@ -1,4 +1,4 @@
-"""Model state dicts of three kinds: whole tensors, parts that know the whole, flat shards.
+"""Model state dicts of three kinds: whole tensors, parts with the global shape, flat shards.
 
 ::
 
@@ -6,9 +6,9 @@
     SHARDED   nothing is sent; a `ShardView` each   a DTensor each where a mesh was given
     LOCAL     nothing is sent; `_flat_param` of a unit, and originals as in SHARDED
 
-Names are those of the module before it was wrapped. Values are copies of what units manage, but for
-checkpoints (`SharedParts`): those get the parts themselves, as views with a mesh and of DTensors,
-too; buffers and ignored parameters are as any module gives them.
+Names are those of the module before wrapping. Values of parameters in units are copies, except for
+checkpoints (`SharedParts`), which get views of the parts themselves, also with a mesh and for
+DTensors. Buffers and ignored parameters are as in any module's state dict.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from meshwright.torch_internals.modules import FLAT, WRAPPED
 
 
 def parts_in_state(unit: Unit, driver: UnitDriver, module: nn.Module, groups: Groups) -> list[Part]:
-    """List the parameters of ``unit`` by the names of all ways to them from ``module``."""
+    """List the parameters of ``unit`` under all their names as seen from ``module``."""
     ways: dict[nn.Module, list[str]] = {}
     for way, part in module.named_modules(remove_duplicate=False):
         ways.setdefault(part, []).append(clean_name(way))
@@ -69,7 +69,7 @@ def unit_entries(
 
 
 def _local_total(group: ParameterGroup) -> int:
-    """Count the elements of a unit's line in LOCAL state dicts: without all ranks' padding."""
+    """Count the elements of a unit's buffer in LOCAL state dicts: without all ranks' padding."""
     layout = flat_layout(group)
     alignment = math.gcd(16 // group.types.master.itemsize, *layout.offsets)
     return -(-layout.extent // alignment) * alignment
@@ -150,14 +150,14 @@ def put_entries(
 
 
 def rename_for_load(state: dict[str, Any], prefix: str) -> None:
-    """Give the entries below ``prefix`` the names that the wrapped module has now."""
+    """Rename the entries below ``prefix`` to the current names in the wrapped module."""
     inner = f"{prefix}{WRAPPED}."
     for key in [k for k in state if k.startswith(prefix) and not k.startswith(inner)]:
         state[inner + key[len(prefix) :]] = state.pop(key)
 
 
 def clean_reported_names(module: nn.Module, incompatible: Any) -> None:  # noqa: ANN401 - torch's
-    """Report missing and unexpected keys by the names that state dicts have."""
+    """Report missing and unexpected keys by the names that state dicts use."""
     for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
         keys[:] = [clean_name(key) for key in keys]
 
@@ -198,7 +198,7 @@ def load_entries(
 
 
 def _load_flat(group: ParameterGroup, flat: torch.Tensor, report: tuple[str, list[str]]) -> None:
-    """Take a unit's line as LOCAL state dicts have it: only this rank's own range fits."""
+    """Load a unit's buffer from a LOCAL state dict: only this rank's own range fits."""
     name, errors = report
     if group.axes.shard is None:
         raise RuntimeError(
@@ -222,8 +222,8 @@ def _load_flat(group: ParameterGroup, flat: torch.Tensor, report: tuple[str, lis
 def _gathered_misfits(values: Mapping[Part, torch.Tensor]) -> dict[Part, torch.Tensor]:
     """Gather each view that another wrapping has split differently from its part here.
 
-    Collective. A view that does not fit on one rank is gathered by all: a rank that has elements
-    of neither sees no misfit, would skip the gather, and the others would wait for it.
+    Collective. All ranks gather a view that does not fit on one rank: a rank with elements of
+    neither sees no misfit, and would otherwise skip the gather while the others wait for it.
     """
     found = dict(values)
     by_axis: dict[Communicator, list[tuple[Part, ShardView]]] = {}

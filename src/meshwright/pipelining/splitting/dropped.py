@@ -146,7 +146,7 @@ class _Watch(TorchFunctionMode):
             stack.extend(following for following, _ in node.next_functions)
 
     def _place(self) -> str:
-        """The innermost running module of the user's, and its line; empty without one."""
+        """The innermost running module of the user, and its line; empty without one."""
         frame = sys._getframe(1)
         while frame is not None:
             code = frame.f_code

@@ -1,4 +1,5 @@
-"""In which stage each operator of a traced graph runs, and which stage has what it writes in place.
+"""Decides in which stage each operator of a traced graph runs, and which stage has in-place
+results.
 
 Operators run in the segment between two markers in which they were traced. Those that read neither
 the batch nor a parameter (positions, masks, tables of a rotary embedding) run wherever their
@@ -186,7 +187,7 @@ class Placement:
 
 
 def source_of(node: fx.Node) -> str:
-    """Name the module and line that called the operator of ``node``, as far as they are known."""
+    """Name the module and line that called the operator of ``node``, if known."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     module = stack[-1][0] if stack and stack[-1][0] else "the model"
     trace = (node.meta.get("stack_trace") or "").strip().splitlines()

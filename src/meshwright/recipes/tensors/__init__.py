@@ -1,4 +1,4 @@
-"""Traces of tensors: digests of each rank's part of every tensor, and comparison of two runs.
+"""Traces of tensors (digests of each rank's part of every tensor), and comparison of two runs.
 
 Bottom-up:
 

@@ -1,4 +1,4 @@
-"""The first tensor in which two runs differ, by name, whatever their layouts.
+"""Finds the first tensor in which two runs differ, by name, under any layouts.
 
 Steps are compared in order, and within a step the input, module outputs in forward order, the loss,
 gradients in backward order, and parameters: the first tensor named is where the difference began.
@@ -33,7 +33,7 @@ _Key = tuple[str, str, int, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFinding:
-    """A difference between two runs, or between two ranks of one that should hold the same."""
+    """A difference between two runs, or between ranks of one run that should agree."""
 
     step: int
     kind: str

@@ -57,7 +57,7 @@ def verify_replicated(module: nn.Module, communicator: Communicator | None = Non
     Parameters on the meta device are left out.
 
     Raises `LayoutError` on all ranks of the axis, naming the first parameter that differs and the
-    ranks on both sides.
+    ranks of each version.
     """
     by_axis: dict[Communicator, list[tuple[str, torch.Tensor]]] = {}
     for name, parameter in module.named_parameters():

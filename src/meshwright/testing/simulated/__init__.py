@@ -1,4 +1,4 @@
-"""A simulated device: finds on CPU ranks what a program would do wrong on GPUs.
+"""A simulated device, which finds errors on CPU ranks that a program would have on GPUs.
 
 Bottom-up:
 

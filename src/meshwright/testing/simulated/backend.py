@@ -599,7 +599,7 @@ class _Parted:
 
 
 class _Shared:
-    """A reduce-scatter as an all-reduce of which each rank keeps its share."""
+    """A reduce-scatter done as an all-reduce of which each rank keeps its share."""
 
     def __init__(
         self, gloo: Gloo, tensor: torch.Tensor, output: torch.Tensor, reduction: object

@@ -76,7 +76,7 @@ class _Thread(threading.local):
 
     @contextmanager
     def making(self, makes_host: bool, is_late: bool) -> Iterator[None]:
-        """Make results on the host (or device) within the block."""
+        """Place results of the block on the host (or on the device)."""
         before = self.makes_host, self.is_late
         self.makes_host, self.is_late = makes_host, is_late
         try:

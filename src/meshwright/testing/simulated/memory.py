@@ -1,4 +1,4 @@
-"""The memory of a simulated device: who reads and writes it, in which order.
+"""The memory of a simulated device: which work reads and writes it, in which order.
 
 Two unordered accesses to the same bytes, one of them a write, are a fault; so is memory that is
 freed while work that uses it may still run. The allocator of a GPU returns freed memory at once to
@@ -101,7 +101,7 @@ class Extent:
         return False
 
     def covers(self, other: Extent) -> bool:
-        """Check whether every byte of ``other`` surely belongs to this one too."""
+        """Check whether every byte of ``other`` surely belongs to this extent too."""
         if other.start == other.end or self == other:
             return True
         runs = list(self._runs())

@@ -261,9 +261,9 @@ class _Functions(TorchFunctionMode):
 def simulated(*, lag: int = 8, is_written_for_a_cpu: bool = False) -> Iterator[SimulatedDevice]:
     """Run the block on a simulated device. Raises `SimulationError` at its end if it had a fault.
 
-    ``lag`` is the number of host operations after which the device has done what is queued.
-    Where the block ``is_written_for_a_cpu``, tensors that it makes on ``"cpu"``, or moves there by
-    ``to``, are on the device too.
+    ``lag`` is the number of host operations by which the device is behind. If the block
+    ``is_written_for_a_cpu``, tensors that it makes on ``"cpu"``, or moves there by ``to``, are on
+    the device too.
     """
     device = SimulatedDevice(lag=lag)
     functions = _Functions(device, is_written_for_a_cpu=is_written_for_a_cpu)

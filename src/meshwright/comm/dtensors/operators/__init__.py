@@ -1,12 +1,12 @@
-"""torch's operators on DTensors, so that they compute what one process does.
+"""Corrections of torch's operators on DTensors, so that results equal those of one process.
 
 Bottom-up:
 
     mixed_lists     operators on lists of DTensors and plain tensors together
-    random_values   the random values of DTensors, which each rank draws whole
-    derivatives     derivatives of any order of DTensors that are moved
-    corrected       operators whose results differ under torch's rules from those of one process
-    written_parts   writes to parts of DTensors, which change these themselves
+    random_values   random values of DTensors: each rank draws the whole tensor
+    derivatives     higher derivatives of redistributed DTensors
+    corrected       operators whose results in torch differ from those of one process
+    written_parts   writes to views of DTensors, which change the DTensor itself
 """
 
 from __future__ import annotations

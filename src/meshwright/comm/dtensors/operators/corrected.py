@@ -1,4 +1,4 @@
-"""Operators on DTensors whose results differ under torch's rules from those of one process.
+"""Corrects operators on DTensors whose results in torch differ from those of one process.
 
 ==========================================  =====================================================
 means of losses                             a mean of the ranks' means, though some have fewer rows,
@@ -45,7 +45,7 @@ _LOSSES = (
 
 @functools.cache
 def correct_operators() -> None:
-    """Make these operators compute what one process would, from now on."""
+    """Register the corrected operators for the whole process."""
     aten, handlers = torch.ops.aten, dtensor_handlers()
     for name in _LOSSES:
         handlers[getattr(aten, name).default] = _loss
@@ -66,14 +66,14 @@ def correct_operators() -> None:
 
 
 def _named(op: _Operator, args: _Args, kwargs: _Kwargs) -> dict[str, Any]:
-    """Find the arguments of a call by their names, which it may have left out at the end."""
+    """Return the arguments of a call by name, with defaults for omitted ones."""
     arguments = schema_of(op).arguments
     found = {a.name: a.default_value for a in arguments if a.has_default_value()}
     return found | dict(zip((a.name for a in arguments), args, strict=False)) | dict(kwargs)
 
 
 def _is_mean_of_parts(given: Mapping[str, Any]) -> bool:
-    """Check whether the call takes a mean over tensors that ranks hold parts of."""
+    """Check whether the call takes a mean over tensors that are sharded."""
     tensors = [each for each in given.values() if isinstance(each, DTensor)]
     is_cut = any(not is_replicated(each) for tensor in tensors for each in tensor.placements)
     return given["reduction"] == _MEAN and is_cut
@@ -146,7 +146,7 @@ def _extreme(op: _Operator, args: _Args, kwargs: _Kwargs) -> object:
 
 
 class _Norm:
-    """A handler that gives every rank the full norms of tensors of which ranks hold parts."""
+    """A handler that gives every rank the full norms of sharded tensors."""
 
     __slots__ = ("before",)
 
@@ -162,7 +162,7 @@ class _Norm:
 
 
 def _known(norm: torch.Tensor, order: float) -> torch.Tensor:
-    """Give each rank all of a ``norm``, unless it is a number whose square may be summed later."""
+    """Replicate a ``norm``, unless it is a number whose square may be summed later."""
     if not isinstance(norm, DTensor) or not any(each.is_partial() for each in norm.placements):
         return norm
     if norm.ndim or math.isinf(order):
@@ -172,7 +172,7 @@ def _known(norm: torch.Tensor, order: float) -> torch.Tensor:
 
 
 def _largest(norms: list[DTensor]) -> list[DTensor]:
-    """Give each rank all of ``norms``, numbers: one collective for those that are placed alike."""
+    """Replicate ``norms``, numbers: one collective for those with the same placement."""
     found = list(norms)
     alike: dict[tuple[Any, ...], list[int]] = {}
     for index, norm in enumerate(norms):
@@ -188,7 +188,7 @@ def _largest(norms: list[DTensor]) -> list[DTensor]:
 
 
 def _correct_sums() -> None:
-    """Handle sums by `_sum` from now on; every sum pays for it."""
+    """Handle sums by `_sum` from now on; this adds overhead to every sum."""
     aten, handlers = torch.ops.aten, dtensor_handlers()
     handlers[aten.sum.default] = handlers[aten.sum.dim_IntList] = _sum
 
@@ -204,7 +204,7 @@ def _sum(op: _Operator, args: _Args, kwargs: _Kwargs) -> object:
 
 
 class _Convolution:
-    """A handler that gathers what it is given, unless ranks hold whole images."""
+    """A handler that gathers its inputs, unless ranks hold whole images."""
 
     __slots__ = ("before",)
 

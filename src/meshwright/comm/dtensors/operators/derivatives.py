@@ -1,8 +1,8 @@
-"""Derivatives of moved DTensors, of any order.
+"""Higher derivatives of redistributed DTensors.
 
 torch computes the gradients of `redistribute`, `full_tensor`, `to_local` and `from_local` by
-functions of which some have no derivative (2.11: none; 2.13: the third, and what `from_local`
-moves): second and third derivatives through them are wrong, without a word.
+functions some of which have no derivative (2.11: none has; 2.13: the third has none, nor has a
+redistribution in `from_local`): second and third derivatives through them are silently wrong.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Gradient = Callable[[Any, Any], torch.Tensor]
 
 @functools.cache
 def differentiate_moves() -> None:
-    """Make the gradients of moved DTensors differentiable themselves, from now on."""
+    """Make the gradients of redistributed DTensors differentiable, for the whole process."""
     ways: tuple[tuple[Any, _Gradient], ...] = (
         (Redistribute, _redistributed),
         (ToTorchTensor, _from_local),
@@ -45,7 +45,7 @@ def _backward(once: Callable[..., Any], again: _Gradient, ctx: Any, gradient: An
 
 
 def _redistributed(ctx: Any, gradient: DTensor) -> torch.Tensor:  # noqa: ANN401
-    """Move the gradient of what was moved from one layout to another back, in torch's dtypes."""
+    """Redistribute a gradient back to the original layout, in torch's dtypes."""
     lies, dtype = ctx.current_spec, gradient.dtype
     computed = _first_of(ctx, "bwd_op_dtype", "backward_dtype", "original_dtype")
     returned = _first_of(ctx, "bwd_out_dtype", "original_dtype")
@@ -61,7 +61,7 @@ def _redistributed(ctx: Any, gradient: DTensor) -> torch.Tensor:  # noqa: ANN401
 
 
 def _first_of(ctx: Any, *names: str) -> torch.dtype:  # noqa: ANN401
-    """Find the first attribute that is there: releases of torch name them otherwise."""
+    """Return the first attribute that exists: releases of torch use other names."""
     found = (getattr(ctx, name, None) for name in names)
     dtype: torch.dtype = next(value for value in found if value is not None)
     return dtype

@@ -1,16 +1,16 @@
-"""torch's operators on lists of tensors of which some are DTensors and some are plain.
+"""torch's operators on lists that mix DTensors and plain tensors.
 
-Clipping, and optimizers with ``foreach`` or ``fused``, give all their tensors to one operator, and
-torch rejects DTensors beside plain tensors, or on two meshes. Here the list is taken apart::
+Clipping, and optimizers with ``foreach`` or ``fused``, pass all their tensors to one operator, and
+torch rejects DTensors beside plain tensors, or on two meshes. Here the list is split::
 
     [plain, DTensor on (tensor), plain]    the operator on [plain, plain], then on [DTensor]
     a stack of their norms                 each a plain number of the whole tensor
     a fused step of SGD or Adagrad, and
     _foreach_copy_                         on each rank's parts: torch has none for DTensors
 
-A plain tensor counts as what every rank holds whole.
+A plain tensor counts as replicated.
 
-Where another operator rejects a DTensor beside a plain tensor, `explain_reads` may say why.
+Where another operator rejects a DTensor beside a plain tensor, `explain_reads` may explain it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _READS = (
 
 
 def take_lists_apart() -> None:
-    """Take mixed lists apart from now on. Lists on one mesh pay one look at each tensor."""
+    """Split mixed lists, for the whole process. Lists on one mesh pay one check per tensor."""
     if are_lists_taken_apart():
         return
     handlers, stack = dtensor_handlers(), torch.ops.aten.stack.default
@@ -56,7 +56,7 @@ _OF_LISTS = ("_foreach_", "_fused_ada", "_fused_sgd", "_amp_foreach_")
 
 
 class _ListOperator:
-    """A handler that does what torch would, unless its first list is on several meshes."""
+    """A handler that calls torch's own, unless its first list is on several meshes."""
 
     __slots__ = ("apart", "before")
 
@@ -72,7 +72,7 @@ class _ListOperator:
 
 
 def _on_parts(op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Call ``op``, which changes each element by that element's own, with this rank's parts."""
+    """Call ``op``, which is element-wise, with this rank's parts."""
     for changed, other in zip(*args[:2], strict=True):
         lies, beside = (getattr(each, "placements", None) for each in (changed, other))
         if lies != beside:
@@ -102,7 +102,7 @@ def _one_by_one(op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 def _stacked(op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
-    """Stack numbers, each of the whole tensor; one collective for each mesh."""
+    """Stack numbers of whole tensors; one collective for each mesh."""
     tensors = args[0]
     if any(tensor.ndim for tensor in tensors):
         raise RuntimeError(
@@ -121,7 +121,7 @@ def _stacked(op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 
 def _by_mesh(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Find the positions of tensors on each mesh, in order of their first."""
+    """Return the positions of tensors on each mesh, meshes in order of first appearance."""
     found: dict[object, list[int]] = {}
     for index, tensor in enumerate(tensors):
         found.setdefault(getattr(tensor, "device_mesh", None), []).append(index)
@@ -129,14 +129,14 @@ def _by_mesh(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 def _picked(value: Any, indices: Sequence[int], count: int) -> Any:  # noqa: ANN401
-    """Pick what of one argument belongs to the tensors at ``indices``."""
+    """Select the entries of one argument that belong to the tensors at ``indices``."""
     is_list = isinstance(value, Sequence) and len(value) == count
     return [value[index] for index in indices] if is_list else value
 
 
 @functools.cache
 def explain_reads(why: Callable[[object, Sequence[object]], RuntimeError | None]) -> None:
-    """Raise from now on what ``why`` finds where a DTensor is read or loaded beside plain ones."""
+    """Raise the error of ``why``, if any, where an operator mixes DTensors and plain tensors."""
     handlers = dtensor_handlers()
     for name in _READS:
         kind, _, overload = name.partition(".")

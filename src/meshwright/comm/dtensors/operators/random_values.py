@@ -1,9 +1,9 @@
-"""Random values of DTensors: those that one process draws with the same seed.
+"""Random values of DTensors, equal to those that one process draws with the same seed.
 
-Each rank draws the whole tensor, and keeps its part. torch has every rank draw a part of its own:
-on hosts, with one seed, the same on all of them, so that the rows of a weight repeat; on GPUs
-one that depends on the layout, for which the host waits, and all ranks of the world must come.
-Dropout comes here by `bernoulli_`, unless a program calls its one operator.
+Each rank draws the whole tensor and keeps its part. torch has every rank draw its own part: on
+hosts with one seed all ranks draw the same, so the rows of a weight repeat; on GPUs values depend
+on the layout, the host waits for them, and all ranks of the world must take part. Dropout calls
+`bernoulli_`, unless a program calls its fused operator.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NEW = ("rand_like", "randn_like", "randint_like")
 
 @functools.cache
 def draw_whole() -> None:
-    """Have each rank draw the whole of every DTensor from now on."""
+    """Have each rank draw whole DTensors, for the whole process."""
     aten, handlers = torch.ops.aten, dtensor_handlers()
     handlers.setdefault(aten.bernoulli_.float, _Draw(_drawn))
     handlers.setdefault(aten.bernoulli.default, _Draw(_by_chance))
@@ -57,7 +57,7 @@ def draw_whole() -> None:
 
 
 class _Draw:
-    """A handler that first requires one random state on ranks that hold the same elements."""
+    """A handler that first requires equal random states on ranks that hold the same elements."""
 
     __slots__ = ("handler",)
 
@@ -71,9 +71,9 @@ class _Draw:
 
 
 def _require_one_state(tensor: DTensor, generator: torch.Generator | None) -> None:
-    """Raise `LayoutError` where ranks that hold the same of ``tensor`` would draw other values.
+    """Raise `LayoutError` if ranks that hold the same part of ``tensor`` would draw other values.
 
-    Asked at the first draw into such a tensor, and at each by a ``generator``.
+    Checked at the first draw into such a tensor, and at each draw by a ``generator``.
     """
     mesh, local = tensor.device_mesh, local_of(tensor)
     copies = tuple(is_replicated(each) or each.is_partial() for each in tensor.placements)
@@ -113,7 +113,7 @@ def _whole_like(tensor: DTensor) -> torch.Tensor:
 
 
 def _drawn(op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> DTensor:
-    """Draw into the DTensor that is the first of ``args``."""
+    """Draw into the first of ``args``, a DTensor."""
     tensor: DTensor = args[0]
     whole = op(_whole_like(tensor), *args[1:], **kwargs)
     for box, memory in held_boxes(tensor, "a tensor that is drawn"):
@@ -126,14 +126,14 @@ def _new(op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tor
 
 
 def _by_chance(op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """Draw by the chances that are the first of ``args``, of which all ranks need the whole."""
+    """Draw by the probabilities in the first of ``args``, which are gathered on all ranks."""
     return part_like(op(args[0].full_tensor(), **kwargs), args[0])
 
 
 def _dropped(
     op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Drop by a mask of the whole of the first of ``args``; the mask is returned, too."""
+    """Apply dropout to the first of ``args`` by a mask of the whole; returns the mask, too."""
     tensor, chance, *_ = args
     mask = part_like(op(torch.zeros_like(_whole_like(tensor)), *args[1:], **kwargs)[1], tensor)
     is_training = args[2] is not False
@@ -142,7 +142,7 @@ def _dropped(
 
 
 def _leaking(op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """Scale what is negative in the first of ``args``; the second becomes the factors."""
+    """Scale negative elements of the first of ``args``; the second receives the factors."""
     tensor, factors, *rest = args
     whole = _whole_like(tensor)
     found = op(tensor.full_tensor(), whole, *rest, **kwargs)
@@ -152,7 +152,7 @@ def _leaking(op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 
 def _picked(op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """Pick by all chances of the first of ``args``; each rank has all that was picked."""
+    """Sample by all probabilities in the first of ``args``; each rank has all samples."""
     tensor: DTensor = args[0]
     found = op(tensor.full_tensor(), *args[1:], **kwargs)
     mesh = tensor.device_mesh

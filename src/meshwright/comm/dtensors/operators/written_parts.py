@@ -1,8 +1,8 @@
-"""Writes to parts of DTensors, as ``weight[0].zero_()``, which change the DTensor itself.
+"""Writes to views of DTensors, such as ``weight[0].zero_()``, change the DTensor itself.
 
-torch gathers a DTensor before it takes rows along a sharded dim, and what is written to them
-would be lost with the copy: the padding row of an `nn.Embedding` that is initialized after it was
-sharded. Here each rank takes its part out of the copy again; nothing is sent::
+torch gathers a DTensor before it takes rows along a sharded dim, and a write to these rows would be
+lost with the copy, as for the padding row of an `nn.Embedding` that is initialized after sharding.
+Here each rank copies its part back; nothing is sent::
 
     weight          Shard(0)      rows 0 1 on rank 0, 2 3 on rank 1
     weight[:3]      Replicate()   a view of a copy of rows 0 1 2 3, on each rank
@@ -41,9 +41,9 @@ _COPY = "_meshwright_copy"
 
 @functools.cache
 def write_through() -> None:
-    """Have writes to parts of DTensors change these from now on.
+    """Have writes to views of DTensors change the DTensors, for the whole process.
 
-    From the first part on that had to be gathered, writes to DTensors cost a look at each.
+    Once a view has needed a gather, each write to a DTensor costs an extra check.
     """
     draw_whole()
     correct_operators()
@@ -52,7 +52,7 @@ def write_through() -> None:
 
 
 def _note(op: _Operator, tensor: DTensor, gathered: torch.Tensor, lies: DTensorSpec) -> None:
-    """Note on the memory of ``gathered`` what it is a copy of."""
+    """Record on the memory of ``gathered`` what it is a copy of."""
     memory = gathered.untyped_storage()
     if storage_id(memory) != storage_id(local_of(tensor).untyped_storage()):
         _watch_writes()
@@ -60,7 +60,7 @@ def _note(op: _Operator, tensor: DTensor, gathered: torch.Tensor, lies: DTensorS
 
 
 class _Copy:
-    """A copy that torch has gathered of a DTensor, to take views of it."""
+    """A copy that torch has gathered from a DTensor to take views of it."""
 
     __slots__ = ("_of", "changes", "is_traced", "lies", "rest", "taken_by", "view")
 
@@ -78,15 +78,15 @@ class _Copy:
         self.view = copy.storage_offset(), tuple(copy.shape), tuple(copy.stride())
 
     def _count(self) -> int:
-        """Count the writes to the DTensor, as long as it is, and to its memory beside it."""
+        """Count the writes to the DTensor and, separately, to its memory."""
         of = self._of()
         return version_of(self.rest.local) + (0 if of is None else version_of(of))
 
     def places(self, copy: torch.Tensor) -> list[torch.Tensor | None]:
-        """Find, for each dim, the rows of the copy that this rank holds; None for all.
+        """Return, for each dim, the rows of the copy that this rank holds; None for all.
 
-        Raises RuntimeError where the DTensor was written to since it was copied, and in a compiled
-        function; `LayoutError` where ranks hold summands of it.
+        Raises RuntimeError if the DTensor was written since it was copied, and in a compiled
+        function; `LayoutError` for a Partial.
         """
         if self.is_traced:
             raise RuntimeError(
@@ -118,9 +118,9 @@ class _Copy:
     def bring_back(
         self, written: torch.Tensor, places: Sequence[torch.Tensor | None], writes: int
     ) -> None:
-        """Change the DTensor where its copy was ``written`` to.
+        """Copy what was ``written`` to the copy back into the DTensor.
 
-        By an operator that counts as so many ``writes``, once it is done.
+        The operator counts as ``writes`` writes, once it is done.
         """
         start, shape, stride = self.view
         held, memory = self.rest.local.detach(), written.untyped_storage()
@@ -142,7 +142,7 @@ class _Copy:
 
 
 def _copies(tensor: DTensor) -> Iterator[tuple[_Copy, torch.Tensor]]:
-    """Iterate over the copies that ``tensor`` is a part of, each of a part of the next."""
+    """Iterate over the copies that ``tensor`` is a view of, each made from the next."""
     part = local_of(tensor)
     while (copy := getattr(part.untyped_storage(), _COPY, None)) is not None:
         yield copy, part
@@ -156,7 +156,7 @@ def _rows(ranges: Ranges) -> torch.Tensor:
 
 @functools.cache
 def _watch_writes() -> None:
-    """Look, at each operator that writes to a DTensor, for copies that it writes to."""
+    """Watch each operator that writes for writes to such copies."""
     handlers = dtensor_handlers()
     for name in operator_names():
         kind, _, overload = name.removeprefix("aten::").partition(".")
@@ -166,7 +166,7 @@ def _watch_writes() -> None:
 
 
 class _Write:
-    """A handler that runs the one before it, and brings writes to copies back to their DTensors."""
+    """A handler that runs the previous one and brings writes to copies back to their DTensors."""
 
     __slots__ = ("before", "written")
 
