@@ -1,8 +1,8 @@
-"""Communication: the only room that sends and receives through `torch.distributed`.
+"""Communication: the only package that sends and receives through `torch.distributed`.
 
 Bottom-up:
 
-    streams         one vocabulary of devices and clocks for CPU and CUDA
+    streams         a common interface to devices, streams and clocks
     memory          pages that move between tensors, and tensors with reusable memory
     observing       observers of collectives, profilers, ``CommDebugMode``, timelines
     groups          per-process communication state, rendezvous, and launching of ranks

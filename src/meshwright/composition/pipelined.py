@@ -217,7 +217,7 @@ def of_one(own: Mapping[str, Any], axis: Communicator) -> list[Mapping[str, Any]
 
 
 def said_by(source: int, say: Callable[[], object], axis: Communicator, what: str) -> Any:  # noqa: ANN401
-    """Send the return value of ``say`` on rank ``source`` of ``axis`` to all ranks; not a str.
+    """Send the result of ``say``, no string, from rank ``source`` of ``axis`` to all ranks.
 
     Its exception is raised there, and elsewhere as `PipelinePeerError` with its text.
     """

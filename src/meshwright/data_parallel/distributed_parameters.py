@@ -119,7 +119,7 @@ def check_axes(name: str, known: AtRest, communicator: Communicator) -> None:
 
 
 def cut_axes(outer: AtRest | None, shard: Communicator | None) -> tuple[Communicator, ...]:
-    """Return the axes over which a shard by ``shard`` of a tensor placed as ``outer`` differs."""
+    """Return the axes that cut a tensor: ``shard``, and those that cut it as ``outer``."""
     own = () if shard is None else (shard,)
     if outer is None:
         return own

@@ -173,7 +173,7 @@ class ShardedResidency:
         return group.slots[index].leaf
 
     def written(self, module: nn.Module, name: str) -> None:
-        """Copy a whole parameter that has been written back into the shards."""
+        """After a write to a whole parameter, copy it to the shards."""
         found = self._find(module, name)
         if found is not None:
             group, index = found

@@ -81,7 +81,7 @@ class NonFiniteValues:
             self._unread.append(([name for name, _ in rows], largest))
 
     def add_to(self, note: torch.Tensor) -> None:
-        """Add one to ``note``, a 0-dim tensor, if something was found."""
+        """Add a number above 0 to ``note``, a 0-dim tensor, if something was found."""
         if self._found:
             note.add_(1)
         for _, largest in self._unread:

@@ -242,7 +242,7 @@ class Draws:
             self.is_rehearsal = before
 
     def state_dict(self) -> dict[str, int]:
-        """Return seed and step, all the state there is, on any layout."""
+        """Return the whole state, seed and step, which is valid for any layout."""
         return {"seed": self.seed, "step": self.step}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:

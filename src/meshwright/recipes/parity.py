@@ -157,7 +157,7 @@ def _compare(
 
 
 def _largest(parallel: ReferenceRun, reference: ReferenceRun) -> tuple[float, str]:
-    """Find the largest difference and where it is: each search begins above the last one found."""
+    """Find the largest difference and where it is, by repeated searches for a larger one."""
     error, place = 0.0, ""
     while (found := first_difference(parallel, reference, error)) is not None:
         what = found.kind if not found.name else f"{found.kind} of {found.name}"

@@ -99,7 +99,7 @@ def wrapping_by(make: Call) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def recomputing_on_any_device() -> Iterator[None]:
-    """Keep `torch.utils.checkpoint` from comparing devices, which not every hook sees."""
+    """Keep `torch.utils.checkpoint` from comparing the devices of recomputed tensors."""
     look = _CHECKS["default"]
 
     def looked(tensor: torch.Tensor) -> dict[str, Any]:

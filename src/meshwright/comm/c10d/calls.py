@@ -27,7 +27,7 @@ def digest(text: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A call as all ranks, or both sides of a message, must make it."""
+    """A call that all ranks, or both sides of a message, must make in the same way."""
 
     kind: str
     shape: tuple[int, ...] = ()

@@ -94,7 +94,7 @@ def held(tensor: torch.Tensor, name: str) -> ShardedPiece:
 
 
 def empty_part_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Make an uninitialized tensor of ``dtype`` with this rank's part of ``tensor``."""
+    """Make an uninitialized tensor of ``dtype``, shaped and placed as ``tensor``."""
     if isinstance(tensor, ShardView):
         return torch.empty_like(tensor, dtype=dtype)
     local = torch.empty_like(local_of(tensor).detach(), dtype=dtype)

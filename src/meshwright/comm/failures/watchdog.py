@@ -204,7 +204,7 @@ def _position(ident: int) -> tuple[object, ...] | None:
 
 
 def _work_of(thread: threading.Thread) -> float:
-    """Count the CPU seconds of the main thread, or the context switches of another one."""
+    """Return the CPU seconds of the main thread, or another one's voluntary context switches."""
     if thread is threading.main_thread():
         try:
             return time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0))

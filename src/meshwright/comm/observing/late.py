@@ -75,7 +75,7 @@ class LateNumbers:
         note(self, self._key)
 
     def settle(self) -> None:
-        """Judge the outstanding numbers. Raises the first error, and drops the rest then."""
+        """Judge the outstanding numbers. Raises the first error and drops the rest."""
         PROCESS.outstanding.pop(self._key, None)
         coming = self.coming.copy()
         self.coming.clear()
@@ -90,7 +90,7 @@ def _read(here: torch.Tensor, event: DeviceEvent, judge: Judge) -> None:
 
 
 def note(check: Outstanding, key: str) -> None:
-    """Register ``check`` under ``key`` for the next `settle`, which it unregisters at."""
+    """Register ``check`` under ``key``, once, for the next `settle`."""
     PROCESS.outstanding.setdefault(key, check)
 
 

@@ -258,7 +258,7 @@ class Meeting:
         return self._words[self._bells[self.peers.me]]
 
     def ring(self, rank: int, count: int) -> None:
-        """Tell ``rank`` that a message has moved; ``count`` differs from call to call."""
+        """Tell ``rank`` that a message has moved; ``count`` must differ from call to call."""
         words = self._words
         index = self._bells[rank]
         # The one word that several ranks write, and one write may cover another. All that counts is

@@ -14,8 +14,8 @@ where a rank gave up its pass. Ranks may accumulate different numbers of passes 
 that is part of the mean's definition.
 
 Equal counts may hide different changes. So some passes also send digests of the weights, see
-`same_weights`. A rank whose weights were written in an unusual way sets a flag, and the next pass
-then sends digests.
+`same_weights`. A rank whose weights had another number of writes than before sets a flag, and the
+next pass then sends digests.
 
 Optimizers that split the parameters among ranks change weights of a rank that does not see it.
 Where counts differ, the weights themselves are compared; if they are equal, such a rank stops
@@ -189,7 +189,7 @@ class Alignment:
             notes[ONES:NOTES].add_(bits_of(self.copies.digest))
 
     def say(self) -> tuple[float, float]:
-        """Return the digest, and whether weights were written in an unusual way, as numbers."""
+        """Return as numbers: the digest, and whether the number of writes has changed."""
         is_odd, self.is_odd = self.is_odd, False
         return self.copies.number(), float(is_odd)
 

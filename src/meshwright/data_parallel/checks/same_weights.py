@@ -3,7 +3,7 @@
 A write on one rank alone makes copies diverge, and no count of writes tells it from one on all::
 
     compared in   passes 1, 2, 4, 8, ... and from 1024 on each 1024th
-                  the pass after one in which a rank's weights were written in an unusual way
+                  the pass after one in which a rank had another number of writes than before
 
 Where digests differ, weights are only in doubt: a pass may have changed them on each rank for
 itself (noise, or an ascent step on its own batch) and undo that before the step. So the weights are

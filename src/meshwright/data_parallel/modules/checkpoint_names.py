@@ -89,14 +89,14 @@ class Inside:
 
 
 class StepOver(dict[str, str]):
-    """A wrapper's answer to how names change below it."""
+    """Tells torch's checkpoint functions how names continue below a wrapper."""
 
     def __init__(self, place: str, inside: Inside) -> None:
         super().__init__({"": place})
         self._inside = inside
 
     def get(self, key: str, default: Any = None) -> Any:  # noqa: ANN401 - as of any dict
-        """Return the module that a name continues in: the wrapper itself adds no component.
+        """Return the attribute in which a name continues; the wrapper adds no component.
 
         A module around the wrapper that forwards its attributes (PEFT) has names of its own.
         """
@@ -127,7 +127,7 @@ class SteppedOver(nn.Module):
         return self._names_are_asked
 
     def named_children(self) -> Iterator[tuple[str, Any]]:
-        """List children as any module; for those functions, the children of the wrapped module."""
+        """List children as any module; for those functions, the innermost wrapped module."""
         if asked("tensors") is None:
             yield from super().named_children()
         else:

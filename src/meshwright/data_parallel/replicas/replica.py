@@ -339,7 +339,7 @@ class Replica:
         self._statistics.follow(module)
 
     def _send_own_buffers(self) -> None:
-        """Overwrite the module's own buffers with rank 0's initial values."""
+        """Broadcast the module's own buffers from rank 0, once, if the options say so."""
         names = tuple(self._unsent)
         self._unsent.clear()
         own = self.buffers.follow()

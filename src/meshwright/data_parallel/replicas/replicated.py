@@ -127,7 +127,7 @@ class ReplicateState(Replica):
 
     @constant
     def _is_traceable(self) -> bool:
-        """Whether the module's class defines its forward; sets the replica up, a collective."""
+        """Whether the forward is that of the module's class; sets the replica up, a collective."""
         self.set_up()
         if "forward" in vars(self.module):
             return False

@@ -392,13 +392,13 @@ class Iteration:
             )
 
     def take_waiting(self) -> None:
-        """Hide gradients that wait for a reduction, except those that were dropped."""
+        """Hide gradients that wait for a reduction, and forget those that users dropped."""
         while self.showing:
             unit = self.showing.pop()
             unit.exposure.take_waiting(unit)
 
     def before(self, driver: Driver) -> Driver | None:
-        """Return the driver whose backward is next after ``driver``'s: its forward was before."""
+        """Return the driver whose forward ran just before ``driver``'s: its backward is next."""
         # The end of a backward clears `finished`: an older position may lie beyond it.
         for position in range(min(driver.position, len(self.finished)) - 1, -1, -1):
             other = self.finished[position]

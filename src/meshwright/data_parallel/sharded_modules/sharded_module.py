@@ -123,7 +123,7 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
         """Set whether the next backward passes are the last of a step, for the whole root.
 
         A backward that is not the last leaves its reductions in flight. The summed gradients are
-        set in ``.grad`` at the end of the next last backward; call the optimizer after that.
+        set in ``.grad`` at the end of the next backward that is the last; step after that.
         """
         driver = _driver(self)
         root = driver if driver.iteration is None else driver.iteration.drivers[0]

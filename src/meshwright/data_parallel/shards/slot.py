@@ -194,14 +194,14 @@ def has_hooks(parameter: torch.Tensor) -> bool:
 
 
 def carry_hooks(source: torch.Tensor, target: nn.Parameter, name: str) -> None:
-    """Move the hooks of ``source`` to ``target``, which replaces it; handles remove both."""
+    """Share the hooks of ``source`` with ``target``, which replaces it; handles remove both."""
     if backward_hooks_of(source):
         set_backward_hooks(target, backward_hooks_of(source))
     carry_after_hooks(source, target, name)
 
 
 class _Behind(torch.autograd.Function):
-    """A node behind leaves. It calls no operator, which would be much slower on DTensors."""
+    """A graph node after leaves. It calls no operator, which would be slow on DTensors."""
 
     @staticmethod
     def forward(ctx: object, *leaves: torch.Tensor) -> torch.Tensor:  # pyrefly: ignore[bad-override]

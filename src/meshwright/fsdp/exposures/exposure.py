@@ -450,8 +450,8 @@ def flat_layout(group: ParameterGroup) -> FlatLayout:
 def _unused_in(group: ParameterGroup, mean: torch.Tensor, used: Sequence[bool]) -> list[str]:
     """Name parameters without a gradient on any rank, as far as this rank's part shows.
 
-    A sum is -0.0 only where all its summands are, so the first element of a part represents its
-    parameter. ``used`` are the parameters with a gradient on this rank.
+    A sum is -0.0 only where all its summands are. The first element of a part stands for all its
+    parameters and is skipped. ``used`` are the parameters with a gradient on this rank.
     """
     found: list[str] = []
     for index, piece in own_pieces(group).items():
@@ -544,7 +544,7 @@ def places_in_shards(
 
 @torch.no_grad()
 def write_back(parameter: nn.Parameter, target: torch.Tensor, name: str) -> None:
-    """Copy a tensor that the user has set on an exposed parameter to the shard, and view that."""
+    """Copy a tensor that the user set on an exposed parameter to the shard, its new memory."""
     if parameter.device.type != target.device.type:
         raise RuntimeError(
             "Expected `FlatParameter` to be on the compute device or where it is offloaded to, "

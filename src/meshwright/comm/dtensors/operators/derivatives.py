@@ -1,8 +1,8 @@
 """Higher derivatives of redistributed DTensors.
 
-torch computes the gradients of `redistribute`, `full_tensor`, `to_local` and `from_local` by
-functions some of which have no derivative (2.11: none has; 2.13: the third has none, nor has a
-redistribution in `from_local`): second and third derivatives through them are silently wrong.
+torch computes the gradients of `redistribute`, `full_tensor`, `to_local` and `from_local`. Which of
+these gradients can be differentiated again depends on the release (in 2.11 none): second and third
+derivatives through the others are silently wrong.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class _Copy:
         self.view = copy.storage_offset(), tuple(copy.shape), tuple(copy.stride())
 
     def _count(self) -> int:
-        """Count the writes to the DTensor and, separately, to its memory."""
+        """Sum the writes to the DTensor, while it is alive, and to its local tensor."""
         of = self._of()
         return version_of(self.rest.local) + (0 if of is None else version_of(of))
 
