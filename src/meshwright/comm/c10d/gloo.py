@@ -3,11 +3,14 @@
 Gloo's reduce-scatter sends the whole tensor through an all-reduce, and its all-gather passes every
 block around a ring. Between 2 and 4 processes over loopback (milliseconds, medians):
 
-================= =============== ========================= ========== ============ size, processes
-reduce_scatter all_to_all + local sum all_gather n broadcasts ================= ===============
-========================= ========== ============ 256 KB, 2 0.67 0.34 0.37 0.33 4 MB, 2 5.18 2.58
-1.99 1.29 32 MB, 2 80.5 21.8 53.1 19.8 32 MB, 4 194.8 46.2 126.0 40.3 =================
-=============== ========================= ========== ============
+=================  ===============  =========================  ==========  ============
+size, processes    reduce_scatter   all_to_all + local sum     all_gather  n broadcasts
+=================  ===============  =========================  ==========  ============
+256 KB, 2          0.67             0.34                       0.37        0.33
+4 MB, 2            5.18             2.58                       1.99        1.29
+32 MB, 2           80.5             21.8                       53.1        19.8
+32 MB, 4           194.8            46.2                       126.0       40.3
+=================  ===============  =========================  ==========  ============
 
 Two ranks send each other half of the tensor; more ranks send every share, including their own,
 because all-to-all takes contiguous memory. The local sum runs in rank order, in float32 for

@@ -3,9 +3,14 @@
 Each function takes a tensor and returns a new one. Its backward is the adjoint operation, so that
 the gradient is that of the sum of all ranks' losses:
 
-================= ================= forward backward ================= ================= all_reduce
-(sum) all_reduce (sum) all_gather reduce_scatter reduce_scatter all_gather all_to_all all_to_all,
-with the splits exchanged ================= =================
+=================  =================
+forward            backward
+=================  =================
+all_reduce (sum)   all_reduce (sum)
+all_gather         reduce_scatter
+reduce_scatter     all_gather
+all_to_all         all_to_all, with the splits exchanged
+=================  =================
 
 In eager mode they call the `Communicator`. While a graph is traced they emit the functional
 operators of c10d, which the compiler can move and fuse; these bypass the `Communicator` at run

@@ -2,14 +2,16 @@
 
 Every rank publishes the requested backend and the devices it sees; all choose by one function:
 
-========================= ======================================== =============================
-requested the ranks backend ========================= ========================================
-============================= nothing every rank sees a GPU of its own ``cpu:gloo,cuda:nccl``
-nothing a rank sees none, or two see the same as for CPUs, with a warning nothing, no GPU; "shm" two
-ranks share a host shared memory, group by group nothing, no GPU; "shm" ranks cannot share memory
-``gloo`` "gloo" any ``gloo``, for tensors of CPUs "nccl", "cpu:gloo,cuda:x" every rank sees a GPU as
-asked, on those GPUs ========================= ========================================
-=============================
+=========================  ========================================  =============================
+requested                  the ranks                                 backend
+=========================  ========================================  =============================
+nothing                    every rank sees a GPU of its own          ``cpu:gloo,cuda:nccl``
+nothing                    a rank sees none, or two see the same     as for CPUs, with a warning
+nothing, no GPU; "shm"     two ranks share a host                    shared memory, group by group
+nothing, no GPU; "shm"     ranks cannot share memory                 ``gloo``
+"gloo"                     any                                       ``gloo``, for tensors of CPUs
+"nccl", "cpu:gloo,cuda:x"  every rank sees a GPU                     as asked, on those GPUs
+=========================  ========================================  =============================
 
 A rank's GPU is its local rank modulo the number of devices it sees: one of all that the host has,
 or the only one that its launcher makes visible.

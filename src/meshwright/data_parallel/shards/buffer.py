@@ -1,11 +1,13 @@
 """One flat buffer on the data axes: a shard at rest, the whole buffer when gathered, and gradients.
 
-============ ============ ========================================================== from to
-operation ============ ============ ========================================================== Shard
-Replicate all-gather into ``full`` (`gather`) Replicate Shard slice (`fill`) Partial Shard
-reduce-scatter of ``gradient`` (`reduce`, axis ``shard``) Partial Replicate all-reduce (`reduce`,
-axis ``replicate``) ============ ============
-==========================================================
+============  ============  ==========================================================
+from          to            operation
+============  ============  ==========================================================
+Shard         Replicate     all-gather into ``full``           (`gather`)
+Replicate     Shard         slice                              (`fill`)
+Partial       Shard         reduce-scatter of ``gradient``     (`reduce`, axis ``shard``)
+Partial       Replicate     all-reduce                         (`reduce`, axis ``replicate``)
+============  ============  ==========================================================
 
 There are two layouts. Packed: the buffer is split at any element, and the gather writes directly
 into ``full``, whose views are the tensors. Chunked: each shard holds a chunk of every tensor;
