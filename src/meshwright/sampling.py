@@ -243,7 +243,7 @@ class PackedSampler:
             if begin and begin >= length:
                 raise ValueError(
                     f"document {document} has {length} tokens, and {begin} of them were taken: "
-                    "the documents are not those of the state that was loaded"
+                    "these are not the documents of the loaded state"
                 )
             end = min(length, begin + missing)
             if end > begin:

@@ -109,7 +109,7 @@ def _made(tree: dict[str, Any], kind: type[T], origin: Origin, overrides: Sequen
             problems += _apply(tree, override, kind, given)
         result, found = _read(tree, kind, origin)
     except RecursionError as error:
-        raise PlanError("expected fewer tables and lists in each other", origin.source) from error
+        raise PlanError("expected less nesting of tables and lists", origin.source) from error
     if result is None or problems or found:
         raise origin.error([*problems, *found])
     return result

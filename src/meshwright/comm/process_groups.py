@@ -413,7 +413,7 @@ def _join(
         store, rank, world_size, place = rendezvous.open_store(rank, world_size, timeout)
         host = STORE if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
     if rank is None or world_size is None:
-        raise ValueError("a store was given without rank and world_size: give all three")
+        raise ValueError("a store was given without rank and world_size: pass all three")
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     number = PROCESS.runs_met[place] if host == STORE else 0  # rank 0 has a new store for each run
     if place:

@@ -88,7 +88,7 @@ def parallelize(
     if isinstance(optimizer, Optimizer):
         raise TypeError(
             f"expected optimizer to be a function of this rank's parameters, found an optimizer "
-            f"({type(optimizer).__name__}): give parallelize "
+            f"({type(optimizer).__name__}): pass "
             f"optimizer=lambda parameters: {type(optimizer).__name__}(parameters, ...)"
         )
     inputs = _inputs(example)

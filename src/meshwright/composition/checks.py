@@ -54,7 +54,7 @@ def check_model(model: nn.Module, plan: Plan, ranks: int, example: Inputs | None
         *(() if example is None else _draw_problems(model, plan, example)),
     ]
     problems.extend(
-        f"parameter {name!r} is a DTensor already: give parallelize a model of plain tensors"
+        f"parameter {name!r} is a DTensor already: pass parallelize a model of plain tensors"
         for name, parameter in model.named_parameters()
         if is_dtensor(parameter)
     )

@@ -156,7 +156,7 @@ def describe_sharded(
             replace(each, sequence=number) for number, each in enumerate(collectives)
         ),
         settings=(
-            f"axes: parameters lie in parts on {units[0].groups[0].axes.parts} ranks; each of "
+            f"axes: parameters are sharded over {units[0].groups[0].axes.parts} ranks; each of "
             f"{everyone.size} trains on 1/{everyone.size} of a batch",
             *list(_settings(plan, everyone))[2:],
             *(("buffers are those of rank 0 after each step",) if has_buffers else ()),
@@ -248,12 +248,12 @@ def _settings(plan: Plan, axis: Communicator) -> Iterator[str]:
         f"{train.accumulate} parts; gradients are reduced once, after the last"
     )
     if train.clip_norm is None:
-        yield "train.clip_norm is not set: gradients are measured and left as they are"
+        yield "train.clip_norm is not set: gradients are not clipped, only their norm is computed"
     else:
         yield f"train.clip_norm = {train.clip_norm:g}: gradients are scaled to at most that 2-norm"
     if train.recompute:
         names = ", ".join(train.recompute)
-        yield f"train.recompute = {names}: activations of these modules are computed again"
+        yield f"train.recompute = {names}: activations of these modules are recomputed"
     if train.compile:
         yield "train.compile = true: modules run as graphs; the loss and the optimizer do not"
     if train.batch_norm is not None:
@@ -261,7 +261,7 @@ def _settings(plan: Plan, axis: Communicator) -> Iterator[str]:
     if train.dropout == "global":
         yield "train.dropout = global: masks are those of one process, by step and sample"
     if train.flat:
-        yield "train.flat = true: the optimizer is given few parameters of 1 dim, see flat_groups"
+        yield "train.flat = true: the optimizer gets a few 1-D parameters, see flat_groups"
     yield (
         f"train.seed = {train.seed}: the order of samples, and starting values of a model that is "
         "given on the meta device"
@@ -278,7 +278,7 @@ _STATISTICS = MappingProxyType(
     {
         "local": "each rank normalizes by its own share; running statistics are those of rank 0",
         "sync": "each BatchNorm gathers statistics in every forward pass and reduces their "
-        "gradients in every backward pass, beside the collectives above",
+        "gradients in every backward pass, in addition to the collectives above",
     }
 )
 

@@ -150,7 +150,7 @@ class PipelinedLayout(DataLayout):
         wanted = [axes for n in range(len(over) + 1) for axes in itertools.combinations(over, n)]
         others = [part.communicators for part in found if part.communicators not in wanted]
         if others:
-            raise InternalError(f"gradients of a stage lie spread over {others}, not {wanted}")
+            raise InternalError(f"gradients of a stage are sharded over {others}, not {wanted}")
         return [
             SpreadGradients(
                 gradients=tuple(g for p in found if p.communicators == axes for g in p.gradients),
@@ -176,8 +176,8 @@ class PipelinedLayout(DataLayout):
                 f"axes: {pipeline.size} ranks hold {pipeline.size * len(each)} stages in a row; "
                 f"this is rank {pipeline.rank} of them, with {len(each)}",
                 f"pipeline.schedule = {plan.pipeline.schedule}: the order of their actions",
-                f"pipeline.microbatches = {plan.pipeline.microbatches}: parts of each rank's batch "
-                "that follow each other",
+                f"pipeline.microbatches = {plan.pipeline.microbatches}: consecutive parts of each "
+                "rank's batch",
                 *dict.fromkeys(settings),
             ),
         )

@@ -227,7 +227,7 @@ class Trainable:
         """Run the second half of `step`: norm, check, clip, optimizer, zero."""
         optimizer = self.optimizer
         if optimizer is None:
-            raise RuntimeError("this Trainable has no optimizer: give one to parallelize")
+            raise RuntimeError("this Trainable has no optimizer: pass one to parallelize")
         if not self._window.is_closed:
             raise RuntimeError("optimizer_step needs gradients: call forward_backward first")
         try:

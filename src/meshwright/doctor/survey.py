@@ -101,7 +101,7 @@ def _peers(machine: Machine, gpus: Sequence[Gpu]) -> Iterator[Finding]:
         name="peer access",
         value=f"{len(pairs) - len(lacking)} of {len(pairs)} pairs of GPUs",
         problem=f"expected all, found none for {shown}" if lacking else "",
-        remedy="NCCL goes through the host's memory there, which is slower; "
+        remedy="NCCL uses host memory there, which is slower; "
         "virtual machines and IOMMUs often disable peer access"
         if lacking
         else "",

@@ -269,7 +269,7 @@ def check_optimizer(optimizer: Optimizer, *, has_closure: bool = True) -> str:
     )
     if lacks and looks is not _Looks.UNKNOWN and any(map(_is_cut_dtensor, held)):
         raise TypeError(
-            f"{name} uses operators that torch has not for DTensors, which the parameters of "
+            f"{name} uses operators that torch lacks for DTensors, which the parameters of "
             f"fully_shard and parallelize_module are. {lacks}"
         )
     _refuse_twice(held, name)
@@ -290,7 +290,7 @@ def check_optimizer(optimizer: Optimizer, *, has_closure: bool = True) -> str:
     if not has_closure and (wanted := _wanted(optimizer.step)):
         raise TypeError(
             f"the step of {name} needs {wanted}, which a Trainable does not have: it computes the "
-            "loss once, before. Use another optimizer, or a loop of your own with replicate or "
+            "loss once, before. Use another optimizer, or your own loop with replicate or "
             "fully_shard"
         )
     if not found:

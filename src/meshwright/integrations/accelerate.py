@@ -55,8 +55,8 @@ def change(*all_changes: tuple[type, Changes]) -> None:
             if found != known:
                 raise RuntimeError(
                     f"{cls.__name__}.{name} takes {found} in this version of "
-                    f"{cls.__module__.partition('.')[0]}, and meshwright knows it with {known}: "
-                    "see docs/clients.md for the versions that were run"
+                    f"{cls.__module__.partition('.')[0]}, but meshwright expects {known}: "
+                    "see docs/clients.md for the tested versions"
                 )
     for cls, changes in all_changes:
         for name, (_, ask) in changes.items():
@@ -226,7 +226,7 @@ def _sharded(accelerator: Any) -> Iterator[dict[str, Any] | None]:  # noqa: ANN4
     if len(models) != 1:
         raise ValueError(
             f"Accelerate has {len(models)} models, {len(sharded)} of them sharded: its save_state "
-            "and load_state take one sharded model alone. Use meshwright.checkpoint.save and load "
+            "and load_state handle one sharded model only. Use meshwright.checkpoint.save and load "
             "for each"
         )
     kept = [*models], [*optimizers]

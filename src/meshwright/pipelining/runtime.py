@@ -462,7 +462,7 @@ class _StepRun:
         # The ids that this one depends on came with the inputs.
         ids = self.ids.known.get(entry.index) or self.ids.of(entry.index)
         if ids is None or values is None:
-            raise InternalError(f"{entry.where} runs before what it reads has come")
+            raise InternalError(f"{entry.where} runs before its inputs have arrived")
         signatures = self.runtime.transport.signatures
         known = signatures.stages[entry.index].get(ids[k])
         if known is None:

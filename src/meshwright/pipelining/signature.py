@@ -176,7 +176,7 @@ class Signature:
             if gradients and meta and leaf.requires_grad and not meta.requires_grad:
                 raise PipeliningShapeError(
                     f"{where}, value {number}, requires a gradient, and did not for another "
-                    "microbatch of the same shapes, so none will come: make the stage's outputs "
+                    "microbatch of the same shapes, so none will arrive: make the stage's outputs "
                     "require gradients in all microbatches or in none"
                 )
 

@@ -270,7 +270,7 @@ class Draws:
             dim = part.dim % len(local)
             if not dim:
                 raise LayoutError(
-                    f"dropout {site!r}: samples are told by their numbers, not {part}"
+                    f"dropout {site!r}: samples are identified by numbers, not {part}"
                 )
             offset[dim - 1], shape[dim - 1] = part.place(local[dim], site)
         seed = name_seed(self.seed, "dropout", self.step, call.site, call.number)

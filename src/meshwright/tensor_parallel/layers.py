@@ -426,8 +426,8 @@ def check_embedding(module: nn.Embedding, name: str, *, is_by_rows: bool) -> Non
         )
     if module.max_norm is not None and not is_by_rows:
         raise ValueError(
-            f"{name}: max_norm={module.max_norm} is about whole rows, which ColwiseParallel cuts: "
-            "use RowwiseParallel, or max_norm=None"
+            f"{name}: max_norm={module.max_norm} applies to whole rows, which ColwiseParallel "
+            "splits: use RowwiseParallel, or max_norm=None"
         )
 
 

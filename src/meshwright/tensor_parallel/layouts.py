@@ -152,7 +152,7 @@ class Site:
             case _:
                 raise ValueError(
                     f"{labels.name}: a tensor placed {found} cannot be made {wanted}: it would "
-                    "have to be taken apart into a sum. Ask for Replicate or Shard"
+                    "have to be split into summands. Use Replicate or Shard"
                 )
         return PlacedTensor(x, wanted, shape)
 

@@ -306,7 +306,7 @@ class _Layered(ParallelStyle):
             raise ValueError(
                 f"{site.labels.name}: expected a {type(module).__name__} with the parameters "
                 f"{sorted(known)}, found {sorted(found)}: others (of a parametrization or of a "
-                "subclass) cannot be cut here"
+                "subclass) cannot be sharded here"
             )
         return Settings(
             site=site,

@@ -97,7 +97,7 @@ def assert_same_training(
     __tracebackhide__ = True
     if sample.depends_on == "random numbers":
         raise ValueError(
-            f"{sample.name!r} draws random numbers in its forward pass, on each rank its own: "
+            f"{sample.name!r} draws random numbers in its forward pass, others on each rank: "
             "it cannot be compared with one process"
         )
     if isinstance(layout, Plan):
@@ -194,7 +194,7 @@ class _Wrapped:
     def forward_backward(self, batch: object, target: object = None) -> None:
         loss = apply_loss(self._training.loss, call_module(self._wrapped, batch), target)
         if not loss.is_mean:
-            raise ValueError("an own loop averages gradients: the loss has to return a mean")
+            raise ValueError("this loop averages gradients, so the loss must return a mean")
         loss.total.backward()
         self._loss = loss.total.detach().to(torch.float64).clone()
 

@@ -180,7 +180,7 @@ def import_weights(
     if source_format not in FORMATS:
         raise ValueError(f"source_format: expected one of {[*FORMATS]}, found {source_format!r}")
     if key and source_format == "hf":
-        raise ValueError("key is for source_format='dcp' and 'torch': weights of hf lie below none")
+        raise ValueError("key is for source_format='dcp' and 'torch': a folder of hf has none")
     if source_format == "dcp" and not trust_pickle:
         raise CheckpointError(
             f"{path}: a distributed checkpoint of torch begins with a pickle, which is read with a "

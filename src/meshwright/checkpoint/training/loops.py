@@ -222,7 +222,7 @@ def load(
         def compare() -> tuple[None, JSON]:
             remedy = ""
             if not isinstance(owner, _Loop) and "optimizer" not in saved.structure:
-                remedy = "give model=trainable.module for the weights alone"
+                remedy = "pass model=trainable.module for the weights alone"
             saved.require([*(k for k in ("model", "optimizer") if k in held), *given], remedy)
             for key, each in given.items():
                 _compare_forms(saved, key, saved.forms.get(key), _form(each))
@@ -264,8 +264,8 @@ def load(
         _restore_generators(found["random"], _device(group))
     elif random and "random" in structure and group.rank == 0:
         _log.warning(
-            "%s was saved on %d ranks and is loaded on %d: generators of random numbers stay as "
-            "they are; seed them for this step",
+            "%s was saved on %d ranks and is loaded on %d: random number generators are not "
+            "restored; seed them for this step",
             path,
             saved.ranks,
             group.size,
@@ -406,8 +406,8 @@ def _compare_forms(saved: SavedState, place: str, there: JSON, here: JSON) -> No
             _compare_forms(saved, f"{place}[{key!r}]", there[key], other)
     else:
         raise CheckpointMismatchError(
-            f"{place} of {saved.path} was saved from {there}, and {here} is given: give it in the "
-            "form that it was saved in"
+            f"{place} of {saved.path} was saved from {there}, and {here} is given: pass it in the "
+            "form in which it was saved"
         )
 
 

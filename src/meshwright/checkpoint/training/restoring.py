@@ -242,7 +242,7 @@ class Restoring:
         if self._optimizers and len(stored) != len(self._optimizers):
             raise CheckpointMismatchError(
                 f"the checkpoint {saved.path} holds {len(stored)} optimizers, "
-                f"{len(self._optimizers)} were given"
+                f"{len(self._optimizers)} were passed"
             )
         for own, there in zip(self._optimizers, stored, strict=False):
             groups = [group["params"] for group in own["param_groups"]]

@@ -162,7 +162,7 @@ class _Wrap(torch.autograd.Function):
         if any(found != want and not found.is_replicate() for found, want in pairs):
             raise ValueError(
                 f"expected a gradient placed {list(wanted)}, found {list(grad.placements)}: "
-                "redistribute the tensor before what is made of it"
+                "redistribute the tensor before it is used"
             )
         # From Replicate to Shard is a slice.
         return _Enter.apply(grad.redistribute(placements=wanted), own), None, None, None

@@ -196,7 +196,7 @@ class _InGraph(torch.autograd.Function):
             raise RuntimeError(
                 f"backward(inputs=...) names a parameter of shape {tuple(parameter.shape)} whose "
                 "gradient is reduced over data ranks, too: its .grad would be this rank's alone. "
-                "Call backward() without inputs, and requires_grad_(False) of what is not to "
+                "Call backward() without inputs, and requires_grad_(False) on what should not "
                 "train, or take this rank's gradient with torch.autograd.grad"
             )
         part = DTensor.from_local(

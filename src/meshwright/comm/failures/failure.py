@@ -360,7 +360,7 @@ class FailureMonitor:
             return RankFailedError(str(failure), failure.rank)
         return RankFailedError(
             f"rank {self.rank} (this one) was declared lost by rank {failure.by}: "
-            f"{failure.error}; its peers have gone on without it",
+            f"{failure.error}; its peers continued without it",
             failure.rank,
         )
 

@@ -95,7 +95,7 @@ def leave() -> bool:
     if ending is not None and ending.rank == monitor.rank:  # the others raise
         _log.warning("%s", ending)
     elif ending is not None:
-        raise RankFailedError(f"{ending}; rank {monitor.rank} was done without it", ending.rank)
+        raise RankFailedError(f"{ending}; rank {monitor.rank} had finished without it", ending.rank)
     return is_clean
 
 

@@ -632,7 +632,7 @@ def blame(monitor: FailureMonitor, error: BaseException) -> str:
     """
     try:
         if any(map(is_of_a_transport, chain_of(error))) or isinstance(error, RankFailedError):
-            explain(monitor, error, f"rank {monitor.rank} found out outside of a wait of its own")
+            explain(monitor, error, f"rank {monitor.rank} noticed it outside of its own waits")
             left = monitor.ranks.left
             if left:
                 error.add_note(_left(min(left)))

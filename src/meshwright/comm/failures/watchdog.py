@@ -427,7 +427,7 @@ class Watchdog:
             recorded = recorded_operations(RECORDED)
             last = f"; c10d's flight recorder: {', '.join(recorded)}" if recorded else ""
             rank, count = self._monitor.rank, len(groups)
-            _log.error("rank %d aborts its %d groups of devices: %s%s", rank, count, error, last)
+            _log.error("rank %d aborts its %d device groups: %s%s", rank, count, error, last)
             threading.Thread(
                 target=abort_together,
                 args=(groups, ABORT_WITHIN),

@@ -197,7 +197,7 @@ def _no_nccl(asked: str, roll: Roll, devices: Sequence[int | None]) -> str:
     if asked:
         return (
             f"{asked!r} was asked for, and {sees} (connect() uses them, and "
-            "connect('cpu:gloo,cuda:gloo') moves tensors of GPUs through Gloo)"
+            "connect('cpu:gloo,cuda:gloo') moves GPU tensors through Gloo)"
         )
     if None in devices:
         blind = devices.index(None)

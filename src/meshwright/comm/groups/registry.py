@@ -162,7 +162,9 @@ class ProcessState:
             try:
                 getattr(observer, event)(*what)
             except Exception:
-                _log.exception("observer %r failed and is removed; the collectives go on", observer)
+                _log.exception(
+                    "observer %r failed and is removed; the collectives continue", observer
+                )
                 with contextlib.suppress(ValueError):  # another thread may have removed it
                     self.observers.remove(observer)
 

@@ -69,7 +69,7 @@ def open_store(
             if serves
             else (
                 "reach the store of rank 0 at",
-                "is rank 0 not started, or is that not its place?",
+                "has rank 0 been started, and is this its address?",
             )
         )
         raise CommunicationError(
@@ -88,9 +88,7 @@ def _is_of_new_run(store: dist.Store, rank: int, limit: float, runs_met: int) ->
     with contextlib.suppress(dist.DistNetworkError):  # it is closed
         if store.add(f"meshwright/opened/{rank}", 1) == 1 or not runs_met:
             return True
-        _log.warning(
-            "rank %d has left its run; rank 0 has not: is disconnect() called there?", rank
-        )
+        _log.warning("rank %d has left its run; rank 0 has not: does it call disconnect()?", rank)
         try:
             store.wait(["meshwright/closed"], timedelta(seconds=limit))  # nobody sets this key
         except dist.DistStoreError as error:
@@ -155,5 +153,5 @@ def sign_in(
                 "start as many processes as WORLD_SIZE says, each with a RANK of its own, all with "
                 "one MASTER_ADDR and MASTER_PORT"
             )
-        _log.warning("%s has not come after %.0f s: the others wait", names, waited)
+        _log.warning("%s is missing after %.0f s: the others wait", names, waited)
     return list(ranks.entries)

@@ -60,8 +60,7 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_cpu:
         raise ValueError(f"collectives through shared memory: {no_memory(tensor)}")
     raise ValueError(
-        "collectives through shared memory move tensors of the CPU, and this one is on "
-        f"{tensor.device}"
+        f"collectives through shared memory move CPU tensors, but this one is on {tensor.device}"
     )
 
 

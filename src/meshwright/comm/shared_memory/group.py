@@ -146,7 +146,7 @@ class SharedMemoryGroup(PythonGroup):
         reduction = reduction_of(opts)
         if tensor.is_sparse:
             if reduction != "sum":
-                raise ValueError(f"sparse tensors are summed, and not reduced by {reduction}")
+                raise ValueError(f"sparse tensors can only be summed, not reduced by {reduction}")
             self._sum_sparse(tensor)
             work = SharedWork([tensor])
             work.finish()

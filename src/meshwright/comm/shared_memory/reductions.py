@@ -64,7 +64,7 @@ def check_reduction(reduction: str, dtype: torch.dtype) -> None:
         )
     bitwise = reduction in ("band", "bor", "bxor")
     if bitwise and (dtype.is_floating_point or dtype.is_complex):
-        raise ValueError(f"{reduction} needs an integer or bool tensor, and this one is {dtype}")
+        raise ValueError(f"{reduction} needs an integer or bool tensor, but this one is {dtype}")
     if dtype.is_complex and reduction in ("max", "min"):
         raise ValueError(f"{reduction} has no meaning for complex numbers ({dtype})")
 

@@ -319,7 +319,7 @@ class Meeting:
                 continue
             number = self.peers.ranks[rank]
             if state == LEFT:
-                text = f"rank {number} has destroyed the group, and so never comes to {what}"
+                text = f"rank {number} has destroyed the group, so it will never reach {what}"
                 raise RankFailedError(text, number)
             reason = self._reason(rank)
             if state == MISMATCHED:

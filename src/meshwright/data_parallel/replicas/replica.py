@@ -53,7 +53,7 @@ from meshwright.torch_internals.modules import lent_now
 
 ALIKE = (
     "The first forward pass with it was one of torch.func.functional_call, whose tensors are made "
-    "before rank 0's values can be sent. Start all ranks alike, or run the module itself first"
+    "before rank 0's values can be sent. Start all ranks in the same way, or run the module first"
 )
 
 

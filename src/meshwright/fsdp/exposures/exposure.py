@@ -244,7 +244,7 @@ class FlatExposure(Exposed):
     @property
     def flat(self) -> FlatParameter:
         if self._flat is None:
-            raise InternalError("a flat parameter was asked for before its unit was built")
+            raise InternalError("a flat parameter was requested before its unit was built")
         return self._flat
 
     def parameters(self, unit: Unit) -> list[nn.Parameter]:

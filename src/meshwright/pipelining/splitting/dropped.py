@@ -54,8 +54,8 @@ def watched_forward(model: nn.Module) -> Iterator[None]:
         handle.remove()
     if watch.found:
         raise ValueError(
-            "a traced stage is a graph of operators, which would drop what the model does beside "
-            f"them: {'; '.join(watch.found)}. {_INSTEAD}"
+            "a traced stage is a graph of operators, which would drop the model's other "
+            f"effects: {'; '.join(watch.found)}. {_INSTEAD}"
         )
 
 

@@ -111,8 +111,8 @@ def verify_gradients(
                 [said[:count] for said in everyone],
                 "all that each of them holds whole",
                 error=LayoutError,
-                remedy=f"A step would train the copies apart. Either {_SHARES}, "
-                "or the ranks took different branches, were given different batches, or had other "
+                remedy=f"A step would make the copies diverge. Either {_SHARES}, "
+                "or the ranks took different branches, got different batches, or had other "
                 "weights: a state dict that one loads alone",
             )
             rows = [said[count:] for said in everyone]

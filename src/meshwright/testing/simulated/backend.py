@@ -92,8 +92,8 @@ class TransferSide:
         for key in ("tag", "number", "bytes"):
             if ours[key] != theirs[key] and None not in (ours[key], theirs[key]):
                 return (
-                    f"{ours['text']} is met by {theirs['text']}, whose {key} is {theirs[key]} and "
-                    f"not {ours[key]}: transfers go by their order alone"
+                    f"{ours['text']} is matched with {theirs['text']}, whose {key} is "
+                    f"{theirs[key]} and not {ours[key]}: transfers match by order alone"
                 )
         return ""
 
