@@ -11,8 +11,7 @@ other wrapper becomes part of the keys. Only while those functions run, our wrap
     5  ``load_state_dict(...)``                       accepts names without it
 
 The module that `torch.compile` puts around a wrapped module is skipped with it. Alternatives
-considered: posing as a subclass of torch's own wrapper, which would mislead all other code of the
-process.
+considered: posing as a subclass of torch's own wrapper, which would mislead all other code.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Which gradients are reduced together, and in which order: fixed by parameter index.
 
-Layouts depend on the model and the settings alone, so they are the same on every rank and in every
-run.
+Layouts depend only on the model and the settings, so every rank and every run has the same ones.
 """
 
 from __future__ import annotations
