@@ -88,7 +88,8 @@ def test_metrics_tell_speed_and_memory_and_become_a_report(ranks: Ranks, tmp_pat
     page = Path(outcome.report).read_text(encoding="utf-8")
     facts = report_of(tmp_path / "run").facts
     assert [*facts][:4] == ["layout", "hosts", "ranks", "backend"] and facts["steps"] == "6 of 6"
-    assert facts["hosts"] == socket.gethostname() and facts["backend"] == "shared memory"
+    assert facts["hosts"] == socket.gethostname()
+    assert facts["backend"] in ("shared memory", "simulated")
     assert f"torch {torch.__version__}, Python 3." in facts["versions"]
     for name, fact in facts.items():
         assert f"<td>{name}</td><td>{fact}</td>" in page

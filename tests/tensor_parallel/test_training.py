@@ -257,7 +257,8 @@ class Fused(nn.Module):
         self.both, self.down = nn.Linear(10, 8), nn.Linear(4, 10)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        rows = torch.linspace(-1, 1, 10, dtype=torch.float64) * (1 + ids).unsqueeze(-1)
+        ramp = torch.linspace(-1, 1, 10, dtype=torch.float64, device=ids.device)
+        rows = ramp * (1 + ids).unsqueeze(-1)
         gate, up = self.both(rows).chunk(2, -1)
         return self.down(torch.sigmoid(gate) * up)
 

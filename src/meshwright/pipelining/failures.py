@@ -67,6 +67,9 @@ class Failures:
         text = json.dumps({**notice, "step": step, "by": self._rank})
         self._notices.post(_FAILED if for_good else _refused(step), text)
         if not for_good:
+            if self.has_seen_refusal and PROCESS.monitor is not None:
+                # The schedule continues: deferred checks are still due when this rank leaves.
+                PROCESS.monitor.has_raised = False
             self._seen, self.has_seen_refusal = None, False
         if for_good and self._has_replicas and self._seen is None and PROCESS.monitor is not None:
             PROCESS.monitor.publish(error)

@@ -89,7 +89,9 @@ def check_parity(task: Task, communicator: Communicator) -> Parity:
         train=replace(config.plan.train, dropout="local", per_rank=()),
     )
     built = task.build(drops=False)
-    example = to_device(task.example(built.model), torch.device("cpu"), torch.float64)
+    # A factory may build its model on a device.
+    device = next((p.device for p in built.model.parameters()), torch.device("cpu"))
+    example = to_device(task.example(built.model), device, torch.float64)
     casts = _casts(built.model.double(), example)
     trainable = parallelize(
         built.model,

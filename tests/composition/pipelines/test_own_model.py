@@ -754,7 +754,7 @@ class Counting(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         if self.kept is None:
-            self.kept = torch.full((4,), 2.0, dtype=x.dtype)
+            self.kept = torch.full((4,), 2.0, dtype=x.dtype, device=x.device)
         return self.linear(x).tanh() * self.kept
 
 
