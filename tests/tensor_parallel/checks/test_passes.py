@@ -199,6 +199,7 @@ def test_batches_that_a_style_declares_whole_differ_from_the_first_pass_on(
 
 
 @pytest.mark.backends("gloo", "shm")
+@pytest.mark.devices("host", "simulated")
 def test_batches_of_other_sizes_are_refused_before_anything_is_sent(ranks: Ranks) -> None:
     ranks(2, partial(give_other, "shapes"))
 

@@ -155,8 +155,20 @@ def verify_inputs(
     """Check that an input that a style declares Replicate is equal on the ranks of ``axis``.
 
     As `verify_weights`, but raises ValueError. ``where`` names the pass, and ``weights`` lists the
-    parameters that may have computed the input: if they differ, their LayoutError is raised.
+    parameters that may have computed the input: if they differ, their LayoutError is raised. On a
+    device the shape and dtype are compared at once, since this pass sends what they determine.
     """
+    meaning, (name, tensor) = f"what a style declares Replicate() in {where}", given
+    if not axis.is_on_host:
+        require_equal(
+            axis,
+            {name: kind_of(tensor)},
+            meaning,
+            label=_LABEL,
+            error=ValueError,
+            remedy=_BATCHES,
+            exchange=exchange,
+        )
 
     def judge(held: Sequence[Held], digests: Sequence[str]) -> None:
         everyone = differing(axis, digests, label=_LABEL, exchange=exchange)
@@ -164,7 +176,6 @@ def verify_inputs(
             now = LateNumbers()
             verify_weights(axis, weights(), exchange, now, is_late=False)
             now.settle()
-            meaning = f"what a style declares Replicate() in {where}"
             require_close(axis, held, everyone, meaning, error=ValueError, remedy=_BATCHES)
 
     look_at_bits([given], late, judge, is_late=not axis.is_on_host)
