@@ -158,13 +158,14 @@ def block(_: Any) -> None:
         (
             swap_sends,
             "GPipe",
-            r"mixed up: recv from rank 0 \(1RECV_F0 on axis pipeline\) at \S+\.py:\d+ is met "
-            r"by send to rank 1 \(0SEND_F1 on axis pipeline\) at .*, whose number is 1 and not 0",
+            r"mixed up: recv from rank 0 \(1RECV_F0 on axis pipeline\) at \S+\.py:\d+ is "
+            r"matched with send to rank 1 \(0SEND_F1 on axis pipeline\) at .*, "
+            r"whose number is 1 and not 0",
         ),
         (
             swap_receives,
             "GPipe",
-            r"mixed up: recv from rank 0 \(1RECV_F1 on .* by send to rank 1 \(0SEND_F0 on axis",
+            r"mixed up: recv from rank 0 \(1RECV_F1 on .* with send to rank 1 \(0SEND_F0 on axis",
         ),
         (
             rely_on_tags,

@@ -279,7 +279,7 @@ def test_what_is_refused_when_built(ranks: Ranks) -> None:
             (ValueError, "sparse=True", on(nn.Embedding(4, 4, sparse=True), rows)),
             (
                 ValueError,
-                "max_norm=1.0 is about whole",
+                "max_norm=1.0 applies to whole",
                 on(nn.Embedding(4, 4, max_norm=1.0), columns),
             ),
             (ValueError, "weight is a DTensor already", twice),

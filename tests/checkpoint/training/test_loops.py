@@ -185,7 +185,7 @@ def test_other_groups_are_refused_before_anything_is_changed(tmp_path: Path) -> 
     assert "'first.bias' is in group 0 in the checkpoint, in group 1 here" in str(caught.value)
     assert "1 groups in the checkpoint, 2 here" in str(caught.value)
     assert all(map(torch.equal, other.parameters(), before))
-    with pytest.raises(CheckpointMismatchError, match="holds 1 optimizers, 2 were given"):
+    with pytest.raises(CheckpointMismatchError, match="holds 1 optimizers, 2 were passed"):
         checkpoint.load(path, model=other, optimizer=[optimizer, optimizer])
 
 
@@ -366,7 +366,7 @@ def test_parameters_that_differ_between_ranks_are_named(ranks: Ranks, tmp_path: 
 
 def weights_alone(path: Path) -> dict[str, torch.Tensor]:
     trainable = LAYOUTS["plan, pipeline"][1]().model
-    with pytest.raises(CheckpointMismatchError, match=r"give model=trainable\.module"):
+    with pytest.raises(CheckpointMismatchError, match=r"pass model=trainable\.module"):
         checkpoint.load(path, model=trainable)
     checkpoint.load(path, model=trainable.module)
     return trainable.weights()

@@ -88,7 +88,7 @@ def body_of_seeds() -> None:
         lambda: whole.normal_(),
     ):
         torch.manual_seed(rank)
-        with pytest.raises(LayoutError, match="random state .* same on ranks .0, 1.* one seed"):
+        with pytest.raises(LayoutError, match="random state .* same on ranks .0, 1.* same seed"):
             draw()
     whole.uniform_(generator=generator.manual_seed(5))
     alone = DTensor.from_local(torch.zeros(3), DeviceMesh("cpu", [0]), [Replicate()])

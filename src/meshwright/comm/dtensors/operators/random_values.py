@@ -89,7 +89,7 @@ def _require_one_state(tensor: DTensor, generator: torch.Generator | None) -> No
             require_equal(
                 axis,
                 [hashlib.blake2b(state, digest_size=8).hexdigest()],
-                "the random state from which ranks draw equal parts of a DTensor",
+                "the random state from which ranks draw copies of a DTensor",
                 label="state of random values",
                 error=LayoutError,
                 remedy="Give them the same seed before (torch.manual_seed, or the generator's)",
