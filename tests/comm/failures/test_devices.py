@@ -101,7 +101,7 @@ def test_a_rank_that_hangs_is_named_on_all_others_at_the_limit(ranks: Ranks, siz
         assert 'all_reduce #1 "loss 1" on axis world' in text
         assert "rank 1 has not issued it: it is in forward, step 1 at" in text
         assert re.search(r"called at \S+test_devices.py:\d+ in train", text)
-        assert "aborts its 2 groups of devices" in outcome.output
+        assert "aborts its 2 device groups" in outcome.output
 
 
 @pytest.mark.parametrize("blocks", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -115,7 +115,7 @@ def test_a_killed_rank_is_named(ranks: Ranks, blocks: bool) -> None:
     text = said_by(survivor)
     assert "rank 1 failed first" in text and "its process has ended" in text
     assert "rank 0 was in all_reduce #1" in text
-    assert "aborts its 2 groups of devices" in survivor.output
+    assert "aborts its 2 device groups" in survivor.output
 
 
 def test_a_rank_that_raises_is_named(ranks: Ranks) -> None:
