@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.comm import Recorder, communicator, observe
+from meshwright.comm import Mark, Recorder, communicator, observe
 from meshwright.data_parallel import FSDPModule, UnshardHandle, fully_shard, share_comm_ctx
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks
+from support.internals.timeline import Collective
 
 
 def mlp() -> nn.Sequential:
@@ -268,6 +269,21 @@ def case_all_reduce_hook() -> None:
         hybrid.set_all_reduce_hook(hook, stream="a stream")
 
 
+class Waits:
+    """The order in which reduce-scatters begin and are waited for."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+
+    def issued(self, collective: Collective) -> None:
+        if collective.kind == "reduce_scatter":
+            self.order.append("issued")
+
+    def completed(self, collective: Collective, start: Mark, end: Mark) -> None:
+        if collective.kind == "reduce_scatter":
+            self.order.append("completed")
+
+
 def case_max_input_buffers() -> None:
     model = shard_all(mlp())
     most: list[int] = []
@@ -290,6 +306,10 @@ def case_max_input_buffers() -> None:
     most.clear()
     step(model)()
     assert most == [3, 3, 3], "none is waited for before the end"
+    waits = Waits()
+    with observe(waits):
+        step(model)()
+    assert waits.order == ["issued"] * 3 + ["completed"] * 3, "they overlap"
     later = shard_all(mlp())
     later.set_reduce_scatter_max_input_buffers(5)
     step(later)()

@@ -186,7 +186,9 @@ class Unit:
         """The number of times that parameters were converted, loaded or replaced."""
         self.phase = Phase.SHARDED
         """The phase of the parameters; see above for what may follow which."""
-        self._has_second_sum = False
+        self._is_followed = False
+        """True once the second of two sums has been started, and where none comes."""
+        self._replicates = any(group.axes.replicate is not None for group in self.groups)
         self._waits = False  # with gradients, for a later pass
         self.streams: UnitStreams | None = None
         """None on the host."""
@@ -437,12 +439,13 @@ class Unit:
             for ranks, outputs, tensors in found if len(found) < 2 else Moves.joined(found):
                 label = f"reduce {name}"
                 started.append(ranks.reduce_scatter_coalesced(outputs, tensors, label=label))
-        self._has_second_sum = False
+        # A wait for a sum that nothing follows would keep the host from what overlaps it.
+        self._is_followed = streams is None and not self._replicates
 
     def reduce_further(self) -> None:
         """Start the second of two sums, when there is one; it waits for the first."""
-        if self.is_reducing and not self._has_second_sum:
-            self._has_second_sum = True
+        if self.is_reducing and not self._is_followed:
+            self._is_followed = True
             if self.announce is not None and self._sums_twice:
                 self.announce(self, "reduce_further")
             streams, last = self.streams, None
@@ -460,7 +463,7 @@ class Unit:
         """Wait for the sums; the means are kept until `deliver`."""
         if not self.is_reducing:
             return
-        if not self._has_second_sum:
+        if not self._is_followed:
             self.reduce_further()
         if self._last is None:
             _wait_for(self._sums)
