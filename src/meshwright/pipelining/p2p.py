@@ -132,6 +132,7 @@ class P2PChannels:
             # First over the control channel, whose waits are watched, so that both ranks are here
             # when the communicator is created.
             if not self._greeting:
+                # Both begin before either is waited for: a send may end with the peer's receive.
                 for begin in (parent.control.recv, parent.control.send):
                     # The device is named wherever control data is made: torch.set_default_device
                     # may be another.

@@ -145,6 +145,7 @@ class Chunk:
             for leaf in leaves:
                 gradient = leaf.grad if isinstance(leaf, torch.Tensor) else None
                 if gradient is not None:
+                    # The graph holds the leaf until its weight half: not the gradient, once sent.
                     leaf.grad = None
                 taken.append(gradient)
             self.gradients[source] = taken

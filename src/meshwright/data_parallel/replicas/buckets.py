@@ -257,6 +257,7 @@ class Bucket(Reduction):
 
     def stand_in(self, *, is_void: bool) -> None:
         self.buffer.fill_(math.nan if is_void else 0.0)
+        # What is absent is given the sum as ``.grad`` where another rank had one: no void sum.
         self._absent = [] if is_void else list(range(len(self.parameters)))
         if not is_void:
             for place, rider in enumerate(self.riders, len(self.parameters)):
