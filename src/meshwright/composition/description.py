@@ -171,7 +171,7 @@ def _unit_collectives(unit: Unit) -> Iterator[Collective]:
     """
     trainable = [group for group in unit.groups if group.is_trainable]
     gathers = [(g.axes.shard, g.buffer.gathered, g.types.compute) for g in unit.groups]
-    sums = [(g.axes.shard, g.buffer.reduced, g.types.reduce) for g in trainable]
+    sums = [(g.axes.shard, sum(line.numel for line in g.lines), g.types.reduce) for g in trainable]
     further = [
         (axis, g.buffer.layout.shard_size, g.types.reduce, "replicate")
         for g in trainable

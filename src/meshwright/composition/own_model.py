@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from meshwright.comm.dtensors.after_hooks import has_after_hooks
+from meshwright.comm.dtensors.after_hooks import has_hooks
 from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.comm.dtensors.unreadable import SETTINGS, make_unreadable
 from meshwright.composition.stages import CutModel
@@ -367,7 +367,7 @@ def hooked(name: str) -> str:
 
 def hooked_parameters(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     """List the names of parameters that have hooks on their gradients."""
-    return [name for name, p in named if backward_hooks_of(p) or has_after_hooks(p)]
+    return [name for name, parameter in named if has_hooks(parameter)]
 
 
 def _called(name: str, part: nn.Module) -> str:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.comm.dtensors.after_hooks import has_hooks
 from meshwright.comm.streams import is_host
 from meshwright.data_parallel.checks.starting_state import is_of_one_rank
-from meshwright.data_parallel.shards.slot import has_hooks
 from meshwright.errors import warn
 
 

@@ -106,7 +106,8 @@ class UnitDriver(Driver):
             exposure = exposed_of(unit)
             is_written = self._version != exposure.version(unit)
             if unit.phase is Phase.FULL:
-                is_written = bool(unit.take_written()) or is_written
+                for group in unit.groups:
+                    is_written = bool(group.take_written()) or is_written
             if is_written or unit.changes != self._changes or exposure.is_replaced(unit):
                 raise AssertionError(
                     "FSDP does not support changing the parameters between forward and backward "

@@ -254,8 +254,14 @@ class UnitWrapper(OfThisProcess, SteppedOver):
             is_full = self._use_full_prec_in_eval and not self.training
             inside = own_modules(getattr(self, WRAPPED))
             mode.enter((m for m in inside if m not in self._ignored.modules), is_full=is_full)
-        if self._unit is not None:
-            _take_changes(self._unit)
+        unit = self._unit
+        if unit is None:
+            return
+        # The next gather sends what the user or an optimizer has written.
+        if unit.phase is Phase.FULL and exposed_of(unit).is_stale(unit):
+            unit.reshard()
+        if unit.phase is Phase.SHARDED:
+            exposed_of(unit).refresh(unit)
 
     def _check_device(self) -> None:
         """Raise RuntimeError when parameters were moved to a device where they cannot be used."""
@@ -482,16 +488,6 @@ class UnitWrapper(OfThisProcess, SteppedOver):
             raise kind(text)
         self._only_idle()
         self._driver.start(self)
-
-
-def _take_changes(unit: Unit) -> None:
-    """Make the next gather send writes of the user or an optimizer."""
-    exposure = exposed_of(unit)
-    is_full = unit.phase is Phase.FULL
-    if is_full and exposure.is_stale(unit):
-        unit.reshard()
-    if unit.phase is Phase.SHARDED:
-        exposure.refresh(unit)
 
 
 def wrappers_in(module: nn.Module) -> list[UnitWrapper]:

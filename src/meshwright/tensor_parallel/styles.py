@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.comm.dtensors.after_hooks import has_after_hooks
+from meshwright.comm.dtensors.after_hooks import has_hooks
 from meshwright.comm.dtensors.dtensor import (
     AnyPlacement,
     Became,
@@ -56,7 +56,6 @@ from meshwright.tensor_parallel.layers import (
     is_conv1d,
 )
 from meshwright.tensor_parallel.layouts import Site, check_mesh, untraced
-from meshwright.torch_internals.autograd import backward_hooks_of
 
 
 @torch.no_grad()
@@ -120,7 +119,7 @@ def _check_given(given: nn.Parameter, name: str) -> None:
             f"{name} is a {type(given).__name__}, a tensor subclass with calls of its own, which "
             "the DTensor that takes its place would not make: leave the layer out of the plan"
         )
-    if backward_hooks_of(given) or has_after_hooks(given):
+    if has_hooks(given):
         raise ValueError(
             f"{name} has hooks for its gradient, which the DTensor that takes its place would not "
             "have: register hooks, and optimizers in the backward, after parallelize_module, and "

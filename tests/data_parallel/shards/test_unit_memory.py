@@ -106,12 +106,12 @@ def test_a_line_is_kept_until_somebody_else_holds_it() -> None:
 
 def whole_bytes(units: list[Unit]) -> tuple[int, int]:
     """How many units are whole, and the bytes of whole gradients."""
-    buffers = [group.buffer for unit in units for group in unit.groups]
+    groups = [group for unit in units for group in unit.groups]
     alive = sum(any(not is_at_rest(g.buffer) for g in unit.groups) for unit in units)
     lines = {
         line.tensor.data_ptr(): line.tensor.untyped_storage().size()
-        for buffer in buffers
-        for line in buffer.gradients
+        for group in groups
+        for line in group.lines
         if line.has_gradient
     }
     for slot in itertools.chain.from_iterable(unit.slots for unit in units):
@@ -175,9 +175,10 @@ def body_bounds(way: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert whole_bytes(units) == (0, 0)
-        for buffer in (group.buffer for unit in units for group in unit.groups):
-            assert buffer._staging.is_free or not buffer._staging.tensor.numel()
-            assert all(line._memory.is_free for line in buffer.gradients)
+        for group in (group for unit in units for group in unit.groups):
+            staging = group.buffer._staging
+            assert staging.is_free or not staging.tensor.numel()
+            assert all(line._memory.is_free for line in group.lines)
     # The running unit and the one gathered ahead.
     assert watcher.alive == 2
     # The unit that travels, and the one whose gradients come: a weight, in its own memory or on

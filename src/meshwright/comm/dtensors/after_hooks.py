@@ -27,9 +27,9 @@ _ELSEWHERE = "_meshwright_gradient_elsewhere"
 Hook = Callable[[Any], Any]
 
 
-def has_after_hooks(parameter: torch.Tensor) -> bool:
-    """Whether anything runs once ``.grad`` of ``parameter`` is set."""
-    return bool(after_hooks_of(parameter)) or STEPPERS in parameter.__dict__
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether a hook, or an optimizer in the backward, waits for the gradient of ``tensor``."""
+    return bool(backward_hooks_of(tensor) or after_hooks_of(tensor) or STEPPERS in tensor.__dict__)
 
 
 def is_stepped(parameter: torch.Tensor) -> bool:

@@ -51,13 +51,11 @@ def cloned(
     clone: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.clone,
 ) -> Any:  # noqa: ANN401
     """Return ``value`` with tensors for which ``where`` is true replaced by ``clone`` of them."""
-
-    def copied(tensor: torch.Tensor) -> torch.Tensor:
-        return clone(tensor) if where(tensor) else tensor
-
     if isinstance(value, torch.Tensor):
-        return copied(value)
-    return map_tensors(copied, value) if any(map(where, tensors_in(value))) else value
+        return clone(value) if where(value) else value
+    if not any(map(where, tensors_in(value))):
+        return value
+    return map_tensors(lambda tensor: clone(tensor) if where(tensor) else tensor, value)
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from operator import attrgetter, is_not
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,11 +42,10 @@ from meshwright.data_parallel.sharded_modules.agreement import (
     compare_units,
 )
 from meshwright.data_parallel.sharded_modules.module_tree import ModuleTree
-from meshwright.data_parallel.shards.buffer import DataAxes
-from meshwright.data_parallel.shards.gradient_lines import sum_parts
-from meshwright.data_parallel.shards.parameter_group import ParameterGroup
+from meshwright.data_parallel.shards.gradient_lines import Summand, sum_parts
+from meshwright.data_parallel.shards.parameter_group import ParameterGroup, have_gradients
 from meshwright.data_parallel.shards.replaced_parameters import rank_in
-from meshwright.data_parallel.shards.slot import accumulator_of, have_gradients
+from meshwright.data_parallel.shards.slot import accumulator_of
 from meshwright.data_parallel.shards.unit import Phase, Unit, UnitStreams
 from meshwright.gradients import warn_without_gradients
 from meshwright.torch_internals.autograd import accumulates, at_end_of_backward, keeps_graph
@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 IN_FLIGHT = 1
 """Reductions that may be in flight for each axis of a unit; beyond that, the oldest is waited for
 before another one starts. Each holds the full gradients of its unit."""
+
+_SHARD = attrgetter("buffer.shard")
 
 OF_PARAMETERS = "a backward pass"
 OF_INPUTS = "a backward pass that gives no parameter a gradient"
@@ -111,6 +113,10 @@ class Iteration:
         if self._stops:
             for unit in units:
                 unit.change(is_watched=True)
+        groups = [group for unit in units for group in unit.groups]
+        numbers = {axes: n for n, axes in enumerate(dict.fromkeys(g.axes for g in groups))}
+        self._axes_of = {group: numbers[group.axes] for group in groups}
+        """A number for the axes of each group, so that no pass has to compare axes."""
         self._uses = UseCounts()
         self._non_finite: NonFinite | None = None
         """The finding of the last backward pass at which all ranks are to stop."""
@@ -227,7 +233,8 @@ class Iteration:
         if training and self.drivers[0].is_last_backward:
             self._settle()
         self.is_in_forward = False
-        self._end_streams()
+        if self._streams is not None:
+            self._streams.end()
         self.stop()
 
     def record(self, driver: Driver) -> Driver | None:
@@ -250,14 +257,10 @@ class Iteration:
         """End the root's forward."""
         self.is_in_forward = False
         # With gradients the backward gathers from the same shards, and `end_backward` ends this.
-        if not torch.is_grad_enabled():
-            self._end_streams()
+        if self._streams is not None and not torch.is_grad_enabled():
+            self._streams.end()
         if self._ledger is not None:
             self._ledger.end_forward()
-
-    def _end_streams(self) -> None:
-        if self._streams is not None:
-            self._streams.end()
 
     def limit_in_flight(self) -> None:
         """Apply the largest `Driver.most_in_flight` that was set, if any."""
@@ -295,12 +298,15 @@ class Iteration:
 
         For optimizers that are not torch's: reading versions is slow with many DTensors.
         """
-        versions = [unit.exposure.version(unit) for unit in self.units]
-        shards = [group.buffer.shard for unit in self.units for group in unit.groups]
+        versions: list[int] = []
+        shards: list[torch.Tensor] = []
+        for unit in self.units:
+            versions.append(unit.exposure.version(unit))
+            shards += map(_SHARD, unit.groups)
         before, self._versions = self._versions, versions
         then, self._shards = self._shards, shards
         # A converted shard is another tensor, with a version counter of its own.
-        if len(then) != len(shards) or any(a is not b for a, b in zip(then, shards, strict=True)):
+        if len(then) != len(shards) or any(map(is_not, then, shards)):
             return None
         return versions != before
 
@@ -420,7 +426,8 @@ class Iteration:
             while len(self.in_flight) >= most:
                 self.in_flight.pop(0).finish_reduce()
         # Not earlier: a reduction that has ended frees its memory before this one takes some.
-        unit.accumulate()
+        for group in unit.groups:
+            group.accumulate()
         unit.reduce()
         self.in_flight.append(unit)
 
@@ -439,13 +446,12 @@ class Iteration:
         # In an order that all ranks share, near that of the backward: each may issue collectives.
         for driver in reversed(self.drivers):
             driver.finish_backward(self)
-        self._end_streams()
-        self.showing = [
-            unit
-            for unit in self.units
-            if (self.is_of_inputs or not unit.settings.synchronize)
-            and unit.exposure.show_waiting(unit)
-        ]
+        if self._streams is not None:
+            self._streams.end()
+        for unit in self.units:
+            waits = self.is_of_inputs or not unit.settings.synchronize
+            if waits and unit.exposure.show_waiting(unit):
+                self.showing.append(unit)
         if self.is_of_inputs or not self.drivers[0].is_last_backward:
             self.is_in_backward, self.keeps_sums = False, True
             return
@@ -501,10 +507,12 @@ class Iteration:
     def deliver(self) -> None:
         """Set the gradients of units whose reductions have ended; exchanges use flags."""
         units: list[Unit] = []
+        groups: list[ParameterGroup] = []
         for unit in self.units:
             for group in unit.groups:
                 if group.mean is not None:
                     units.append(unit)
+                    groups += unit.trainable_groups
                     break
         if not units:
             return
@@ -512,22 +520,27 @@ class Iteration:
             self._streams.deliver(to_host=any(g.home for unit in units for g in unit.groups))
         if self.announce is not None:
             self.announce()
-        groups = [group for unit in units for group in unit.trainable_groups]
-        sum_parts([m for group in groups if group.partial_sums for m in group.partial_means()])
         self._uses.begin_pass()
-        on_axes: dict[DataAxes, list[ParameterGroup]] = {}
+        summands: list[Summand] = []
+        on_axes: dict[int, list[ParameterGroup]] = {}
         for group in groups:
-            on_axes.setdefault(group.axes, []).append(group)
+            if group.partial_sums:
+                summands += group.partial_means()
+            on_axes.setdefault(self._axes_of[group], []).append(group)
+        if summands:
+            sum_parts(summands)
         used: dict[ParameterGroup, list[bool]] = {}
         found = NonFinite.of(units) if self._stops else NonFinite()
-        for axes, together in on_axes.items():
-            flags = [flag for group in together for flag in group.used]
+        for together in on_axes.values():
+            communicators, flags = together[0].axes.communicators, list[bool]()
+            for group in together:
+                flags += group.used
             # One flag more where a pass is to stop; it needs no collective beside use counts.
             told = [*(flags if self.sends_use_counts else ()), *found.flags]
             if told:
-                told = self._uses.on_any(told, axes.communicators)
+                told = self._uses.on_any(told, communicators)
             if found.flags and told.pop():
-                self._non_finite = replace(found, axes=axes.communicators)
+                self._non_finite = replace(found, axes=communicators)
             if self.sends_use_counts:
                 flags = told
             at = 0
@@ -535,7 +548,9 @@ class Iteration:
                 used[group] = flags[at : at + len(group.slots)]
                 at += len(group.slots)
         for unit in units:
-            unit.deliver(used)
+            for group in unit.trainable_groups:
+                if group.mean is not None:
+                    unit.exposure.set_gradients(unit, group, group.take_mean(), used[group])
 
 
 def _ordered(driver: Driver) -> OrderedUnit:

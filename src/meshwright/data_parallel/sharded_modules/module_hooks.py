@@ -340,7 +340,7 @@ class Driver:
         elif (
             unit is not None
             and not unit.settings.keep_full_after_forward
-            and unit.reshard_for_backward()
+            and unit.reshard(for_backward=True)
         ):
             iteration.in_blocks.append(unit)
         if self.is_root:
@@ -397,19 +397,20 @@ class Driver:
         if kwargs or [*map(type, args)] != [torch.Tensor]:
             loan = Loan(give, self._cast_rest)
             give = loan.give
-        args = tuple([give(value) for value in args])
+        args = tuple(map(give, args))
         if kwargs:
             kwargs = {key: give(value) for key, value in kwargs.items()}
         self.loans.append(loan)
         self._is_inner = bool(watched)
         if len(watched) == 1:
+            # The same moment at less cost: to count several, torch asks which a backward reaches.
             watched[0].register_hook(self.after_backward)
         elif watched:
             torch.autograd.graph.register_multi_grad_hook(watched, self.after_backward, mode="all")
         return args, kwargs
 
     def _alias(self, watched: list[torch.Tensor], given: torch.Tensor) -> torch.Tensor:
-        tensor = self._cast_input(given)
+        tensor = given if self.cast.inputs is None else cast(given, self.cast.inputs)
         if tensor.requires_grad and tensor.layout is torch.strided:  # sparse ones have no views
             # A view of its own: the input itself may have uses outside of this module.
             watched.append(tensor := tensor.view_as(tensor))
@@ -533,7 +534,8 @@ class Driver:
                 self._end(iteration, unit, is_due=is_due)
             return
         self.has_run = False
-        settings, is_of_inputs = unit.settings, not unit.has_gradient
+        settings = unit.settings
+        is_of_inputs = iteration.keeps_graph and not unit.has_gradient
         if not settings.synchronize or not settings.all_reduce:
             iteration.keeps_sums = True
         if not settings.synchronize or iteration.is_of_inputs:
@@ -542,8 +544,7 @@ class Driver:
             iteration.start_reduction(unit)
         # Modules show what is kept after the forward, so a loss may have read it. A graph that
         # runs again after a pass of inputs alone may begin there, before any hook gathers.
-        is_read = self._unseen or settings.keep_full_after_forward
-        is_read = is_read and iteration.keeps_graph and is_of_inputs
+        is_read = is_of_inputs and (self._unseen or settings.keep_full_after_forward)
         if not settings.keep_full_after_backward and not is_read:
             unit.reshard()
 

@@ -112,7 +112,7 @@ class TracedDriver(Driver):
             self._in_graphs += 1
             self.has_run = True
             self._changes = unit.changes
-        if not unit.settings.keep_full_after_forward and unit.reshard_for_backward():
+        if not unit.settings.keep_full_after_forward and unit.reshard(for_backward=True):
             iteration.in_blocks.append(unit)
 
     def check_unchanged(self, unit: Unit) -> None:

@@ -1,13 +1,4 @@
-"""One flat buffer on the data axes: a shard at rest, the whole buffer when gathered, and gradients.
-
-============  ============  ==========================================================
-from          to            operation
-============  ============  ==========================================================
-Shard         Replicate     all-gather into ``full``           (`gather`)
-Replicate     Shard         slice                              (`fill`)
-Partial       Shard         reduce-scatter of ``gradient``     (`reduce`, axis ``shard``)
-Partial       Replicate     all-reduce                         (`reduce`, axis ``replicate``)
-============  ============  ==========================================================
+"""One flat buffer on the data axes: a shard at rest, the whole buffer when gathered.
 
 There are two layouts. Packed: the buffer is split at any element, and the gather writes directly
 into ``full``, whose views are the tensors. Chunked: each shard holds a chunk of every tensor;
@@ -29,7 +20,6 @@ from meshwright.comm import Communicator, Pending
 from meshwright.comm.dtensors.dtensor import beginning_piece
 from meshwright.comm.memory.reusable_storage import Line, line_of
 from meshwright.comm.streams import is_host
-from meshwright.data_parallel.shards.gradient_lines import GradientLine
 from meshwright.layout import LineLayout, contiguous_strides
 from meshwright.torch_internals.tensors import foreach_copy_, split_into, version_of
 
@@ -179,11 +169,12 @@ class FlatBuffer:
         self.types = types
         self.device = device
         """The device of the gathered parameters and their gradients."""
+        self.is_on_host = is_host(device)
         if shard is None:
             shard = _shard(layout.shard_size, types.master, device, axes.shard)
         self.shard = shard
         """This rank's part, in the optimizer's dtype; perhaps on another device (offloaded)."""
-        is_here = is_host(shard.device) == is_host(device)
+        is_here = is_host(shard.device) == self.is_on_host
         self.is_copy = axes.is_cut or types.master != types.compute or not is_here
         """True when whole tensors have memory of their own, and not that of the shard."""
         self.is_direct = layout.is_gathered_whole
@@ -205,17 +196,13 @@ class FlatBuffer:
         """This rank's part of the whole line among fewer ranks, between two uses; see `keep`."""
         self._held: object = None
         """Keeps that alive while a gather reads it."""
-        self._gathered_version = -1
+        self.gathered_version = -1
+        """The version of the shard at the last `gather`; -1 from when writes may leave no trace: an
+        optimizer that writes to a DTensor does not bump the version of the memory below it."""
 
     # What only passes need is made in the first one. That may be an evaluation in inference mode,
     # whose tensors autograd could not use later. Views are made while there is memory: torch
     # refuses one that reaches beyond the end of its storage.
-
-    @cached_property
-    def gradients(self) -> tuple[GradientLine, ...]:
-        """The whole gradients; without memory at rest."""
-        with torch.inference_mode(False):
-            return self._gradient_lines()
 
     @cached_property
     def _staging(self) -> Line:
@@ -248,7 +235,7 @@ class FlatBuffer:
         """
         layout, parts = self.layout, self.axes.parts
         with torch.inference_mode(False), torch.no_grad():
-            if is_host(self.device) or not layout.shard_size:
+            if self.is_on_host or not layout.shard_size:
                 return None
             if self.is_direct:
                 return self.stretches_of(parts)
@@ -316,6 +303,14 @@ class FlatBuffer:
         return self.layout.stretch(range(self._together))[1] if self._together else 0
 
     @property
+    def pieces(self) -> list[range]:
+        """The tensors that each collective moves: small ones together, then each large one."""
+        count = len(self.layout.names)
+        together = count if self.is_direct else self._together
+        pieces = [range(together)] if together else []
+        return pieces + [range(index, index + 1) for index in range(together, count)]
+
+    @property
     def gathered(self) -> int:
         """The number of elements that a gather of the whole buffer moves."""
         if self.is_direct:
@@ -324,21 +319,9 @@ class FlatBuffer:
         return self.axes.parts * (self.packed + sum(alone))
 
     @property
-    def reduced(self) -> int:
-        """The number of elements that a sum of the gradients over ``shard`` moves."""
-        return sum(line.numel for line in self.gradients)
-
-    @property
     def is_stale(self) -> bool:
-        """True when the shard was, or may have been, written since `gather`; see `distrust`."""
-        return self.is_copy and self._gathered_version != version_of(self.shard)
-
-    def distrust(self) -> None:
-        """Mark the gathered parameters as stale: later writes to the shard may be untracked.
-
-        An optimizer that writes to a DTensor does not bump the version of the local tensor.
-        """
-        self._gathered_version = -1
+        """True when the shard was, or may have been, written since `gather`."""
+        return self.is_copy and self.gathered_version != version_of(self.shard)
 
     def gather(
         self, label: str, started: list[Pending], custom: CustomCollective | None = None
@@ -362,7 +345,7 @@ class FlatBuffer:
             place = self.full.view(ranks.size, -1)[ranks.rank]
             place.copy_(mine)
             return Moves(ranks, [self.full], [place])
-        self._gathered_version = version_of(self.shard)
+        self.gathered_version = version_of(self.shard)
         shard = self.axes.shard
         if shard is None or not self.axes.is_cut:
             self._whole.restore()
@@ -410,7 +393,7 @@ class FlatBuffer:
         self._held = kept
         if kept is not None:
             return kept[1]
-        self._gathered_version = version_of(self.shard)
+        self.gathered_version = version_of(self.shard)
         return self.shard
 
     def restore(self) -> None:
@@ -467,50 +450,12 @@ class FlatBuffer:
         if self._whole is not None:
             self._whole.free()
 
-    # ------------------------------------------------------------------------- gradients
-
-    @property
-    def has_gradient(self) -> bool:
-        """True when ``gradients`` hold something."""
-        return self.gradients[0].has_gradient
-
-    def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Put whole gradients of all tensors (zeros for None) in place, or add them."""
-        if len(self.gradients) == 1:
-            self.gradients[0].take(gradients)
-            return
-        for line in self.gradients:
-            line.take(gradients[line.indices.start : line.indices.stop])
-
-    def whole_gradients(self) -> list[torch.Tensor]:
-        """List the whole gradients that it holds, tensor by tensor."""
-        shapes = self.layout.shapes
-        return [
-            whole
-            for line in self.gradients
-            for whole in line.wholes(shapes[line.indices.start : line.indices.stop])
-        ]
-
-    def release_gradients(self) -> None:
-        """Free the memory of the full gradients."""
-        for line in self.gradients:
-            line.release()
-
     # --------------------------------------------------------------------------- private
 
     def _place(self, index: int) -> torch.Tensor:
         start, shape = self.layout.whole_start(index), self.layout.shapes[index]
         line = self.full[start : start + math.prod(shape)]
         return line if len(shape) == 1 else line.view(shape)
-
-    def _gradient_lines(self) -> tuple[GradientLine, ...]:
-        """Make a gradient buffer for tensors gathered together, and one for each other tensor."""
-        count = len(self.layout.names)
-        together = count if self.is_direct else self._together
-        pieces = [range(together)] if together else []
-        pieces += [range(index, index + 1) for index in range(together, count)]
-        types = self.types.reduce, self.device
-        return tuple(GradientLine(self.layout, piece, *types) for piece in pieces)
 
     def _plan_moves(self) -> list[_Move]:
         """List the gathers: directly into ``full``, or small tensors through ``_staging``."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
-from meshwright.comm.dtensors.after_hooks import run_after_hooks
+from meshwright.comm.dtensors.after_hooks import has_hooks, run_after_hooks
 from meshwright.comm.dtensors.dtensor import (
     beginning_storage,
     dtensor_at_rest,
@@ -34,7 +35,6 @@ from meshwright.data_parallel.shards.slot import (
     accumulators_of,
     carry_hooks,
     change_by_hooks,
-    has_hooks,
 )
 from meshwright.data_parallel.shards.unit import Exposure, Phase, Unit
 from meshwright.errors import InternalError
@@ -49,6 +49,8 @@ from meshwright.torch_internals.tensors import (
     set_local_tensor,
     version_of,
 )
+
+_TRAINS = attrgetter("exposed.requires_grad")
 
 
 class _ShardedParameter:
@@ -148,15 +150,12 @@ class ExposedTensors(Exposure):
         self._guarded: set[ParameterGroup] = set()
         """The groups that have begun a pass: gradients past the hooks are rejected."""
 
-    def entries(self, group: ParameterGroup) -> list[_ShardedParameter]:
-        """List the parameters of ``group`` as they appear at rest, made at the first call."""
-        found = self._entries.get(group)
-        if found is None:
-            known = {e.slot: e.exposed for entries in self._entries.values() for e in entries}
-            before = [known.get(slot, slot.original) for slot in group.slots]
-            found = [_ShardedParameter(group, index, given) for index, given in enumerate(before)]
-            self._entries[group] = found
-            mark_mean([entry.exposed for entry in found], group.axes.communicators)
+    def _new_entries(self, group: ParameterGroup) -> list[_ShardedParameter]:
+        known = {e.slot: e.exposed for entries in self._entries.values() for e in entries}
+        before = [known.get(slot, slot.original) for slot in group.slots]
+        found = [_ShardedParameter(group, index, given) for index, given in enumerate(before)]
+        self._entries[group] = found
+        mark_mean([entry.exposed for entry in found], group.axes.communicators)
         return found
 
     def shown(self, slot: Slot) -> nn.Parameter:
@@ -259,7 +258,7 @@ class ExposedTensors(Exposure):
     def show_sharded(self, unit: Unit) -> None:
         """Put the DTensors into the modules, with the ``requires_grad`` of the whole parameters."""
         for group in unit.groups:
-            for entry in self.entries(group):
+            for entry in self._entries.get(group) or self._new_entries(group):
                 exposed, full = entry.exposed, entry.slot.full
                 if full.requires_grad is not entry.trains:
                     entry.follow_training()
@@ -310,20 +309,24 @@ class ExposedTensors(Exposure):
 
     def version(self, unit: Unit) -> int:
         """See `Exposure`. Fused writes to DTensors are not counted."""
-        return sum(
-            [version_of(e.exposed) for group in unit.groups for e in self._entries[group]]
-        ) + sum([version_of(group.buffer.shard) for group in unit.groups])
+        found = 0
+        for group in unit.groups:
+            found += version_of(group.buffer.shard)
+            for entry in self._entries[group]:
+                found += version_of(entry.exposed)
+        return found
 
     def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
-        return [entry.exposed.requires_grad for entry in self._entries[group]]
+        return [*map(_TRAINS, self._entries[group])]
 
     def has_gradients(self, unit: Unit) -> bool:
-        flats = (self._flat.get(group) for group in unit.groups)
-        return any(flat is not None and flat.grad is not None for flat in flats) or any(
-            entry.stop > entry.start and entry.exposed.grad is not None
-            for group in unit.groups
-            for entry in self._entries[group]
-        )
+        for group in unit.groups:
+            if group in self._flat and self._flat[group].grad is not None:
+                return True
+            for entry in self._entries[group]:
+                if entry.stop > entry.start and entry.exposed.grad is not None:
+                    return True
+        return False
 
     def set_gradients(
         self, unit: Unit, group: ParameterGroup, reduced: torch.Tensor, used: Sequence[bool]
@@ -340,7 +343,23 @@ class ExposedTensors(Exposure):
             if is_used and has_hooks(entry.exposed) and entry.exposed.requires_grad:
                 change_by_hooks(entry.exposed, gradient, entry.slot.name)
                 hooked.append(entry.exposed)
-        self._add(group, reduced, fresh, used)
+        if group not in self._flat or not self._add_to_flat(group, reduced, used):
+            targets: list[torch.Tensor] = []
+            sources: list[torch.Tensor] = []
+            for entry, gradient, is_used in zip(self._entries[group], fresh, used, strict=True):
+                exposed = entry.exposed
+                if exposed.grad is not None and exposed.grad.placements != exposed.placements:
+                    # A loss has read the DTensor itself, and autograd left what was easiest for it.
+                    exposed.grad = exposed.grad.redistribute(placements=exposed.placements)
+                if not is_used or not exposed.requires_grad:
+                    continue
+                if exposed.grad is None:
+                    exposed.grad = gradient
+                else:
+                    targets.append(local_of(exposed.grad))
+                    sources.append(local_of(gradient))
+            if targets:
+                foreach_add_(targets, sources)
         for exposed in hooked:
             run_after_hooks(exposed)
         if hooked:
@@ -375,49 +394,27 @@ class ExposedTensors(Exposure):
                 part.copy_(local_of(gradient).reshape(-1))
                 entry.exposed.grad = entry.gradient_on(line, is_shown=True)
 
-    def _add(
-        self,
-        group: ParameterGroup,
-        reduced: torch.Tensor,
-        fresh: Sequence[torch.Tensor],
-        used: Sequence[bool],
-    ) -> None:
-        flat = self._flat.get(group)
-        if flat is not None:
-            entries = self._entries[group]
-            self._delivered.add(group)
-            if flat.grad is not None and any(e.exposed.grad is not None for e in entries):
-                flat.grad.add_(reduced)  # the parameters' gradients are views of it
-                for e, is_used in zip(entries, used, strict=True):
-                    if is_used and e.exposed.grad is None and e.exposed.requires_grad:
-                        e.exposed.grad = e.gradient_on(plain(flat.grad), is_shown=True)
-                return
-            for entry in self._entries[group]:
-                if entry.exposed.grad is not None:  # of a loss that has read the DTensor itself
-                    own = entry.exposed.grad.redistribute(placements=entry.exposed.placements)
-                    entry.part_of(plain(reduced)).add_(local_of(own))
-            is_part = is_marked_spread(flat)
-            flat.grad = (
-                gradient_part(reduced, self._entries[group][0].slot.name) if is_part else reduced
-            )
-            for entry in entries:
-                entry.exposed.grad = None
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        for entry, gradient, is_used in zip(self._entries[group], fresh, used, strict=True):
-            exposed = entry.exposed
-            if exposed.grad is not None and exposed.grad.placements != exposed.placements:
-                # A loss has read the DTensor itself, and autograd left what was easiest for it.
-                exposed.grad = exposed.grad.redistribute(placements=exposed.placements)
-            if not is_used or not exposed.requires_grad:
-                continue
-            if exposed.grad is None:
-                exposed.grad = gradient
-            else:
-                targets.append(local_of(exposed.grad))
-                sources.append(local_of(gradient))
-        if targets:
-            foreach_add_(targets, sources)
+    def _add_to_flat(
+        self, group: ParameterGroup, reduced: torch.Tensor, used: Sequence[bool]
+    ) -> bool:
+        """Set or add to the flat gradient; True where that of each parameter follows by that."""
+        flat, entries = self._flat[group], self._entries[group]
+        self._delivered.add(group)
+        if flat.grad is not None and any(e.exposed.grad is not None for e in entries):
+            flat.grad.add_(reduced)  # the parameters' gradients are views of it
+            for e, is_used in zip(entries, used, strict=True):
+                if is_used and e.exposed.grad is None and e.exposed.requires_grad:
+                    e.exposed.grad = e.gradient_on(plain(flat.grad), is_shown=True)
+            return True
+        for entry in entries:
+            if entry.exposed.grad is not None:  # of a loss that has read the DTensor itself
+                own = entry.exposed.grad.redistribute(placements=entry.exposed.placements)
+                entry.part_of(plain(reduced)).add_(local_of(own))
+        name = entries[0].slot.name
+        flat.grad = gradient_part(reduced, name) if is_marked_spread(flat) else reduced
+        for entry in entries:
+            entry.exposed.grad = None
+        return False
 
     def _on(self, group: ParameterGroup, reduced: torch.Tensor) -> list[torch.Tensor]:
         """Make a DTensor for each parameter of ``group``, with its part of ``reduced``.

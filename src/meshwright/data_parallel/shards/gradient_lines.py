@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 
@@ -160,8 +160,8 @@ class GradientLine:
             self.tensor = gradients[0].view(-1)  # pyrefly: ignore[missing-attribute]
             return
         self._memory.restore()
-        present = [gradient for gradient in gradients if gradient is not None]
-        is_full = len(present) == len(gradients)
+        is_full = type(None) not in map(type, gradients)
+        present = cast("Sequence[torch.Tensor]", gradients)
         if is_full and self._gaps_before is not None:
             joined = present if self._is_even else self._with_gaps(present, self._gaps_before)
             if joined:

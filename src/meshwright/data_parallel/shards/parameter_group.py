@@ -1,14 +1,23 @@
 """The parameters of a unit that share one buffer, and the reduction of their gradients.
 
 A `ParameterGroup` holds the slots of one dtype with their buffer, and accumulates, reduces and
-scales their gradients.
+scales their gradients. With its `FlatBuffer` it takes parameters and gradients
+
+============  ============  ============================================================
+from          to            by
+============  ============  ============================================================
+Shard         Replicate     all-gather into ``full``           (`FlatBuffer.gather`)
+Replicate     Shard         slice                              (`FlatBuffer.fill`)
+Partial       Shard         reduce-scatter of ``lines``        (`reduce`, axis ``shard``)
+Partial       Replicate     all-reduce           (`reduce_further`, axis ``replicate``)
+============  ============  ============================================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from operator import attrgetter
 from typing import Literal
@@ -20,7 +29,6 @@ from meshwright.comm import Communicator, Pending
 from meshwright.comm.dtensors.dtensor import dtensor_at_rest, is_dtensor, local_gradient, local_of
 from meshwright.comm.dtensors.local_leaves import take_over
 from meshwright.comm.dtensors.subclasses import values_of
-from meshwright.comm.streams import is_host
 from meshwright.data_parallel.checks.starting_state import has_values_of
 from meshwright.data_parallel.shards.buffer import (
     BufferTypes,
@@ -36,7 +44,7 @@ from meshwright.data_parallel.shards.gradient_lines import (
     sum_parts,
     summands_of,
 )
-from meshwright.data_parallel.shards.slot import Slot, have_gradients
+from meshwright.data_parallel.shards.slot import Slot
 from meshwright.data_parallel.shards.tensor_extensions import ExtendedBuffer, whole_parameter
 from meshwright.errors import InternalError
 from meshwright.gradients import Factor, NonFiniteValues, digests_of, multiply_
@@ -44,7 +52,9 @@ from meshwright.layout import LineLayout
 from meshwright.torch_internals.tensors import version_of
 
 _REQUIRES_GRAD = attrgetter("full.requires_grad")
-_LEAF, _OF_LEAF = attrgetter("leaf"), attrgetter("leaf.grad")
+_LEAF = attrgetter("leaf")
+_OF_LEAF, _OF_WHOLE = attrgetter("leaf.grad"), attrgetter("full.grad")
+_TENSOR = attrgetter("tensor")
 
 ReduceHook = Callable[[torch.Tensor, torch.Tensor], None]
 """``hook(whole, out)``: reduces the whole line of gradients and writes this rank's part to ``out``
@@ -119,6 +129,10 @@ class ParameterGroup:
         )
         self.has_outer = any(slot.outer is not None for slot in slots)
         """True where one of its parameters was a DTensor."""
+        self._gradient_of: Callable[[Slot], torch.Tensor | None] = (
+            _gathered if self.has_outer else _OF_LEAF
+        )
+        """Returns the gradient from autograd, this rank's part of a DTensor."""
         self.partial_sums = [
             (index, add)
             for index, slot in enumerate(slots)
@@ -129,7 +143,7 @@ class ParameterGroup:
             if slot.local is not None:
                 self.buffer.local(index).copy_(slot.local)
                 slot.local = None
-        self._versions = [0] * len(slots)
+        self.versions = [0] * len(slots)
         """Those of the leaves when they were gathered."""
         self._show_views()
         self.used = [False] * len(slots)
@@ -142,7 +156,6 @@ class ParameterGroup:
         """Sums over ``shard`` that have not been over ``replicate`` yet."""
         self.kept = KeptLine()
         """Memory for the mean."""
-        self._nothing: list[torch.Tensor | None] = [None] * len(slots)
         self._reduced: torch.Tensor | None = None
         self._added: torch.Tensor | None = None
         self._result: torch.Tensor | None = None
@@ -152,6 +165,25 @@ class ParameterGroup:
         """The whole gradients that a hook is summing now."""
         self.mean: torch.Tensor | None = None
         """This rank's part of the mean gradient, finished and not delivered yet."""
+
+    @cached_property
+    def lines(self) -> tuple[GradientLine, ...]:
+        """The whole gradients, one line for each collective; without memory at rest.
+
+        Made in the first pass, which may be an evaluation in inference mode: autograd could not use
+        tensors of that later.
+        """
+        buffer = self.buffer
+        with torch.inference_mode(False):
+            return tuple(
+                GradientLine(buffer.layout, piece, self.types.reduce, buffer.device)
+                for piece in buffer.pieces
+            )
+
+    def release_gradients(self) -> None:
+        """Free the memory of the whole gradients."""
+        for line in self.lines:
+            line.release()
 
     @torch.no_grad()
     def convert(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -165,7 +197,7 @@ class ParameterGroup:
             self.home = device
             shard = self._empty_shard(before.layout, device)
             self.buffer = self._new_buffer(before.layout, before.device, shard)
-        self._carry_gradients(before)
+        self._carry_gradients()
         self._show_views()
 
     @torch.no_grad()
@@ -178,7 +210,7 @@ class ParameterGroup:
         before = self.buffer
         self.types = BufferTypes.of(self.types.master, compute, reduce)
         self.buffer = self._new_buffer(before.layout, before.device, before.shard)
-        self._carry_gradients(before)
+        self._carry_gradients()
         self._show_views()
 
     def note_starts(self, compared: Container[Slot]) -> None:
@@ -213,11 +245,14 @@ class ParameterGroup:
             if torch.equal(own, found[1].to(own.device)):
                 slot.start = torch.stack([found[0].to(now.device), now])
 
-    def _carry_gradients(self, before: FlatBuffer) -> None:
+    def _carry_gradients(self) -> None:
         """Keep gradients that wait for a reduction, in the current dtype and on its device."""
         kind, device = self.types.reduce, self.buffer.device
-        if before.has_gradient:
-            self.buffer.take([g.to(device, kind) for g in before.whole_gradients()])
+        before: Sequence[GradientLine] = vars(self).pop("lines", ())
+        for index, line in enumerate(before):
+            if line.has_gradient:
+                wholes = line.wholes([self.buffer.layout.shapes[n] for n in line.indices])
+                self.lines[index].take([whole.to(device, kind) for whole in wholes])
         if self.partial is not None:
             self.partial = self.partial.to(device, kind)
 
@@ -232,25 +267,22 @@ class ParameterGroup:
             return ExtendedBuffer(self._extensions, *arguments)
         return FlatBuffer(*arguments)
 
-    def finish_gather(self, before_freeing: Callable[[], None] | None = None) -> None:
-        """Complete a gather: full parameters are in place afterwards; see `FlatBuffer`."""
-        self.buffer.finish_gather(before_freeing)
-        # Not strict: `wholes` is empty where views of the line are the parameters.
-        for slot, whole in zip(self.slots, self.buffer.wholes, strict=False):
+    def take_wholes(self) -> None:
+        """Take the whole parameters that extensions have made of what was gathered."""
+        for slot, whole in zip(self.slots, self.buffer.wholes, strict=True):
             if slot.full is not whole:
                 whole.requires_grad_(slot.full.requires_grad)
                 slot.full = slot.leaf = whole
-        self._versions = [*map(version_of, map(_LEAF, self.slots))]
 
     def take_written(self) -> str:
         """Name a whole parameter that was written or moved in memory since the gather, "" for none.
 
         The change is dropped: all parameters are views of the buffer again.
         """
-        before, self._versions = self._versions, [*map(version_of, map(_LEAF, self.slots))]
+        before, self.versions = self.versions, [*map(version_of, map(_LEAF, self.slots))]
         lost = ""
-        if before != self._versions and self.buffer.is_copy:
-            pairs = zip(self.slots, before, self._versions, strict=True)
+        if before != self.versions and self.buffer.is_copy:
+            pairs = zip(self.slots, before, self.versions, strict=True)
             lost = next(slot.name for slot, then, now in pairs if then != now)
         start, addresses = self._addresses
         if start != self.buffer.full.data_ptr():
@@ -268,7 +300,7 @@ class ParameterGroup:
 
     def note_written(self, index: int) -> None:
         """Accept a write to full parameter ``index``, which is copied to the shards, too."""
-        self._versions[index] = version_of(self.slots[index].leaf)
+        self.versions[index] = version_of(self.slots[index].leaf)
 
     def _empty_shard(self, layout: LineLayout, home: torch.device | None) -> torch.Tensor | None:
         if home is None:
@@ -312,7 +344,7 @@ class ParameterGroup:
         """Drop gradients from autograd and from passes without a reduction."""
         for slot in self.slots if have_gradients(self.slots) else ():
             slot.leaf.grad = slot.full.grad = None
-        self.buffer.release_gradients()
+        self.release_gradients()
         self.partial = None
         self.used = [False] * len(self.slots)
 
@@ -325,18 +357,19 @@ class ParameterGroup:
             raise InternalError(f"no mean of {self.slots[0].name!r} is finished")
         mean, self.mean = self.mean.detach(), None
         self.used = [False] * len(self.slots)
-        self.buffer.distrust()
+        self.buffer.gathered_version = -1
         return mean
 
     def accumulate(self) -> None:
         """Move the gradients that autograd has left on the parameters to the buffer."""
-        gradients = self._new_gradients()
+        gradients = [*map(self._gradient_of, self.slots)]
         if {*map(type, gradients)} <= {type(None)}:
             return
         if self._extensions:
             gradients = [None if g is None else values_of(g) for g in gradients]
         try:
-            self.buffer.take(gradients)
+            for line in self.lines:
+                line.take(gradients[line.indices.start : line.indices.stop])
         except RuntimeError as error:
             self._refuse_sparse(gradients, error)
             raise
@@ -345,12 +378,6 @@ class ParameterGroup:
             if gradients[index] is not None:
                 used[index] = True
                 slot.leaf.grad = None
-
-    def _new_gradients(self) -> list[torch.Tensor | None]:
-        """List the gradients from autograd, this rank's parts of DTensors."""
-        if self.has_outer:
-            return [*map(_gathered, self.slots)]
-        return [*map(_OF_LEAF, self.slots)]
 
     def _refuse_sparse(
         self, gradients: Iterable[torch.Tensor | None], error: RuntimeError | None = None
@@ -371,16 +398,16 @@ class ParameterGroup:
         The caller launches the returned collectives; a custom one is added to ``started``. Memory
         that users receive is allocated here, on their stream, if `finish_reduce` is late.
         """
-        buffer, axes = self.buffer, self.axes
-        is_absent = not buffer.has_gradient
+        buffer, axes, lines = self.buffer, self.axes, self.lines
+        is_absent = not lines[0].has_gradient
         if is_absent:
-            buffer.take(self._nothing)
+            for line in lines:
+                line.take([None] * len(line.indices))
         if self.partial_sums and not buffer.layout.cuts_dims:
-            sum_parts(summands_of(self.partial_sums, buffer.gradients[0]))
+            sum_parts(summands_of(self.partial_sums, lines[0]))
         if settings.is_watched:
             self._look_at_gradients()
         self._factor = 1.0 / (settings.divide_factor or axes.size)
-        lines = buffer.gradients
         if is_late and self.types.reduce != self.types.master:
             self._result = torch.empty_like(buffer.shard, device=buffer.device)
         # A sum of float16 overflows easily: it is divided before.
@@ -414,14 +441,14 @@ class ParameterGroup:
         if not axes.is_cut:  # as torch, which issues nothing over one rank
             reduced.copy_(lines[0].tensor)
             return None
-        return Moves(axes.shard, outputs, [line.tensor for line in lines])
+        return Moves(axes.shard, outputs, [*map(_TENSOR, lines)])
 
     def _line_for_sums(self) -> torch.Tensor:
-        size, dtype = self.buffer.layout.shard_size, self.types.reduce
-        if dtype == self.types.master and is_host(self.buffer.device):
+        buffer, dtype = self.buffer, self.types.reduce
+        if dtype == self.types.master and buffer.is_on_host:
             # It pays where memory that was given back comes back in pages that have to be zeroed.
-            return self.kept.take(size, dtype, self.buffer.device)
-        return torch.empty(size, dtype=dtype, device=self.buffer.device)
+            return self.kept.take(buffer.layout.shard_size, dtype, buffer.device)
+        return torch.empty(buffer.layout.shard_size, dtype=dtype, device=buffer.device)
 
     def _reduce_by(self, hook: ReduceHook) -> None:
         """Sum the gradients by ``hook``, whose result is not scaled."""
@@ -448,28 +475,28 @@ class ParameterGroup:
 
     def _whole_line(self) -> torch.Tensor:
         """Return all gradients in one buffer, shard by shard, as a hook expects."""
-        lines = self.buffer.gradients
+        lines = self.lines
         if len(lines) == 1:
             return lines[0].tensor
         return self._write_whole(lines[0].tensor.new_empty(self.buffer.layout.padded_size))
 
     def _write_whole(self, whole: torch.Tensor) -> torch.Tensor:
         rows = whole.view(self.axes.parts, -1)
-        for line in self.buffer.gradients:
+        for line in self.lines:
             rows[:, line.start : line.stop] = line.tensor.view(self.axes.parts, -1)
         self._zero_between(rows)
         return whole
 
     def _zero_between(self, rows: torch.Tensor) -> None:
         """Zero the gaps between the gradients in each of ``rows``, which are shards."""
-        for line, following in pairwise(self.buffer.gradients):
+        for line, following in pairwise(self.lines):
             if line.stop < following.start:
                 rows[:, line.stop : following.start] = 0
 
     def _look_at_gradients(self) -> None:
         if self.mean is None and self.partial is None:  # those before have been delivered
             self.non_finite.clear()
-        for line in reversed(self.buffer.gradients):
+        for line in reversed(self.lines):
             self.non_finite.look(line.tensor, partial(self._parts_of, line))
 
     def _parts_of(self, line: GradientLine) -> Iterator[tuple[str, torch.Tensor]]:
@@ -509,7 +536,7 @@ class ParameterGroup:
                 if self.partial is reduced:
                     self.partial = own
                 reduced = own
-            self.buffer.release_gradients()
+            self.release_gradients()
         if reduced is None or reduced is self.partial:
             return (added,)
         if settings.scale is not None:
@@ -547,12 +574,12 @@ class ParameterGroup:
 
     def waiting(self) -> list[torch.Tensor | None]:
         """List whole gradients of this rank that wait for a reduction, as views."""
-        if not self.buffer.has_gradient:
-            gradients = self._new_gradients()
+        if not self.lines[0].has_gradient:
+            gradients = [*map(self._gradient_of, self.slots)]
             self._refuse_sparse(gradients)
             return gradients
         self.accumulate()
-        parts = (part for line in self.buffer.gradients for (part,) in line.parts())
+        parts = (part for line in self.lines for (part,) in line.parts())
         return [part if used else None for part, used in zip(parts, self.used, strict=True)]
 
     def forget_waiting(self, indices: Iterable[int]) -> None:
@@ -560,12 +587,11 @@ class ParameterGroup:
         for index in indices:
             slot, self.used[index] = self.slots[index], False
             slot.full.grad = slot.leaf.grad = None
-            if self.buffer.has_gradient:
-                for line in self.buffer.gradients:
-                    for part in line.parts()[index]:
-                        part.zero_()
+            for line in self.lines if self.lines[0].has_gradient else ():
+                for part in line.parts()[index]:
+                    part.zero_()
         if not any(self.used):
-            self.buffer.release_gradients()
+            self.release_gradients()
 
     def partial_means(self) -> list[Summand]:
         """List the parts of ``mean`` that other axes have to sum."""
@@ -577,10 +603,16 @@ class ParameterGroup:
         """Drop gradients and sums of an iteration that will not be finished."""
         self._reduced = self.partial = self.mean = None
         self.kept.forget()
-        self.buffer.release_gradients()
+        self.release_gradients()
         self.used = [False] * len(self.slots)
         for slot in self.slots:
             slot.full.grad = slot.leaf.grad = None
+
+
+def have_gradients(slots: Collection[Slot]) -> bool:
+    """Whether autograd has left a gradient on a full parameter of ``slots``."""
+    found = {*map(type, map(_OF_LEAF, slots)), *map(type, map(_OF_WHOLE, slots))}
+    return not found <= {type(None)}
 
 
 @torch.no_grad()

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from meshwright.comm.dtensors.after_hooks import carry_after_hooks, has_after_hooks
+from meshwright.comm.dtensors.after_hooks import carry_after_hooks
 from meshwright.comm.dtensors.dtensor import AtRest, local_of
 from meshwright.data_parallel.distributed_parameters import LocalParameter
 from meshwright.data_parallel.shards.placement import Place
@@ -130,15 +129,6 @@ class Slot:
             module._parameters[name] = parameter  # pyrefly: ignore[unsupported-operation]
 
 
-_OF_LEAF, _OF_WHOLE = attrgetter("leaf.grad"), attrgetter("full.grad")
-
-
-def have_gradients(slots: Collection[Slot]) -> bool:
-    """Whether autograd has left a gradient on a full parameter of ``slots``."""
-    found = {*map(type, map(_OF_LEAF, slots)), *map(type, map(_OF_WHOLE, slots))}
-    return not found <= {type(None)}
-
-
 def collect_slots(
     modules: Iterable[tuple[str, nn.Module]], skipped: Container[int] = ()
 ) -> list[Slot]:
@@ -186,11 +176,6 @@ def group_slots(slots: Iterable[Slot], *, by_training: bool = True) -> list[list
 # Autograd never sees a sharded parameter: it sees the full one, whose gradient is of one rank. So
 # what was registered on the parameter runs here, once for each mean that is delivered. The hook of
 # a single process sees the same; `Tensor.register_hook` on a replica sees that of its own rank.
-
-
-def has_hooks(parameter: torch.Tensor) -> bool:
-    """Whether ``parameter`` has hooks of either kind."""
-    return bool(backward_hooks_of(parameter)) or has_after_hooks(parameter)
 
 
 def carry_hooks(source: torch.Tensor, target: nn.Parameter, name: str) -> None:

@@ -255,7 +255,7 @@ class ExtendedBuffer(FlatBuffer):
     ) -> Moves | None:
         """Prepare to gather the inputs of all ranks' parts; see `FlatBuffer`."""
         layout = self.layout.chunked_layout()
-        self._gathered_version = version_of(self.shard)
+        self.gathered_version = version_of(self.shard)
         self._metadata.clear()
         is_first = not self._gathered
         moves = None if self.axes.shard is None else Moves(self.axes.shard, [], [])

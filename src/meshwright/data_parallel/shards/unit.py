@@ -31,9 +31,13 @@ from torch.autograd.graph import increment_version
 from meshwright.comm import Communicator, Pending
 from meshwright.comm.streams import DeviceEvent, SideStream, captures, current_stream, record
 from meshwright.data_parallel.shards.buffer import FlatBuffer, GatherPack, Moves, PackKey
-from meshwright.data_parallel.shards.parameter_group import ParameterGroup, UnitSettings
+from meshwright.data_parallel.shards.parameter_group import (
+    ParameterGroup,
+    UnitSettings,
+    have_gradients,
+)
 from meshwright.data_parallel.shards.replaced_parameters import written
-from meshwright.data_parallel.shards.slot import Slot, have_gradients
+from meshwright.data_parallel.shards.slot import Slot
 from meshwright.errors import InternalError
 from meshwright.torch_internals.tensors import has_storage, set_versions, version_of
 
@@ -282,7 +286,9 @@ class Unit:
             return
         if self.phase is not Phase.GATHERING:
             self.unshard()
-        _wait_for(self._gathers)
+        for gather in self._gathers:
+            gather.wait()
+        self._gathers.clear()
         if self._is_there is not None:
             self._is_there.wait()
         if self._hidden[0]:  # graphs may read what they have saved again
@@ -294,7 +300,10 @@ class Unit:
         while self._packed and before_freeing is not None:
             self._packed.pop().finish(before_freeing)
         for group in self.groups:
-            group.finish_gather(before_freeing)
+            group.buffer.finish_gather(before_freeing)
+            if group.is_extended:
+                group.take_wholes()
+            group.versions = [*map(version_of, map(_LEAF, group.slots))]
         self.phase = Phase.FULL
         self.exposure.show_full(self)
         self.trainable_groups = tuple(filter(_IS_TRAINABLE, self.groups))
@@ -305,42 +314,52 @@ class Unit:
             self.is_at_rest = is_shown
             (self.exposure.show_sharded if is_shown else self.exposure.show_full)(self)
 
-    def reshard_for_backward(self) -> bool:
-        """Do as `reshard`, but keep a copy among fewer ranks for the backward if so configured.
-
-        Returns whether it did: call `forget_block` when the backward does not come.
-        """
-        block = self.settings.block
-        if block is None or self.phase is not Phase.FULL:
-            self.reshard()
-            return False
-        for group in self.groups:
-            group.buffer.keep(block)
-        self._put_away()
-        return True
-
     def forget_block(self) -> None:
         """Gather over all ranks the next time."""
         for group in self.groups:
             group.buffer.forget_kept()
 
-    def reshard(self) -> None:
-        """Put the sharded parameters into the modules and free the full ones."""
-        if self.settings.block is not None:
-            self.forget_block()
+    def reshard(self, *, for_backward: bool = False) -> bool:
+        """Put the sharded parameters into the modules and free the full ones.
+
+        With ``for_backward`` a copy among the ranks of `UnitSettings.block`, if any, is kept. True
+        where one is: `forget_block` is due when the backward does not come.
+        """
+        settings = self.settings
+        keeps = for_backward and settings.block is not None and self.phase is Phase.FULL
+        if settings.block is not None:
+            for group in self.groups:
+                if keeps:
+                    group.buffer.keep(settings.block)
+                else:
+                    group.buffer.forget_kept()
         if self.phase in (Phase.SHARDED, Phase.REDUCING):
-            return
+            return False
         if self.phase is Phase.GATHERING:
             self.wait_unshard()
-        self._put_away()
-
-    def take_written(self) -> str:
-        """Name a whole parameter that was written or moved to other memory, and drop the change."""
+        self.is_at_rest = False
+        self.exposure.show_sharded(self)
+        leaves: list[torch.Tensor] = []
         lost = ""
         for group in self.groups:
             name = group.take_written()
             lost = lost or name
-        return lost
+            if settings.unshard_in_backward and group.buffer.is_copy and not group.is_extended:
+                leaves += map(_LEAF, group.slots)
+        if settings.unshard_in_backward:
+            # A backward that no hook announces may get here before the unit is gathered again: a
+            # higher version has torch reject what graphs have saved, and not read freed memory.
+            self._hidden = leaves, [*map(version_of, leaves)]
+            increment_version(leaves)
+        if self.streams is None:
+            for group in self.groups:
+                group.buffer.release()
+        else:
+            self.streams.leave(self.groups)
+        self.phase = Phase.REDUCING if self.is_reducing else Phase.SHARDED
+        if lost:
+            raise written(lost, self.communicators)
+        return keeps
 
     def has_changed(self) -> None:
         """Note that parameters were converted, loaded, stepped or replaced: graphs are invalid."""
@@ -352,28 +371,6 @@ class Unit:
         """Update which groups have a parameter that requires grad now."""
         self.trainable_groups = tuple(filter(_IS_TRAINABLE, self.groups))
 
-    def _put_away(self) -> None:
-        self.is_at_rest = False
-        self.exposure.show_sharded(self)
-        lost = self.take_written()
-        if self.settings.unshard_in_backward:
-            # A backward that no hook announces may get here before the unit is gathered again: a
-            # higher version has torch reject what graphs have saved, and not read freed memory.
-            leaves: list[torch.Tensor] = []
-            for group in self.groups:
-                if group.buffer.is_copy and not group.is_extended:
-                    leaves += map(_LEAF, group.slots)
-            self._hidden = leaves, [*map(version_of, leaves)]
-            increment_version(leaves)
-        if self.streams is None:
-            for group in self.groups:
-                group.buffer.release()
-        else:
-            self.streams.leave(self.groups)
-        self.phase = Phase.REDUCING if self.is_reducing else Phase.SHARDED
-        if lost:
-            raise written(lost, self.communicators)
-
     # ------------------------------------------------------------------------- gradients
 
     @property
@@ -382,7 +379,7 @@ class Unit:
         for group in self.groups:
             if have_gradients(group.slots):
                 return True
-            if not self.is_reducing and group.buffer.gradients[0].has_gradient:
+            if not self.is_reducing and group.lines[0].has_gradient:
                 return True
         return False
 
@@ -390,11 +387,6 @@ class Unit:
     def found_non_finite(self) -> list[str]:
         """Parameters whose gradient on this rank was not finite, in the last reduction."""
         return [name for group in reversed(self.groups) for name in group.non_finite.names()]
-
-    def accumulate(self) -> None:
-        """Take the gradients that autograd has left on the whole parameters."""
-        for group in self.groups:
-            group.accumulate()
 
     def keep_gradients(self) -> None:
         """Leave gradients whole on this rank; they are added up in the dtype of the reduction."""
@@ -451,9 +443,11 @@ class Unit:
             streams, last = self.streams, None
             if streams is not None:
                 last = self._last = streams.further if self._sums_twice else streams.sums
+                # Without a first sum the computation has written what is summed: `sums` follows it.
                 last.wait_for(streams.sums.mark())
             with HERE if last is None else last.used():
                 _wait_for(self._sums)
+                # The only sum of a group that is not sharded is the second, which begins below.
                 if last is not None and all(g.axes.shard for g in self.trainable_groups):
                     self._is_summed = last.mark()
                 for group in self.trainable_groups:
@@ -466,7 +460,9 @@ class Unit:
         if not self._is_followed:
             self.reduce_further()
         if self._last is None:
-            _wait_for(self._sums)
+            for pending in self._sums:
+                pending.wait()
+            self._sums.clear()
             for group in self.trainable_groups:
                 group.finish_reduce(self.settings)
         else:
@@ -490,13 +486,7 @@ class Unit:
         is_summed, self._is_summed = self._is_summed, None
         (stream.mark() if spent or is_summed is None else is_summed).wait()
         for group in self.trainable_groups:
-            group.buffer.release_gradients()
-
-    def deliver(self, used: Mapping[ParameterGroup, Sequence[bool]]) -> None:
-        """Set ``.grad``; ``used`` says, per trainable group, which gradients any rank had."""
-        for group in self.trainable_groups:
-            if group.mean is not None:
-                self.exposure.set_gradients(self, group, group.take_mean(), used[group])
+            group.release_gradients()
 
     def lends(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is in the memory of the full parameters."""
@@ -536,9 +526,8 @@ class Unit:
 
     @property
     def _sums_twice(self) -> bool:
-        if self.settings.reduce_hook is not None or not self.settings.all_reduce:
-            return False
-        return any(group.axes.replicate is not None for group in self.groups)
+        settings = self.settings
+        return self._replicates and settings.all_reduce and settings.reduce_hook is None
 
 
 def _wait_for(started: list[Pending]) -> None:
@@ -582,6 +571,7 @@ class UnitStreams:
         self._computation = [current_stream(device)]
         """The stream that the last pass began on, in a list: `_leave` must not hold this object."""
         end = weakref.finalize(self, _leave, device, self._computation, self._all, os.getpid())
+        # At exit nothing takes the memory again, and the device may be gone.
         end.atexit = False  # pyrefly: ignore[missing-attribute]
         self._left: deque[tuple[DeviceEvent, Sequence[ParameterGroup], list[FlatBuffer]]] = deque()
         """Units to free once these events have passed, with the buffers whose memory that is: a

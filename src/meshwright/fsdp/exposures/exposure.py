@@ -378,8 +378,8 @@ class FlatExposure(Exposed):
         if all(gradient is None for gradient in found):
             return False
         size = flat_layout(group).numel
-        if group.buffer.has_gradient:
-            (line,) = group.buffer.gradients
+        if group.lines[0].has_gradient:
+            (line,) = group.lines
             gradients, dtypes = [line.tensor[:size]], [group.types.compute]
             return self._waiting.show(unit.name, [self.flat], gradients, dtypes)
         if any(a is not b for a, b in zip(found, self._joined, strict=False)) or not self._joined:

@@ -8,10 +8,10 @@ from itertools import islice
 import torch
 from torch import nn
 
-from meshwright.comm.dtensors.after_hooks import run_after_hooks
+from meshwright.comm.dtensors.after_hooks import has_hooks, run_after_hooks
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup
 from meshwright.data_parallel.shards.replaced_parameters import replaced
-from meshwright.data_parallel.shards.slot import Slot, has_hooks
+from meshwright.data_parallel.shards.slot import Slot
 from meshwright.data_parallel.shards.unit import Unit
 from meshwright.fsdp.exposures.exposure import (
     Exposed,
