@@ -44,6 +44,7 @@ from meshwright.torch_internals.distributed import (
     device_types_of,
     living_groups,
 )
+from meshwright.torch_internals.tensors import dispatch_depth, without_dispatch
 
 
 class Communicator:
@@ -207,8 +208,7 @@ class Communicator:
         ``output`` has ``size`` times the elements of ``tensor``, which may be this rank's own part
         of it: then nothing is copied.
         """
-        self._check(output, tensor)
-        self._check_share(output, tensor, "all_gather")
+        self._check(output, tensor, "all_gather")
         launch = partial(shares.all_gather, self, output, tensor, async_op=async_op)
         return self._issue("all_gather", output, label, launch)
 
@@ -220,8 +220,7 @@ class Communicator:
             return self.all_gather(outputs[0], tensors[0], label=label)
         pairs = list(zip(outputs, tensors, strict=True))
         for output, tensor in pairs:
-            self._check(output, tensor)
-            self._check_share(output, tensor, "all_gather")
+            self._check(output, tensor, "all_gather")
         return self._issue_together("all_gather", pairs, label, shares.all_gather)
 
     def all_gather_list(
@@ -237,15 +236,14 @@ class Communicator:
         For control data. Tools that count gathers of parameters replace the other call, or use a
         dispatch mode, which does not see this one.
         """
-        self._check(output, tensor)
-        self._check_share(output, tensor, "all_gather")
+        self._check(output, tensor, "all_gather")
         rows = list(output.view(self.size, *tensor.shape).unbind(0))
 
         def launch(group: dist.ProcessGroup) -> Launched:
             call = lookup.current("all_gather_list")
             return works_of(call(rows, tensor, group=group, async_op=async_op)), None
 
-        with shown.unseen():
+        with without_dispatch():
             return self._issue("all_gather", output, label, launch)
 
     def reduce_scatter(
@@ -262,8 +260,7 @@ class Communicator:
         ``tensor`` holds ``size`` equal shares, rank-major, and is left as it was.
         """
         lookup.reduction(reduction)
-        self._check(output, tensor)
-        self._check_share(tensor, output, "reduce_scatter")
+        self._check(tensor, output, "reduce_scatter")
         options = {"reduction": reduction, "async_op": async_op}
         launch = partial(shares.reduce_scatter, self, output, tensor, **options)
         return self._issue(
@@ -278,8 +275,7 @@ class Communicator:
             return self.reduce_scatter(outputs[0], tensors[0], label=label)
         pairs = list(zip(outputs, tensors, strict=True))
         for output, tensor in pairs:
-            self._check(output, tensor)
-            self._check_share(tensor, output, "reduce_scatter")
+            self._check(tensor, output, "reduce_scatter")
         return self._issue_together("reduce_scatter", pairs, label, shares.reduce_scatter)
 
     def custom(
@@ -529,7 +525,10 @@ class Communicator:
         if group not in self._living:
             group = self.group  # raises; where it does not, the property would cost a call more
         PROCESS.issuers.add(get_ident())
-        self.issued.append(issued := Issued(self._next(kind, peer), kind, label, peer))
+        # A transfer concerns two ranks only: numbered with the collectives it would shift theirs.
+        key = "" if peer is None or kind == "broadcast" else f"{kind}:{peer}"
+        self.counts[key] = 1 + (sequence := self.counts.get(key, 0))
+        self.issued.append(issued := Issued(sequence, kind, label, peer))
         value = tensor if value is None else value
         if value.grad_fn is not None and not self._is_labeled:  # or the group does so
             overwrite(kind, (value,))
@@ -548,7 +547,7 @@ class Communicator:
             )
             PROCESS.tell("issued", collective)
             pending.observed = collective, self.clock.mark()
-        if is_ours and shown.is_counted(kind, tensor):
+        if is_ours and dispatch_depth() and shown.is_counted(kind, tensor):
             launch = shown.in_place_of(kind, launch, functional=self._is_functional)
         if self.is_followed and PROCESS.watcher is not None:
             launch = pending.followed(launch)
@@ -573,13 +572,8 @@ class Communicator:
 
     def number(self, what: str) -> int:
         """Count the earlier calls with ``what``; equal on ranks that make the same calls."""
-        return self._next(f"numbered {what}", -1)
-
-    def _next(self, kind: str, peer: int | None) -> int:
-        # A transfer concerns two ranks only: numbered with the collectives it would shift theirs.
-        key = "" if peer is None or kind == "broadcast" else f"{kind}:{peer}"
-        number = self.counts.get(key, 0)
-        self.counts[key] = number + 1
+        key = f"numbered {what}"
+        self.counts[key] = 1 + (number := self.counts.get(key, 0))
         return number
 
     def _global(self, rank: int) -> int:
@@ -587,15 +581,18 @@ class Communicator:
             raise ValueError(f"rank {rank} is not on axis {self.axis}: expected 0..{self.size - 1}")
         return self.ranks[rank]
 
-    def _check(self, *tensors: torch.Tensor) -> None:
-        for tensor in tensors:
+    def _check(
+        self, whole: torch.Tensor, share: torch.Tensor | None = None, kind: str = ""
+    ) -> None:
+        """Refuse what cannot be sent; in a ``kind`` that shares, shares of another size."""
+        for tensor in (whole,) if share is None else (whole, share):
             is_plain = type(tensor) is torch.Tensor or not hasattr(tensor, "device_mesh")
             if not is_plain or tensor.device != self.device:
                 raise ValueError(shares.refusal(self, tensor))
             if not tensor.is_sparse and not tensor.is_contiguous():
                 raise ValueError(shares.refusal(self, tensor))
-
-    def _check_share(self, whole: torch.Tensor, share: torch.Tensor, kind: str) -> None:
+        if share is None or not kind:
+            return
         if whole.numel() != share.numel() * self.size or whole.dtype != share.dtype:
             raise ValueError(
                 f"{kind} on axis {self.axis} (size {self.size}): expected {self.size} x "

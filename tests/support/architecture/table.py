@@ -79,7 +79,7 @@ ROOM_LINES: dict[str, int] = {
     "schedule": 2139,
     "settings": 156,
     "tensor_parallel": 3253,
-    "testing": 3392,
+    "testing": 3391,
     "timeline": 242,
     "toml_source": 560,
     "torch_internals": 1424,

@@ -121,7 +121,8 @@ def all_gather(
         return current("all_gather")(output, tensor, group=group, async_op=async_op)
     options = c10d.AllgatherOptions()
     options.asyncOp = async_op
-    return _waited(all_gather_single_of(group)(output, tensor, options), async_op=async_op)
+    work = all_gather_single_of(group)(output, tensor, options)
+    return work if async_op or work is None else _waited(work)
 
 
 def reduce_scatter(
@@ -138,7 +139,8 @@ def reduce_scatter(
     options = c10d.ReduceScatterOptions()
     options.reduceOp = op  # pyrefly: ignore[bad-assignment]
     options.asyncOp = async_op
-    return _waited(reduce_scatter_single_of(group)(output, tensor, options), async_op=async_op)
+    work = reduce_scatter_single_of(group)(output, tensor, options)
+    return work if async_op or work is None else _waited(work)
 
 
 def transfer(given: Transfer, world_peer: int, group: dist.ProcessGroup) -> Any:  # noqa: ANN401
@@ -150,12 +152,9 @@ def transfer(given: Transfer, world_peer: int, group: dist.ProcessGroup) -> Any:
     return post([tensor], given.peer, given.tag)
 
 
-def _waited(work: Any, *, async_op: bool) -> Any:  # noqa: ANN401
-    """Wait for the ``work`` of a synchronous call and return None; return an asynchronous one."""
-    if async_op or work is None:
-        return work
+def _waited(work: Any) -> None:  # noqa: ANN401
+    """Wait for the ``work`` of a synchronous call."""
     work.wait()
-    return None
 
 
 def checks_in_detail() -> bool:

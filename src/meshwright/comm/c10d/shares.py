@@ -72,10 +72,6 @@ def all_reduce(
     return () if work is None else (work,), None
 
 
-def _line(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dim() == 1 else tensor.view(-1)
-
-
 def all_gather(
     door: Communicator,
     output: torch.Tensor,
@@ -89,7 +85,9 @@ def all_gather(
         works = gloo.all_gather(output, tensor, group, door.ranks)
         if works is not None:
             return works, None
-    line, mine = _line(output), _line(tensor)
+    # No view of a line: dispatch modes would see it.
+    line = output if output.dim() == 1 else output.view(-1)
+    mine = tensor if tensor.dim() == 1 else tensor.view(-1)
     if tensor.dtype not in gloo.MOVED:
         line, mine = gloo.as_bytes(line), gloo.as_bytes(mine)
     work = lookup.all_gather(line, mine, group, async_op=async_op)
@@ -111,7 +109,9 @@ def reduce_scatter(
         if launched is not None:
             return launched
     op = lookup.REDUCTIONS[reduction]
-    work = lookup.reduce_scatter(_line(output), _line(tensor), group, op=op, async_op=async_op)
+    line = output if output.dim() == 1 else output.view(-1)
+    whole = tensor if tensor.dim() == 1 else tensor.view(-1)
+    work = lookup.reduce_scatter(line, whole, group, op=op, async_op=async_op)
     return () if work is None else (work,), None
 
 

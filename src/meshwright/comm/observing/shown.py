@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
@@ -40,7 +39,6 @@ from meshwright.torch_internals.distributed import (
 )
 from meshwright.torch_internals.tensors import (
     FakeTensor,
-    dispatch_depth,
     dispatch_modes,
     skips_dispatch_modes,
     without_dispatch,
@@ -78,10 +76,8 @@ _FUNCTIONAL: MappingProxyType[str, Callable[[torch.Tensor, torch.Tensor], torch.
 
 
 def is_counted(kind: str, tensor: torch.Tensor) -> bool:
-    """Check whether a ``CommDebugMode`` counts operations of ``kind`` on a real ``tensor``."""
-    if dispatch_depth() == 0 or kind not in _OF_C10D:
-        return False
-    if skips_dispatch_modes():
+    """Whether one of the modes is a ``CommDebugMode`` that counts ``kind`` on a real ``tensor``."""
+    if kind not in _OF_C10D or skips_dispatch_modes():
         return False
     room = sys.modules.get("torch.distributed.tensor.debug")
     if room is None or isinstance(tensor, FakeTensor):
@@ -100,15 +96,10 @@ def in_place_of(
 
     def run(group: Any) -> Launched:  # noqa: ANN401 - as those of `collectives`
         _show(kind, functional=functional)
-        with unseen():
+        with without_dispatch():
             return launch(group)
 
     return run
-
-
-def unseen() -> AbstractContextManager[object]:
-    """Hide operations in the block from dispatch modes."""
-    return without_dispatch()
 
 
 def _show(kind: str, *, functional: bool) -> None:
