@@ -20,7 +20,7 @@ from meshwright.composition.description import (
     describe_sharded,
 )
 from meshwright.data_parallel import Replica, keep_batch_norm_local
-from meshwright.data_parallel.modules.equal_buffers import EqualBuffers
+from meshwright.data_parallel.modules.module_tensors import EqualBuffers
 from meshwright.data_parallel.shards.unit import Unit
 from meshwright.gradients import (
     Factor,

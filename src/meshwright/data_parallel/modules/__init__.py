@@ -3,8 +3,7 @@
 Bottom-up:
 
     nested            the tensors in the inputs and outputs of a module
-    module_tensors    the parameters and buffers that a module holds now
-    equal_buffers     the buffers that are kept equal
+    module_tensors    the parameters and buffers that a module holds now; buffers kept equal
     batch_norm        BatchNorm with the statistics of all ranks, or of one
     checkpoint_names  names without the wrappers, for torch's checkpoint functions
     of_this_process   modules that cannot be pickled

@@ -30,8 +30,7 @@ from meshwright.data_parallel.checks.starting_state import (
 from meshwright.data_parallel.checks.step_watch import StepWatch
 from meshwright.data_parallel.distributed_parameters import check_axes, local_parameters
 from meshwright.data_parallel.modules.batch_norm import LocalStatistics
-from meshwright.data_parallel.modules.equal_buffers import EqualBuffers
-from meshwright.data_parallel.modules.module_tensors import ModuleParameters
+from meshwright.data_parallel.modules.module_tensors import EqualBuffers, ModuleParameters
 from meshwright.data_parallel.modules.nested import Loan, tensors_in
 from meshwright.data_parallel.replicas.gradient_bucket import CommunicationHook, check_hook
 from meshwright.data_parallel.replicas.options import ReplicateOptions
