@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-import torch
-
 from support.internals.comm import EventCheck, differing, require_equal
 from support.internals.data_parallel import (
     Alignment,
@@ -22,8 +20,7 @@ from support.internals.data_parallel import (
     Iteration,
     Ledger,
     ModuleTree,
-    PassNotes,
-    SameCopies,
+    SameWeights,
 )
 from support.internals.pipelining import Turns
 from support.internals.tensor_parallel import Passes
@@ -31,16 +28,15 @@ from support.internals.tensor_parallel import Passes
 __all__ = ["guards_off"]
 
 IDLE: dict[type, str] = {
-    Alignment: "begin_forward, begin_backward, before_step, stays_local",
+    Alignment: "begin_forward, before_step, stays_local, judge",
+    SameWeights: "begin_pass",
     BatchBuffers: "note, compare",
     Driver: "refuse_transforms, check_materialized",
     EventCheck: "happens",
     Iteration: "_check_taken",
-    Ledger: "begin, record, begin_graph, end_forward, finish",
+    Ledger: "begin_pass, begin, record, begin_graph, end_forward, finish, judge_copies",
     ModuleTree: "verify",
-    PassNotes: "judge",
     Passes: "begin, step, declared_whole",
-    SameCopies: "begin_pass, finish, judge",
     Turns: "begin, look",
 }
 """Methods that are to do nothing."""
@@ -54,8 +50,8 @@ def _equal(*_: object, **__: object) -> list[Any]:
     return []
 
 
-def _no_marks(alignment: object, notes: torch.Tensor) -> None:
-    notes.zero_()
+def _no_marks(alignment: object) -> tuple[int, ...]:
+    return ()
 
 
 def _everywhere(function: Callable[..., Any], other: Callable[..., Any]) -> Iterator[Any]:
@@ -75,5 +71,5 @@ def guards_off() -> Iterator[None]:
         for owner, names in IDLE.items():
             for name in names.split(", "):
                 patches.enter_context(mock.patch.object(owner, name, _nothing))
-        patches.enter_context(mock.patch.object(Alignment, "write", _no_marks))
+        patches.enter_context(mock.patch.object(Alignment, "marks", _no_marks))
         yield

@@ -54,7 +54,7 @@ ROOM_LINES: dict[str, int] = {
     "axes": 138,
     "checkpoint": 5475,
     "cli": 851,
-    "comm": 15901,
+    "comm": 15888,
     "compiler": 1233,
     "composition": 4545,
     "data": 417,

@@ -6,9 +6,9 @@ from support.internals import names_inside
 
 __getattr__ = names_inside(
     {
-        "meshwright.data_parallel.checks.alignment": "Alignment, NOTES, PassNotes",
-        "meshwright.data_parallel.checks.ledger": "Ledger, OrderedUnit, digest_of",
-        "meshwright.data_parallel.checks.same_weights": "BITS, PATIENCE, SameWeights, bits_of",
+        "meshwright.data_parallel.checks.alignment": (
+            "Alignment, BITS, NOTES, PATIENCE, SameWeights, bits_of"
+        ),
         "meshwright.data_parallel.checks.starting_state": "synchronize",
         "meshwright.data_parallel.checks.step_watch": "StepWatch, Steps",
         "meshwright.data_parallel.checks.forward_writes": "BatchBuffers",
@@ -24,7 +24,7 @@ __getattr__ = names_inside(
         "meshwright.data_parallel.replicas.reducer": "GradientReducer",
         "meshwright.data_parallel.replicas.replicated": "check_names, replicate_with",
         "meshwright.data_parallel.replicas.traced": "Marking",
-        "meshwright.data_parallel.sharded_modules.agreement": "SameCopies",
+        "meshwright.data_parallel.sharded_modules.agreement": "Ledger, OrderedUnit, digest_of",
         "meshwright.data_parallel.sharded_modules.iteration": "Iteration",
         "meshwright.data_parallel.sharded_modules.module_hooks": "Driver, attach",
         "meshwright.data_parallel.sharded_modules.module_tree": "ModuleTree",

@@ -5,9 +5,7 @@ Bottom-up:
     starting_state  the state before the first step: compared, or broadcast
     forward_writes  parameters that a forward pass writes in place
     step_watch      the steps of optimizers
-    same_weights    digests of copies of the weights, compared in some passes
-    alignment       notes sent behind the gradients: which pass they belong to, and other flags
-    ledger          the passes of a root and the order of its units, compared
+    alignment       notes sent behind the gradients: their pass, digests of weights, other flags
 """
 
 from __future__ import annotations

@@ -34,10 +34,10 @@ from meshwright.comm.groups.registry import PROCESS
 from meshwright.data_parallel.checks.alignment import (
     MARKS,
     NOWHERE,
-    PassNotes,
+    Alignment,
     PassPlace,
-    UseCounts,
     agree,
+    on_any,
     sum_notes,
 )
 from meshwright.data_parallel.checks.starting_state import compare_parameters
@@ -112,7 +112,8 @@ class GradientReducer:
         self._factor: Factor | None = None
         self.late = LateNumbers()
         """The notes of the pass before, until the device has summed them."""
-        self._uses = UseCounts()
+        self._unread: list[Callable[[], object]] = []
+        """Answers of the last exchange of use flags that this rank did not need."""
         self._tells = self._lacks = self._has_told = False
         """True when ranks exchange which gradients they have, since one has lacked some; when this
         pass lacks one; when they were exchanged in this pass."""
@@ -138,9 +139,8 @@ class GradientReducer:
         self.named = tuple(named)
         parameters = [parameter for _, parameter in named]
         self.leaves = ReducedLeaves(parameters, local)
-        self._notes = PassNotes(named, settings, self.communicator)
-        self.alignment = self._notes.alignment
-        self._static = self._notes.static
+        self.alignment = Alignment(self.named, settings, self.communicator)
+        self._static = self.alignment.static
         self._unused: frozenset[int] | None = None
         """Parameters that no rank used in the first reduction, when they are to be skipped."""
         self._arrange()
@@ -160,7 +160,8 @@ class GradientReducer:
     @property
     def found_non_finite(self) -> list[str]:
         """Parameters whose gradient on this rank was not finite in the last backward pass."""
-        return [] if self._notes.values is None else self._notes.values.names()
+        values = self.alignment.values
+        return [] if values is None else values.names()
 
     def register_hook(self, state: object, hook: CommunicationHook) -> None:
         """Have ``hook`` reduce the buckets from now on, see `GradBucket`. It also divides.
@@ -234,7 +235,7 @@ class GradientReducer:
             self.marking.has_begun = False  # a traced forward pass, which no hook has seen
             self.alignment.begin_forward()
         hook = self.registered_hook
-        self._notes.begin(parts_copies=hook is not None and hook.parts_copies)
+        self.alignment.begin_backward(parts_copies=hook is not None and hook.parts_copies)
         if self.leaves.lent:
             self.leaves.lend()
         for gradient in self._large:
@@ -263,7 +264,7 @@ class GradientReducer:
         self._stand_in(is_void=is_void)
         said = None if self._is_local or not is_void else self._extra
         if said is not None and not agree([abs(mark) for mark in said[:MARKS].tolist()]):
-            self.alignment.refuse(self.communicator, gave_up=True)
+            self.alignment.refuse(gave_up=True)
         self.reset()
 
     @torch.no_grad()
@@ -307,7 +308,7 @@ class GradientReducer:
             first_bytes=settings.first_bytes,
             cap_bytes=settings.cap_bytes,
             listed_bytes=settings.listed_bytes,
-            extra_notes=self._notes.numel if slots else 0,
+            extra_notes=self.alignment.numel if slots else 0,
             is_packed=not self.communicator.is_on_host,
         )
         hook = self.registered_hook
@@ -411,10 +412,10 @@ class GradientReducer:
         else:
             bucket.fill(self._current_factor())
             self._lacks = self._lacks or bucket.lacks
-            if self._notes.values is not None:
-                bucket.look(self._notes.values)
+            if self.alignment.values is not None:
+                bucket.look(self.alignment.values)
             if bucket.extra is not None:
-                self._notes.write(bucket.extra, lacks=self._lacks)
+                self.alignment.write(bucket.extra, lacks=self._lacks)
         is_hooked = self.registered_hook is not None and bucket.is_buffer
         if is_hooked and self._next and self.communicator.is_on_host:
             # Collectives of the hook before may go on in c10d's threads, in an order of their own.
@@ -433,13 +434,13 @@ class GradientReducer:
         for bucket in self._by_end:
             bucket.finish()
         if self.registered_hook is not None:
-            reduced = self._notes.reduced
+            reduced = self.alignment.reduced
             if reduced is not None:
                 for bucket in self.buckets:
                     if bucket.is_buffer:
                         bucket.look(reduced)
             if self._extra is not None:
-                self._notes.add_reduced(self._extra)
+                self.alignment.add_reduced(self._extra)
             self._share_notes()
             for bucket in self.buckets:
                 bucket.deliver()
@@ -463,9 +464,10 @@ class GradientReducer:
         if not self._tells or self._has_told:
             return
         self._has_told = True
-        self._uses.begin_pass()
+        while self._unread:
+            self._unread.pop()()
         flags = [is_void or has for bucket in self.buckets for has in bucket.used()]
-        used = iter(self._uses.on_any(flags, [self.communicator]))
+        used = iter(on_any(self.communicator, flags, self._unread))
         for bucket in self.buckets:
             bucket.known = [next(used) for _ in bucket.used()]
 
@@ -505,20 +507,20 @@ class GradientReducer:
         static = self._static
         differences = static.differences() if static is not None and static.deviates() else ""
         sums = notes.real if notes.is_complex() else notes
-        self.late.look(sums, partial(self._refuse, self._notes, place, differences))
-        return self._notes.refuse_non_finite(notes, self.communicator, is_local=is_local)
+        self.late.look(sums, partial(self._refuse, self.alignment, place, differences))
+        return self.alignment.refuse_non_finite(notes, is_local=is_local)
 
     def _refuse(
         self,
-        notes: PassNotes,
+        alignment: Alignment,
         place: PassPlace,
         differences: str,
         sums: Sequence[float],
     ) -> None:
-        """Raise for the pass that ``sums`` of ``notes`` belong to, if it is void."""
+        """Raise for the pass that ``sums`` of notes belong to, if it is void."""
         is_late = not self.communicator.is_on_host
         self._tells = self._tells or (is_late and sums[MARKS] != 0 and not self._is_local)
-        error = notes.judge(self.communicator, place, differences, sums)
+        error = alignment.judge(place, differences, sums)
         if error is not None:
             self.reset()
             raise error

@@ -367,13 +367,13 @@ class Marking:
             self._refuse(indices, plan, [bool(row[1]) for row in rows])
         alignment = self._reducer.alignment
         if len({row[5:] for row in rows}) > 1:
-            error = alignment.refuse(self._communicator, place)
+            error = alignment.refuse(place)
             if error is not None:
                 raise error
         if any(row[4] for row in rows):
             alignment.copies.ask()
         if len({row[3] for row in rows} - {0.0}) > 1:
-            error = alignment.doubt(self._communicator)
+            error = alignment.doubt()
             if error is not None:
                 raise error
         match most:

@@ -2,7 +2,7 @@
 
 Bottom-up:
 
-    agreement       the settings that must agree across ranks
+    agreement       units, settings, passes and their order, the same on all ranks
     module_tree     the modules of one root, and those added later
     iteration       the state that units of one root share in an iteration
     module_hooks    the hooks that gather, free and reduce units

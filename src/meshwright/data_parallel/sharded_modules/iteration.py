@@ -24,22 +24,21 @@ from meshwright.comm import Communicator
 from meshwright.comm.failures.events import GroupEvent
 from meshwright.comm.graphs.untraced import apart
 from meshwright.comm.groups.registry import go_on
-from meshwright.data_parallel.checks.alignment import NonFinite, UseCounts
+from meshwright.data_parallel.checks.alignment import on_any
 from meshwright.data_parallel.checks.forward_writes import BatchBuffers
-from meshwright.data_parallel.checks.ledger import (
+from meshwright.data_parallel.checks.step_watch import Steps, StepWatch
+from meshwright.data_parallel.modules.batch_norm import LocalStatistics
+from meshwright.data_parallel.sharded_modules.agreement import (
     ACCUMULATES,
     INTERRUPTED,
     STEPPED,
     UNKNOWN,
     Ledger,
+    NonFinite,
     OrderedUnit,
-)
-from meshwright.data_parallel.checks.step_watch import Steps, StepWatch
-from meshwright.data_parallel.modules.batch_norm import LocalStatistics
-from meshwright.data_parallel.sharded_modules.agreement import (
-    SameCopies,
     UnitStates,
     compare_units,
+    copies_of,
 )
 from meshwright.data_parallel.sharded_modules.module_tree import ModuleTree
 from meshwright.data_parallel.shards.gradient_lines import Summand, sum_parts
@@ -72,7 +71,6 @@ class Iteration:
     token: torch.Tensor | None = None
     """The tensor that graphs that gather write to, see `traced_units`; its gradient is zero."""
     _follow: Callable[[], None] | None = None
-    _was_training: bool | None = None
     _written: BatchBuffers | None = None
 
     def __init__(self, drivers: Sequence[Driver], *, in_detail: bool = False) -> None:
@@ -117,7 +115,8 @@ class Iteration:
         numbers = {axes: n for n, axes in enumerate(dict.fromkeys(g.axes for g in groups))}
         self._axes_of = {group: numbers[group.axes] for group in groups}
         """A number for the axes of each group, so that no pass has to compare axes."""
-        self._uses = UseCounts()
+        self._unread: list[Callable[[], object]] = []
+        """Answers of the last exchange of use flags that this rank did not need."""
         self._non_finite: NonFinite | None = None
         """The finding of the last backward pass at which all ranks are to stop."""
         self._versions: list[int] = []
@@ -128,19 +127,18 @@ class Iteration:
         """The pass that was given up last, until the next one has begun."""
         self._streams = _streams_of(units, self.axes)
         self._steps = StepWatch(self._exposed, self._given, self._before_step, with_settings=True)
-        # At debug level DETAIL, torch's class does not compare which parameters train.
-        self._states = UnitStates(drivers, with_training=not in_detail)
-        self._copies = SameCopies(drivers)
         self._widest = communicator = _widest(units)
         self._ledger: Ledger | None = None
         if communicator is not None and not communicator.is_alone:
+            # At debug level DETAIL, torch's class does not compare which parameters train.
             compare_units(communicator, self.drivers, with_training=not in_detail)
             self._ledger = Ledger(
                 communicator,
                 [_ordered(driver) for driver in drivers],
                 in_detail=in_detail,
                 root=drivers[0].name,
-                state=self._states.describe,
+                states=UnitStates(drivers, with_training=not in_detail),
+                copies=copies_of(drivers),
                 axes=self.axes,
             )
 
@@ -171,15 +169,9 @@ class Iteration:
         if self._ledger is None:
             return
         is_training = training and torch.is_grad_enabled()
-        # In evaluation nothing depends on settings, and ranks enter and leave it together.
-        text = "a forward pass in training" if is_training else "a forward pass in evaluation"
-        event = GroupEvent(text, self._states.digest() if is_training else 0)
-        turns = is_training is not self._was_training
-        self._ledger.happens(event, asks=turns, after=raised_in)
-        self._was_training = is_training
+        what = "a forward pass in training" if is_training else "a forward pass in evaluation"
+        self._ledger.begin_pass(what, training=is_training, after=raised_in)
         weights = self._weights(bool(raised_in)) if is_training else UNKNOWN
-        if is_training and self._copies.checks:
-            self._copies.begin_pass()
         if is_training and self._written is not None and self._written.is_due:
             if not raised_in:
                 self._written.compare()
@@ -221,12 +213,7 @@ class Iteration:
         self.take_waiting()
         self.finished.clear()
         if self._ledger is not None:
-            event = GroupEvent(what, self._states.digest() if training else 0)
-            turns = training is not self._was_training
-            self._ledger.happens(event, asks=turns, after=raised_in)
-            self._was_training = training
-            if training and self._copies.checks:
-                self._copies.begin_pass()
+            self._ledger.begin_pass(what, training=training, after=raised_in)
 
     def end_driven(self, *, training: bool) -> None:
         """End a driven step: wait for its remaining reductions, and set gradients."""
@@ -345,7 +332,7 @@ class Iteration:
                 unit.reshard()
         # Not inside join: ranks that are done take part in announced collectives only.
         if self._ledger is not None:
-            self._copies.judge()
+            self._ledger.judge_copies()
 
     def _check_taken(self) -> None:
         """Raise RuntimeError if a backward has left gradients that no hook noticed."""
@@ -489,8 +476,6 @@ class Iteration:
         if self._ledger is not None:
             # Before gradients are set: no optimizer on the host may use those of ranks that differ.
             self._ledger.finish()
-            if self._copies.checks:
-                self._copies.finish()
         self.deliver()
         self._has_delivered = self._ledger is not None and self._has_gradients()
         self.finished.clear()
@@ -520,7 +505,8 @@ class Iteration:
             self._streams.deliver(to_host=any(g.home for unit in units for g in unit.groups))
         if self.announce is not None:
             self.announce()
-        self._uses.begin_pass()
+        while self._unread:
+            self._unread.pop()()
         summands: list[Summand] = []
         on_axes: dict[int, list[ParameterGroup]] = {}
         for group in groups:
@@ -537,8 +523,8 @@ class Iteration:
                 flags += group.used
             # One flag more where a pass is to stop; it needs no collective beside use counts.
             told = [*(flags if self.sends_use_counts else ()), *found.flags]
-            if told:
-                told = self._uses.on_any(told, communicators)
+            for axis in communicators if told else ():
+                told = on_any(axis, told, self._unread)
             if found.flags and told.pop():
                 self._non_finite = replace(found, axes=communicators)
             if self.sends_use_counts:
