@@ -29,7 +29,7 @@ SLOW = 4
 
 @pytest.hookimpl(tryfirst=True)  # before what is slow is left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Make all but a ``few`` cases of a test slow: those that their names draw.
+    """Make all but a ``few`` cases of a test slow: those that `draw` puts first.
 
     Of these no more than ``slow``, `SLOW` where it says nothing; the rest is for `make soak`.
     """
@@ -39,15 +39,39 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             cases[item.nodeid.partition("[")[0]].append(item)
     if ON_GPUS:
         items[:] = filter(_has_ranks_anywhere, items)
-    for drawn in cases.values():
-        drawn.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
-        few = drawn[0].get_closest_marker("few")
+    for those in cases.values():
+        few = those[0].get_closest_marker("few")
         assert few is not None
         (quick,), slow = few.args, few.kwargs.get("slow", SLOW)
+        drawn = draw(those, quick)
         for item in drawn[quick:]:
             item.add_marker(pytest.mark.slow)
         for item in drawn[quick + slow :]:
             item.add_marker(pytest.mark.soak)
+
+
+def draw(cases: list[pytest.Item], count: int) -> list[pytest.Item]:
+    """Order ``cases`` by checksums of their names, but for the first ``count``.
+
+    Of these, each has as many values as possible that none before it has.
+    """
+    left = sorted(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))
+    values = {item.nodeid: _values_of(item) for item in left}
+    first: list[pytest.Item] = []
+    seen: set[tuple[str, str]] = set()
+    while left and len(first) < count:
+        item = max(left, key=lambda item: len(values[item.nodeid] - seen))  # the first of equals
+        left.remove(item)
+        first.append(item)
+        seen |= values[item.nodeid]
+    return first + left
+
+
+def _values_of(item: pytest.Item) -> set[tuple[str, str]]:
+    parameters = getattr(item, "callspec", None)
+    if parameters is None:
+        return set()
+    return {(name, repr(value)) for name, value in parameters.params.items()}
 
 
 def _has_ranks_anywhere(item: pytest.Item) -> bool:

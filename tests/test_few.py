@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ NAMES = [f"tests/test_some.py::test_many[{letter}]" for letter in "abcdefgh"]
 class Item:
     """A test as pytest collects it."""
 
-    def __init__(self, nodeid: str, *marks: pytest.Mark) -> None:
+    def __init__(self, nodeid: str, *marks: pytest.Mark, **values: object) -> None:
         self.nodeid = nodeid
+        self.callspec = SimpleNamespace(params=values)
         self.marks = {mark.name: mark for mark in marks}
 
     def get_closest_marker(self, name: str) -> pytest.Mark | None:
@@ -49,6 +51,17 @@ def test_so_many_are_quick_as_it_says_and_they_are_the_same_in_any_order() -> No
     assert quick([*many(NAMES), Item("tests/test_other.py::test_one")]) == sorted(
         [*drawn, "tests/test_other.py::test_one"]
     )
+
+
+def test_those_that_are_quick_have_as_many_values_as_possible() -> None:
+    pairs = [(number, letter) for number in range(4) for letter in "abcd"]
+    items = [
+        Item(f"tests/test_some.py::test[{n}-{x}]", pytest.mark.few(4).mark, number=n, letter=x)
+        for n, x in pairs
+    ]
+    names = [name.partition("[")[2] for name in quick(items)]
+    assert {name[0] for name in names} == set("0123")
+    assert {name[2] for name in names} == set("abcd")
 
 
 def test_cases_that_are_slow_by_themselves_are_not_drawn() -> None:

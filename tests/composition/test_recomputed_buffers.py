@@ -161,6 +161,7 @@ def body(middle: str, sizes: dict[str, int], batch_norm: str | None, **more: Any
     compare(laid_out(model, sizes, recompute=("b",), **train), expected)
 
 
+@pytest.mark.few(6, slow=14)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("middle", "batch_norm"),

@@ -31,7 +31,7 @@ def plan_of(
     return Plan(axes=Axes.of(sizes), shard=shards, train=TrainPlan(**train))  # pyrefly: ignore
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", SHARDABLE)
 def test_trains_as_one_process(ranks: Ranks, name: str) -> None:
     assert_same_training(MODELS[name], plan_of(2), world=2, ranks=ranks)

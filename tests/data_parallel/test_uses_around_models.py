@@ -159,6 +159,7 @@ def body_no_forward(way: str) -> None:
     train_by(way, model, model)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("way", PASSES)
 def test_a_replica_that_has_not_run_raises_before_a_step(ranks: Ranks, way: str) -> None:
     ranks(2, body_no_forward, way)
@@ -173,6 +174,7 @@ def body_no_forward_of_a_wrapper(way: str) -> None:
         torch.optim.SGD(copied.parameters(), lr=0.1).step()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("way", PASSES)
 def test_a_wrapper_reduces_without_a_forward_and_its_copy_raises(ranks: Ranks, way: str) -> None:
     ranks(2, body_no_forward_of_a_wrapper, way)
@@ -242,6 +244,7 @@ def body_transforms(kind: Callable[[nn.Module], Any], name: str, *, trains_first
         torch.testing.assert_close(one.grad, other.grad)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("trains_first", [False, True], ids=["first", "after a pass"])
 @pytest.mark.parametrize("kind", [mw.replicate, DistributedDataParallel], ids=["function", "class"])
 def test_replicas_may_be_transformed(ranks: Ranks, kind: Any, trains_first: bool) -> None:

@@ -183,6 +183,7 @@ def body_order(strategy: str) -> None:
             assert +counts == letters, (mode, use_orig_params)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_collectives_one_by_one(ranks: Ranks, strategy: str) -> None:
     ranks(4 if "HYBRID" in strategy else 2, body_order, strategy)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -38,11 +37,8 @@ from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.mesh import DeviceMesh, init_device_mesh
 from meshwright.plan import BucketPlan, PipelinePlan, Plan, ShardPlan, TensorPlan, TrainPlan
 from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel
+from support.in_backward import apply_in_backward
 from support.internals.axes import Axes
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # of what else torch loads with it
-    from torch.distributed.optim import _apply_optimizer_in_backward
 
 __all__ = ["CLIP", "ByHand", "Laid", "Part", "Planned", "lay_out", "losses_of", "step_in_backward"]
 
@@ -349,7 +345,7 @@ def step_in_backward(case: Case, held: Sequence[nn.Parameter]) -> None:
     make: Any = OPTIMIZERS[case.optimizer]
     is_flat = any(isinstance(parameter, FlatParameter) for parameter in trained)
     if case.seed % 2 and isinstance(make, partial) and not is_flat:
-        _apply_optimizer_in_backward(make.func, trained, make.keywords)  # pyrefly: ignore
+        apply_in_backward(make.func, trained, make.keywords)  # pyrefly: ignore
         return
     for parameter in trained:
         optimizer = make([parameter])

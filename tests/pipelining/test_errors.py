@@ -324,6 +324,7 @@ def body_dtypes(is_declared: bool, has_stepped: bool) -> None:
             schedule.step(target=x)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("has_stepped", [False, True], ids=["first step", "later"])
 @pytest.mark.parametrize("is_declared", [False, True], ids=["learned", "declared"])
 def test_a_wrong_dtype_into_the_first_stage_is_one_error(

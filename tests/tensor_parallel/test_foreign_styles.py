@@ -103,6 +103,7 @@ def check_plan(plan: Mapping[str, Any]) -> None:
     check_alike(one, many, of="data")
 
 
+@pytest.mark.few(3)
 @pytest.mark.backends("gloo", "shm")
 @pytest.mark.parametrize("kinds", ["torch's", "built", "mixed"])
 def test_styles_that_build_on_torchs_protocol_train_as_one_process(
@@ -122,6 +123,7 @@ def test_styles_that_build_on_torchs_protocol_train_as_one_process(
     ranks(2, body)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("place", "name"),
     [

@@ -297,6 +297,7 @@ def _as_asked(model: nn.Module, ids: torch.Tensor, way: str) -> list[torch.Tenso
     return [*_full(p.grad for p in given), *_full(g.detach() for g in first)]
 
 
+@pytest.mark.few(6, slow=6)
 @pytest.mark.backends("gloo", "shm")
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
 @pytest.mark.parametrize("way", ["grad", "unused", "inputs", "penalty", "graph", "functional"])

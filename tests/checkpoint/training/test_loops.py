@@ -443,6 +443,7 @@ def growth(folder: Path, wrap: str) -> list[int]:
     return [saving, loading, both - COUNT * TENSOR_BYTES - lines]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_no_rank_holds_more_than_its_part_and_one_tensor(
     ranks: Ranks, tmp_path: Path, wrap: str

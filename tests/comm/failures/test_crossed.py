@@ -128,7 +128,7 @@ def body_of(cross: Callable[[], None]) -> tuple[str, str, float]:
     return "", "", 0.0
 
 
-@pytest.mark.few(2, slow=16)
+@pytest.mark.few(1, slow=17)
 @pytest.mark.parametrize("kind", CROSSED)
 @pytest.mark.backends("shm", "gloo")
 def test_ranks_that_wait_crosswise_all_end_within_ten_seconds(ranks: Ranks, kind: str) -> None:

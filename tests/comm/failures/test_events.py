@@ -35,6 +35,7 @@ def loss_of(teacher: nn.Module, student: nn.Module, x: torch.Tensor) -> torch.Te
     return (student(x) - wanted).square().mean()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("teacher", "is_first"), [*((name, True) for name in TEACHERS), ("class", False)]
 )

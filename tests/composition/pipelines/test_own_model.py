@@ -18,12 +18,9 @@ from meshwright.composition import parallelize
 from meshwright.errors import LayoutError, PipelinePeerError, PlanError
 from meshwright.plan import PipelinePlan, Plan, TensorPlan, TrainPlan
 from meshwright.testing import Ranks, RanksFailed
+from support.in_backward import apply_in_backward
 from support.internals.axes import Axes
 from support.internals.comm import Unreadable
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # of what else torch loads with it
-    from torch.distributed.optim import _apply_optimizer_in_backward
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "zb1p", "zbv", "dualpipev")
 RULES = {"layers.*.0": "colwise_gathered", "head": "colwise_gathered"}
@@ -123,7 +120,7 @@ def step_in_backward(model: nn.Module) -> None:
 
 
 def stepped_by_torch(model: nn.Module) -> None:
-    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    apply_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
 
 
 def gradients_anew(model: nn.Module) -> None:

@@ -123,6 +123,7 @@ def body_apart(name: str, apart: Callable[[Loop], None]) -> int:
     return loop.passes
 
 
+@pytest.mark.few(4)
 @pytest.mark.devices("host", "simulated")
 @pytest.mark.parametrize("name", WRAPS)
 def test_a_write_on_one_rank_is_named_on_all(ranks: Ranks, name: str) -> None:
@@ -294,6 +295,7 @@ def body_noise(name: str) -> None:
     assert 16 <= loop.passes <= 18
 
 
+@pytest.mark.few(2)
 @pytest.mark.devices("host", "simulated")
 @pytest.mark.parametrize("name", ["class", "fully_shard"])
 def test_what_is_undone_before_a_step_may_differ(ranks: Ranks, name: str) -> None:

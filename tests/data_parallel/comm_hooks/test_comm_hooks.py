@@ -121,7 +121,7 @@ def body_formula(name: str, is_view: bool, wrap: Callable[..., nn.Module]) -> No
         ours.zero_grad()
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(6, slow=7)
 @pytest.mark.parametrize("is_view", [False, True])
 @pytest.mark.parametrize("name", EXACT)
 def test_hook_does_what_its_formula_says(ranks: Ranks, name: str, is_view: bool) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import warnings
 from typing import Any
 
 import pytest
@@ -24,10 +23,7 @@ from meshwright.data_parallel.comm_hooks import allreduce_hook
 from meshwright.fsdp import FullyShardedDataParallel
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks
-
-with warnings.catch_warnings():  # torch's own, at import
-    warnings.simplefilter("ignore")
-    from torch.distributed.optim import _apply_optimizer_in_backward
+from support.in_backward import apply_in_backward
 
 
 def net() -> nn.Module:
@@ -138,9 +134,7 @@ def body_steps_in_the_backward(options: dict[str, Any]) -> None:
         torch.manual_seed(0)
         inner = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2), nn.Linear(3, 3)).double()
         inner.forward = lambda x: inner[1](inner[0](x))
-        _apply_optimizer_in_backward(
-            torch.optim.SGD, inner[:2].parameters(), {"lr": 0.1, "momentum": 0.9}
-        )
+        apply_in_backward(torch.optim.SGD, inner[:2].parameters(), {"lr": 0.1, "momentum": 0.9})
         return inner, wrap(inner)
 
     one, _ = built(lambda model: model)

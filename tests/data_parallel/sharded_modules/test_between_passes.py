@@ -104,6 +104,7 @@ def body(nested: bool, after: bool | None) -> None:
                 r.data.lerp_(whole(p.detach()), 0.5)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("after", [None, False, True])
 def test_whoever_takes_parameters_after_a_backward_gets_those_with_gradients(
@@ -203,6 +204,7 @@ def body_class(strategy: str, original: bool, nested: bool) -> None:
             penalized(model, mine(x))
 
 
+@pytest.mark.few(4, slow=8)
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("original", [False, True])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])

@@ -105,6 +105,7 @@ def body(mesh: str, after: bool | int | None) -> tuple[str, ...]:
     return tuple(issued(call) for call in (step, quietly, step, evaluate))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("mesh", "after"), IN_ORDER)
 def test_collectives_one_by_one(ranks: Ranks, mesh: str, after: bool | int | None) -> None:
     for found in ranks(4, body, mesh, after):

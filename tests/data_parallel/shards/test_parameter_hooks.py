@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import itertools
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,11 +28,8 @@ from meshwright.fsdp import ModuleWrapPolicy, ShardingStrategy
 from meshwright.mesh import init_device_mesh
 from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel
 from meshwright.testing import Ranks
+from support.in_backward import apply_in_backward
 from support.late import raises_by_now
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # of what else torch loads with it
-    from torch.distributed.optim import _apply_optimizer_in_backward
 
 
 class Net(nn.Module):
@@ -213,7 +209,7 @@ def by_hook(parameters: Any, **options: Any) -> None:
 
 
 def by_torch(parameters: Any, **options: Any) -> None:
-    _apply_optimizer_in_backward(torch.optim.AdamW, parameters, options)
+    apply_in_backward(torch.optim.AdamW, parameters, options)
 
 
 def body_optimizer_in_backward(strategies: list[str], apply: Any) -> None:
@@ -280,13 +276,13 @@ def test_an_optimizer_may_step_each_parameter_in_the_backward(ranks: Ranks, appl
 
 def body_not_in_the_backward() -> None:
     """What torch was told not to hook, what has state of whole parameters, and flat parameters."""
-    wanted = functools.partial(_apply_optimizer_in_backward, torch.optim.SGD)
+    wanted = functools.partial(apply_in_backward, torch.optim.SGD)
     many: Any = shard(Net())
     wanted(many.parameters(), {"lr": 0.1}, register_hook=False)
     backward(Net(), many, 0)
     assert all(parameter.grad is not None for parameter in many.parameters())
     net = Net()
-    _apply_optimizer_in_backward(torch.optim.Adagrad, net.parameters(), {})
+    apply_in_backward(torch.optim.Adagrad, net.parameters(), {})
     with pytest.raises(ValueError, match=r"Adagrad that steps 'weight' in the backward has state"):
         shard(net)
     (flat,) = flat_groups(Net())

@@ -70,6 +70,7 @@ def body_class(kind: str) -> list[str]:
     return found
 
 
+@pytest.mark.few(4, slow=8)
 @pytest.mark.backends("shm", "gloo")
 @pytest.mark.filterwarnings("ignore:The `NO_SHARD`")
 @pytest.mark.parametrize("size", [2, 3])

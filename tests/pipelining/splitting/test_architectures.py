@@ -41,7 +41,7 @@ def gradients(pipe: Pipe, alone: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.few(2, slow=6)
+@pytest.mark.few(1, slow=7)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("name", KINDS)
 def test_split(name: str) -> None:
