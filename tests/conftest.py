@@ -16,6 +16,7 @@ from typing import IO, Any
 import pytest
 
 from meshwright.testing import Ranks
+from support.internals.launching import modules
 
 if not any(entry.value == "meshwright.testing.plugin" for entry in entry_points(group="pytest11")):
     pytest_plugins = ["meshwright.testing.plugin"]
@@ -103,6 +104,10 @@ def places(file: IO[str], wanted: int, there: int) -> Iterator[None]:
     finally:
         for place in (there, *held):
             fcntl.lockf(file, fcntl.LOCK_UN, 1, place)
+
+
+preloadable = modules.preloadable
+modules.preloadable = lambda: [*preloadable(), "support.preloaded"]
 
 
 @pytest.fixture(scope="session")

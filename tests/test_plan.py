@@ -237,8 +237,7 @@ compute = "half"
 NUMBERS = ("inf", "-inf", "nan", "1e400", "-1", "0", "1e308", "9223372036854775808", "true", "''")
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("kind", [Plan, TrainConfig])
+@pytest.mark.parametrize("kind", [Plan, pytest.param(TrainConfig, marks=pytest.mark.slow)])
 def test_any_number_in_any_key_is_read_or_named(kind: type) -> None:
     huge = [f"{sign}1{'0' * zeros}" for sign in ("", "-") for zeros in (30, 400, 5000)]
     shapes = itertools.cycle(

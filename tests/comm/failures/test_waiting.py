@@ -87,7 +87,7 @@ def all_reduce(calls: str) -> float:
 @ON_BOTH
 @pytest.mark.parametrize("calls", ["ours", pytest.param("plain", marks=pytest.mark.slow)])
 def test_a_rank_that_works_is_waited_for(ranks: Ranks, calls: str) -> None:
-    """Three times as long as a rank may do nothing, in each way of doing something."""
+    """Twice as long as a rank may do nothing, in each way of doing something."""
 
     def body() -> list[list[str]]:
         shorten(1.0)
@@ -97,7 +97,7 @@ def test_a_rank_that_works_is_waited_for(ranks: Ranks, calls: str) -> None:
         for act in (sleep, loop, hold_the_lock):
             lines = logged()
             if world.rank == 1:
-                act(3.0)
+                act(2.0)
             assert all_reduce(calls) == 2
             found.append(lines)
             logging.getLogger("meshwright").handlers.clear()

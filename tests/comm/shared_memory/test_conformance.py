@@ -7,8 +7,9 @@ have got, computed in rank order from the tensors of all ranks; the rank compare
 from __future__ import annotations
 
 import functools
+import itertools
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -445,23 +446,22 @@ def _outcomes(ranks: Ranks, backend: str, size: int) -> list[dict[str, str]]:
     return ranks(size, _run, backend, connected=False)
 
 
-SLOW = {("all_reduce_sums", 3), ("all_reduce_reductions", 3), *((name, 4) for name in CASES)}
-
-
-@pytest.mark.few(5)
-@pytest.mark.parametrize(
-    ("name", "size"),
-    [
-        pytest.param(name, size, marks=[pytest.mark.slow] if (name, size) in SLOW else [])
-        for name in CASES
-        for size in (1, 2, 3, 4)
-    ],
-)
-def test_case(ranks: Ranks, name: str, size: int) -> None:
-    backends = ["cpu:meshwright"]
-    if name not in BEYOND_GLOO and size > 1:
-        backends.append("gloo")
-    for backend in backends:
+def check(ranks: Ranks, names: Iterable[str], size: int) -> None:
+    backends = ["cpu:meshwright", "gloo"] if size > 1 else ["cpu:meshwright"]
+    for name, backend in itertools.product(names, backends):
+        if backend == "gloo" and name in BEYOND_GLOO:
+            continue
         for rank, outcomes in enumerate(_outcomes(ranks, backend, size)):
-            assert name in outcomes, f"{backend}: rank {rank} did not come to it"
-            assert not outcomes[name], f"{backend}, rank {rank}: {outcomes[name]}"
+            assert name in outcomes, f"{backend}: rank {rank} did not come to {name}"
+            assert not outcomes[name], f"{name}, {backend}, rank {rank}: {outcomes[name]}"
+
+
+def test_every_case_on_three_ranks(ranks: Ranks) -> None:
+    check(ranks, CASES, 3)
+
+
+@pytest.mark.few(0, slow=12)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_case(ranks: Ranks, name: str, size: int) -> None:
+    check(ranks, [name], size)

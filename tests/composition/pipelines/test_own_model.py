@@ -688,27 +688,57 @@ def body_steps(kind: type[nn.Module], plan: Plan, loss_of: Callable[[Any], Loss]
     step(trainable)
 
 
-def test_losses_that_read_what_they_may_not_are_refused_by_name(ranks: Ranks) -> None:
-    first = r"'layers.0.0.weight' is held by stage 0, on rank 0; its value was asked for on rank 1"
-    own = "the loss, a WithWeight, has the parameter 'weight'"
-    for kind, plan, loss_of, text in (
-        (Chain, plan_of("1f1b", pipeline=2), penalty_on_first, first),
-        (Graph, plan_of("zb1p", pipeline=2), penalty_on_all, first),
-        (Chain, plan_of("zbv", pipeline=2), penalty_on_first, "reads parameter 'layers.0.0.weight"),
-        (Graph, plan_of("1f1b", pipeline=2), stranger, "requires grad and is no parameter of the"),
-        (Chain, no_pipeline(replicate=2), stranger, "requires grad and is no parameter of the mo"),
-        (Chain, no_pipeline(shard=2), penalty_on_part, "'layers.0.0.weight' when each rank of axi"),
-        (Graph, no_pipeline(shard=2), penalty_on_part_whole, "reads parameter 'layers.0.0.weight'"),
-        (Chain, no_pipeline(tensor=2), penalty_on_part, "reads 'layers.0.0.weight', of which each"),
-        (Chain, plan_of("1f1b", pipeline=2), with_weight, own),
-        (Chain, no_pipeline(replicate=2), with_weight, own),
-    ):
-        with pytest.raises(RanksFailed, match=text):
-            ranks(2, body_steps, kind, plan, loss_of)
-
-
 def with_weight(_: Any) -> Loss:
     return WithWeight()
+
+
+FIRST = r"'layers.0.0.weight' is held by stage 0, on rank 0; its value was asked for on rank 1"
+OWN = "the loss, a WithWeight, has the parameter 'weight'"
+REFUSED: dict[str, tuple[type[nn.Module], Plan, Callable[[Any], Loss], str]] = {
+    "another stage's": (Chain, plan_of("1f1b", pipeline=2), penalty_on_first, FIRST),
+    "a stranger in a graph": (
+        *(Graph, plan_of("1f1b", pipeline=2), stranger),
+        "requires grad and is no parameter of the",
+    ),
+    "a shard": (
+        *(Chain, no_pipeline(shard=2), penalty_on_part),
+        "'layers.0.0.weight' when each rank of axi",
+    ),
+    "a part of a matrix": (
+        *(Chain, no_pipeline(tensor=2), penalty_on_part),
+        "reads 'layers.0.0.weight', of which each",
+    ),
+    "its own": (Chain, no_pipeline(replicate=2), with_weight, OWN),
+    "all in a graph": (Graph, plan_of("zb1p", pipeline=2), penalty_on_all, FIRST),
+    "its rank's in a v": (
+        *(Chain, plan_of("zbv", pipeline=2), penalty_on_first),
+        "reads parameter 'layers.0.0.weight",
+    ),
+    "a stranger": (
+        *(Chain, no_pipeline(replicate=2), stranger),
+        "requires grad and is no parameter of the mo",
+    ),
+    "a whole shard": (
+        *(Graph, no_pipeline(shard=2), penalty_on_part_whole),
+        "reads parameter 'layers.0.0.weight'",
+    ),
+    "its own in stages": (Chain, plan_of("1f1b", pipeline=2), with_weight, OWN),
+}
+QUICK = 5
+"""Of `REFUSED`, so many run in `make test`."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if number < QUICK else [pytest.mark.slow])
+        for number, name in enumerate(REFUSED)
+    ],
+)
+def test_losses_that_read_what_they_may_not_are_refused_by_name(ranks: Ranks, name: str) -> None:
+    kind, plan, loss_of, text = REFUSED[name]
+    with pytest.raises(RanksFailed, match=text):
+        ranks(2, body_steps, kind, plan, loss_of)
 
 
 def test_a_loss_on_this_ranks_part_of_a_weight_is_refused(ranks: Ranks) -> None:

@@ -163,17 +163,19 @@ def body_plans() -> None:
             assert said(lambda trainable=trainable, x=x: trainable.step(x, x)) == [""]
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "case",
     [
         pytest.param(body, id="wraps"),
-        pytest.param(body_later, id="later"),
-        pytest.param(body_plans, id="plans"),
+        pytest.param(body_later, id="later", marks=pytest.mark.slow),
+        pytest.param(body_plans, id="plans", marks=pytest.mark.slow),
         pytest.param(
             body_compiled,
             id="compiled",
-            marks=pytest.mark.devices("host", reason="nothing is compiled under a dispatch mode"),
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.devices("host", reason="nothing is compiled under a dispatch mode"),
+            ],
         ),
     ],
 )

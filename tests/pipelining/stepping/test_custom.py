@@ -141,8 +141,7 @@ def body_equal(cases: list[tuple[str, str, bool]]) -> None:
     assert set(seen) == set(ALL)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_functions_of_the_user_train_to_the_same_numbers(ranks: Ranks, size: int) -> None:
     kinds = ("plain",) if size == 2 else ("replicate", "fully_shard")
     names = (("1F1B", True), ("InterleavedZeroBubble", True), ("DualPipeV", False))

@@ -6,6 +6,7 @@ from support.internals import names_inside
 
 __getattr__ = names_inside(
     {
+        "meshwright.launching": "modules",
         "meshwright.launching.pool": "shared_pool",
     }
 )

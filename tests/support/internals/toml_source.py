@@ -7,8 +7,8 @@ from support.internals import names_inside
 __getattr__ = names_inside(
     {
         "meshwright.toml_source": (
-            "dotted, dump, lines_of, literal, parse_key, plain, read, read_file, read_tree, "
-            "review, write"
+            "adapter, dotted, dump, lines_of, literal, parse_key, plain, read, read_file, "
+            "read_tree, review, write"
         ),
     }
 )
