@@ -207,7 +207,7 @@ class Cut:
 class LineLayout(ABC):
     """Tensors in one flat buffer, split into ``parts`` shards of equal size.
 
-    Holds only integers, equal on all ranks.
+    Holds no tensors; equal on all ranks.
     """
 
     names: tuple[str, ...]

@@ -22,8 +22,8 @@ A configuration is a frozen dataclass: its fields are keys, its nested dataclass
 ``tomllib`` reads the text, a scanner finds the line of each key, and pydantic in strict mode makes
 the dataclasses. A field of type ``Origin`` is no key: ``read`` fills it in, so that later checks
 still name lines. An override is ``key=value``, ``--key=value``, or ``--key`` with the value as the
-next word. The value is TOML or bare text (``none`` sets a field that may be ``None``); overrides
-win over the text.
+next word. The value is TOML or else bare text (``none`` sets a field to None where it may be);
+overrides win over the text.
 """
 
 from __future__ import annotations

@@ -381,7 +381,7 @@ class Reader:
         return handle
 
     def _open(self, file: str) -> int:
-        """Open a tensor file of the right size, or reuse the handle; old ones are closed."""
+        """Open a tensor file and check its size, or reuse its handle; limits the open files."""
         handle = self._files.get(file)
         if handle is None:
             if len(self._files) >= _OPEN_FILES:

@@ -351,7 +351,7 @@ class Communicator:
         return self._issue("all_to_all", tensor, label, launch, value=output)
 
     def barrier(self, *, label: str = "", async_op: bool = False) -> Pending:
-        """Wait until the host of every rank has arrived; with ``async_op`` return before that.
+        """Wait until every rank has called this; with ``async_op`` return before that.
 
         It uses the control channel, and does not wait for work on devices.
         """
@@ -571,7 +571,7 @@ class Communicator:
         return pending
 
     def number(self, what: str) -> int:
-        """Count the earlier calls with ``what``; equal on ranks that make the same calls."""
+        """Return how many calls with ``what`` came before; equal on ranks with the same calls."""
         key = f"numbered {what}"
         self.counts[key] = 1 + (number := self.counts.get(key, 0))
         return number

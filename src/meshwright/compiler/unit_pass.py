@@ -353,7 +353,7 @@ def _check_reads(
 
 
 def _act_of(node: fx.Node, model: str) -> tuple[object, int]:
-    """The act of ``node`` on a unit of ``model``, and its number; mostly (None, NO_UNIT)."""
+    """What ``node`` does to a unit of ``model``, and the unit's number; mostly (None, NO_UNIT)."""
     if node.target is DRIVE and _args(node)[3] == model:
         what = next((k for k, v in _IN_BACKWARD.items() if v == _args(node)[4]), _args(node)[4])
         return what, int(_args(node)[5])

@@ -102,7 +102,7 @@ class PipelinedLayout(DataLayout):
         *,
         dtype: torch.dtype,
     ) -> None:
-        """``copies`` are the ``id`` of parameters that other stages count in the norm.
+        """``copies`` holds the ``id`` of each parameter that another stage counts in the norm.
 
         ``dtype`` is the widest of the full model: all ranks must compute the same norm.
         """

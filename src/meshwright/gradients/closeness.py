@@ -105,8 +105,8 @@ def beyond_rounding(
 ) -> float:
     """The norm of the difference over that of ``expected``; 0 if it is within rounding.
 
-    A norm of ``floor`` may come from rounding. Non-finite values must be equal in both. ``share``
-    scales the allowed rounding.
+    A norm of ``floor`` may come from rounding. It is infinite unless both have non-finite values in
+    the same places. ``share`` scales the allowed rounding.
     """
     wide = torch.complex128 if expected.is_complex() else torch.float64
     a, b = found.detach().to(wide), expected.detach().to(wide)

@@ -234,7 +234,7 @@ def _axes_of(spread: Sequence[SpreadGradients]) -> Communicator | None:
 
 
 def _counts_here(group: SpreadGradients, over: Communicator) -> bool:
-    """Whether this rank is among those that count ``group``: holders with the first rank."""
+    """Whether this rank counts ``group``: the ranks that share it with the first rank do."""
     if not group.communicators:
         return over.rank == 0
     return over.ranks[0] in union(group.communicators).ranks

@@ -194,7 +194,7 @@ class _OptimizerWatch:
 def warn_without_gradients(optimizer: Optimizer) -> bool:
     """Warn if ``optimizer``, after a forward in training, steps without any gradient.
 
-    For parameters that are in no graph. Returns whether it has warned.
+    For parameters in whose place graphs have other tensors. Returns whether it has warned.
     """
     trained = False
     for group in optimizer.param_groups:

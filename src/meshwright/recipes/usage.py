@@ -90,7 +90,7 @@ def flops_a_token(config: ModelConfig) -> int:
 
 
 def flops_of(model: nn.Module) -> int:
-    """Count the same for any token model: six for each parameter, without those of embeddings.
+    """Count operations per token for any model: six for each parameter outside of embeddings.
 
     The cost of attention, which grows with the context, is unknown here and not counted.
     """

@@ -160,7 +160,7 @@ def function_class(node: object) -> Callable[..., Any]:
 
 @cache
 def held_nodes_live() -> bool:
-    """Check whether a reference keeps a Python node usable; torch 2.11 needs its live graph."""
+    """Check whether a reference keeps a Python node usable; in torch 2.11 its graph must live."""
 
     class Same(torch.autograd.Function):
         @staticmethod

@@ -88,7 +88,7 @@ def values_in_trace(operator: Callable[..., Any]) -> list[Any]:
 
 
 def recompute_always(node: fx.Node) -> None:
-    """Have the partitioner recompute ``node`` in the backward, for all its users."""
+    """Have the partitioner recompute ``node`` in the backward, wherever its users are."""
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     node.meta["ac_graph_id"] = _LAST_REGION
 

@@ -183,7 +183,7 @@ def lent_now() -> Mapping[str, torch.Tensor] | None:
 
 
 def is_stepping() -> bool:
-    """Whether a torch optimizer is stepping now, or a compiler traces its step."""
+    """Whether a torch optimizer is stepping now; always True while a compiler traces."""
     if torch.compiler.is_compiling():
         return True
     frame = sys._getframe(1)
@@ -196,7 +196,7 @@ def is_stepping() -> bool:
 
 
 def asked(question: str) -> tuple[Any, ...] | None:
-    """Return the variables of torch's function ``question`` if it is running; None otherwise.
+    """Return the values of its variables if torch asks ``question`` now; None if it does not.
 
     Raises ImportError, naming it, in a torch that lacks one of the functions or variables.
     """

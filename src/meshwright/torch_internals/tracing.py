@@ -81,6 +81,6 @@ def is_backward_compiled() -> bool:
 
 
 def notes_of_trace() -> dict[str, object]:
-    """Return notes on the graph being traced, which end with it; None outside of a trace."""
+    """Return notes on the graph being traced, which end with it; an empty dict outside of one."""
     context = _trace()
     return {} if context is None else context.__dict__.setdefault("meshwright", {})

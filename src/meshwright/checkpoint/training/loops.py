@@ -318,7 +318,7 @@ class _Loop:
         return state
 
     def outline(self) -> dict[str, Any]:
-        """Return a `_Loop` without the state of optimizers, which may be a copy."""
+        """Return `held_state` without the state of optimizers, which may be a copy."""
         state: dict[str, Any] = {} if self.weights is None else {"model": self.weights}
         if self.named:
             groups = ([{"params": names} for names in each.groups] for each in self.named)

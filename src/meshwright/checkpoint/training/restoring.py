@@ -186,7 +186,7 @@ NOT_STRICT = (
 
 
 class Restoring:
-    """The steps of a load on one rank, by a checkpoint's names; ties have all names."""
+    """The steps of a load on one rank, by a checkpoint's names; tied tensors have all of theirs."""
 
     def __init__(self, saved: SavedState, held: Mapping[str, Any], *, strict: bool) -> None:
         """``held`` is this rank's state, or its outline without the state of optimizers."""

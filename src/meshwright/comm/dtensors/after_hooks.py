@@ -83,7 +83,7 @@ def take_over_steps(parameters: Sequence[nn.Parameter]) -> tuple[nn.Parameter, .
 
 
 def step_in_backward(parameter: torch.Tensor) -> None:
-    """Step by optimizers in the backward, if there are any, and free ``.grad``."""
+    """Run the optimizers that step ``parameter`` in the backward, if any, and free ``.grad``."""
     if STEPPERS in parameter.__dict__ and (optimizers := _stepping(parameter)):
         for optimizer in optimizers:
             optimizer.step()

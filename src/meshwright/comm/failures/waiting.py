@@ -714,7 +714,7 @@ class OutsideCall(AllOthers):
     def __init__(
         self, monitor: FailureMonitor, what: str, missing: Callable[[], Sequence[int]] | None = None
     ) -> None:
-        """``missing`` lists the ranks that are known to be waited for."""
+        """``missing`` returns the ranks that the call waits for, as far as known."""
         super().__init__(monitor, what)
         self._missing = missing
 

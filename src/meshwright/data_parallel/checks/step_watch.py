@@ -172,7 +172,7 @@ def _numbers(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[tu
 
 
 def _number(value: torch.Tensor) -> float | None:
-    """Read ``value`` if that needs no wait and does not disturb a traced step."""
+    """Read ``value``, one number on the host, unless a compiler is tracing; None otherwise."""
     if value.numel() != 1 or not is_host(value.device) or torch.compiler.is_compiling():
         return None
     return value.item()

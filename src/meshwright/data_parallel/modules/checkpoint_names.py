@@ -126,7 +126,7 @@ class SteppedOver(nn.Module):
         return self._names_are_asked
 
     def named_children(self) -> Iterator[tuple[str, Any]]:
-        """List children as any module; for those functions, the innermost wrapped module."""
+        """List the children; for torch's checkpoint functions only the innermost wrapped module."""
         if asked("tensors") is None:
             yield from super().named_children()
         else:

@@ -106,7 +106,7 @@ class Reduction(ABC):
         return
 
     def used(self) -> Sequence[bool]:
-        """Whether this rank has a gradient, by parameter, where other ranks need to know."""
+        """Whether this rank has a gradient, by parameter; empty if no other rank needs to know."""
         return ()
 
     def take(self, place: int, scale: Factor) -> None:
@@ -383,7 +383,7 @@ class Bucket(Reduction):
             rider.adopt(math.inf if self._zeros_for_unused else count)
 
     def _counts(self) -> list[float]:
-        """The number of ranks that have a gradient, for each parameter and rider."""
+        """Count the ranks with a gradient, by parameter and rider; just 0 or 1 if `known`."""
         if self.known is not None:
             told = [*self.known, *(flag for rider in self.riders for flag in rider.known or ())]
             return [float(flag) for flag in told]

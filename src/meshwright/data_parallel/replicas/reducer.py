@@ -456,7 +456,7 @@ class GradientReducer:
             raise error
 
     def _tell(self, *, is_void: bool) -> None:
-        """Tell the other ranks which gradients this one has; all of them if the pass is void.
+        """Tell the other ranks which gradients this one has; in a void pass, claim to have all.
 
         Only on a device, where reading the counts behind the gradients would stall the host. A rank
         that lacks a gradient waits until the others have answered.

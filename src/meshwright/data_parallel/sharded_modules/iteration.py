@@ -490,7 +490,7 @@ class Iteration:
             self._ledger = ledger
 
     def deliver(self) -> None:
-        """Set the gradients of units whose reductions have ended; exchanges use flags."""
+        """Set the gradients of units whose reductions have ended; may first exchange use flags."""
         units: list[Unit] = []
         groups: list[ParameterGroup] = []
         for unit in self.units:

@@ -571,7 +571,7 @@ _PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None))
 
 
 def _with_own_node(output: Any, tell: Callable[..., None]) -> Any:  # noqa: ANN401
-    """Return the root's ``output`` with views in place of outputs of a freed unit.
+    """Return the root's ``output``, where views replace outputs of units that were freed.
 
     The gradient of a view arrives before those of everything the unit has computed, and calls its
     hook, too. ``tell`` is the drivers' method that hooks of outputs call.

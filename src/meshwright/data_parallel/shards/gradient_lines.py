@@ -321,7 +321,7 @@ Summand = tuple[PartialSum, torch.Tensor]
 
 
 def summands_of(sums: Sequence[tuple[int, PartialSum]], line: GradientLine) -> list[Summand]:
-    """List the whole gradients in ``line`` of the tensors with indices in ``sums``."""
+    """List the full gradients in ``line`` of tensors in ``sums``, each with its `PartialSum`."""
     parts = line.parts()
     return [(add, part) for index, add in sums for part in parts[index]]
 

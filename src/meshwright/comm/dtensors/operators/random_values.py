@@ -152,7 +152,7 @@ def _leaking(op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 
 def _picked(op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """Sample by all probabilities in the first of ``args``; each rank has all samples."""
+    """Sample from the full tensor of probabilities, ``args[0]``; each rank gets all samples."""
     tensor: DTensor = args[0]
     found = op(tensor.full_tensor(), *args[1:], **kwargs)
     mesh = tensor.device_mesh
