@@ -32,7 +32,7 @@ Intended differences from torch's class:
 * State dicts hold copies of parameters in units, also LOCAL ones and those of optimizers; buffers
   and ignored parameters are live in them, as in any module's.
 * Ranks may ignore different modules; numbered siblings that a rank ignores are not counted when
-  ranks compare names. Shared modules must be equal at the start.
+  ranks compare names. Modules that no rank ignores must start equal.
 * Optimizer state is sent as JSON and tensors: other objects are refused if a rank without elements
   of their parameter would need them.
 * Changing parameters between forward and backward is an error in every strategy.

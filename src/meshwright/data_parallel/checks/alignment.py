@@ -111,7 +111,7 @@ class SameWeights:
         self._said: set[str] = set()
 
     def start_over(self) -> None:
-        """Restart the count of passes, after all ranks were given the same weights."""
+        """Restart the count of passes; call it when all ranks have the same weights."""
         self.passes = 0
         """Passes so far."""
         self._next = 1
@@ -312,7 +312,7 @@ class Alignment:
         """True when changes of this rank's weights can be noticed here."""
 
     def start_over(self) -> None:
-        """Restart the counts, after all ranks were given the same weights."""
+        """Restart the counts; call it when all ranks have the same weights."""
         self._weights, self._version, self._writes = 0, -1, 0
         self.has_parted = False
         self.copies.start_over()

@@ -238,7 +238,7 @@ class NonFinite:
 
     @classmethod
     def of(cls, units: Sequence[Unit]) -> NonFinite:
-        """Collect what watched ``units`` have found and not yet delivered."""
+        """Collect what was found in ``units``, which are watched and not yet delivered."""
         values: list[str] = []
         sums = NonFiniteValues()
         for unit in reversed(units):

@@ -363,7 +363,7 @@ class Driver:
             return self.after_forward(module, (), output)
 
     def leave_forward(self, *, has_raised: bool) -> None:
-        """End the root's forward; modules of a unit that have not run no longer will."""
+        """End the root's forward; modules of a unit that did not run, or raised, no longer will."""
         unit = self.unit
         self._to_run.clear()
         if has_raised:

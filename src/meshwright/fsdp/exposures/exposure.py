@@ -463,7 +463,7 @@ def _unused_in(group: ParameterGroup, mean: torch.Tensor, used: Sequence[bool]) 
 
 
 def own_pieces(group: ParameterGroup) -> dict[int, FlatPiece]:
-    """List this rank's piece of each parameter, by the parameter's index.
+    """List this rank's pieces of parameters, if it has any, by the parameter's index.
 
     A parameter without any elements counts as whole on every rank.
     """
@@ -544,7 +544,7 @@ def places_in_shards(
 
 @torch.no_grad()
 def write_back(parameter: nn.Parameter, target: torch.Tensor, name: str) -> None:
-    """Copy a tensor that the user set on an exposed parameter to the shard, its new memory."""
+    """Copy what the user has put into an exposed parameter to the shard, and point it there."""
     if parameter.device.type != target.device.type:
         raise RuntimeError(
             "Expected `FlatParameter` to be on the compute device or where it is offloaded to, "

@@ -63,7 +63,7 @@ class CheckpointNames(StepOver):
 
 
 def prepare_optimizers(wrapper: UnitWrapper) -> None:
-    """Prepare the optimizers that torch's checkpoint functions were called with.
+    """Prepare the optimizers that torch's checkpoint functions were called with, if these run.
 
     Raises RuntimeError for those whose state cannot be returned or loaded.
     """
@@ -180,7 +180,7 @@ class _GroupApart(dict[str, Any]):
 
 
 class _GroupsApart(list[Any]):
-    """Groups that become plain lists once torch has named them."""
+    """Groups, each read as a plain dict once torch has named its parameters."""
 
     def __iter__(self) -> Iterator[Any]:
         for group in super().__iter__():
