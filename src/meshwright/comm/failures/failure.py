@@ -341,7 +341,7 @@ class FailureMonitor:
     def leads(self, place: str) -> bool:
         """Check whether this rank makes roll calls for all that wait at ``place``.
 
-        The first `LEADERS` ranks to arrive do; the others read their results.
+        The first `LEADERS` ranks to arrive in each turn do; the others read their results.
         """
         if self.world_size <= LEADERS:
             return True

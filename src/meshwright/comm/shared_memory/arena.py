@@ -255,7 +255,7 @@ class SharedTensors:
 
 
 def _rounded(nbytes: int) -> int:
-    """Round up to an eighth of a power of two, so that the pool finds equal sizes."""
+    """Round up in steps of an eighth of a power of two, so that the pool finds equal sizes."""
     step = max(PAGE, 1 << max(0, math.ceil(math.log2(nbytes)) - 3))
     return -(-nbytes // step) * step
 
