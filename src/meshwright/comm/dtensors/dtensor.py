@@ -472,7 +472,7 @@ def note_became(given: nn.Parameter, became: Became) -> None:
 
 
 def what_became(given: torch.Tensor) -> Became | None:
-    """Return the DTensor that ``given`` was converted to; None for any other tensor."""
+    """Return the record of what ``given`` was converted to; None for any other tensor."""
     return vars(given).get(_BECAME)
 
 

@@ -299,7 +299,7 @@ class ParameterGroup:
         return lost
 
     def note_written(self, index: int) -> None:
-        """Accept a write to full parameter ``index``, which is copied to the shards, too."""
+        """Accept a write to full parameter ``index``, which the caller copies to the shards."""
         self.versions[index] = version_of(self.slots[index].leaf)
 
     def _empty_shard(self, layout: LineLayout, home: torch.device | None) -> torch.Tensor | None:
