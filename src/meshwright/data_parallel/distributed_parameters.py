@@ -309,7 +309,7 @@ class ReducedLeaves:
         arrived: Callable[[int, torch.Tensor], None],
         arrived_at_leaf: Callable[[int, torch.Tensor], None],
     ) -> None:
-        """Call ``arrived`` (or ``arrived_at_leaf``) with the index of each complete gradient.
+        """Call ``arrived``, for DTensors ``arrived_at_leaf``, with each complete gradient's index.
 
         Both are methods; hooks do not keep their object alive. Arrivals that ``counters`` can
         handle are counted there instead. Parameters that do not require grad get no hook yet.
