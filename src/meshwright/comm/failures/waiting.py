@@ -592,7 +592,7 @@ class _Silence:
 
 
 def _look(monitor: FailureMonitor, rank: int, answers: Answers) -> tuple[Look | None, bool]:
-    """Inspect the process of ``rank``, or use a peer's snapshot (then also returns True)."""
+    """Inspect ``rank``'s process, or use a peer's snapshot; also True if this rank cannot look."""
     own = monitor.ranks.look_at(rank)
     told = (Look.of(answer["seen"].get(str(rank))) for answer in answers.values())
     return next((look for look in (own, *told) if look is not None), None), own is None

@@ -252,7 +252,7 @@ class GradientReducer:
             self._launch_next()
 
     def abandon(self) -> None:
-        """Close a backward pass that raised, so that the next one starts clean.
+        """Close a backward pass that raised, if one did, so that the next one starts clean.
 
         This rank launches its remaining reductions as void. Peers that raised elsewhere have issued
         the same reductions then, and peers that did not raise get an error, never a mean that lacks
