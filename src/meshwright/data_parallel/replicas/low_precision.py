@@ -67,7 +67,7 @@ def compute_in(
 
 
 class _Casts:
-    """Swaps parameters for casts during the forward of each module that has any, or has any below."""
+    """Swaps parameters for casts during the forward of each module that has some below it."""
 
     def __init__(self, held: ModuleParameters, dtype: torch.dtype) -> None:
         self._held = held
