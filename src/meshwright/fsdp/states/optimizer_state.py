@@ -487,8 +487,8 @@ def state_to_load(
 
     If only the first rank of ``group`` has a state dict, it sends it to the others. A parameter
     without elements on this rank gets state only if the optimizer has ``held`` some. With
-    ``is_strict`` groups may not name parameters that those of ``state`` lack. Parameters of one
-    flat parameter are treated alike: one that ``state`` lacks is not loaded.
+    ``is_strict`` groups may not name parameters that those of ``state`` lack; nor may ``state``
+    lack one of a flat parameter's parameters if it has others, because their step counts differ.
     """
     settings = settings or StateDictSettings()
     _check_local(model, settings.state_dict_type)

@@ -136,7 +136,7 @@ def _picked(value: Any, indices: Sequence[int], count: int) -> Any:  # noqa: ANN
 
 @functools.cache
 def explain_reads(why: Callable[[object, Sequence[object]], RuntimeError | None]) -> None:
-    """Raise the error of ``why``, if any, where an operator mixes DTensors and plain tensors."""
+    """From now on raise ``why``'s error, if any, where a read mixes DTensors and plain tensors."""
     handlers = dtensor_handlers()
     for name in _READS:
         kind, _, overload = name.partition(".")
