@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -15,7 +16,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def outside(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
     """A project of somebody else, with the plugin loaded by its entry point or by name."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    paths = (str(ROOT / "src"), str(ROOT / "tests"))  # the second for what the conftest imports
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     pytester.makeconftest((ROOT / "tests" / "conftest.py").read_text())
     return pytester
 
