@@ -97,8 +97,8 @@ def assert_same_training(
     __tracebackhide__ = True
     if sample.depends_on == "random numbers":
         raise ValueError(
-            f"{sample.name!r} draws random numbers in its forward pass, others on each rank: "
-            "it cannot be compared with one process"
+            f"{sample.name!r} draws random numbers in its forward pass, different ones on each "
+            "rank: it cannot be compared with one process"
         )
     if isinstance(layout, Plan):
         clip_norm = layout.train.clip_norm
