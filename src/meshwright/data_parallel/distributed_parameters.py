@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.comm import Communicator
-from meshwright.comm.dtensors.after_hooks import run_after_hooks
+from meshwright.comm.dtensors.after_hooks import Own, defer_hooks, run_after_hooks
 from meshwright.comm.dtensors.dtensor import (
     AtRest,
     dtensor_like,
@@ -35,11 +35,21 @@ from meshwright.comm.dtensors.dtensor import (
     local_of,
     mesh_communicators,
 )
-from meshwright.comm.dtensors.local_leaves import add_to_gradient, give_up, local_leaf, take_over
+from meshwright.comm.dtensors.local_leaves import (
+    add_to_gradient,
+    comes_to_both,
+    give_up,
+    local_leaf,
+    take_over,
+)
 from meshwright.comm.dtensors.sharded_axes import refuse_spread, spread_over
 from meshwright.comm.graphs.untraced import apart, constant
 from meshwright.gradients import look_at_optimizers
-from meshwright.torch_internals.autograd import after_hooks_of, backward_hooks_of
+from meshwright.torch_internals.autograd import (
+    after_hooks_of,
+    backward_hooks_of,
+    running_backward,
+)
 
 MARK = "_tensor_parallel"
 """The attribute of a module that holds its `LocalComputation`."""
@@ -176,28 +186,51 @@ class ReadyCounters:
 class _Lent:
     """One DTensor parameter and the leaf that is reduced in its place."""
 
-    __slots__ = ("leaf", "local", "parameter")
+    __slots__ = ("came_in", "leaf", "local", "parameter")
 
     def __init__(self, parameter: nn.Parameter, local: LocalParameter) -> None:
         self.parameter = parameter
         self.local = local
         self.leaf = take_over(parameter)
+        self.came_in: int | None = None
+        """The backward pass in which one of the two gradients has come."""
 
     def hook(self, arrived: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:
-        """Call ``arrived`` when this rank's gradient is complete, until the handles are removed."""
-        handles = [self.leaf.register_post_accumulate_grad_hook(arrived)]
+        """Call ``arrived`` when this rank's gradient is complete, until the handles are removed.
+
+        A module outside of those that compute locally may read the parameter, and so does a
+        functional call with what is computed from it.
+        """
+
+        @apart
+        def came(tensor: torch.Tensor) -> None:
+            if torch.compiler.is_compiling():
+                if tensor is not self.parameter or not self.local.is_local:
+                    arrived(tensor)
+            elif self._is_complete():
+                arrived(self.leaf)
+
+        handles = [
+            self.leaf.register_post_accumulate_grad_hook(came),
+            self.parameter.register_post_accumulate_grad_hook(Own(came)),
+        ]
         if self.local.is_local:
             handles.append(self.leaf.register_hook(self._by_hooks_of_parameter))
-        else:
-            handles.append(self.parameter.register_post_accumulate_grad_hook(arrived))
         return handles
+
+    def _is_complete(self) -> bool:
+        if not comes_to_both(self.parameter):
+            return True
+        before, self.came_in = self.came_in, running_backward()
+        return before == self.came_in
 
     def lend(self) -> None:
         """Move the gradient that the parameter has so far to the leaf."""
-        parameter, given = self.parameter, self.parameter.grad
-        if given is None:
+        parameter, given, like = self.parameter, self.parameter.grad, known_at_rest(self.parameter)
+        if given is None or like is None:
             return
-        gradient = local_of(given)
+        gradient = local_gradient(given, like, ())
+        assert gradient is not None
         partial_sum = self.local.partial
         if partial_sum is not None:
             if backward_hooks_of(parameter):
@@ -212,18 +245,6 @@ class _Lent:
         if self.leaf.grad is not None:
             gradient.add_(self.leaf.grad)
         self.leaf.grad, parameter.grad = gradient, None
-
-    def collect(self) -> None:
-        """Move the DTensor gradient that autograd has left on the parameter to the leaf."""
-        given, like = self.parameter.grad, known_at_rest(self.parameter)
-        if given is None or like is None:
-            return
-        self.parameter.grad = None
-        gradient = local_gradient(given, like, ())
-        if self.leaf.grad is None or gradient is None:
-            self.leaf.grad = gradient
-        else:
-            self.leaf.grad.add_(gradient)
 
     def give_back(self) -> None:
         """Add the leaf's gradient to the parameter's, as autograd would have."""
@@ -293,6 +314,9 @@ class ReducedLeaves:
 
     def follow(self) -> set[int]:
         """Look up the leaves again, in each forward; returns the positions that changed."""
+        for lent in self.lent.values():
+            if lent.local.is_local:
+                defer_hooks(lent.parameter, is_elsewhere=True)
         changed = {n for n, lent in self.lent.items() if take_over(lent.parameter) is not lent.leaf}
         if changed:
             found = list(self.parameters)
@@ -334,7 +358,7 @@ class ReducedLeaves:
         """True when gradients pass foreign hooks before they are reduced."""
         found = sum([len(backward_hooks_of(p) or ()) for p in self._given])
         found += sum([len(after_hooks_of(p) or ()) for p in self._given])
-        return found > len(self._hooked) - len(self._hooked.keys() & self.lent.keys())
+        return found > len(self._hooked)
 
     @torch.no_grad()
     def lend(self) -> None:
@@ -346,7 +370,7 @@ class ReducedLeaves:
     @torch.no_grad()
     def collect(self, index: int) -> None:
         """Collect the gradient of parameter ``index``, complete on this rank, to be reduced."""
-        self.lent[index].collect()
+        self.lent[index].lend()
 
     @torch.no_grad()
     def take(self, index: int, parameter: nn.Parameter) -> torch.Tensor | None:
@@ -368,8 +392,8 @@ class ReducedLeaves:
     def keep(self, index: int) -> None:
         """Keep the complete gradient of parameter ``index`` on this rank, without a reduction."""
         lent = self.lent[index]
-        if not lent.local.is_local:
-            lent.collect()  # what autograd left may be a part of a sum
+        if not lent.local.is_local or lent.leaf.grad is None:
+            lent.lend()  # what autograd left may be a part of a sum
         lent.give_back()
 
     @torch.no_grad()

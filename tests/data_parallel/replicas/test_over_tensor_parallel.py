@@ -315,3 +315,93 @@ def body_seed() -> None:
 
 def test_seed_of_replicated_tensor_parallelism(ranks: Ranks) -> None:
     ranks(4, body_seed)
+
+
+# ------------------------------------------- parameters that are read beside their layers
+
+
+class Beside(nn.Module):
+    """A layer whose parameters the model reads, too: by a functional call, a penalty, or both."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.how = nn.Linear(4, 4), how
+
+    def called(self, x: torch.Tensor) -> torch.Tensor:
+        weights = {name: 0.5 * p for name, p in self.layer.named_parameters()}
+        return torch.func.functional_call(self.layer, weights, (x,))
+
+    def penalty(self) -> torch.Tensor:
+        found = [p.full_tensor() if isinstance(p, DTensor) else p for p in self.layer.parameters()]
+        return torch.stack([p.square().sum() for p in found]).sum()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "called":
+            return self.called(x).tanh()
+        if self.how == "called before":
+            return (self.called(x) + self.layer(x)).tanh()
+        if self.how == "called after":
+            return (self.layer(x) + self.called(x)).tanh()
+        return self.layer(x).tanh() * self.penalty()
+
+
+def body_read_beside(how: str) -> None:
+    mesh = grid()
+    index, count = place(mesh)
+    whole, some = Replicate(), Shard(1)
+    styles = (
+        ColwiseParallel(output_layouts=whole),
+        RowwiseParallel(input_layouts=whole),
+        # The bias of which each rank of axis tensor has another part of the gradient.
+        ColwiseParallel(input_layouts=some, output_layouts=whole),
+        RowwiseParallel(input_layouts=whole, output_layouts=some, use_local_output=False),
+    )
+    for style in styles if how != "penalty" else styles[:3]:  # it multiplies a local output
+        for wrap in (
+            partial(replicate, device_mesh=mesh["replicate"]),
+            partial(
+                DistributedDataParallel,
+                device_mesh=mesh["replicate"],
+                gradient_as_bucket_view=True,
+            ),
+        ):
+            torch.manual_seed(3)
+            one = Beside(how).double()
+            model = parallelize_module(copy.deepcopy(one), mesh["tensor"], {"layer": style})
+            named = dict(model.named_parameters())
+            seen: list[tuple[str, torch.Tensor]] = []
+
+            def show(parameter: nn.Parameter, *, name: str) -> None:
+                gradient: Any = parameter.grad
+                seen.append((name, gradient.full_tensor().clone()))  # noqa: B023
+
+            for name, parameter in named.items():
+                parameter.register_post_accumulate_grad_hook(partial(show, name=name))
+            outer: Any = wrap(model)
+            for step in range(2):
+                for part in range(2):
+                    x = torch.randn(count, 3, 4, 4, dtype=torch.float64)
+                    one(x.flatten(0, 1)).square().mean().backward()
+                    if isinstance(outer, DistributedDataParallel):
+                        outer.require_backward_grad_sync = part == 1
+                    else:
+                        outer.set_requires_gradient_sync(part == 1)
+                    mine = x[index]
+                    if style.input_layouts and style.input_layouts[0] == some:
+                        mine = mine.chunk(2, 1)[mesh.get_local_rank("tensor")]
+                    found: Any = outer(mine)
+                    if isinstance(found, DTensor):
+                        found = found.full_tensor()
+                    found.square().mean().backward()
+                shown = dict(seen[-2:])
+                assert len(seen) == 4 * (step + 1)
+                for name, parameter in one.named_parameters():
+                    gradient: Any = named[name].grad
+                    torch.testing.assert_close(gradient.full_tensor(), parameter.grad)
+                    torch.testing.assert_close(shown[name], parameter.grad)
+                    named[name].grad = parameter.grad = None
+
+
+@pytest.mark.parametrize("how", ["called", "called before", "called after", "penalty"])
+def test_gradients_of_what_is_read_beside_its_layer_are_reduced(ranks: Ranks, how: str) -> None:
+    ranks(4, body_read_beside, how)

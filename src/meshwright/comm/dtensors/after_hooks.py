@@ -55,6 +55,13 @@ class _Deferred:
         return None if is_elsewhere else self.hook(given)
 
 
+class Own(_Deferred):
+    """A hook of the library's own: it runs where autograd calls it, and nowhere else."""
+
+    def __call__(self, given: torch.Tensor) -> None:
+        self.hook(given)
+
+
 def defer_hooks(parameter: nn.Parameter, *, is_elsewhere: bool) -> None:
     """Skip autograd's calls of ``parameter``'s hooks while its gradient ``is_elsewhere``."""
     vars(parameter)[_ELSEWHERE] = is_elsewhere
@@ -66,8 +73,8 @@ def defer_hooks(parameter: nn.Parameter, *, is_elsewhere: bool) -> None:
 
 
 def hooks_in(hooks: Mapping[int, Hook] | None) -> list[Hook]:
-    """List ``hooks`` of a tensor as they were registered."""
-    found = (hooks or {}).values()
+    """List ``hooks`` of a tensor as they were registered, without the library's own."""
+    found = (hook for hook in (hooks or {}).values() if not isinstance(hook, Own))
     return [hook.hook if isinstance(hook, _Deferred) else hook for hook in found]
 
 

@@ -38,6 +38,7 @@ class _Held:
 
     __slots__ = (
         "__weakref__",
+        "in_both",
         "is_hooked",
         "is_taken",
         "leaf",
@@ -54,6 +55,8 @@ class _Held:
         """The tensor whose storage the leaf shares: the parameter's, unless that was replaced."""
         self.storage = parameter.untyped_storage()
         """Another object as soon as something is assigned to ``.data`` of the parameter."""
+        self.in_both: int | None = None
+        """The last backward pass in which autograd came to both the leaf and the parameter."""
         self.is_hooked = False
         self.is_taken = False
         """True when the gradient stays with the leaf until somebody hands it over."""
@@ -191,6 +194,8 @@ class _InGraph(torch.autograd.Function):
         to_leaf = is_wanted and is_executed(ctx.next_functions[0][0])
         defer_hooks(parameter, is_elsewhere=to_leaf)
         if to_leaf:
+            if held.is_taken and accumulates(ctx.next_functions[1][0]):
+                held.in_both = running_backward()
             return grad, None, None
         if held.is_taken and accumulates(ctx.next_functions[1][0]):
             raise RuntimeError(
@@ -209,6 +214,12 @@ class _InGraph(torch.autograd.Function):
         )
         placements = parameter.placements
         return None, part if held.partial is None else part.redistribute(None, placements), None
+
+
+def comes_to_both(parameter: nn.Parameter) -> bool:
+    """Whether this backward pass calls hooks of a taken-over leaf and of ``parameter``."""
+    held = vars(parameter).get(_HELD)
+    return held is not None and held.in_both == running_backward()
 
 
 def give_up(parameter: nn.Parameter) -> None:
