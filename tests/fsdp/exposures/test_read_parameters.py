@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -73,13 +74,20 @@ def test_a_loss_that_reads_a_part_is_refused(ranks: Ranks) -> None:
 
 
 def body_graph_run_again() -> None:
-    def train(model: nn.Module, net: Net) -> list[torch.Tensor]:
+    def train(model: Any, net: Net) -> list[torch.Tensor]:
         optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
-        for _ in range(3):
+        for number in range(4):
             x = numbers().requires_grad_()
-            loss = model(x) + net.head.weight.square().sum()
-            torch.autograd.grad(loss, x, retain_graph=True)
-            loss.backward()
+            is_last = number % 2 == 1  # before it gradients wait for their reduction
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(is_last)
+            waits = hasattr(model, "no_sync") and not is_last
+            with model.no_sync() if waits else contextlib.nullcontext():
+                loss = model(x) + net.head.weight.square().sum()
+                torch.autograd.grad(loss, x, retain_graph=True)
+                loss.backward()
+            if not is_last:
+                continue
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.detach())
@@ -92,9 +100,10 @@ def body_graph_run_again() -> None:
         strategy = ShardingStrategy.SHARD_GRAD_OP
         model = FSDP(net, sharding_strategy=strategy, use_orig_params=use_orig_params)
         torch.testing.assert_close(train(model, net), expected, rtol=1e-12, atol=0)
-    net = Net()
-    model = fully_shard(net, reshard_after_forward=False)
-    torch.testing.assert_close(train(model, net), expected, rtol=1e-12, atol=0)
+    for after in (None, False):
+        net = Net()
+        model = fully_shard(net, reshard_after_forward=after)
+        torch.testing.assert_close(train(model, net), expected, rtol=1e-12, atol=0)
 
 
 def test_a_graph_that_is_run_again_has_its_weights(ranks: Ranks) -> None:

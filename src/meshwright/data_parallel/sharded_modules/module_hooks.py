@@ -535,7 +535,8 @@ class Driver:
             return
         self.has_run = False
         settings = unit.settings
-        is_of_inputs = iteration.keeps_graph and not unit.has_gradient
+        # Gradients of earlier passes may wait in the unit; then the pass itself says what it gives.
+        is_of_inputs = iteration.keeps_graph and (iteration.is_of_inputs or not unit.has_gradient)
         if not settings.synchronize or not settings.all_reduce:
             iteration.keeps_sums = True
         if not settings.synchronize or iteration.is_of_inputs:
