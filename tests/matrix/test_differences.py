@@ -177,7 +177,7 @@ def more_microbatches(strategy: str, is_odd: bool) -> None:
 
 
 def keeps_whole_parameters(strategy: str, is_odd: bool) -> None:
-    if strategy == "facade":
+    if strategy in ("facade", "flat"):
         keeps = ShardingStrategy.SHARD_GRAD_OP
         Loop(strategy, sharding_strategy=keeps if is_odd else None).step()
         return
