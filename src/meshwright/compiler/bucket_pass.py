@@ -44,7 +44,7 @@ from meshwright.torch_internals.tensors import storage_id
 from meshwright.torch_internals.trees import tree_leaves
 
 ALONE_BYTES = 2**20
-"""A gradient of at least this size is reduced alone."""
+"""A gradient of at least this size is reduced alone, except in mode "concat"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class GradientMark:
 
 @dataclass(frozen=True, slots=True)
 class CompiledBucket:
-    """Gradients of one model and dtype that one collective reduces, descending in index."""
+    """Gradients of one model and dtype that are reduced together, descending in index."""
 
     marks: tuple[GradientMark, ...]
 
@@ -91,10 +91,10 @@ class CompiledBucket:
 
     @property
     def parts(self) -> tuple[tuple[GradientMark, ...], ...]:
-        """The marks of each collective: small gradients together, then large ones in place.
+        """The marks of each collective: small gradients together, then each large one alone.
 
-        Gloo copies coalesced gradients into a buffer and back. In mode "concat" all are in one
-        collective, whose buffer keeps the means.
+        Gloo copies coalesced gradients into a buffer and back, but not a single one. In mode
+        "concat" all are in one collective, whose buffer keeps the means.
         """
         if self.marks[0].mode == "concat":
             return (self.marks,)
@@ -376,7 +376,7 @@ def peak_bytes(graph: fx.Graph) -> int:
 
 
 def _storages(node: fx.Node, before: Mapping[fx.Node, Mapping[int, int]]) -> dict[int, int]:
-    """Map the storages of a node's value to their bytes; a reduction's are its input's."""
+    """Map a node's storages to their bytes. Reductions run in place, so they have their input's."""
     if node.op == "output":
         return {}
     if node.target in _IN_PLACE:

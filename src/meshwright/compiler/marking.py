@@ -132,7 +132,7 @@ class _Marking:
         )
 
     def frame(self, module: nn.Module) -> Callable[..., Any]:
-        """Make a call of ``module`` in a frame that `torch.compile` takes, unlike torch's own.
+        """Make a function that calls ``module``: `torch.compile` would skip torch's own frame.
 
         Graphs belong to a code object, with a limit on their number. So modules with equal ``repr``
         share one code object, and others have their own.

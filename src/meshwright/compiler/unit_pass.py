@@ -129,7 +129,7 @@ def _handed_on(
 
 
 def place_units(graph: fx.Graph) -> int:
-    """Replace the marks of units in ``graph`` and check it; returns the number of gathers."""
+    """Replace the marks of units in ``graph``, check it, and return the number of UNSHARD marks."""
     marks = [node for node in graph.nodes if node.target in (UNSHARD, REDUCE)]
     for model in dict.fromkeys(_model_of(mark) for mark in marks):
         placing = _Placing(graph, model)

@@ -3,17 +3,17 @@
 Bottom-up:
 
     example_run   a run of a copy of the model on its example
-    description   descriptions of layouts for people
-    data_layout   the ranks along axes, and those that read different data
+    description   descriptions of layouts: parameters, collectives, settings
+    data_layout   the ranks along axes, and one interface to data-parallel layouts
     tensor_rules  axis tensor: styles by name, and sets of them for known models
     tensor_check  axis tensor: compares the sharded model with the full one, records its traffic
     stages        axis pipeline: a model split into stages
-    own_model     axis pipeline: the user's model beside its stages
+    own_model     axis pipeline: the user's model, which shares tensors with its stages
     loss_sources  parameters that a loss may read
     trainable     a model that has been laid out, and its step
     pipelined     the same over stages of several ranks
     checks        contradictions between a plan and a model
-    laying_out    the steps: values, dropout, layers, data axes and graphs of a module
+    laying_out    what is done to a module: values, dropout, layers, data axes, graphs
     assembly      `parallelize`: the only file that knows all strategies
 """
 

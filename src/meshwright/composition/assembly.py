@@ -1,7 +1,7 @@
 """`parallelize`: turns a plain module, a plan and an optimizer factory into a `Trainable`.
 
 The order is fixed: checks, dtype and device, dropout, layers over tensor ranks (after a pipeline
-has split the model into stages), batch norm, recomputation, the data axes, the optimizer.
+has split the model into stages), batch norm, recomputation, the data axes, graphs, the optimizer.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _require_example(plan: Plan, example: object) -> None:
 
 
 def _inputs(example: object) -> Inputs:
-    """Return the model's arguments in ``example``, interpreted as `call_module` does a batch."""
+    """Return the model's arguments in ``example``, which is read as `call_module` reads a batch."""
     if isinstance(example, Mapping):
         return cast("Inputs", example)
     if isinstance(example, Sequence) and not isinstance(example, str):
@@ -244,7 +244,7 @@ def _checked(
     peers: LayoutCommunicators,
     draws: Draws | None,
 ) -> TensorTraffic:
-    """Check that ``model`` computes the same when sharded as ``cut``; returns its traffic."""
+    """Check that ``model`` computes the same when sharded by ``cut``; returns its traffic."""
     whole, trial = WholeRun(model, example, peers.tensor, draws), copied(model)
     cut_over_tensor(trial, cut, peers)
     whole.compare(trial)

@@ -29,7 +29,7 @@ from meshwright.torch_internals.trees import tree_leaves
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 """The modules that `replace_dropout` replaces."""
 AUTOCAST = ("bfloat16", "float16")
-"""The dtypes that torch can compute in while parameters have another."""
+"""The dtypes that torch can compute in while parameters have another one."""
 
 
 def check_model(model: nn.Module, plan: Plan, ranks: int, example: Inputs | None = None) -> None:

@@ -74,7 +74,7 @@ class DataLayout(ABC):
 
     @abstractmethod
     def describe(self, module: nn.Module, plan: Plan) -> Description:
-        """Describe the layout for people."""
+        """Describe parameters, collectives of one step, and settings, as this rank has them."""
 
 
 class ReplicatedLayout(DataLayout):
@@ -85,7 +85,7 @@ class ReplicatedLayout(DataLayout):
         super().__init__(module, {"replicate": replica.communicator}, (replica.buffers,))
         self._replica = replica
         self._is_cut = is_cut
-        keep_batch_norm_local(module)  # or the plan has changed what it computes
+        keep_batch_norm_local(module)  # no warning: the plan has chosen the statistics
 
     @property
     def found_non_finite(self) -> Sequence[str]:
@@ -120,7 +120,7 @@ class ShardedLayout(DataLayout):
         super().__init__(module, communicators, (EqualBuffers(module, data),))
         self._units = tuple(units)
         self._data = data
-        keep_batch_norm_local(module)  # or the plan has changed what it computes
+        keep_batch_norm_local(module)  # no warning: the plan has chosen the statistics
         for unit in units:
             unit.change(is_watched=True)
 
@@ -145,7 +145,7 @@ class ShardedLayout(DataLayout):
 class LoneLayout(DataLayout):
     """A module, or its shard on axis tensor, whose gradients are not summed over data axes.
 
-    Either no other rank has it, or it trains nothing; then its buffers follow the first rank's.
+    Either no other rank has it, or it trains nothing, and its buffers follow the first rank's.
     """
 
     def __init__(self, module: nn.Module, peers: LayoutCommunicators) -> None:
@@ -200,7 +200,7 @@ class LayoutCommunicators:
     pipeline: Communicator
     tensor: Communicator
     mesh: DeviceMesh | None
-    """The mesh of those `_MESHED` axes that have more than one rank; None for replicate alone."""
+    """The mesh of the `_MESHED` axes with more than one rank; None if that is at most replicate."""
 
     @classmethod
     def of(cls, plan: Plan, everyone: Communicator) -> LayoutCommunicators:

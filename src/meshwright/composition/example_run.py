@@ -3,8 +3,8 @@
 The run shows whether a model is a chain: each module must be called once, with the unmodified
 tensors that the previous one has returned, and the model's own forward must do nothing else: no
 operator, no hook, no block of autocast or ``no_grad``, no attribute. Tensors that modules store in
-attributes are observed too, because a forward that runs in stages, or as a graph, stores others
-there, or none.
+attributes are observed too, because a forward that runs in stages, or as a graph, stores other
+tensors there, or none.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PLAIN = (int, float, complex, str, bytes, type(None))
 _LISTS = (list, tuple, set, frozenset, deque)
 _DEVICES = ("cpu", "cuda")
 _CHANGING = HOOKING | {"__set__", "backward", "detach_", "requires_grad_"}
-"""Names of functions that change a tensor, or what its backward does, and return none."""
+"""Names of functions that change a tensor, or what its backward does, and make no new tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +182,7 @@ def _observe(model: nn.Module, observed: nn.Module, example: Inputs) -> Observat
 
 
 def _has_own(model: nn.Module, links: Sequence[str], writing: Collection[str]) -> bool:
-    """Whether modules outside the ``links`` have state or hooks, or are ``writing`` attributes."""
+    """Whether the root has tensors, or modules outside ``links`` have hooks or are ``writing``."""
     if model._parameters or model._buffers:
         return True
     inside = {part for link in links for part in model.get_submodule(link).modules()}
@@ -199,7 +199,7 @@ def _computed(module: nn.Module) -> set[str]:
 
 
 def _links(model: nn.Module, prefix: str = "") -> Iterator[str]:
-    """Yield the modules that ``model`` can call: its children, and the items of lists."""
+    """Yield the names of modules that ``model`` can call: children, and items of containers."""
     for name, child in model.named_children():
         full = f"{prefix}{name}"
         is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)

@@ -131,7 +131,7 @@ def apply_dropout(model: nn.Module, plan: Plan) -> Draws | None:
 
 
 def place(model: nn.Module, plan: Plan, axis: Communicator) -> None:
-    """Move the model to this rank's device, and to the plan's dtype if that is not the default."""
+    """Draw a model on meta; move it to this rank's device and, unless default, the plan's dtype."""
     if is_on_meta(model):
         _draw(model, plan, axis.device)
     model.to(axis.device)
@@ -265,7 +265,7 @@ def recompute_modules(model: nn.Module, plan: Plan) -> None:
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield ``module``, or the called modules in a container without forward, such as a list."""
+    """Yield ``module``, or those in one without forward: a list, or a Sequential taken apart."""
     if type(module).forward is not nn.Module.forward:
         yield module
     else:
@@ -306,7 +306,7 @@ def _exchanged(held: Sequence[Buffers], begun: Sequence[Buffers]) -> Iterator[No
 
 
 def _copies(buffers: Sequence[Buffers]) -> list[Buffers]:
-    """Copy all values, shared ones once; versions do not show which a forward writes (.data)."""
+    """Copy all values, shared ones once: versions do not show writes through ``.data``."""
     memo: dict[int, torch.Tensor] = {}
     return [
         {k: None if v is None else memo.setdefault(id(v), v.clone()) for k, v in each.items()}
@@ -398,11 +398,9 @@ class GivenParameters:
     ) -> Optimizer | None:
         """Call ``make`` with this rank's parameters; it may return an existing optimizer.
 
-        Inside of ``copies`` each stage holds its own copy of a tied parameter.
-
-        Parameters of other stages are removed from it. Raises PlanError for an optimizer of
-        replaced parameters, whose steps would have no effect, TypeError for one that may lack this
-        rank's parameters.
+        Inside of ``copies`` each stage holds its own copy of a tied parameter. Parameters of other
+        stages are removed from the optimizer. Raises PlanError for one of replaced parameters,
+        whose steps would have no effect, TypeError as `check_optimizer` does.
         """
         if make is None:
             return None

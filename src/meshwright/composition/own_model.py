@@ -1,4 +1,4 @@
-"""The user's model and its stages, which are on different ranks.
+"""The user's model, whose stages are on different ranks.
 
 This rank's stages use the model's own tensors, so that hooks, attributes and optimizers of a
 parameter stay valid. Tracing and tensor parallelism replace tensors in modules, so model and stages
@@ -161,7 +161,7 @@ class _Spread(NamedTuple):
     held: nn.Parameter | None
     """This rank's copy."""
     weight: float
-    """The weight of this rank's value; the weights of all pipeline ranks sum to zero."""
+    """The weight of this rank's value; those of all ranks that have a copy sum to zero."""
 
 
 class TiedValues:
@@ -322,7 +322,7 @@ class CutGuard:
             for stage in mine
             for name, parameter in stage.named_parameters()
         ]
-        """Each with the number of its hooks, which are those of a reducer."""
+        """Each with the number of its hooks now, which are those of a reducer."""
 
     def check(self) -> None:
         """Raise LayoutError for a hook, a tensor or a mode that the stages would not follow."""

@@ -292,7 +292,7 @@ class PipelinedTrainable(Trainable):
 
     Every rank of a pipeline gets the same share of a batch: the first stage reads it, the last its
     target. ``module`` has the stages of this rank. State and gradients are those of the full
-    model, so all ranks must call these methods together, and `eval`.
+    model, so all ranks must call the methods that return them, and `eval`, together.
     """
 
     _prefix = "stages.*."

@@ -176,7 +176,7 @@ def _check_kept(model: nn.Module, found: CutModel) -> None:
 
 
 def _check_left(model: nn.Module, found: CutModel, seen: Observation) -> None:
-    """Raise PlanError for tensors left in attributes by forward, where a loss would read others."""
+    """Raise PlanError for values that forward leaves in attributes if a loss would read others."""
     why = "the model is no chain of modules, so stages are traced graphs, which leave none"
     right = set[nn.Module]()
     if found.info is None:

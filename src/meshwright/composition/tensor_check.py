@@ -344,7 +344,7 @@ class TensorTraffic:
         return replace(self, forward=mine[0], backward=mine[1])
 
     def of_step(self, module: nn.Module, passes: int, sums: int) -> Iterator[Collective]:
-        """Yield the collectives of ``passes`` passes, with partial gradients summed in ``sums``."""
+        """Yield collectives of ``passes`` passes; the last ``sums`` also sum partial gradients."""
         partial = list(self._partial(module))
         for number in range(passes):
             yield from self.forward

@@ -260,7 +260,7 @@ def _heads_at(model: nn.Module, name: str) -> dict[str, int]:
     parent = model.get_submodule(name.rpartition(".")[0])
     width = getattr(parent, "head_dim", None)
     counts = _heads_of(parent)
-    if counts or isinstance(width, int):  # else the config tells of its model alone
+    if counts or isinstance(width, int):  # else its config describes a model, not this module
         counts = {**counts, **_heads_of(getattr(parent, "config", None))}
     features = getattr(model.get_submodule(name), "out_features", None)
     if not counts and isinstance(width, int) and isinstance(features, int) and width > 0:

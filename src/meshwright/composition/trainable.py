@@ -72,7 +72,7 @@ class StepResult:
     grad_norm: torch.Tensor
     """2-norm of all gradients together before clipping, 0-dim."""
     skipped: bool
-    """True when the optimizer step was skipped for a non-finite gradient (float16 only)."""
+    """True when the optimizer step was skipped for a non-finite loss or gradient (float16 only)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,8 +172,9 @@ class Trainable:
         A tuple or list ``batch`` is passed to the module as positional arguments, a mapping as
         keyword arguments, anything else as one argument. Tensors are split along dim 0 into the
         plan's ``accumulate`` parts. Raises NonFiniteError, on all ranks, when the loss or a
-        gradient is not finite. On a device the error comes in the next step, or before a state is
-        returned; a fused optimizer skips the bad step, another one steps with zero gradients.
+        gradient is not finite, unless loss scaling skips the step. On a device without it the error
+        comes in the next step, or before a state is returned; a fused optimizer skips the bad step,
+        another one steps with zero gradients.
         """
         self.forward_backward(batch, target)
         return self.optimizer_step()
@@ -421,7 +422,7 @@ class Trainable:
         return [each for group in spread for each in group.gradients]
 
     def _look(self, norm: torch.Tensor) -> bool:
-        """Whether the optimizer may step; on a device always True: the next step checks."""
+        """Whether the optimizer may step; always True if the next step makes the check instead."""
         window, step = self._window, self.steps
         numbers = torch.cat([norm.reshape(1).to(torch.float64), window.sums()])
         if self._looks_late:

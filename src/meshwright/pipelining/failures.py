@@ -6,7 +6,7 @@ Ranks still in an earlier step finish it. ``refused N`` says that step N could n
 which counts it as a step. A rank that waits in step N for its first message raises and counts it
 too, so the schedule continues with the next step if nothing of this one was sent. If a rank has
 sent or received any of it, that rank raises and the schedule has failed. Data-parallel ranks of a
-stage are not ranks of the pipeline: they learn of it from the board of the run.
+stage are not ranks of the pipeline: they learn of a failure from the board of the run.
 
 Messages and notices belong to one schedule. A rank in a schedule that another rank has not built,
 or reaches later, would wait until its timeout. So a rank that has waited for a while posts a note:
@@ -119,7 +119,7 @@ def _kind(error: BaseException) -> str:
 
 
 WORD_AFTER = 2.0
-"""Seconds in a step after which a rank that waits leaves word."""
+"""Seconds in a step after which a rank that waits posts a note."""
 _PREFIX = "steps ended of schedule "
 _WORD: Mapping[str, type] = {"schedule": int, "step": int, "what": str, "error": str, "ended": dict}
 

@@ -335,7 +335,7 @@ def _moved(mask_mod: Callable[..., Any], start: int) -> Callable[..., Any]:
 
 
 def chunk_weights(targets: Sequence[Any], spec: object = None) -> list[float]:
-    """List each microbatch's share of the batch, by the rows of its first split tensor."""
+    """List each microbatch's share of the batch, by the rows of its target's first split tensor."""
     if spec is None and all(type(target) is torch.Tensor and target.dim() for target in targets):
         rows = [target.shape[0] for target in targets]
         return [size / sum(rows) for size in rows]

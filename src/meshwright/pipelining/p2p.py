@@ -229,7 +229,7 @@ class ControlMessages:
         return message
 
     def awaited(self, rank: int, label: str) -> ControlMessage:
-        """Expect a message that must be read first: the same one until it is `accepted`."""
+        """Expect a message that must be read first: the same one until `accept`."""
         found = self._awaited.get(rank)
         if found is None:
             found = self._awaited[rank] = self.expect(rank, label)
@@ -622,7 +622,7 @@ class P2PTransfers:
         return self._open(operation, found.signature.tensors, found.signature, control=control)
 
     def _learn_ids(self, stage: int, rank: int, contents: Contents) -> tuple[int, ...]:
-        """Store the ids of all microbatches of ``stage``, if its rank is in the same step."""
+        """Store the ids of all microbatches of ``stage``; raises if its rank is in another step."""
         plan, step, runs = contents["step"]
         if step != self._step:
             self._refuse_step(stage, rank, step)
@@ -672,7 +672,7 @@ class P2PTransfers:
         return self._open(operation, metas, signature, mask)
 
     def _awaited(self, operation: P2POperation, label: str, *, wait: bool) -> ControlMessage | None:
-        """Return the control message before another; None if not ``wait`` and not arrived."""
+        """Return the control message that precedes a payload; None unless ``wait`` or arrived."""
         message = self._control.awaited(operation.peer, label)
         return message if wait or message.has_come else None
 

@@ -71,7 +71,7 @@ class ScheduledAction:
     part: Action
     """The action, or the part of it."""
     text: str
-    """That of the part."""
+    """The text of ``part``."""
     operation: Operation
     index: int
     microbatch: int
@@ -79,7 +79,7 @@ class ScheduledAction:
     residencies: Residencies
     """Those of the stage; empty for a plain one."""
     reads: tuple[P2POperation, ...] = ()
-    """Receives that a compute action waits for and no earlier one of this row has."""
+    """Receives that a compute action waits for, and no earlier action of the row has waited for."""
     posts: tuple[P2POperation, ...] = ()
     sends: tuple[P2POperation, ...] = ()
     targets: tuple[PipelineStage, ...] = ()
@@ -508,7 +508,7 @@ class _StepRun:
         entry.stage.backward_one_chunk(entry.microbatch, None, entry.operation is B)
 
     def pass_gradients(self, entry: ScheduledAction) -> None:
-        """Pass the gradients of a backward to stages of this rank; a whole one is accumulated."""
+        """Pass the gradients of a backward to stages of this rank; after a full one, accumulate."""
         if entry.operation is B:
             for residency in entry.residencies:
                 residency.accumulate()
@@ -520,7 +520,7 @@ class _StepRun:
         entry.stage.backward_weight_one_chunk(entry.microbatch)
 
     def accumulate(self, entry: ScheduledAction) -> None:
-        """Accumulate after a weight half; frees the last stage's graph, which keeps it alive."""
+        """Accumulate after a weight half; detach results and losses, which keep its graph alive."""
         if entry.stage.is_last:
             k, results, losses = entry.microbatch, entry.stage.results, self.batch.losses
             if k in results:

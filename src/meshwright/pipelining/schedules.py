@@ -238,7 +238,7 @@ class PipelineSchedule:
 
     @property
     def pipeline_order(self) -> dict[int, list[Action | None]]:
-        """The actions of each rank in order of computation; None is an idle time slot."""
+        """The compute actions of each rank, in order; None is an idle time slot."""
         return dict(enumerate(map(list, self.schedule.rows)))
 
     @property
@@ -464,8 +464,8 @@ class PipelineScheduleSingle(PipelineSchedule):
 class PipelineScheduleMulti(PipelineSchedule):
     """A schedule with several stages per rank.
 
-    ``use_full_backward`` is deprecated. It has no effect, and neither has
-    ``backward_requires_autograd`` nor ``defer_pp_recv``: posting a receive never blocks.
+    ``use_full_backward`` is deprecated. It has no effect, nor have ``backward_requires_autograd``
+    and ``defer_pp_recv``: posting a receive never blocks.
     """
 
     def _load_csv(self, filename: str | Path, format: str = "compute_only") -> None:
@@ -570,7 +570,7 @@ SCHEDULE_NAMES = tuple(name for name, kind in _CLASSES.items() if kind.builder i
 
 
 def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
-    """Return the class called ``schedule_name``, ignoring case. Raises ``ValueError`` for none."""
+    """Return the class called ``schedule_name``, ignoring case; ``ValueError`` if there is none."""
     lowered = {name.lower(): found for name, found in _CLASSES.items()}
     if schedule_name.lower() not in lowered:
         raise ValueError(
@@ -584,7 +584,7 @@ def generate_stage_to_rank_mapping(
 ) -> dict[int, int]:
     """Map each stage to its rank: round and round (``loop``) or back and forth (``v``).
 
-    Raises ``ValueError`` for another style, or for stages that do not divide among the ranks.
+    Raises ``ValueError`` for another style, or if ``num_stages`` is not a multiple of ``pp_size``.
     """
     return dict(enumerate(builders.stage_ranks(pp_size, num_stages, style)))
 

@@ -90,7 +90,7 @@ class TensorMeta:
         return True
 
     def laid_out(self, received: torch.Tensor) -> torch.Tensor:
-        """Copy ``received`` into the declared strides; unchanged where elements shared memory."""
+        """Copy ``received`` into the declared strides; unchanged if a stride is 0."""
         if 0 in self.stride:
             return received
         made = torch.empty_strided(

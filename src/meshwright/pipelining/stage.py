@@ -157,14 +157,15 @@ class PipelineStage:
 
     ``submodule`` is called unchanged, hooks included. ``input_args`` and ``output_args`` declare
     (with one microbatch's tensors, or a single one) its inputs and outputs; anything undeclared is
-    taken from the first microbatch. ``dw_builder`` is called after the backward of each microbatch
-    and returns a function that computes its weight gradients. Gradients have the metadata of their
-    values, so ``output_grads``, ``input_grads`` and ``get_mesh`` are ignored. ``edges`` give the
-    sources of every stage's arguments; by default these are all outputs of the previous stage.
-    ``ties``, equal on all ranks, name parameters that several stages share.
+    learned from the first microbatch. ``dw_builder`` is called after the backward of each
+    microbatch and returns a function that computes its weight gradients. ``output_grads``,
+    ``input_grads`` and ``get_mesh`` are accepted as in torch but have no effect: gradients have the
+    metadata of their values. ``edges`` give the sources of every stage's arguments; by default
+    these are all outputs of the previous stage. ``ties``, equal on all ranks, name parameters that
+    several stages share.
 
-    Raises ``ValueError`` for an index outside the stages, ``RuntimeError`` for a group with more
-    ranks than stages.
+    Raises ``ValueError`` for an index outside the stages or another number of ``edges``,
+    ``RuntimeError`` for a group with more ranks than stages.
     """
 
     _step = _BY_HAND
@@ -208,7 +209,7 @@ class PipelineStage:
             )
         self.edges = self.all_edges[stage_index]
         self.ties = tuple(ties)
-        """Parameters that several stages of the model have."""
+        """Parameters that several stages of the model share."""
         self.takes_batch = self.is_first or bool(self.edges.positions())
         """True when it reads positional arguments of the batch."""
         self.takes_any_keyword = not edges
@@ -253,7 +254,7 @@ class PipelineStage:
 
     @property
     def output_chunks(self) -> list[Any]:
-        """Return ``results`` in the order of microbatches."""
+        """The ``results`` in the order of microbatches."""
         return [self.results[microbatch] for microbatch in sorted(self.results)]
 
     @property
@@ -404,8 +405,8 @@ class PipelineStage:
         """Run the backward of one microbatch, or its input half.
 
         On the last stage it starts from ``loss``, by default that of the schedule's step; within a
-        step both have the microbatch's weight. Raises ``AssertionError`` for a half without a
-        forward or a ``dw_builder``, ``RuntimeError`` from an error of the backward.
+        step both have the microbatch's weight. Raises ``AssertionError`` for an input half with
+        neither a forward nor a ``dw_builder``, ``RuntimeError`` from an error of the backward.
         """
         self._check_chunk(bwd_chunk_id)
         # Both errors come before any early return: they hold for a stage that no schedule has

@@ -183,7 +183,7 @@ class TiedParameters:
                     _set_gradient(parameter, before)
 
     def send_values(self, wire: P2PTransfers) -> None:
-        """Send the owner's values to the other holders, unless a step has done so."""
+        """Send the owner's values to the other holders, until a training step has succeeded."""
         if self._has_values or not self._held:
             return
         gathered = [each for stage in sorted(self.stages) for each in self._residencies[stage]]
@@ -326,7 +326,7 @@ def _receive(
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """This rank's part of the gradient of ``parameter``, which all holders shard alike."""
+    """This rank's part of the gradient, which all holders place alike on axis tensor."""
     return None if parameter.grad is None else local_of(parameter.grad)
 
 

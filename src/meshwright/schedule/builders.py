@@ -40,7 +40,7 @@ class Builder(Protocol):
 def stage_ranks(ranks: int, stages: int, style: str = "loop") -> tuple[int, ...]:
     """Return the rank of each stage: round and round (``loop``) or back and forth (``v``).
 
-    Raises ``ValueError`` for another style, or for stages that do not divide among the ranks.
+    Raises ``ValueError`` for another style, or if ``stages`` is not a multiple of ``ranks``.
     """
     if style not in ("loop", "v"):
         raise ValueError(f"Style {style} is not supported. Expected 'loop' or 'v'.")
@@ -162,7 +162,7 @@ def zb1p(ranks: int, microbatches: int, chunks: int = 1, edges: Edges = None) ->
 
 
 def _group(ranks: int, microbatches: int, chunks: int, name: str) -> int:
-    """The number of microbatches that run one chunk before the next."""
+    """The number of microbatches that run through one chunk before the next chunk starts."""
     _check_sizes(ranks, microbatches, chunks)
     rounds = max(1, microbatches // ranks)
     if microbatches % rounds:
@@ -202,7 +202,7 @@ def zbv(ranks: int, microbatches: int, chunks: int = 2, edges: Edges = None) -> 
     From ``2 * ranks - 1`` microbatches on, half of the idle time of 1F1B's fill remains. With fewer
     the order is a list schedule: at unit costs each idle rank takes an input half (of its earlier
     stage first), else a forward (of its later stage first) if it has room for another activation,
-    else a weight half.
+    else a weight half. Raises ``ValueError`` for other than two chunks per rank.
     """
     _check_v("ZBV", ranks, microbatches, chunks)
     if microbatches < 2 * ranks - 1:
@@ -311,7 +311,7 @@ class _ListSchedule:
 def dualpipev(ranks: int, microbatches: int, chunks: int = 2, edges: Edges = None) -> Schedule:
     """Overlap forwards of one half of the V with backwards of the other (OVERLAP_F_B).
 
-    Raises ``ValueError`` for fewer microbatches than stages.
+    Raises ``ValueError`` for fewer microbatches than stages, or other than two chunks per rank.
     """
     _check_v("DualPipeV", ranks, microbatches, chunks)
     if microbatches < 2 * ranks:

@@ -245,8 +245,8 @@ class _Rendezvous:
     def _is_missing(self, number: int, need: Action) -> bool:
         """Whether a compute action of rank ``number`` has to wait for ``need``.
 
-        Raises if waiting cannot help: for parameters that were not gathered, or a receive that was
-        never posted.
+        Raises if waiting cannot help: for parameters that were not gathered, a receive that is not
+        in the row, or an action of this rank.
         """
         rank = self._ranks[number]
         if need.operation is UNSHARD:

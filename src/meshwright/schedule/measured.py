@@ -48,8 +48,8 @@ class Comparison:
 def compare(timeline: Timeline, edges: Edges | None = None) -> Comparison | None:
     """Compare the last step of ``timeline`` with a simulation of its schedule at its costs.
 
-    ``edges`` are those between stages; without them each stage feeds the next. None if the timeline
-    has no actions of a pipeline. Raises `ScheduleError` for a schedule that cannot have run.
+    ``edges`` are those between stages; without them each stage feeds the next. None without
+    compute actions of all stages. Raises `ScheduleError` for a schedule that cannot have run.
     """
     step = last_step(timeline)
     schedule = schedule_of(step, edges)
@@ -97,7 +97,7 @@ def last_step(timeline: Timeline) -> Timeline:
 
 
 def schedule_of(timeline: Timeline, edges: Edges | None = None) -> Schedule | None:
-    """Recover the schedule of one step from its compute actions; None if there are none."""
+    """Recover the schedule of one step from its compute actions; None without actions of all."""
     ranks = _ranks(timeline)
     rows: dict[int, list[Action]] = {rank: [] for rank in ranks}
     for event in timeline.events:

@@ -78,13 +78,13 @@ class Simulation:
     """
 
     makespan: float
-    """From the start to the end of the last action."""
+    """The end of the last action; the simulation starts at 0."""
     compute: tuple[float, ...]
     """The compute time of each rank."""
     peaks: tuple[float, ...]
     """The peak memory of each rank: activations and gathered parameters."""
     timeline: Timeline = field(default_factory=Timeline, repr=False)
-    """Every action with its lane; empty unless asked for."""
+    """Compute actions, sends, gathers and reductions, with lanes; empty without ``events``."""
 
     @property
     def bubbles(self) -> tuple[float, ...]:
@@ -102,7 +102,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, events: bool = T
     """Run ``schedule``, compute-only or lowered, in simulated time.
 
     Without transfers, communication is free. Raises `ScheduleError` for a deadlock. Without
-    ``events`` no timeline is made, which takes a tenth of the memory.
+    ``events`` no timeline is made, and memory falls to a tenth.
     """
     return _Machine(schedule, costs or Costs(), events=events).run()
 

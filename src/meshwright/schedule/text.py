@@ -6,7 +6,7 @@ An empty cell is an idle slot::
     0F0,0F1,0B0,0B1
     1F0,1B0,1F1,1B1
 
-Files of torch's pipelining have no first line; its contents are then inferred from the actions.
+Files of torch's pipelining have no such header; its contents are then inferred from the actions.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def parse_csv(
 ) -> Schedule:
     """Parse the schedule in ``text``, which error messages call ``source``.
 
-    ``stage_ranks`` overrides the first line, or the actions. Raises ``ValueError`` with row, column
-    and text of an invalid action.
+    ``stage_ranks`` overrides the header, or the actions. Raises ``ValueError`` with row, column and
+    text of an invalid action, `ScheduleError` if the ranks of stages cannot be inferred.
     """
     lines = text.splitlines(keepends=True)
     header = None

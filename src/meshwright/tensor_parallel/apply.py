@@ -118,7 +118,7 @@ def apply_plan(
 
 
 def _plain(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """List plain parameters of modules without a style, ours or the user's.
+    """List plain parameters that no style has been applied to: none of ours, none of the user's.
 
     A parameter tied to one that has become a DTensor is left out: its module gets a style later, or
     is rejected.
@@ -184,7 +184,7 @@ def _check_plan(plan: object) -> None:
 
 
 def _is_style(given: object) -> bool:
-    """Whether ``given`` is a style: not a module, whose ``_apply`` differs, and not a class."""
+    """Whether ``given`` is a style: no class, and no module, whose ``_apply`` is another method."""
     return callable(getattr(given, "_apply", None)) and not isinstance(given, nn.Module | type)
 
 

@@ -96,7 +96,7 @@ class _Saved:
 
     @staticmethod
     def of(module: nn.Module, name: str) -> _Saved:
-        weight: Any = module.weight  # which data parallelism may keep, see `_leaves`
+        weight: Any = module.weight  # not from `_parameters`, see `_leaves`
         if not is_dtensor(weight) or weight.is_inference():  # which has no version, nor a backward
             return _Saved(name, None, 0)
         return _Saved(name, weight, version_of(weight))
@@ -503,7 +503,7 @@ ColumnEmbedding.__name__ = RowEmbedding.__name__ = "Embedding"  # which a printe
 
 
 def _weight(module: nn.Embedding) -> torch.Tensor:
-    weight: Any = module.weight  # not the registered one: see `linear`
+    weight: Any = module.weight  # not from `_parameters`, see `_leaves`
     return local_part_of(weight)
 
 

@@ -72,9 +72,9 @@ def cross_entropy_of_parts(
     ``logits`` has the shape ``(tokens, columns)`` or ``(batch, columns, ...)``, or ``(columns,)``;
     ``target`` has class indices in that shape without the columns, the same on all ranks of
     ``axis``. The columns are chunks of ``classes``; if they are longer, the vocabulary is padded
-    and columns beyond ``classes`` are left out. None: all columns are classes, equally many on each
-    rank. ``weight`` has an element for each class. ``z_loss`` is the factor of the squared log of
-    the sum of exponentials.
+    and columns beyond ``classes`` are left out. With None all columns are classes, equally many on
+    each rank. ``weight`` has an element for each class. ``z_loss`` is the factor of the squared log
+    of the sum of exponentials.
 
     ``reduction`` is ``"none"``, ``"sum"``, ``"mean"`` over tokens that are not ignored (weighted by
     their classes), or ``"sum and count"``: the pair that `Trainable` takes, which is correct when
@@ -82,7 +82,7 @@ def cross_entropy_of_parts(
     ranks of these axes, one all-reduce for each; the gradient is that of the total.
 
     The result is float32 for logits of 16 bits. Raises ValueError for shapes that do not fit,
-    IndexError for a target that is no class.
+    IndexError for a target that is no class (on a device, a failed assertion).
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"{reduction!r} is not a reduction: expected one of {REDUCTIONS}")

@@ -485,8 +485,8 @@ class PrepareModuleInput(ParallelStyle):
     ``use_local_output=True``. The gradients of local tensors are assumed to be complete; a layer of
     ColwiseParallel sums its own.
 
-    Raises AssertionError when layouts and desired layouts do not match in number, and in the
-    forward for an input with a layout that is not a tensor, such as a dataclass.
+    Raises AssertionError for unequal numbers of layouts and desired layouts; in the forward, for an
+    input with a layout that is not a tensor, and ValueError for another number of inputs.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ ROOM_LINES: dict[str, int] = {
     "cli": 851,
     "comm": 15906,
     "compiler": 1233,
-    "composition": 4545,
+    "composition": 4544,
     "data": 417,
     "data_parallel": 15979,
     "doctor": 681,

@@ -465,8 +465,8 @@ def balanced(
     ``memory_limit`` bounds the bytes of each stage: four times its parameters (values, gradients
     and two states of an optimizer) and what ``in_flight`` microbatches keep for their backward.
 
-    All ranks use the measurements of the first, so with ``"time"`` or ``"memory"`` every rank of
-    the job must call `pipeline`. Buffers and the state of random generators are restored.
+    All ranks use the measurements of the first, so with ``"time"``, ``"memory"`` or a memory limit
+    every rank of the job must call `pipeline`. Buffers and random generators are restored.
 
     Raises ``ValueError`` for another measure, and when the model cannot be split that way.
     """

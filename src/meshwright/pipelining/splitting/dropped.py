@@ -202,7 +202,7 @@ def hooks_of_all() -> list[str]:
 def refuse_hooks(modules: Iterable[tuple[str, nn.Module]], why: str, *kinds: str) -> None:
     """Raise ValueError, naming module and hook, where any of ``modules`` has hooks of ``kinds``.
 
-    ``why`` completes "these hooks would not run: ".
+    Hooks for all modules of the process count, too. ``why`` ends the message, as a sentence.
     """
     problems = [*_named(modules, kinds or (*HOOKS, *STATE_HOOKS)), *hooks_of_all()]
     if problems:

@@ -221,7 +221,7 @@ class PipeInfo:
     edges: tuple[StageEdges, ...] = ()
     """The sources of the arguments of each stage."""
     ties: tuple[Tie, ...] = ()
-    """Parameters that several stages have."""
+    """Parameters that several stages share."""
     arguments: tuple[Argument, ...] = ()
     """The arguments of the model, as it was traced."""
     outputs: tuple[tuple[Expected | None, ...], ...] = ()
@@ -466,10 +466,10 @@ def pipeline(
     ``eval`` of a stage switch dropout and normalization, even dropout that the model keeps on in
     evaluation.
 
-    Raises ``ValueError`` for both ways at once, and for what a graph would drop: hooks of modules
-    and of activations, the backward of an `autograd.Function`, recomputation, hooks of a parameter
-    that several stages use. Raises ``AttributeError`` for modules that do not exist,
-    ``RuntimeError`` when the model cannot be traced, with the module, the line and an alternative.
+    Raises ``ValueError`` for ``split_spec`` with ``split_policy``, and for what a graph would drop:
+    hooks of modules and of activations, the backward of an `autograd.Function`, recomputation,
+    hooks of a parameter that several stages use. Raises ``AttributeError`` for modules that do not
+    exist, ``RuntimeError`` if the model cannot be traced, with module, line and an alternative.
     """
     if split_spec is not None and split_policy is not None:
         raise ValueError(

@@ -1,5 +1,4 @@
-"""Decides in which stage each operator of a traced graph runs, and which stage has in-place
-results.
+"""Decides which stage runs each operator of a traced graph, and which has what it writes in place.
 
 Operators run in the segment between two markers in which they were traced. Those that read neither
 the batch nor a parameter (positions, masks, tables of a rotary embedding) run wherever their
