@@ -98,7 +98,7 @@ def connect(
     An existing default group, such as an engine's, is used unchanged; the log names its backend.
     ``backend`` is ``"gloo"`` or ``"shm"`` for CPU ranks, or any name that c10d knows
     (``"cpu:gloo,cuda:gloo"``: GPUs through Gloo). None chooses NCCL if every rank of the world has
-    its own GPU, otherwise ``MESHWRIGHT_CPU_BACKEND`` on CPUs, otherwise ``"shm"``: groups whose
+    its own GPU, otherwise CPUs with ``MESHWRIGHT_CPU_BACKEND``, by default ``"shm"``: groups whose
     ranks share a host and a user communicate through shared memory, other groups through Gloo. See
     `comm.groups.device_choice`. A rank's GPU becomes its current device.
 
@@ -109,10 +109,10 @@ def connect(
     group is used, unless it is c10d's default.
 
     With ``check`` every call of every group, by Meshwright or by torch's own functions, is compared
-    across ranks before data moves: for debugging, not for training. None takes
-    ``MESHWRIGHT_CHECK``. See ``docs/checks.md``.
+    across ranks before data moves: for debugging, not for training. None reads the environment
+    variable ``MESHWRIGHT_CHECK``. See ``docs/checks.md``.
 
-    Raises `CommunicationError` when the address cannot be reached or used, or when ranks are
+    Raises `CommunicationError` when the address or the backend cannot be used, or when ranks are
     missing after ``timeout`` (ten minutes by default): the message names them. Raises
     `RankFailedError` for a rank that ended meanwhile.
     """

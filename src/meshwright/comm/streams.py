@@ -23,7 +23,7 @@ class Mark(Protocol):
 def is_host(device: torch.device) -> bool:
     """Check whether ``device`` is the host, which reads its own tensors without waiting.
 
-    A CPU device with an index is not the host: `meshwright.testing` simulates devices so.
+    A CPU device with an index is not the host: `meshwright.testing` simulates devices this way.
     """
     return device.type == "cpu" and device.index is None
 
@@ -127,8 +127,8 @@ class _CudaMark:
 class Clock:
     """Seconds of `time.monotonic` for the host and one device.
 
-    Clocks of all processes of one machine are comparable; a CUDA device's marks are converted to
-    the host's time when the clock is made.
+    Clocks of all processes of one machine are comparable; a CUDA device's clock is aligned with the
+    host's when this clock is made.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:

@@ -322,7 +322,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         prefix: str = "",
         keep_vars: bool = False,
     ) -> dict[str, Any]:
-        """Return the state by names before wrapping, of the kind that is set; on all ranks."""
+        """Return the state by names before wrapping, of the kind that is set; all ranks call it."""
         settle()
         info = (asked("model state") or (None,))[0] if self._is_asked() else None
         settings = self._settings_in_force() if info is None else self._asked_for(info)
@@ -362,7 +362,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         return {name.removeprefix(self._compiled): flat for name in names}
 
     def _leave_frozen_out(self, state: dict[str, Any], prefix: str) -> None:
-        """Leave frozen parts of a flat parameter to torch, which looks for the flat one itself."""
+        """Leave a frozen flat parameter's names to torch, which looks for the flat one itself."""
         for name, flat in self._flat_names().items():
             if not flat.requires_grad:
                 state.pop(prefix + name, None)
@@ -373,7 +373,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         return Inside(super()._inside._module, FLAT)
 
     def _asked_for(self, info: Any) -> StateDictSettings:  # noqa: ANN401 - torch's
-        """The settings for torch's state-dict functions: from ``info``, not from the user.
+        """The settings for torch's state-dict functions: from ``info``, not the user's own.
 
         Sharded values, unless ``info`` requests whole ones or nothing is sharded.
         """

@@ -282,8 +282,8 @@ class FullyShardedDataParallel(StateMethods, JoinsUnevenInputs, UnitWrapper):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm over all ranks is at most ``max_norm``.
 
-        Returns the old norm. Every rank calls it, on the root. Raises `LayoutError` for a stage of
-        a pipeline.
+        Returns the norm before that. Every rank calls it, on the root. Raises `LayoutError` for a
+        stage of a pipeline.
         """
         self._only_root(
             "`clip_grad_norm_()` should only be called on the root FSDP instance", RuntimeError
@@ -308,7 +308,7 @@ class FullyShardedDataParallel(StateMethods, JoinsUnevenInputs, UnitWrapper):
         return norm.to(dtype if gradients else torch.float32)
 
     def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
-        """Reduce gradients by ``hook``: ``hook(state, whole, out)``, in place without sharding.
+        """Reduce gradients by ``hook(state, whole, out)``; ``hook(state, whole)`` if not sharded.
 
         In a hybrid strategy it reduces over the shards, and the copies are averaged afterwards. A
         hook with a parameter ``bucket`` is one of `meshwright.data_parallel.comm_hooks`: called as
@@ -343,8 +343,8 @@ class FullyShardedDataParallel(StateMethods, JoinsUnevenInputs, UnitWrapper):
         """Show whole parameters under their names; with ``writeback`` changes to them are kept.
 
         ``module`` need not be a wrapper itself. Every rank enters the block. Without gradients, as
-        in ``generate()``, the modules may be called inside, in the parameters' dtype. Raises
-        NotImplementedError for arguments that exclude each other, AssertionError inside of a pass.
+        in ``generate()``, modules that show them may be called there, in the parameters' dtype.
+        Raises NotImplementedError for arguments that exclude each other, AssertionError in a pass.
         """
         options = SummonOptions(
             writes_back=writeback,
@@ -385,7 +385,7 @@ def _move(
 def _engine_hook(
     unit: Unit, state: object, hook: Callable[..., object]
 ) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """Convert ``hook`` to the engine's form; the engine sums over copies of a shard."""
+    """Convert ``hook`` to the engine's form, which also averages the copies of a shard."""
     axes = unit.groups[0].axes
 
     def reduce(whole: torch.Tensor, out: torch.Tensor) -> None:

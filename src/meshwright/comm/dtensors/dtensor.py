@@ -1,7 +1,7 @@
 """Conversion between local tensors with our placements and torch's DTensor.
 
 Nothing here computes: a DTensor is built around a local tensor whose storage it shares, or split
-into its parts. Forward and backward run on local tensors, see `local_leaves`.
+into its components. Forward and backward run on local tensors, see `local_leaves`.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ def _number_of(op: object, args: tuple[DTensor], kwargs: object) -> object:
 dtensor_handlers().setdefault(number_operator, _number_of)
 
 AnyPlacement = Placement | TorchPlacement
-"""A placement of ours, or the same as torch says it."""
+"""A placement of ours, or one of torch's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtRest:
-    """The parts of a DTensor: mesh, placements, shape and strides."""
+    """The components of a DTensor: local tensor, mesh, placements, shape and strides."""
 
     local: torch.Tensor
     """This rank's part; it shares the DTensor's storage."""
@@ -240,7 +240,7 @@ def put_on_mesh(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any
 
 
 def at_rest(tensor: DTensor) -> AtRest:
-    """Split ``tensor`` into its parts; the inverse of `dtensor_at_rest`."""
+    """Split ``tensor`` into its components; the inverse of `dtensor_at_rest`."""
     return AtRest(
         local=local_of(tensor),
         mesh=tensor.device_mesh,
@@ -251,7 +251,7 @@ def at_rest(tensor: DTensor) -> AtRest:
 
 
 def known_at_rest(tensor: torch.Tensor) -> AtRest | None:
-    """Split ``tensor`` into its parts if it is a DTensor; None for any other tensor."""
+    """Split ``tensor`` into its components if it is a DTensor; None for any other tensor."""
     return at_rest(tensor) if isinstance(tensor, DTensor) else None
 
 
@@ -262,7 +262,7 @@ def is_dtensor(tensor: object) -> bool:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a DTensor, outside autograd; any other tensor unchanged.
 
-    For a subclass with all-gather extensions, the plain tensor with its values.
+    If the part is of a subclass with all-gather extensions: the plain tensor with its values.
     """
     local = local_tensor_of(tensor) if isinstance(tensor, DTensor) else tensor
     return local if local is tensor or type(local) is torch.Tensor else values_of(local)
@@ -452,7 +452,7 @@ _BECAME = "_meshwright_became"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Became:
-    """Records the DTensor that a plain parameter was converted to; copies of it have none."""
+    """The DTensor that a plain parameter was converted to; copies of the plain one have none."""
 
     parameter: nn.Parameter
     placement: AnyPlacement

@@ -69,9 +69,9 @@ def left(
 ) -> torch.Tensor:
     """Make a DTensor of global ``shape`` on ``mesh``, which has one dim.
 
-    ``placements`` are those of ``local`` and of the DTensor. ``convert`` converts the one to the
-    other, and a gradient of any placement to the gradient of ``local``, which is whole on each rank
-    if ``local`` is a summand: each rank then uses another part of it.
+    ``placements`` are those of ``local`` and of the DTensor. ``convert`` converts the first to the
+    second, and a gradient of any placement to the gradient of ``local``, which is whole on each
+    rank if ``local`` is a summand: each rank then uses another part of it.
     """
     return _Leave.apply(local, mesh, placements, tuple(shape), convert)
 
@@ -81,7 +81,7 @@ def wrapped(
 ) -> torch.Tensor:
     """Make a DTensor of global ``shape`` around ``local``, on a mesh of any dims.
 
-    Raises ValueError in the backward for a Partial gradient.
+    Raises ValueError in the backward for a gradient that is neither placed alike nor Replicate.
     """
     found = tuple(our_placement(placement, "result") for placement in placements)
     return _Wrap.apply(local, mesh, found, tuple(shape))

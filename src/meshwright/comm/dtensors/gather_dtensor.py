@@ -74,8 +74,7 @@ class ShardedPiece:
 
 
 def held(tensor: torch.Tensor, name: str) -> ShardedPiece:
-    """Return this rank's part of a DTensor or `ShardView`, or all of any other tensor. Nothing is
-    sent.
+    """Return this rank's part of a DTensor or `ShardView`, all of another; nothing is sent.
 
     Raises `LayoutError`, with ``name``, for a Partial.
     """
@@ -103,7 +102,7 @@ def empty_part_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @torch.no_grad()
 def whole(tensor: torch.Tensor, *, label: str = "whole tensor") -> torch.Tensor:
-    """Gather the full ``tensor`` on every rank; plain tensors are returned unchanged.
+    """Gather the full ``tensor`` on every rank; all but DTensors and ShardedTensors are unchanged.
 
     All ranks of its mesh or group call it together: one gather for each axis that shards.
     """

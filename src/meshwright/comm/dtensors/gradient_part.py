@@ -51,8 +51,8 @@ _FRESH = frozenset(
     )
     if hasattr(home, name)
 )
-"""Functions whose result is no gradient any more: optimizers make their state by them, and loops
-look for what is not finite, where a step that one rank leaves out is noticed by all."""
+"""Functions whose result is no longer a gradient: optimizers make their state by them, and training
+loops look for values that are not finite; all ranks notice a step that only one skips."""
 
 _CLONES = (torch.clone, torch.Tensor.clone)
 """Functions whose result is state of an optimizer where it steps, and else a part."""
@@ -180,7 +180,7 @@ def _first_part(values: Iterable[object]) -> GradientPart | None:
 
 
 def _has_others(values: Iterable[object]) -> bool:
-    """Whether other tensors are involved, as in a comparison of gradients."""
+    """Whether other tensors than scalars are involved, as in a comparison of gradients."""
     for value in values:
         if isinstance(value, torch.Tensor):
             if not isinstance(value, GradientPart) and value.ndim:

@@ -108,8 +108,8 @@ def local_leaf(parameter: nn.Parameter) -> nn.Parameter:
       not keep it from one forward to the next.
     * ``requires_grad`` is that of ``parameter`` at the time of the call.
     * As soon as autograd has accumulated into its ``.grad``, `hand_over` moves that to
-      ``parameter``, as a DTensor on the same storage; the leaf's ``.grad`` is None outside of a
-      backward. `take_over` disables this for callers that hand it over themselves.
+      ``parameter``, as a DTensor placed alike on the same storage; the leaf's ``.grad`` is None
+      outside of a backward. `take_over` disables this for callers that hand it over themselves.
     * It has no name and is in no module's ``parameters()``.
 
     Raises RuntimeError for a DTensor whose ``.data`` was assigned since the last call.
@@ -290,7 +290,7 @@ def hand_over(parameter: nn.Parameter) -> None:
 
 @torch.no_grad()
 def deliver(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    """Add this rank's part of a full ``gradient`` to ``parameter.grad``; it is not copied."""
+    """Add ``gradient``, this rank's part, to ``parameter.grad``, or set it without a copy."""
     for hook in hooks_in(backward_hooks_of(parameter)):
         changed = hook(dtensor_like(gradient, parameter))
         gradient = gradient if changed is None else local_of(changed)
@@ -323,9 +323,9 @@ class _Waiting(NamedTuple):
 class PartialGradient:
     """Sums the gradient of one parameter over ``communicator``, for `sum_partial`.
 
-    A parameter that every rank holds but uses on other elements of its activations gets another
-    gradient on each rank; the gradient is their sum. All such gradients of a backward pass and axis
-    are summed together: one all-reduce for each dtype.
+    A parameter that every rank holds but uses on different elements of its activations gets a
+    different gradient on each rank, and needs their sum. All such gradients of a backward pass and
+    axis are summed together: one all-reduce for each dtype.
 
     All ranks create these objects in the same order, which is the order within the sum.
     """

@@ -64,7 +64,7 @@ def spread_over(
 ) -> None:
     """Mark ``tensor`` as a shard: each rank of ``communicators`` holds other elements.
 
-    ``is_line``: it holds several parameters in one flat tensor.
+    ``is_line``: it is 1-D memory of parameters with other shapes.
     """
     # An attribute lives and dies with the tensor, as no table beside it can.
     axes = tuple(c for c in communicators if not c.is_alone)
@@ -77,13 +77,13 @@ def refuse_spread(tensor: torch.Tensor, why: str) -> None:
 
 
 def is_marked_spread(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor``, a plain one, was marked as a shard."""
+    """Whether ``tensor``, a plain one, was marked as a shard with other elements on other ranks."""
     marker = _marker_of(tensor)
     return bool(marker.communicators or marker.refusal)
 
 
 def is_line(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` holds several parameters in one flat tensor."""
+    """Whether ``tensor`` was marked as 1-D memory of parameters with other shapes."""
     return _marker_of(tensor).is_line
 
 
@@ -100,9 +100,9 @@ def singles_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def spread_of(tensor: torch.Tensor) -> tuple[Communicator, ...]:
     """List the communicators over which ``tensor`` is sharded; none if all ranks hold it whole.
 
-    Raises `LayoutError` for a partial sum, of which no rank holds any element, for several tensors
-    in one that are sharded in several ways, and for a `ShardView` that does not know the ranks of
-    the other elements.
+    Raises `LayoutError` for a partial sum, of which no rank holds any element, for flat memory of
+    parameters that are sharded in several ways, and for a `ShardView` of a part that does not know
+    the ranks of the other elements.
     """
     if isinstance(tensor, ShardView):
         return _spread_of_view(tensor)

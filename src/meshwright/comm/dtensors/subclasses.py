@@ -47,7 +47,7 @@ def holder_of(tensor: torch.Tensor) -> str | None:
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the plain tensor with the values, on the same memory, of a subclass with extensions.
+    """Return the values, a plain tensor on the same memory, of a subclass with all-gather methods.
 
     Any other tensor is returned unchanged.
     """

@@ -76,7 +76,7 @@ class Turn:
     """Collectives that the rank had issued on each axis before it, also of control data."""
     steps: list[int] = field(default_factory=list)
     has_ended: bool = False
-    """True when no step follows any more; set behind the last one, for other threads."""
+    """True when no step follows any more; set after the last one, for other threads."""
 
     def at(self, position: int) -> int | None:
         """Return the step at ``position``, `END` past the last; None if it is yet to come."""
@@ -151,7 +151,7 @@ class EventCheck:
         """Exchange short texts of all ranks at the next ``event``, in rank order.
 
         For rare use. It goes through the board, beside the collectives; where the run is not
-        watched, it is a collective. ``event`` does not count as one of the events in order.
+        watched, it is a collective. ``event`` has a number, but `happens` does not look back at it.
 
         Raises `CollectiveMismatchError` when another rank does something else or has left,
         `RankFailedError` and `CollectiveTimeoutError` as a collective does.
@@ -177,7 +177,7 @@ class EventCheck:
         """Describe this rank's position for peers; called from the monitor's thread."""
         rows = []
         for turn in self._turns:
-            has_ended = turn.has_ended  # before the steps: it is set behind the last of them
+            has_ended = turn.has_ended  # read before the steps: it is set after the last of them
             event, steps = turn.event, [*turn.steps]
             rows.append([turn.number, event.text, event.state, turn.issued, steps, has_ended])
         return {"turns": rows, "state": self._state(), "issued": self._issued()}
@@ -380,8 +380,7 @@ def meet(
     *,
     line: str = "",
 ) -> Gathering:
-    """Vote for ``key``, with an optional ``line``, and wait for all ranks, at most to the
-    ``limit``.
+    """Vote for ``key`` and wait for all ranks, at most ``limit`` seconds; the vote has a ``line``.
 
     Ranks that do not vote are asked; ``have_come`` decides from their answers whether the wait is
     over, or raises. So one rank that asks ends the wait of all, or fails it. This wait holds up

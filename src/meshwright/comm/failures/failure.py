@@ -51,7 +51,7 @@ SHARED_FOR = 0.5
 """Seconds for which the roll call of one rank serves others, too."""
 
 LEADERS = 8
-"""Ranks that ask for all that wait at one place: more than one, as any may be lost."""
+"""Ranks that ask for all that wait at one place: several, because any may be lost."""
 
 TURN = 30.0
 """Seconds after which other ranks may lead."""
@@ -206,7 +206,8 @@ class FailureMonitor:
     def publish(self, error: BaseException, *, is_cause: bool = False) -> None:
         """Tell the other ranks that this one raised ``error``, unless a rank failed before.
 
-        A communication error is a consequence of another rank's, unless it ``is_cause``.
+        A communication error follows from another rank's failure and is not posted, unless it
+        ``is_cause``.
         """
         self._gave_up = self._gave_up or (phase_text(), type(error).__name__)
         if isinstance(error, CommunicationError) and not is_cause:
@@ -235,8 +236,8 @@ class FailureMonitor:
     def go_on(self) -> None:
         """Start over: failures that this rank has published or raised no longer apply to it.
 
-        Failures of ranks that have ended cannot be withdrawn; waits for those ranks show them. A
-        rank that raises the same error a little later withdraws what this one has withdrawn.
+        Failures of ranks that have ended cannot be withdrawn; waits for those ranks show them. The
+        same error, raised by another rank a little later, does not apply to this rank either.
         """
         if self._gave_up is not None:
             self._attempt += 1

@@ -40,13 +40,13 @@ KEPT = 4
 """Roll calls whose answers stay on the board, of those that a rank has read."""
 
 CONTROL = " (control)"
-"""The end of the name of a control channel, behind that of its group."""
+"""The suffix of a control channel's name, after the name of its group."""
 
 _LONGEST = 1 << 26
-"""Bytes that the words of all ranks may have when they are unpacked: they may be a stranger's."""
+"""Bytes to unpack at most for the entries of all ranks: other programs may write to the store."""
 
 Entry = Mapping[str, Any]
-"""The words of a rank about itself."""
+"""The values that a rank publishes about itself when it signs in."""
 
 Answers = Mapping[int, Mapping[str, Any]]
 """The answers of ranks, by rank; those that have not answered are missing."""
@@ -81,7 +81,7 @@ class Need:
 
 
 NOBODY = Need()
-"""The need of a wait of which no more is known than that this rank waits."""
+"""The need of a wait about which nothing is known but that this rank waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,13 +106,13 @@ class Liveness:
         self.rank = rank
         self.world_size = world_size
         self.entries: Sequence[Entry] = ()
-        """The words of all ranks, in rank order; empty until all have come."""
+        """The entries of all ranks, in rank order; empty until all have signed in."""
         self.processes: dict[int, Process] = {rank: process}
-        """The processes of this host that have come."""
+        """The processes of this host that have signed in, by rank."""
         self.run = 0
         """The number of this run among those of this rank on the same store; 0 before `claim`."""
         self._arrival: KeyWait | None = None
-        """The coming of the last rank; None for the last, and before this one has come."""
+        """The wait for the last rank; None on the last, and before this one has signed in."""
         self.left: dict[int, float] = {}
         """The times, by the wall clock, at which ranks have said that they are done, as far as
         `read_left` has found."""
@@ -256,14 +256,14 @@ class Liveness:
     # ---------------------------------------------------------------- waits of this rank
 
     def begin_wait(self, what: str, need: Callable[[], Need]) -> int:
-        """Record that this thread waits for other ranks, until `end_wait`; returns a number."""
+        """Record that this thread waits for other ranks, to `end_wait`; returns the number."""
         self._wait_count += 1
         waiting = Waiting(what=what, number=self._wait_count, need=need)
         self._waits.setdefault(threading.get_ident(), []).append(waiting)
         return waiting.number
 
     def end_wait(self) -> None:
-        """Record that this thread waits no longer."""
+        """Record that the innermost wait of this thread is over."""
         mine = self._waits[threading.get_ident()]
         mine.pop()
         if not mine:
@@ -304,7 +304,7 @@ class Liveness:
 
 @functools.lru_cache(maxsize=1)  # simulated ranks, thousands in a process, read the same
 def _words_of(text: str) -> Sequence[tuple[bool, Entry]]:
-    """Unpack the entries of all ranks, and who hosts the store; nothing from another text."""
+    """Unpack the entries of all ranks, and who hosts the store; empty for any other ``text``."""
     try:
         data = zlib.decompressobj().decompress(base64.b85decode(text), _LONGEST)
         return [(bool(is_hosting), dict(entry)) for is_hosting, entry in json.loads(data)]

@@ -86,9 +86,9 @@ def leave() -> bool:
     if not is_clean:
         with contextlib.suppress(RankFailedError):
             monitor.ranks.leave()
-            monitor.ranks.gone.come()  # nobody who leaves in order need wait for this rank
+            monitor.ranks.gone.come()  # ranks that leave in order need not wait for this one
             if monitor.rank == 0:
-                _erased(monitor).come()  # nor for what it does not do
+                _erased(monitor).come()  # nor for keys that it does not erase
             _linger(monitor)
     ending = None if had_raised or is_clean else monitor.ending
     resign()

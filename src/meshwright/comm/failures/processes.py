@@ -18,7 +18,7 @@ _SERVERS = ("pt_tcpstore", "pt_gloo", "gloo_tcp")
 """Threads that serve other ranks: they run in a process that is stuck, too."""
 
 _IDLE_SHARE = 0.01
-"""Share of a core that threads of a stuck process use all the same, by looking for the lock."""
+"""Share of a core that threads of a stuck process still use, to poll the interpreter lock."""
 
 
 class Look(NamedTuple):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T", bound=Hashable)
 
 Exchange = Callable[[str], Sequence[str]]
-"""Gives what each rank of an axis says, in rank order."""
+"""Sends a text of this rank to all ranks of an axis; returns their texts, in rank order."""
 
 NOTHING = "nothing"
 """Stands for a row that a rank does not have."""

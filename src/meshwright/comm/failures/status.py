@@ -194,8 +194,8 @@ def _place_of(frame: FrameType) -> str:
 def hook_frame(frames: Mapping[int, FrameType]) -> FrameType | None:
     """Return the innermost frame of a backward hook among the ``frames`` of all threads.
 
-    Autograd runs hooks of a device's gradients in its own thread while the main thread waits in it.
-    Python did not start that thread, and sees it only while it runs a hook.
+    Autograd runs hooks of a device's gradients in a thread of its own, for which the main thread
+    waits. Python did not start that thread, and sees it only while it runs a hook.
     """
     main = frames.get(threading.main_thread().ident or 0)
     if main is None or main.f_code.co_filename != ENGINE:

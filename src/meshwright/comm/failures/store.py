@@ -41,15 +41,15 @@ EVERY = 0.25
 """Seconds between two looks of a rank at the board, in worlds that are not large."""
 
 ALL = "all"
-"""The word that tells those who wait that all have come."""
+"""The word that tells waiting ranks that all have arrived."""
 
 _NOTHING = "\x01nothing"
-"""The answer of the store for a key that is not there, when asked whether this stands there."""
+"""What ``compare_set`` answers for a missing key when this is the expected value."""
 
 _SERVER = re.compile(r"server=(?!<nullptr>)")
 
 _SLICE = 0.2
-"""Seconds of one wait for the thread; after each, whether it can still answer is looked at."""
+"""Seconds of one wait for the thread; after each, the caller checks that the store is not lost."""
 
 _NEVER = timedelta(days=1)
 """c10d's bound of a wait in the server. c10d prints a warning where one passes."""

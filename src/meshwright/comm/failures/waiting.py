@@ -6,17 +6,17 @@ Every wait of Meshwright is a `BoundedWait`, and ends by the same rules::
     a missing rank's process has ended           it failed first
     a missing rank leaves the run, or does       a mismatch
       something that can never fit
-    a missing rank does not answer               inspect its process: if it is stopped or uses no
-                                                 CPU time for STILL seconds, it is lost; if busy,
-                                                 wait; if nobody can inspect it, UNSEEN seconds
+    a missing rank does not answer               inspect its process: it is lost if stopped or
+                                                 without CPU time for STILL seconds, waited for if
+                                                 busy; lost after UNSEEN s if no rank can inspect it
     it waits for a rank that waits, directly or  a mismatch: none of them ever comes; seen at two
       through others, for it                     roll calls, CONFIRM_AFTER seconds apart
     every rank answers, and waits itself         nothing moves for DEADLOCK seconds: give up
     the user's limit has passed                  give up
 
 A rank that answers and is busy is always waited for. After ``hang_after`` seconds every rank logs
-the missing ranks, then one rank every `LINE_EVERY` seconds; nothing is logged while all of them
-work alone, in a phase with an infinite limit.
+the missing ranks, then one rank every `LINE_EVERY` seconds; nothing is logged while all missing
+ranks work alone, in a phase with an infinite limit.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ DEADLOCK = 60.0
 """Seconds for which all ranks may wait, where it is not known whom each of them needs."""
 
 UNSEEN = 600.0
-"""Seconds for which a rank may be silent that nobody can look at, or data may be on its way."""
+"""Seconds for which a rank that nobody can inspect may be silent, or data may be on its way."""
 
 GRACE = 1.0
 """Seconds in which a rank that closed its connections may still say why."""
@@ -73,7 +73,7 @@ REMEMBERED = 16
 _TRANSFERS = ("send", "recv")
 
 _AWAKE = 5.0
-"""Seconds between two looks that count at most: a process that is stopped does not wait."""
+"""Seconds between two looks count up to this: a process that is stopped does not wait."""
 
 _OF_A_TRANSPORT = re.compile(r"gloo/|\[gloo\]|RankFailedError: ", re.IGNORECASE)
 """The words of a transport that has lost a peer: Gloo's, and ours as C++ callbacks repeat them."""
@@ -214,8 +214,8 @@ class BoundedWait:
         since: float | None = None,
         place: str = "",
     ) -> None:
-        """``limit`` is the user's, in seconds. Ranks are asked after ``first`` seconds, and then
-        ``every`` so many, less often in a long wait.
+        """``limit`` is the user's, in seconds. Ranks are asked after ``first`` seconds, then every
+        ``every`` seconds, and from ``hang_after`` on every `CALL_EVERY`.
 
         ``since`` is the start of the wait on the monotonic clock; now when None. ``place`` is the
         same for all ranks that wait for the same thing: a few of them ask for all.
@@ -419,7 +419,7 @@ class BoundedWait:
         return bool(ranks) and self._alone.issuperset(ranks) and at_work
 
     def _lost(self, answers: Answers) -> list[int]:
-        """List ranks whose processes have ended or hang, or that were not seen for long."""
+        """List ranks whose processes have ended or hang, or that nobody has seen for too long."""
         silent = [r for r in self._silent if r not in answers and r not in self._monitor.ranks.left]
         return sorted(
             (rank for rank in silent if self._silent[rank].is_lost),
@@ -427,7 +427,7 @@ class BoundedWait:
         )
 
     def _leaving(self, answers: Answers) -> list[int]:
-        """List missing ranks that have left the run and will never do their part."""
+        """List missing ranks that have left the run; none when this rank leaves, too."""
         if self._monitor.ranks.is_leaving:
             return []
         gone = [rank for rank in self._unanswering(answers) if rank in self._monitor.ranks.left]

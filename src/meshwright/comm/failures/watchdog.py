@@ -2,7 +2,7 @@
 
 It detects failures that ranks cannot report: a rank of this host whose process has ended; a silent
 host of the store; a call of `torch.distributed` in which the main thread is stuck; a device
-operation that does not end. If it can never end, because a rank is lost or a limit has passed::
+operation that does not end. If such a wait is hopeless, as a rank is lost or a limit has passed::
 
     device groups       all of them are aborted, and the program's next communication raises; if the
                         program hangs before that, the process ends
@@ -72,7 +72,7 @@ EVERY = 0.25
 """Seconds between two looks."""
 
 SILENT_AFTER = 2.0
-"""Seconds without an answer of the store after which its host is looked at."""
+"""Seconds without an answer of the store after which its host is inspected."""
 
 TELL_AFTER = 2.0
 """Seconds after which a rank that has not raised for a failure says that it knows of it."""
@@ -81,8 +81,8 @@ END_AFTER = 3.0
 """Seconds for which a call may still come back by itself after a rank was lost."""
 
 RECOVER_AFTER = 30.0
-"""The same after a rank has raised, which may handle that and come; and after an abort of groups of
-devices, where the main thread works and has not heard of it."""
+"""The same after a rank has raised, since it may handle the error and arrive; and after an abort of
+device groups, while the main thread works or has raised the error already."""
 
 ABORT_WITHIN = 10.0
 """Seconds for which the abort of the groups of devices is waited for."""

@@ -79,7 +79,8 @@ def all_to_all(
 ) -> torch.Tensor:
     """Send part ``i`` of ``tensor`` along dim 0 to rank ``i``; join received parts in rank order.
 
-    The splits count rows of dim 0; equal parts when both are None.
+    The splits count rows of dim 0. If one is None, both are ignored and the parts are equal:
+    ValueError when dim 0 does not divide by the number of ranks.
     """
     size = communicator.size
     if input_splits is None or output_splits is None:

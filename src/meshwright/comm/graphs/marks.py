@@ -4,13 +4,13 @@
 ``grad_reduce``     the mean of one gradient over the ranks of a group. It carries all that a
                     bucket's plan depends on, so equal graphs have equal plans, also from caches
 ``with_kept``       a gradient plus what passes without a reduction have left in ``.grad``
-``deliver``         sets the gradient of a DTensor parameter, in a compiled backward
+``deliver``         adds to the gradient of a DTensor parameter, in a compiled backward
 ``stays``           notes that a gradient of a compiled backward is not reduced in this pass
 ``divided``         a large gradient over the number of ranks, in memory that the model keeps
 ``agree``           checks, before a graph's first reduction, that all ranks run the same graph
 ==================  ==============================================================================
 
-They find the objects of this process by the name of the marked model, see `announce`.
+The operators find the marked model of this process by its name, see `announce`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class MarkedModel(Protocol):
         """Note that the gradient of parameter ``index`` stays on this rank."""
 
     def divided(self, index: int, gradient: torch.Tensor, ranks: int) -> torch.Tensor:
-        """Divide ``gradient``, of parameter ``index``, by ``ranks``, in new contiguous memory."""
+        """Divide ``gradient`` of parameter ``index`` by ``ranks``, in contiguous, kept memory."""
 
     def agree(self, indices: Sequence[int], plan: str) -> None:
         """Check across ranks that all reduce the gradients of ``indices``, by the same ``plan``.

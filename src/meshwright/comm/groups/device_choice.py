@@ -53,9 +53,9 @@ class Choice:
     backend: str
     """c10d's name."""
     devices: tuple[int | None, ...]
-    """The number of each rank's GPU among those that it sees; None for a rank of CPUs."""
+    """The index of each rank's GPU among those that it sees; None for a CPU rank."""
     is_bound: bool = False
-    """True where c10d is told the device: each rank has one of its own, moved by NCCL."""
+    """True where c10d is given the device, because each rank has its own and NCCL moves data."""
     notes: tuple[tuple[int, str], ...] = ()
     """Lines for one rank to log, with their levels."""
 
@@ -72,7 +72,7 @@ def own_entry(asked: str | None, *, chosen: int | None = None) -> dict[str, Any]
         chosen = torch.cuda.current_device() or None
     local = local_rank()
     if devices and (chosen is not None or local is not None):
-        # Every rank reads the words of all: no more is said than the choice will ask for.
+        # Every rank reads the entries of all, so only what the choice needs is published.
         own = _own(chosen, local, len(devices))
         devices = [name if index == own else "" for index, name in enumerate(devices)]
     return {
@@ -111,7 +111,8 @@ def _digest(text: str) -> str:
 def choose(roll: Roll) -> Choice:
     """Choose from the ``roll`` of all ranks. Raises the same error on all of them.
 
-    `CommunicationError` where the requested backend cannot be used, ValueError for an unknown name.
+    `CommunicationError` if ranks differ or the requested backend cannot be used, ValueError for an
+    unknown name in ``MESHWRIGHT_CPU_BACKEND``.
     """
     asked = _alike(roll, "asked", "the backend that connect() was asked for")
     variable = _alike(roll, "variable", VARIABLE)
@@ -188,7 +189,7 @@ def _as_asked(asked: str, roll: Roll) -> Choice:
 
 
 def _no_nccl(asked: str, roll: Roll, devices: Sequence[int | None]) -> str:
-    """Explain why these ranks, some of which see GPUs, do not use NCCL; empty if they can."""
+    """Explain why ranks that see GPUs do not use NCCL; empty if they can, or if none sees a GPU."""
     sighted = next((rank for rank, entry in enumerate(roll) if entry["devices"]), None)
     if sighted is None:
         return ""
@@ -254,7 +255,7 @@ def _alike(roll: Roll, name: str, what: str) -> str:
 
 
 def _no_shared_memory(roll: Roll) -> str:
-    """Explain why no two of these ranks can share memory, on all ranks; empty when some can."""
+    """Explain, equally on all ranks, why no two can share memory; empty when some can."""
     for rank, entry in enumerate(roll):
         if entry["unsupported"]:
             return f"rank {rank}: {entry['unsupported']}"

@@ -51,10 +51,10 @@ class PhaseRecord:
 
 
 class Outstanding(Protocol):
-    """A check whose answer had not arrived yet."""
+    """A check whose answer has not arrived yet."""
 
     def settle(self) -> None:
-        """Wait for the answer, and raise its error."""
+        """Wait for the answer, and raise the error that it means, if any."""
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class ProcessState:
     one_as_many: bool = False
     """See `size_one_as_many`."""
     observers: list[Observer] = field(default_factory=list)
-    """Objects that hear of every collective; empty means that nothing is paid."""
+    """Objects that are told of every collective; without any, telling costs nothing."""
     phases: list[PhaseRecord] = field(default_factory=list)
     """The phases that the main thread is in, outermost first."""
     monitor: FailureMonitor | None = None
@@ -84,7 +84,7 @@ class ProcessState:
     stopped: CommunicationError | None = None
     """The error that all communication raises since the groups of devices were aborted."""
     has_refused: bool = False
-    """True when the program was told of that."""
+    """True when `refuse` has raised that error in the program."""
     layouts: MutableMapping[Any, Any] = field(default_factory=weakref.WeakValueDictionary)
     """Specs of the DTensors that exist, each kept alive by its DTensors alone; see `dtensor`."""
     pages: PagePool = field(default_factory=PagePool)
@@ -97,22 +97,22 @@ class ProcessState:
     """For each mesh the sets of its dims along which ranks were asked for one random state. Meshes
     are held, so that equal ones are known alike on all ranks."""
     reducers: MutableMapping[Any, None] = field(default_factory=weakref.WeakKeyDictionary)
-    """The reducers of replicas, in the order of their making."""
+    """The reducers of replicas, in the order in which they were made."""
     root_numbers: Iterator[int] = field(default_factory=itertools.count)
     """Numbers for the names of ``roots``."""
     checks: CallChecks | None = None
-    """Compares every call with those of the other ranks, where that was asked for."""
+    """Compares every call with those of the other ranks; None unless requested."""
     outstanding: dict[str, Outstanding] = field(default_factory=dict)
-    """Deferred checks of what a device had not come to, in the order in which they were noted."""
+    """Deferred checks of values that a device had not computed yet, in the order recorded."""
     groups_made: Counter[tuple[int, ...]] = field(default_factory=Counter)
     """The number of groups that this process has made of these ranks of the world, in its run."""
     runs_met: Counter[str] = field(default_factory=Counter)
-    """The runs in which this process has met the others, by the place of their store."""
+    """The number of runs that this process has joined or tried to, by the address of the store."""
     held: dict[str, Any] = field(default_factory=dict)
-    """Claims that this process keeps from others until it leaves its run or ends, by name; each
+    """Claims that this process holds against others until it leaves its run or ends, by name; each
     has a method ``release``."""
     holding: threading.RLock = field(default_factory=threading.RLock)
-    """Whoever changes ``held`` has this; a fork waits for it."""
+    """The lock for changes of ``held``; a fork waits for it."""
 
     @contextlib.contextmanager
     def size_one_as_many(self) -> Iterator[None]:
@@ -208,9 +208,9 @@ def observe(*observers: Observer) -> Iterator[None]:
 class phase:  # noqa: N801 - it is used as a function: `with phase("forward", step=12):`
     """Name what this rank does inside the block, for reports about it.
 
-    An exception that leaves the outermost block is published as this rank's failure, so that the
-    other ranks stop within seconds and name this one. Entering a phase again takes that back, and
-    what other ranks have published and this one has raised for does not end it a second time.
+    An exception that leaves a block, also a nested one, is published as this rank's failure, so
+    that the other ranks stop within seconds and name this one. Entering the next outermost block
+    withdraws that, and failures of other ranks that this one has raised do not end it once more.
 
     A rank may work without the others for a long time, for example on slow storage. Waits for it
     are bounded by ``limit`` (seconds) of its phase if that is longer than their own bound. A rank

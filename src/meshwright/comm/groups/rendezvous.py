@@ -4,7 +4,7 @@
 
     launcher's environment ──> store ──> roll of ranks ──> the choice of backend and devices
                                (prefixed with the restart count and the number of the run, so
-                                that none reads the addresses of the one before)
+                                that no run reads the addresses of the previous one)
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def open_store(
 ) -> tuple[dist.Store, int, int, str]:
     """Open the store where the ranks meet; returns it, the rank, the number of ranks, the address.
 
-    `PROCESS` counts the runs of this process by address; a single process has none. Raises
-    `CommunicationError` when the environment is incomplete, when the address cannot be used, or
-    when nobody listens there within ``timeout`` seconds (ten minutes when None).
+    `PROCESS` counts the runs of this process by address; it is "" for a process that is alone.
+    Raises `CommunicationError` when the environment is incomplete, when the address cannot be used,
+    or when nobody listens there within ``timeout`` seconds (ten minutes when None).
     """
     found = cluster(rank, world_size)
     rank, world_size, host, port = found.rank, found.size, found.address, found.port
@@ -114,7 +114,7 @@ def _reach(host: str, port: int, world_size: int, limit: float, serves: bool) ->
 
 
 def _within(seconds: float, work: Callable[[], T]) -> T:
-    """Have a thread do ``work``, because c10d's timeouts fail where the store's host is stopped."""
+    """Have a thread do ``work``: no timeout of c10d's ends it if the store's host is stopped."""
     order: Future[T] = Future()
     threading.Thread(target=carry_out, args=(work, order), daemon=True).start()
     try:

@@ -162,7 +162,7 @@ class SharedTensors:
         """Make an uninitialized 1-D tensor in shared memory.
 
         It is an ordinary tensor if it has no elements, or when segments use half of the file
-        descriptors of this process.
+        descriptors that this process may open.
         """
         segment = self._take(PAGE + numel * dtype.itemsize) if numel else None
         if segment is None:

@@ -65,7 +65,7 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Check whether the elements are contiguous in memory, with nothing lazy."""
+    """Check whether the elements are contiguous in memory, with no lazy conjugate or negative."""
     dense(tensor)
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
@@ -98,7 +98,7 @@ def _then_copied(body: Steps, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 def cut(tensor: torch.Tensor, sizes: Sequence[int], size: int, name: str) -> list[tuple[int, int]]:
-    """List address and bytes of ``size`` parts along dim 0, of ``sizes`` rows or equal."""
+    """List address and bytes of ``size`` parts along dim 0, of ``sizes`` rows or equal ones."""
     rows = tensor.shape[0] if tensor.dim() else 0
     if not sizes:
         sizes = [rows // size] * size

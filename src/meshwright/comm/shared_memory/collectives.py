@@ -398,7 +398,7 @@ class Exchange:
     def exchange(
         self, call: RecordedCall, parts: Sequence[Part], outputs: Sequence[Part], *, adjacent: bool
     ) -> Steps:
-        """Copy part p of this rank to rank p, whose output of this rank has as many bytes.
+        """Copy part p of this rank to rank p, whose output for this rank has as many bytes.
 
         Implements all_to_all and scatter. Sizes may differ from rank to rank and may be zero.
         ``adjacent``: the parts are contiguous in memory, so that peers can find theirs.

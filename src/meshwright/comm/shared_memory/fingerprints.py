@@ -2,7 +2,7 @@
 
 Each collective begins with a step in which every rank writes a record: a digest of operation,
 shape, dtype, reduction and root, a digest of the label, the location of its data, and a description
-for the error message. Records that differ raise `CollectiveMismatchError` on every rank.
+for the error message. Calls that differ raise `CollectiveMismatchError` on every rank.
 """
 
 from __future__ import annotations

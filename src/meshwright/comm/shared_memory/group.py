@@ -120,7 +120,7 @@ class SharedMemoryGroup(PythonGroup):
         self._transfers = Transfers(meeting, f"meshwright-transfers-{self._name}")
         self._calls: dict[tuple[Any, ...], RecordedCall] = {}
         self._issuing = _Issuing(self._exchange.records.threads)
-        # Methods of theirs in place of ours that call them: these run for every operation.
+        # Methods of `_Issuing` itself, not of ours that call them: they run for every operation.
         self.label_next: Callable[[str], None] = self._issuing.label_next
         """Gives the next operation that this thread issues a label; "" takes it back."""
         self._label = self._issuing.take_label

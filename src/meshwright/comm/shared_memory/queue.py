@@ -405,7 +405,7 @@ class OperationQueue:
     ) -> bool:
         """Advance the first operation of the queue to its end; False when ``until`` comes first.
 
-        Waits spin for `waits.AWAKE` seconds, or ``awake_for``.
+        Waits stay awake for `waits.AWAKE` seconds, or ``awake_for``.
         """
         meeting = self.meeting
         if not operation.started:

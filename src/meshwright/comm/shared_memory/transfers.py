@@ -35,7 +35,7 @@ from meshwright.errors import (
 
 ANY_SOURCE = -1
 CHECK_EVERY = 0.1
-"""Seconds between two looks of the background thread at the peers' lives."""
+"""Seconds between two checks of the peers' processes by the background thread."""
 ENTRIES = 32
 EAGER_BYTES = 16 << 10
 """Messages up to this size lie in their entry."""
@@ -279,7 +279,7 @@ class Inbox:
             self.channel.words[GRANTED] = message.number + 1
 
     def drain(self) -> list[ChannelTransfer] | None:
-        """Copy the blocks that have arrived; returns receives that have ended, or None."""
+        """Copy the blocks that have arrived; returns the ended receives, None if no block had."""
         channel, words = self.channel, self.channel.words
         ended: list[ChannelTransfer] = []
         moved = False

@@ -1,5 +1,4 @@
-"""Waits of ranks for each other in shared memory: spin briefly, sleep on a futex, detect lost
-ranks.
+"""Waits of ranks in shared memory: spin briefly, sleep on a futex, detect lost ranks.
 
 A rank numbers its steps with the group and writes the number into its own word: its arrival. A step
 is over for a rank when every word has reached that number. Only the owner writes a word, and x86
@@ -35,7 +34,7 @@ ARRIVAL, DOORBELL, PID, STARTED, CULPRIT, REASON = 0, 16, 32, 33, 34, 64
 REASON_BYTES = 2048
 
 NAP = 0.05
-"""Seconds of one sleep; after each, the peers' lives and the time limit are looked at."""
+"""Seconds of one sleep; after each, the peers' processes and the time limit are checked."""
 
 
 AWAKE = 250e-6
@@ -157,7 +156,7 @@ class Meeting:
         """Looks at a word without giving up the core."""
         self._awake = AWAKE
         """Seconds for which this rank gives its core away before it sleeps until a message comes:
-        fewer behind messages that took longer, as those of stages that compute in between."""
+        fewer after messages that took longer, as those of stages that compute in between."""
 
     # ------------------------------------------------------------------ collectives
 
@@ -226,7 +225,7 @@ class Meeting:
                 if until is not None and now >= until:
                     return False
                 # Without a fence: where this loads too early, the kernel compares the word again,
-                # behind a fence of its own.
+                # after a fence of its own.
                 words[own] = 1
                 seen = words[index]
                 if seen >= step:

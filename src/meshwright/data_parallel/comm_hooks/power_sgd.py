@@ -31,14 +31,14 @@ Future = torch.futures.Future[torch.Tensor]
 class PowerSGDState:
     """Settings of PowerSGD and the state that it keeps between passes, with torch's names.
 
-    The first ``start_powerSGD_iter`` backward passes sum gradients uncompressed. A gradient is
+    The first ``start_powerSGD_iter`` backward passes average gradients uncompressed. A gradient is
     compressed if that saves more than a factor of ``min_compression_rate``. Columns are made
     orthonormal by a QR decomposition, which a column of zeros does not disturb; with an
     ``orthogonalization_epsilon`` above 0 one by one, each divided by its length plus epsilon. With
     ``batch_tensors_with_same_shape`` matrices of one shape are multiplied together. After each
     ``compression_stats_logging_frequency`` compressed passes `compression_stats` is logged.
 
-    Raises ValueError when compression starts too early for error feedback or warm start.
+    Raises ValueError for a ``start_powerSGD_iter`` below 2 with error feedback or a warm start.
     """
 
     process_group: Any = None
@@ -153,7 +153,7 @@ class PowerSGDState:
 
 
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future:  # noqa: N802
-    """Compress each gradient that is worth it, and sum the others as they are."""
+    """Compress each gradient that is worth it, and average the others uncompressed."""
     if not state.starts(bucket):
         return allreduce_hook(state.process_group, bucket)
     buffer = bucket.buffer()

@@ -1,4 +1,4 @@
-"""Communication hooks that sum a bucket's gradients as they are, in half precision or in 8 bits.
+"""Communication hooks that average a bucket's gradients unchanged, in half precision or in 8 bits.
 
 Two of them do more. After ``start_localSGD_iter`` passes post-local SGD reduces inside a subgroup
 only, and the caller averages the parameters every few steps (Lin et al., arXiv 1808.07217).
@@ -106,7 +106,7 @@ class PostLocalSGDState:
 
 
 def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future:  # noqa: N802
-    """Compute the mean over the group; from ``start_localSGD_iter`` on, over the subgroup."""
+    """Compute the mean over the group; after ``start_localSGD_iter`` over the subgroup, if any."""
     is_global = state.iter < state.start_localSGD_iter
     if is_global and bucket.is_last():
         state.count_pass()

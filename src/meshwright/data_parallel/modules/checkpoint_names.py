@@ -5,7 +5,7 @@ other wrapper becomes part of the keys. Only while those functions run, our wrap
 
     torch asks a wrapper                              the answer
     1  ``_fqn_modifiers()``, how names change         a name continues inside the wrapper
-    2  ``named_children()``                           the children of the wrapped module
+    2  ``named_children()``                           the innermost wrapped module alone
     3  ``named_modules()``, and so its parameters     names without the wrapper's own
     4  ``state_dict()``                               names without it
     5  ``load_state_dict(...)``                       accepts names without it

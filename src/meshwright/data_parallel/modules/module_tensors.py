@@ -94,8 +94,8 @@ class ModuleParameters(_HeldTensors):
     """The parameters of a module."""
 
     named: tuple[tuple[str, nn.Parameter], ...] = ()
-    """Names and parameters; the same object until one of them is another one. None at all where
-    the module has shown only what a call lends it."""
+    """Names and parameters; the same object until one of them is another one. Empty as long as the
+    module has shown only what a call lends it."""
     is_lent: bool
     """True where the last look found what a call lends: the module's own are out of sight then."""
 

@@ -38,8 +38,8 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:  # noqa: ANN401
     """Return ``value`` with ``function`` applied to each of its tensors.
 
-    Registered containers (sequences and mappings among them) are rebuilt; unregistered dataclasses
-    and sets are copied if one of their tensors has changed.
+    Registered containers (sequences and mappings among them) and sets are rebuilt; unregistered
+    dataclasses are copied if ``function``, then called twice, changes one of their tensors.
     """
     return tree_map(partial(_mapped, function), value)
 
@@ -100,9 +100,9 @@ class Loan:
         function: Callable[[torch.Tensor], torch.Tensor],
         rest: Callable[[Any], Any] | None = None,
     ) -> None:
-        """``function`` maps tensors, and ``rest`` all other values except Python's containers.
+        """``function`` maps tensors, ``rest`` all values that are no tuple, list, deque or dict.
 
-        Without ``rest``, ``function`` also maps the tensors in those.
+        Without ``rest``, ``function`` also maps the tensors inside of such values.
         """
         self._function = function
         self._rest = rest

@@ -49,11 +49,11 @@ class BucketLayout:
     dtype: torch.dtype
     flat: FlatLayout
     is_alone: bool = False
-    """One gradient in its own memory; its use count rides elsewhere."""
+    """One gradient in its own memory; another bucket carries its use count."""
     is_sparse: bool = False
     """One sparse gradient, which sends its own use count."""
     notes: int = 0
-    """Numbers behind the gradients: use counts, and what else all ranks must know of each other."""
+    """Numbers after the gradients: use counts, and what else all ranks must know of each other."""
 
     @property
     def numel(self) -> int:

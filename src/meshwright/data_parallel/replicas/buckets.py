@@ -1,5 +1,4 @@
-"""The reductions of a replica's backward, which turn gradients of this rank into means over all
-ranks.
+"""The reductions of a replica's backward: gradients of this rank become means over all ranks.
 
 A bucket's buffer holds the gradients of its parameters one after another, followed by a use count
 for each, the number of ranks that had a gradient::
@@ -71,7 +70,7 @@ class Reduction(ABC):
     is_buffer = False
     """True where a communication hook sees it as a bucket."""
     notes: torch.Tensor | None = None
-    """All numbers behind the gradients; None where there are none."""
+    """All numbers after the gradients; None where there are none."""
     extra: torch.Tensor | None = None
     """Those of them that are no use counts, see `plan_buckets`; None where there are none."""
     lacks = False
@@ -318,8 +317,7 @@ class Bucket(Reduction):
     def finish(self) -> None:
         """Wait for the means and make them the gradients, except those that a hook reduces.
 
-        A parameter without a gradient on any rank keeps ``.grad`` None, or gets zeros if
-        configured.
+        A parameter that had a gradient on no rank keeps ``.grad`` None, or gets zeros on request.
         """
         if self._hook is not None:
             self.await_hook()

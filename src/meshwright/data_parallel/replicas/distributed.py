@@ -39,8 +39,8 @@ class DistributedDataParallel(SteppedOver):
 
     Errors have the types of torch's class of the same name.
 
-    `copy.deepcopy` and `torch.save` work: the copy is set up, a collective, in its first training
-    forward pass, and evaluates without the other ranks until then.
+    `copy.deepcopy` and, over the default group, `torch.save` work: the copy is set up, a
+    collective, in its first forward pass with gradients, and runs without other ranks until then.
 
     >>> model = DistributedDataParallel(Net(), static_graph=True)
     >>> loss(model(batch)).backward()

@@ -1,7 +1,7 @@
 """The bucket as a communication hook sees it, by torch's protocol, and the future that it returns.
 
 A hook is ``hook(state, bucket) -> Future[Tensor]``. The bucket's buffer holds this rank's gradients
-not yet divided for the mean; the future's tensor replaces them.
+not yet divided by the number of ranks; the future's tensor replaces them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Reduces the gradients of one model over one axis: hooks count arrivals, full buckets are
-launched.
+"""Reduces the gradients of a model over one axis: hooks count arrivals and launch full buckets.
 
 A backward pass, step by step:
 
@@ -164,9 +163,9 @@ class GradientReducer:
         return [] if values is None else values.names()
 
     def register_hook(self, state: object, hook: CommunicationHook) -> None:
-        """Have ``hook`` reduce the buckets from now on, see `GradBucket`. It also divides.
+        """Have ``hook`` reduce the buckets from now on, see `GradBucket`; it also divides the sums.
 
-        Raises RuntimeError in a backward pass.
+        Raises RuntimeError in a backward pass, and for sparse gradients that the hook cannot send.
         """
         if self.phase is not ReductionPhase.IDLE:
             raise RuntimeError("register_comm_hook inside a backward pass: call it before forward")
@@ -213,7 +212,7 @@ class GradientReducer:
         self.is_synchronizing, self._counters.is_open = is_due, False
 
     def begin_backward(self, *, is_running: bool = True) -> None:
-        """Open a backward pass, unless one is open; call it inside if it ``is_running``."""
+        """Open a backward pass, unless one is open; call this inside of it if it ``is_running``."""
         if is_running and (self.phase is ReductionPhase.BACKWARD or not self.is_synchronizing):
             return
         if self.late.coming:
@@ -320,7 +319,7 @@ class GradientReducer:
         if hook is not None:
             self._by_end = sorted(self.buckets, key=lambda bucket: bucket.layout.is_sparse)
         self._extra = self.buckets[-1].extra if self.buckets else None
-        """The numbers behind the gradients by which all ranks know of each other's passes."""
+        """The numbers after the gradients by which all ranks know of each other's passes."""
         self._large = [bucket for bucket in self.buckets if bucket.layout.is_alone]
         self._homes: list[tuple[Reduction, int] | None] = [None] * len(self._parameters)
         counted: list[tuple[bytearray, int, int] | None] = [None] * len(self._parameters)
@@ -405,7 +404,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def _launch_next(self, *, is_void: bool | None = None) -> None:
-        """Start the next reduction; with ``is_void`` without gradients of this rank."""
+        """Start the next reduction; unless ``is_void`` is None, without gradients of this rank."""
         bucket = self.buckets[self._next]
         if is_void is not None:
             bucket.stand_in(is_void=is_void)
@@ -458,7 +457,7 @@ class GradientReducer:
     def _tell(self, *, is_void: bool) -> None:
         """Tell the other ranks which gradients this one has; in a void pass, claim to have all.
 
-        Only on a device, where reading the counts behind the gradients would stall the host. A rank
+        Only on a device, where reading the counts after the gradients would stall the host. A rank
         that lacks a gradient waits until the others have answered.
         """
         if not self._tells or self._has_told:

@@ -272,9 +272,7 @@ class Replica:
         return None if ids is None else move_inputs(ids, args, kwargs)
 
     def begin(self) -> None:
-        """Begin a forward pass, or a pipeline's step, with the module's current tensors; broadcasts
-        buffers.
-        """
+        """Begin a forward pass or a pipeline's step: take up new tensors, and broadcast buffers."""
         if function_transforms() is not None:  # what is sent is no part of what is differentiated
             with outside_of_transforms():
                 self.begin()
@@ -412,7 +410,7 @@ class Replica:
 
     @torch.no_grad()
     def _step(self) -> None:
-        """Step the optimizers of `optimizer_in_backward`, once the reducer has finished."""
+        """Step torch's optimizers in the backward, once the reducer has finished."""
         self._is_stepping = False
         for parameter in self._stepped:
             if parameter.grad is not None:
@@ -440,7 +438,7 @@ def _check(
     *,
     may_be_frozen: bool,
 ) -> None:
-    """Reject, before any collective, arguments that could only fail later."""
+    """Reject on this rank, before any collective, what could only fail later."""
     for name, parameter in parameters:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise RuntimeError(

@@ -229,7 +229,7 @@ def replicate(
     returns it, and both kinds of parameter hooks see it; their changes go into the sum.
 
     Parameters may be DTensors of tensor parallelism, on axes other than ``device_mesh``: they stay
-    registered, and the gradients of this rank's parts become means.
+    registered as they are, and the gradients of this rank's parts become means.
 
     The module's class gets the methods of `ReplicatedModule`; check ``isinstance(model,
     ReplicatedModule)`` to tell a type checker.
@@ -266,8 +266,9 @@ def replicate(
     :param stop_on_non_finite: raise `NonFiniteError` on every rank at the end of a backward pass in
         which a gradient was not finite. Not with a gradient scaler, which skips such passes.
 
-    Raises AssertionError when the module is replicated already, RuntimeError for a ``device_id`` of
-    another type, ValueError for a mesh with more than one dimension and for values out of range.
+    Raises AssertionError when the module is replicated already, RuntimeError for a module of
+    `fully_shard`, a ``device_id`` of another type or a group beside a mesh, ValueError for a mesh
+    with more than one dimension and for values out of range.
 
     >>> model = replicate(Net(), bucket_cap_mb=10)
     >>> loss(model(batch)).backward()  # .grad is the mean over all ranks

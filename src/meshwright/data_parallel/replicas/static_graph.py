@@ -49,7 +49,7 @@ class StaticGraph:
         self._is_skipped = False
 
     def differences(self) -> str:
-        """Name the parameters that have a gradient in only one of the two passes."""
+        """Name the parameters whose gradient arrived less or more often than in the first pass."""
         rows = list(zip(self._names, self._expected or self._seen, self._seen, strict=True))
         lacks = [name for name, before, now in rows if now < before]
         more = [name for name, before, now in rows if now > before]

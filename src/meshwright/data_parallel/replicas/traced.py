@@ -1,5 +1,4 @@
-"""A replica under `torch.compile`: gradients are marked in the graph, and a compiler pass fuses
-marks.
+"""A replica under `torch.compile`: gradients are marked in the graph; a compiler pass fuses marks.
 
 Where the marks are placed:
 
@@ -57,7 +56,7 @@ Route = str
 
 
 class GradientMarking(Protocol):
-    """The compiler's interface for marks. Called while a graph is traced, except for `ran`."""
+    """The compiler's interface for marks. Called in a trace; `ran` and `is_unfused`: in a run."""
 
     def route(self, module: nn.Module | None) -> tuple[Route, str]:
         """Choose the route for the marks of ``module``, and how buckets are sent and fused."""
@@ -80,7 +79,7 @@ class GradientMarking(Protocol):
         ...
 
     def is_unfused(self, model: str) -> None:
-        """Count a mark of ``model`` that was reduced alone, because the pass has not run."""
+        """Count a mark of ``model`` that was reduced alone: the compiler pass has not run."""
         ...
 
 
@@ -118,7 +117,7 @@ class Marking:
         self._ranks = communicator.size
         self._mode = "coalesced"
         self._narrow: torch.dtype | None = None
-        """In which gradients are sent, where it is another dtype than theirs."""
+        """The dtype in which gradients are sent, if it is not their own."""
         self._group = communicator.name
         settings = reducer.settings
         self._sizes = list(settings.listed_bytes) or [settings.first_bytes, settings.cap_bytes]
@@ -183,7 +182,7 @@ class Marking:
         return dtype if hook is None else compressed_dtype(hook, self._communicator, dtype)
 
     def obstacle(self) -> str:
-        """Name the option that marks cannot express; "" when they can express all."""
+        """Name what this replica needs and marks cannot express; "" when they can express all."""
         reducer, module = self._reducer, self._module()
         settings = reducer.settings
         reasons = {
@@ -400,7 +399,7 @@ class Marking:
     @torch.no_grad()
     @apart
     def _reduce_rest(self, indices: Sequence[int]) -> None:
-        """Make all gradients except ``indices`` means; equal ones do not change."""
+        """Replace gradients, except those of ``indices``, by their means; equal ones stay equal."""
         rows = self._communicator.gather_values(
             self._beside(indices), label="which gradients are left"
         )
@@ -427,8 +426,8 @@ class Marking:
     def _refuse(self, indices: Sequence[int], plan: str, is_late: Sequence[bool]) -> None:
         """Name the parameters that only some ranks are about to reduce.
 
-        Ranks that are ``is_late`` have gone on, so not all can be asked: each such rank names its
-        own parameters, and all others name the first such rank.
+        Ranks that are ``is_late`` have gone on and cannot be asked. So each rank names its own
+        parameters, and the error of one that is not late is published: the others name that rank.
         """
         communicator = self._communicator
         names = [self._reducer.named[index][0] for index in indices]
@@ -484,7 +483,7 @@ class Marking:
         )
 
     def unfused(self) -> None:
-        """Prepare for a mark that is reduced alone; the first of a pass compares the pass."""
+        """Prepare for a mark that is reduced alone; the first of a pass compares it over ranks."""
         compiler_of_marks().is_unfused(self.name)
         if running_backward() != self._running:
             self.agree((), _ALONE)
@@ -536,5 +535,5 @@ class TracedForward(nn.Module):
 
 def compiler_of_marks() -> GradientMarking:
     """The compiler's side of the marks, loaded by the first trace that needs it."""
-    # The one way round the arrow between the rooms: loaded by the first trace that needs it.
+    # The one use of a package above this one: looked up here, not imported.
     return cast("GradientMarking", meshwright.compiler.MARKING)

@@ -230,8 +230,8 @@ class FlatBuffer:
     def stretches(self) -> Stretches | None:
         """The ranges of a shard, in order, with their places; made while ``full`` has memory.
 
-        None where several copies are used instead: between hosts, with a copy per tensor, and where
-        a chunk is not contiguous in its tensor.
+        None where several copies are used instead: on hosts, with a copy per tensor, and where a
+        chunk is not contiguous in its tensor.
         """
         layout, parts = self.layout, self.axes.parts
         with torch.inference_mode(False), torch.no_grad():

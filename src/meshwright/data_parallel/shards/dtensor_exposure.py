@@ -83,7 +83,7 @@ class _ShardedParameter:
         carry_hooks(before, shown, slot.name)
         self.exposed = shown
         self.guard: object | None = None
-        """Rejects gradients past the hooks while it is held; torch swaps tensors without."""
+        """Rejects gradients past the hooks while it lives; torch swaps tensors only without it."""
         self.note_memory()
         self.trains = trains
         """True when both required grad when they were compared last."""
@@ -123,7 +123,7 @@ class _ShardedParameter:
         return line[self.start : self.stop].view(self.shape)
 
     def gradient_on(self, line: torch.Tensor, *, is_shown: bool) -> torch.Tensor:
-        """A gradient on its part of ``line``: a plain view if ``line`` ``is_shown`` to users."""
+        """Make a DTensor on its part of ``line``, as a view of it if users see ``line``, too."""
         # Detached, since a view would hold on to the tensor that it is of.
         part = self.part_of(line).detach()
         return dtensor_like(part if is_shown else beginning_storage(part), self.exposed)
@@ -190,7 +190,7 @@ class ExposedTensors(Exposure):
 
     @torch.no_grad()
     def follow_places(self) -> None:
-        """Update the placements of slots, now on a larger mesh with the same local parts."""
+        """Move parameters to the placements of slots: on a larger mesh, with equal local parts."""
         for group, entries in self._entries.items():
             group.kept.forget()
             for entry in entries:
@@ -397,7 +397,7 @@ class ExposedTensors(Exposure):
     def _add_to_flat(
         self, group: ParameterGroup, reduced: torch.Tensor, used: Sequence[bool]
     ) -> bool:
-        """Set or add to the flat gradient; True where that of each parameter follows by that."""
+        """Set or add to the flat gradient; True where the parameters' gradients follow it."""
         flat, entries = self._flat[group], self._entries[group]
         self._delivered.add(group)
         if flat.grad is not None and any(e.exposed.grad is not None for e in entries):

@@ -144,7 +144,7 @@ class ParameterGroup:
                 self.buffer.local(index).copy_(slot.local)
                 slot.local = None
         self.versions = [0] * len(slots)
-        """Those of the leaves when they were gathered."""
+        """The version counters of the leaves when they were gathered."""
         self._show_views()
         self.used = [False] * len(slots)
         """By parameter, True when it had a gradient on this rank since the last reduction."""
@@ -524,8 +524,8 @@ class ParameterGroup:
     ) -> tuple[torch.Tensor | None, ...]:
         """Add this rank's part of the mean to ``mean``, unless it is still partial.
 
-        If ``is_late``, on another stream than the gradients', they are not freed: the caller holds
-        what is returned until their stream waits for this one.
+        If ``is_late``, on another stream than the gradients', the gradients are not freed, and the
+        caller holds what is returned until their stream waits for this one.
         """
         reduced, added, result = self._reduced, self._added, self._result
         self._reduced = self._added = self._result = None
@@ -573,7 +573,7 @@ class ParameterGroup:
         return bool(((first == 0) & first.signbit()).all())
 
     def waiting(self) -> list[torch.Tensor | None]:
-        """List whole gradients of this rank that wait for a reduction, as views."""
+        """List whole gradients of this rank that wait for a reduction, not copied."""
         if not self.lines[0].has_gradient:
             gradients = [*map(self._gradient_of, self.slots)]
             self._refuse_sparse(gradients)

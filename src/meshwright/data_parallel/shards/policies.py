@@ -26,7 +26,7 @@ class MixedPrecisionPolicy:
 
     @classmethod
     def of(cls, policy: object) -> MixedPrecisionPolicy:
-        """Return ``policy``, possibly a similar class of another library; no casts for None.
+        """Return ``policy``, also one of another library with the same fields; no casts for None.
 
         Raises TypeError for anything else.
         """

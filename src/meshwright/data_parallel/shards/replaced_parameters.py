@@ -5,7 +5,7 @@ any other tensor there on each rank alone, or not at all. Only before its first 
 of `fully_shard` take over another DTensor parameter of the same layout, as loaders leave it.
 
 Outside of its unit a sharded parameter is a DTensor. When an operator mixes it with a plain tensor,
-torch's error is raised with the names of the parameter and its unit added.
+an error that names the parameter and its unit replaces torch's.
 """
 
 from __future__ import annotations

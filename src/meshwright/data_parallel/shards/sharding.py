@@ -272,7 +272,7 @@ class UnitModules(NamedTuple):
 
 
 def below(modules: Sequence[nn.Module]) -> UnitModules:
-    """Collect the modules below ``modules``, in one walk."""
+    """Collect ``modules`` and all modules below them, in one walk."""
     own: list[tuple[str, nn.Module]] = []
     taken: list[nn.Module] = []
     seen: set[int] = set()

@@ -35,7 +35,7 @@ class StorageKey(NamedTuple):
     """Those that are the tensor's; None where they are not side by side."""
 
     def meets(self, other: StorageKey) -> bool:
-        """Whether ``other`` is in the same storage and may overlap."""
+        """Whether ``other``, in the same storage, may overlap with it."""
         if self.bytes is None or other.bytes is None:
             return True
         return self.bytes.start < other.bytes.stop and other.bytes.start < self.bytes.stop
@@ -80,7 +80,7 @@ class Slot:
     local: torch.Tensor | None = None
     """This rank's chunk where it does not come from ``original``; taken by the next group."""
     place: Place | None = None
-    """Its place, for one that is more than a part of a line."""
+    """Its placement; None for a mere part of a flat buffer."""
     outer: AtRest | None = None
     """The DTensor of which it was this rank's part, where it was one."""
     computes: LocalParameter = AS_IT_IS
@@ -92,7 +92,7 @@ class Slot:
     memory: StorageKey | None = None
     """The memory that this object lay in with others, where it was a plain parameter."""
     extension: Extension | None = None
-    """The way of its gather, for a tensor subclass that has one of its own."""
+    """How it is gathered, for a tensor subclass that defines this."""
     start: torch.Tensor | None = None
     """Digests of when it was sharded, until they are compared over the ranks."""
     home: weakref.ref[Any] | None = None

@@ -163,7 +163,7 @@ class Extension:
     def inputs(self, rows: int, device: torch.device) -> tuple[list[torch.Tensor], object]:
         """Return this rank's inputs of the gather, padded to ``rows``, and its metadata.
 
-        Raises ValueError for an input whose number of rows differs from other ranks' parts.
+        Raises ValueError for an input with neither ``rows`` rows nor as many as this rank's part.
         """
         part = self.part if self.part.device == device else self.part.to(device)
         count = len(inspect.signature(part.fsdp_pre_all_gather).parameters)

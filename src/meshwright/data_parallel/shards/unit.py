@@ -83,7 +83,7 @@ class Exposure(ABC):
 
     @abstractmethod
     def version(self, unit: Unit) -> int:
-        """Return a number that grows with writes to these, as far as torch counts them."""
+        """Return a number that grows with writes to the parameters, as far as torch counts them."""
 
     @abstractmethod
     def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
@@ -587,7 +587,7 @@ class UnitStreams:
         self._is_running = True
 
     def end(self) -> None:
-        """End the passes whose gathers read the same shards; frees all memory."""
+        """End the passes whose gathers read the same shards; frees all units that were left."""
         self._give_back(0)
         self._is_running = False
 
@@ -599,7 +599,7 @@ class UnitStreams:
         """
         if not self._is_running:
             self.gathers.follow()
-        # Gathered again before it was freed: its memory stays, and is written behind its last use.
+        # Gathered again before it was freed: its memory stays, and is written after its last use.
         for left in [left for left in self._left if left[1] is groups]:
             self._left.remove(left)
             self.gathers.wait_for(left[0])

@@ -1,4 +1,4 @@
-"""Corrects operators on DTensors whose results in torch differ from those of one process.
+"""Corrects operators on DTensors. On the right is what torch computes, unlike one process.
 
 ==========================================  =====================================================
 means of losses                             a mean of the ranks' means, though some have fewer rows,
@@ -89,7 +89,7 @@ def _loss(op: _Operator, args: _Args, kwargs: _Kwargs) -> object:
 def _loss_backward(op: _Operator, args: _Args, kwargs: _Kwargs) -> object:
     given = _named(op, args, kwargs)
     found = without_handler(op, args, kwargs)
-    # Of the mean of each rank's own elements, which a sum of those would not fit in float16.
+    # torch's is of the mean of this rank's elements. Scaled, since a sum may not fit in float16.
     if _is_mean_of_parts(given):
         found = found * (local_of(found).numel() / found.numel())
     return found
