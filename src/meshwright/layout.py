@@ -3,7 +3,7 @@
 A ``FlatLayout`` packs several tensors into one flat buffer and cuts it into equal parts::
 
     tensors       a: (3, 2)        b: (5,)           FlatLayout.pack(..., parts=4)
-    line      |a0 a1 a2 a3 a4 a5 b0 b1 b2 b3 b4 --|  numel 11, padded_size 12, shard_size 3
+    buffer    |a0 a1 a2 a3 a4 a5 b0 b1 b2 b3 b4 --|  numel 11, padded_size 12, shard_size 3
     parts     |   0    |    1   |    2   |    3   |
     owned(1)            a[3:6]                       = boxes (1, 1)+(1, 1) and (2, 0)+(1, 2) of a
 """
@@ -186,7 +186,7 @@ class Cut:
     index: int
     """Index of the tensor, in the order of the layout."""
     offset: int
-    """Start of the stretch in the shard."""
+    """Start of the range in the shard."""
     shape: tuple[int, ...]
     """Shape of this part."""
     of: tuple[int, ...]
@@ -215,7 +215,7 @@ class LineLayout(ABC):
     dtype: str
     parts: int
     offsets: tuple[int, ...]
-    """Start of each tensor: in the line when packed, in every shard when chunked."""
+    """Start of each tensor: in the buffer when packed, in every shard when chunked."""
     shard_size: int
     """Elements of one shard, padding included."""
 
@@ -254,7 +254,7 @@ class LineLayout(ABC):
     def stretch(self, indices: range) -> tuple[int, int]:
         """First element of the tensors ``indices`` (one or more) in a shard, and one past the last.
 
-        Only gaps are between them.
+        Besides them, this range has only gaps.
         """
         return 0, self.shard_size
 

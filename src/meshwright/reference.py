@@ -170,7 +170,7 @@ def first_difference(
 
     Compared in order: for each step the loss, the gradients and the norm of all of them; at the
     end the weights. A relative error is the largest difference over the largest value of the
-    tensor (or over a millionth of the largest among all gradients of the step, if that is more).
+    tensor (or over a millionth of the largest among the step's gradients, or all weights, if more).
     """
     found = _differences(parallel, reference, tolerance)
     return next((each for each in found if not each.error <= tolerance), None)

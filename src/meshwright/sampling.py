@@ -141,9 +141,9 @@ class Sampler:
         return self.next_indices()
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position and the order it refers to: equal on all ranks, valid for any number.
+        """Return the position and what determines the order that it counts in.
 
-        ``size`` is that of the dataset.
+        Equal on all ranks; valid for any number of ranks. ``size`` is that of the dataset.
         """
         return {"position": self._position, "seed": self.seed, "size": self.dataset_size}
 

@@ -20,7 +20,7 @@ Key = tuple[str, ...]
 """The path of a key from the root, such as ``("train", "seed")``."""
 T = TypeVar("T")
 Schema = Callable[[object], dict[str, object]]
-"""Makes what pydantic knows of a type."""
+"""Makes pydantic's core schema of a type."""
 
 
 @dataclass(frozen=True, slots=True)

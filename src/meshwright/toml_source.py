@@ -177,7 +177,7 @@ def adapter(kind: type, *, is_finite: bool = True) -> TypeAdapter[tuple[Any]]:
     """
     from pydantic import ConfigDict, TypeAdapter
 
-    # A dataclass takes no configuration of its own here; it takes that of what it stands in.
+    # Dataclasses have no configuration of their own here; pydantic applies the enclosing one.
     config = ConfigDict(
         strict=True, extra="forbid", allow_inf_nan=not is_finite, use_attribute_docstrings=True
     )
@@ -284,7 +284,7 @@ def _validated(data: dict[str, Any], kind: type[T]) -> tuple[T | None, list[Prob
             path = (*path, each["loc"][-1])
         found.setdefault(path, []).append(each)
         values[path] = value
-    # Of a union that holds tables or lists, the type that was meant tells what is wrong in it.
+    # In a union of tables or lists, an error inside one says more than that of the union.
     outer = {path[:length] for path in found for length in range(len(path))}
     return None, [
         _problem(kind, path, each, values[path])
@@ -310,7 +310,7 @@ _EXPECTED = MappingProxyType(
         "greater_than": "a number above {gt:g}",
     }
 )
-"""What pydantic misses, by the kind of its error."""
+"""What pydantic expected, by the type of its error."""
 
 
 def _problem(

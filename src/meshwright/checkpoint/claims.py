@@ -12,7 +12,7 @@ process ends, the kernel releases its locks; a file server does so when it gives
 forked child shares open files, so a data loader's worker would keep the claim of a killed rank:
 children close them first of all, and new programs inherit none.
 
-Processes that the holder has started may save to a folder that it has saved to alone.
+Processes that the holder has started may save to the folder too, unless it has joined a run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ GRACE = 0.1
 ENDING = 30.0
 """Seconds within which a killed process must have released its locks."""
 FOLDERS = 64
-"""Folders that a process keeps after saving alone; beyond that, the oldest are released."""
+"""Folders that a process without a run keeps claimed; beyond that, the oldest are released."""
 
 _PENDING_KILL = 1 << 8
 _EXITING = 4
@@ -108,7 +108,7 @@ class Holder:
 
     @property
     def is_ending(self) -> bool:
-        """True when it was killed or has ended, so that its locks will be released."""
+        """True when it was killed or has ended on this host: its locks will be released."""
         if not self.is_here:
             return False
         fields = status_of(self.pid)

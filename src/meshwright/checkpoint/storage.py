@@ -1,7 +1,7 @@
 """The few file operations of a save, in one class, where tests inject faults.
 
 A save is crash-safe only through the order of these calls: files written and synced, their
-directory synced, the directory renamed, its parent synced. Nothing else in this room writes.
+directory synced, the directory renamed, its parent synced. It writes nothing else but its claim.
 """
 
 from __future__ import annotations

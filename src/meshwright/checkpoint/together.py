@@ -50,8 +50,8 @@ def attempt(
 ) -> tuple[tuple[_T, list[bytes]] | Exception, dict[int, dict[str, Any]]]:
     """Run ``action`` on every rank; returns its result or error, and the errors by rank.
 
-    Also returns the results of all ranks as JSON texts: most ranks need not parse those that grow
-    with the tensors.
+    Its result comes with those of all ranks as JSON texts, unparsed: they may grow with the
+    tensors, and most ranks do not need them.
     """
     outcome: tuple[_T, JSON] | Exception
     # Catch errors inside the phase, which would publish them: they are exchanged below.

@@ -154,7 +154,7 @@ def claim(directory: str | os.PathLike[str], *, communicator: Communicator | Non
     """Claim the folder ``directory`` for this job before its first save, which would claim it too.
 
     Every rank of ``communicator`` must call this. One job at a time saves to a folder. The claim
-    ends with the process of the first rank, when that leaves its run, or with `release`; others may
+    ends when the first rank leaves its run or its process ends, or with `release`; other jobs may
     read meanwhile.
 
     Raises ``CheckpointClaimedError`` on all ranks, naming the process that saves there, and

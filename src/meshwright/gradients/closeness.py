@@ -66,7 +66,7 @@ def beyond_rounding_first(
     """Find the first tensor that differs by more than rounding. Collective.
 
     Only tensors whose ``digests``, one list for each rank, differ are compared. Shapes and dtypes
-    are equal. For ``share`` see `beyond_rounding`.
+    must be equal on all ranks. For ``share`` see `beyond_rounding`.
     """
     floor = rounding_floor([t for _, t in named if t is not None and _is_real(t)])
     for (name, mine), said in zip(named, zip(*digests, strict=True), strict=True):
@@ -105,8 +105,8 @@ def beyond_rounding(
 ) -> float:
     """The norm of the difference over that of ``expected``; 0 if it is within rounding.
 
-    A norm of ``floor`` may come from rounding. It is infinite unless both have non-finite values in
-    the same places. ``share`` scales the allowed rounding.
+    A norm of up to ``floor`` may come from rounding. The result is infinite unless both have
+    non-finite values in the same places. ``share`` scales the allowed rounding.
     """
     wide = torch.complex128 if expected.is_complex() else torch.float64
     a, b = found.detach().to(wide), expected.detach().to(wide)

@@ -88,7 +88,7 @@ class NonFiniteValues:
             note.add_(largest.isfinite().logical_not().any())
 
     def gradients(self) -> list[str]:
-        """Describe what was found."""
+        """Describe what was found: ``the gradient of 'layers.0.weight'`` for each name."""
         return [f"the gradient of {name!r}" for name in self.names()]
 
     def names(self) -> list[str]:

@@ -245,7 +245,7 @@ class LossWindow:
         return 1.0 / count
 
     def mean(self) -> torch.Tensor:
-        """Compute the global mean of the loss, on the device of the losses, in float64."""
+        """Compute the global mean of the loss, on the communicator's device, in float64."""
         if not self._communicator.is_on_host:
             return self.sums()[0] / self.sums()[1]
         total, count = self._global()[:2]

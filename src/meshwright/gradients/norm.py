@@ -1,14 +1,14 @@
 """One norm over all gradients and all axes, and clipping by it.
 
-Each element of the gradients counts once. With its parameter spread over axes ``shard`` and
-``tensor`` of three, on one of them, or on none::
+Each element of the gradients counts once. If some parameters are sharded over ``shard`` and
+``tensor``, and others over one of these axes or none, the ranks of both axes sum::
 
-    spread over         each rank sums the powers of   counted on
-    shard, tensor       its own elements               the first replica
-    tensor              its own elements               the first of shard, and the first replica
-    nothing             all elements                   the first rank of all
+    sharded over        each rank sums the powers of   counted on
+    shard, tensor       its own elements               all ranks of both axes
+    tensor              its own elements               the first rank of axis shard
+    nothing             all elements                   the first rank of both axes
 
-One number is reduced over the union of all these axes, so that all ranks get the same bits.
+One number is reduced over the union of these axes, so all its ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SpreadGradients:
     gradients: tuple[torch.Tensor, ...]
     communicators: tuple[Communicator, ...] = ()
     dtype: torch.dtype = torch.float32
-    """At least how wide the norm is, also on a rank that has no gradient here."""
+    """The norm is at least this wide, also on a rank without a gradient here."""
 
 
 def clip_grad_norm_(
@@ -125,7 +125,7 @@ def _look_late(
     named: Iterable[tuple[str, torch.Tensor]],
     over: Communicator | None,
 ) -> None:
-    """As `require_finite_norm`, for a norm on a device, once the host has it."""
+    """Check as `require_finite_norm` does, for a norm on a device, once the host has it."""
     key = f"the norm over {'one rank' if over is None else over.name}"
     late = LateNumbers.known(key)
     if late.coming:
@@ -226,7 +226,7 @@ def global_norm(spread: Sequence[SpreadGradients], norm_type: float = 2.0) -> to
 
 
 def _axes_of(spread: Sequence[SpreadGradients]) -> Communicator | None:
-    """All ranks that hold different elements; None where each rank holds all."""
+    """The ranks of all axes that shard a gradient; None if each rank holds all elements."""
     axes: list[Communicator] = []
     for group in spread:
         axes += group.communicators

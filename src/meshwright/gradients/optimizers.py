@@ -194,7 +194,7 @@ class _OptimizerWatch:
 def warn_without_gradients(optimizer: Optimizer) -> bool:
     """Warn if ``optimizer``, after a forward in training, steps without any gradient.
 
-    For parameters in whose place graphs have other tensors. Returns whether it has warned.
+    For parameters that graphs replace by other tensors. Returns whether it has warned.
     """
     trained = False
     for group in optimizer.param_groups:
@@ -260,7 +260,7 @@ def check_optimizer(optimizer: Optimizer, *, has_closure: bool = True) -> str:
     """Raise TypeError if ``optimizer`` would compute other numbers than one process.
 
     Also if its ``step`` requires arguments that the caller, without ``has_closure``, does not pass.
-    Returns a description of the doubt about an unknown class, "" if there is none.
+    Returns a warning about an unknown class or an empty group, "" if there is none.
     """
     looks, name = _looks(type(optimizer)), type(optimizer).__name__
     held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -319,7 +319,7 @@ def _chosen_by_shape(optimizer: Optimizer) -> str:
 
 
 def _refuse_twice(held: Sequence[torch.Tensor], name: str) -> None:
-    """Raise TypeError for a parameter in the same memory as the flat one."""
+    """Raise TypeError for a parameter inside the memory of a flat one that is passed too."""
     for line in filter(is_line, held):
         start = line.data_ptr()
         end = start + line.numel() * line.element_size()

@@ -7,9 +7,9 @@
     accelerate.install()
     model, optimizer, data = Accelerator().prepare(model, optimizer, data)
 
-`install` replaces torch's classes by ours (`torch_names`), so that ``prepare`` wraps models in our
-class and ``unwrap_model`` recognizes it. It also patches six methods of ``Accelerator`` where that
-is not enough; for models that are not ours, they behave as before.
+`install` puts our classes under torch's names (`torch_names`), so that ``prepare`` wraps models in
+our class and ``unwrap_model`` recognizes it. It also patches six methods of ``Accelerator`` for
+which that is not enough; for models that are not ours, they behave as before.
 
 A patch can be undone. Its function gets the original method, then the arguments of the call. It
 lists the argument names that it expects of the method, since another version may have others.

@@ -73,8 +73,8 @@ def latest_checkpoint() -> Iterator[Path | None]:
     """The folder of the last checkpoint reported to Ray; None at the beginning.
 
     It exists within the block. Any number of workers may have saved it. After a loop that failed
-    during its last `report`, it may be the previous checkpoint. So let each attempt save to its own
-    folder: no checkpoint is overwritten.
+    during its last `report`, it may be the one before, so that steps are saved again. No checkpoint
+    is ever overwritten, so give each attempt a folder of its own.
     """
     from ray import train
 

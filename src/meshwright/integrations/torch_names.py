@@ -9,8 +9,8 @@
 
 `install` replaces each module of `BRIDGED` by a stand-in, in ``sys.modules`` and as an attribute of
 its parent. Code loaded afterwards imports and constructs our classes and tests ``isinstance``
-against them. A name that only torch has raises `ImportError` or `AttributeError`, so that nobody
-mixes the two silently; so does every other module inside those packages.
+against them. Names that only torch has raise `ImportError` or `AttributeError`, so that nobody
+mixes the two silently, and so do other modules inside those packages (see `Bridge.keeps_others`).
 
 Torch's own code still gets torch's names: a stand-in looks at the calling frame. Code imported
 before keeps what it has. `uninstall` restores the modules.

@@ -92,7 +92,7 @@ class RunProgress:
             display.start()
 
     def step(self, step: int, *, loss: float, speed: float, left: float) -> None:
-        """Show that ``step`` is done; seconds are ``left``."""
+        """Show that ``step`` is done, with ``left`` seconds to go."""
         detail = f"loss {loss:.4f}  {speed:,.0f} {self._unit}/s  {_clock(left)} left"
         if self._display is not None:
             self._display.update(self._task, completed=step, detail=detail)

@@ -53,9 +53,9 @@ def ranks(
 
     ``timeout`` is the deadline in seconds; ranks that still run then have their Python stacks
     printed and are killed. After the first failure, the others have ``grace`` seconds to end.
-    ``backend`` is passed to ``comm.connect``. With ``connected=False``, the body connects itself,
-    from torchrun's variables, and ``MESHWRIGHT_CPU_BACKEND`` where ``backend`` is gloo or shm. With
-    ``simulated``, ranks have devices (`meshwright.testing.simulated`), whose faults fail them.
+    ``backend`` is passed to ``comm.connect``; with ``"simulated"``, ranks have simulated devices
+    (`meshwright.testing.simulated`), whose faults fail them. With ``connected=False``, the body
+    connects itself, by torchrun's variables, and ``MESHWRIGHT_CPU_BACKEND`` for gloo or shm.
 
     Raises `RanksFailed` when any rank raised, died, hung or did not end cleanly; skips the test
     when a body called ``pytest.skip``.

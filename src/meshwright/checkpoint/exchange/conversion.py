@@ -60,8 +60,8 @@ def export_weights(
     ``torch.load(weights_only=True)``). ``config``: for ``hf``, the model's configuration, its
     file, or a folder whose configuration and tokenizer are copied; by default the
     ``extra={"config": ...}`` of the checkpoint. Floating-point weights become ``dtype``.
-    ``shard_bytes``: the size of a file of ``hf``. All ranks of ``communicator`` (by default of the
-    run, or this process alone) must call this; they share the work.
+    ``shard_bytes``: the most bytes of a file of ``hf``. All ranks of ``communicator`` (by default
+    of the run, or this process alone) must call this; they share the work.
 
     Raises `CheckpointError` if there is no checkpoint of a model, `CheckpointDamagedError` naming
     file and tensor, `CheckpointWriteError` if ``target`` exists or cannot be written.
@@ -136,7 +136,7 @@ def _tell_of_torsos(target: Path) -> None:
 
 @contextmanager
 def _told_of(target: Path, what: str = "was not written") -> Generator[None, None, None]:
-    """Raise CheckpointWriteError for an OSError of writing ``target``, or one caused by it."""
+    """Raise CheckpointWriteError for an OSError of the block, or an error that one caused."""
     try:
         yield
     except CheckpointError:

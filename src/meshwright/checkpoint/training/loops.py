@@ -74,7 +74,7 @@ class Laid(Protocol):
         """Return this rank's state, with a `ModelState` as ``"model"``."""
 
     def load_state_dict(self, state: Mapping[str, Any], *, copies: bool) -> None:
-        """Load this rank's parts by name; without ``copies`` the optimizer keeps the tensors."""
+        """Load this rank's parts by name; without ``copies`` it takes over ``state``'s tensors."""
 
 
 Model = nn.Module | Sequence[nn.Module] | Laid

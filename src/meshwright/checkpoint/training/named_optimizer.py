@@ -187,7 +187,7 @@ class _Member:
     parameter: nn.Parameter
     names: list[str]
     cut: Callable[[Tensor], list[Tensor]] | None = None
-    """Splits a tensor of its shape: views, one for each name; None where it is the model's."""
+    """Splits a tensor of its shape into views, one for each name; None if it is the model's own."""
     remedy: str = "without flat = true in [train]"
     is_managed: bool = False
     """True under FullyShardedDataParallel: parameters without state count as zeros."""
@@ -314,7 +314,7 @@ class NamedOptimizer:
         """Load the result of `state`, sharded like the parameters.
 
         Without ``copies`` the tensors of ``state`` become the optimizer's own, and those that are
-        joined are removed from it, so that no rank has all twice.
+        joined are removed from ``state``, so that no rank has all twice.
 
         Raises CheckpointMismatchError listing the parameters that differ.
         """

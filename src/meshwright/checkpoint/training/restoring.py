@@ -186,7 +186,7 @@ NOT_STRICT = (
 
 
 class Restoring:
-    """The steps of a load on one rank, by a checkpoint's names; tied tensors have all of theirs."""
+    """The steps of a load on one rank. A tied tensor is found under any of its names."""
 
     def __init__(self, saved: SavedState, held: Mapping[str, Any], *, strict: bool) -> None:
         """``held`` is this rank's state, or its outline without the state of optimizers."""
@@ -329,7 +329,7 @@ class Restoring:
         return state
 
     def _fill(self) -> None:
-        """Fill the model's tensors. Raises if tensors that are tied here differ when saved."""
+        """Fill the model's tensors. Raises if tensors tied here differ in the checkpoint."""
         weights, reader = self._weights, self._saved.reader
         if weights is None:
             return

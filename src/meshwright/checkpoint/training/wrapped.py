@@ -78,7 +78,7 @@ class ModelState:
         self.tensors: dict[str, Tensor] = {}
         """The tensors by first name."""
         self.ties: dict[str, str] = {}
-        """By other names of tied tensors, the first."""
+        """Maps other names of tied tensors to the first."""
         self.rest: dict[str, object] = {}
         """All values that are not tensors: the extra state of modules."""
         self.parameters: set[str] = set()

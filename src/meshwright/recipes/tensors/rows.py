@@ -146,7 +146,7 @@ KINDS: tuple[str, ...] = get_args(Kind)
 
 
 class _Hexadecimal:
-    """A mark on a number that is text in JSON."""
+    """Annotates a number that is hexadecimal text in JSON."""
 
     def __get_pydantic_core_schema__(self, kind: object, schema: object) -> dict[str, object]:
         read = partial(int, base=16)

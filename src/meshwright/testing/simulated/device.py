@@ -54,7 +54,7 @@ class _Thread(threading.local):
         self.host = WorkLine(f"thread {threading.current_thread().name}")
         self.stream: WorkLine | None = None
         self.makes_host: bool | None = None
-        """True if results of operators are on the host, false for the device; None by inputs."""
+        """Whether results of operators are on the host; None if that depends on their inputs."""
         self.is_second = False
         """True in the thread of a backward pass."""
         self.is_late = False
