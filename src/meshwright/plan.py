@@ -113,7 +113,7 @@ class BucketPlan:
     """``[buckets]``: gradients that are reduced together."""
 
     cap_mb: Annotated[float, Above(0)] = 25.0
-    """Size in MiB above which a bucket is closed."""
+    """Size in MiB at which a bucket is closed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

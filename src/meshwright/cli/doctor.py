@@ -9,7 +9,7 @@ from meshwright.doctor import examine, report_lines
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorCommand:
-    """Show what this machine offers, measure small collectives, and tell what to fix."""
+    """Show what this machine offers, measure small collectives, and say what to fix."""
 
     measure: bool = True
     """Also start two ranks and measure collectives."""

@@ -53,7 +53,7 @@ _UNDER_LAUNCHER = "MESHWRIGHT_LAUNCHER"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainCommand:
-    """Train a model of yours, one of Hugging Face, or a byte-level one on text.
+    """Train your own model, one of Hugging Face, or a byte-level one on text.
 
     Starts one process for each rank of the plan, unless torchrun has started them. Options can
     override every key of the configuration: --train.seed 3, --run.steps=50 or run.steps=50.

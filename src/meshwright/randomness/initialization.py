@@ -44,7 +44,7 @@ def held_whole(tensor: torch.Tensor) -> Sequence[tuple[Box, torch.Tensor]]:
     if hasattr(tensor, "device_mesh"):
         raise LayoutError(
             f"a parameter of shape {tuple(tensor.shape)} is a DTensor: pass "
-            "held=meshwright.comm.dtensors.gather_dtensor.held_boxes, which knows its parts"
+            "held=meshwright.comm.held_boxes, which knows its parts"
         )
     return [(Box((0,) * tensor.ndim, tuple(tensor.shape)), tensor)]
 

@@ -101,7 +101,7 @@ class DataConfig:
     max_bytes: Annotated[int, AtLeast(1)] = 64 * 2**20
     """Limit of the bytes read from a folder: whole files, chosen by a hash of their paths."""
     validation_every: Annotated[int, AtLeast(2)] = 20
-    """One file in this many is held out for validation."""
+    """Of several files, one in this many is held out for validation."""
     validation_windows: Annotated[int, AtLeast(1)] = 64
     """Held-out windows or items in one validation."""
     batch_size: Annotated[int, AtLeast(1)] = 32

@@ -79,15 +79,15 @@ def all_to_all(
 ) -> torch.Tensor:
     """Send part ``i`` of ``tensor`` along dim 0 to rank ``i``; join received parts in rank order.
 
-    The splits count rows of dim 0. If one is None, both are ignored and the parts are equal:
-    ValueError when dim 0 does not divide by the number of ranks.
+    The splits count rows of dim 0; without both the parts are equal. Raises ValueError for one of
+    the two alone, and without them if dim 0 does not divide by the number of ranks.
     """
     size = communicator.size
     if input_splits is None or output_splits is None:
-        if tensor.shape[0] % size:
+        if input_splits is not output_splits or tensor.shape[0] % size:
             raise ValueError(
                 f"all_to_all on axis {communicator.axis}: expected dim 0 to divide by {size} "
-                f"ranks, found shape {tuple(tensor.shape)}: give the splits"
+                f"ranks, found shape {tuple(tensor.shape)}: pass both splits"
             )
         input_splits = output_splits = [tensor.shape[0] // size] * size
     splits = tuple(output_splits), tuple(input_splits)
