@@ -92,9 +92,8 @@ def unmasked(patch: Patch) -> None:
 def same_samples(patch: Patch) -> None:
     """Every share of a batch draws the masks of the first."""
 
-    def number(self: Trainable, size: int) -> int:
-        assert self._draws is not None
-        self._draws.begin_step(self.steps)
+    def number(self: Trainable, draws: Any, size: int) -> int:
+        draws.begin_step(self.steps)
         return 0
 
     patch.setattr(Trainable, "_number_samples", number)

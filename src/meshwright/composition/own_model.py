@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from meshwright.comm.dtensors.after_hooks import has_hooks
+from meshwright.comm.dtensors.after_hooks import has_hooks, hooks_in
 from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.comm.dtensors.unreadable import SETTINGS, make_unreadable
 from meshwright.composition.stages import CutModel
@@ -318,7 +318,7 @@ class CutGuard:
             for key, tensor in table.items()
         ]
         self._parameters = [
-            (parameter, len(after_hooks_of(parameter) or ()), name)
+            (parameter, len(hooks_in(after_hooks_of(parameter))), name)
             for stage in mine
             for name, parameter in stage.named_parameters()
         ]
@@ -348,8 +348,8 @@ class CutGuard:
                     "Trainable.load_state_dict, or do it before"
                 )
         for parameter, count, name in self._parameters:
-            after = after_hooks_of(parameter)
-            is_hooked = backward_hooks_of(parameter) or (after and len(after) > count)
+            after = hooks_in(after_hooks_of(parameter))
+            is_hooked = backward_hooks_of(parameter) or len(after) > count
             if is_hooked or STEPPERS in vars(parameter):
                 raise LayoutError(hooked(name))
 

@@ -193,7 +193,7 @@ class _Lent:
         self.local = local
         self.leaf = take_over(parameter)
         self.came_in: int | None = None
-        """The backward pass in which one of the two gradients has come."""
+        """The last backward pass in which the gradient of the leaf has come."""
 
     def hook(self, arrived: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:
         """Call ``arrived`` when this rank's gradient is complete, until the handles are removed.
@@ -207,7 +207,12 @@ class _Lent:
             if torch.compiler.is_compiling():
                 if tensor is not self.parameter or not self.local.is_local:
                     arrived(tensor)
-            elif self._is_complete():
+            elif tensor is not self.parameter:
+                self.came_in = running_backward()
+                arrived(self.leaf)
+            elif not comes_to_both(self.parameter) or (
+                self.came_in == running_backward() and self.parameter.grad is not None
+            ):
                 arrived(self.leaf)
 
         handles = [
@@ -217,12 +222,6 @@ class _Lent:
         if self.local.is_local:
             handles.append(self.leaf.register_hook(self._by_hooks_of_parameter))
         return handles
-
-    def _is_complete(self) -> bool:
-        if not comes_to_both(self.parameter):
-            return True
-        before, self.came_in = self.came_in, running_backward()
-        return before == self.came_in
 
     def lend(self) -> None:
         """Move the gradient that the parameter has so far to the leaf."""
@@ -323,7 +322,8 @@ class ReducedLeaves:
             for index in changed:
                 lent = self.lent[index]
                 found[index] = lent.leaf = take_over(lent.parameter)
-                self._hooked.pop(index, None)
+                for handle in self._hooked.pop(index, ()):
+                    handle.remove()
             self.parameters = tuple(found)
         return changed
 
@@ -392,8 +392,10 @@ class ReducedLeaves:
     def keep(self, index: int) -> None:
         """Keep the complete gradient of parameter ``index`` on this rank, without a reduction."""
         lent = self.lent[index]
-        if not lent.local.is_local or lent.leaf.grad is None:
+        if not lent.local.is_local:
             lent.lend()  # what autograd left may be a part of a sum
+        elif lent.leaf.grad is None and lent.parameter.grad is not None:
+            run_after_hooks(lent.parameter)
         lent.give_back()
 
     @torch.no_grad()

@@ -154,7 +154,7 @@ def local_part_of(parameter: torch.Tensor, add: PartialGradient | None = None) -
     leaf = local_leaf(given) if add is None else sum_partial(given, add)
     if leaf is parameter or not (leaf.requires_grad and torch.is_grad_enabled()):
         return leaf
-    return _InGraph.apply(leaf, parameter, vars(parameter)[_HELD])
+    return _InGraph.apply(parameter, leaf, vars(parameter)[_HELD])
 
 
 def _of_gradient(parameter: DTensor, add: PartialGradient | None) -> list[Any]:
@@ -175,8 +175,8 @@ class _InGraph(torch.autograd.Function):
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
         ctx: Any,  # noqa: ANN401 - a node, which has no public type
-        leaf: torch.Tensor,
         parameter: DTensor,
+        leaf: torch.Tensor,
         held: _Held,
     ) -> torch.Tensor:
         ctx.held = held
@@ -191,13 +191,13 @@ class _InGraph(torch.autograd.Function):
         parameter: Any = held.parameter
         # A leaf that is taken over is reduced by its owner, also with a graph.
         is_wanted = held.is_taken or not torch.is_grad_enabled()
-        to_leaf = is_wanted and is_executed(ctx.next_functions[0][0])
+        to_leaf = is_wanted and is_executed(ctx.next_functions[1][0])
         defer_hooks(parameter, is_elsewhere=to_leaf)
         if to_leaf:
-            if held.is_taken and accumulates(ctx.next_functions[1][0]):
+            if held.is_taken and accumulates(ctx.next_functions[0][0]):
                 held.in_both = running_backward()
-            return grad, None, None
-        if held.is_taken and accumulates(ctx.next_functions[1][0]):
+            return None, grad, None
+        if held.is_taken and accumulates(ctx.next_functions[0][0]):
             raise RuntimeError(
                 f"backward(inputs=...) names a parameter of shape {tuple(parameter.shape)} whose "
                 "gradient is reduced over data ranks, too: its .grad would be this rank's alone. "
@@ -213,7 +213,7 @@ class _InGraph(torch.autograd.Function):
             stride=parameter.stride(),
         )
         placements = parameter.placements
-        return None, part if held.partial is None else part.redistribute(None, placements), None
+        return part if held.partial is None else part.redistribute(None, placements), None, None
 
 
 def comes_to_both(parameter: nn.Parameter) -> bool:
