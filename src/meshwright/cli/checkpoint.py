@@ -126,7 +126,7 @@ class ExportCommand:
     dtype: Annotated[str, tyro.conf.arg(metavar="DTYPE")] = ""
     """Convert floating-point weights to float32, bfloat16, ...; by default, nothing changes."""
     shard_mb: Annotated[int, tyro.conf.arg(metavar="N")] = 5000
-    """For hf: the most MB of a file."""
+    """For hf: the largest size of a file, in MB."""
 
     def run(self, words: list[str]) -> int:
         """Write the weights, and print where they are."""

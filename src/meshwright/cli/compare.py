@@ -24,7 +24,7 @@ class CompareCommand:
     second: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN_B")]
     """The folder of another run."""
     tolerance: Annotated[str, tyro.conf.arg(metavar="X")] = ""
-    """Relative difference that is rounding; default 1e-9 in float64, 1e-3 float32, 3e-2 below."""
+    """Relative difference that is rounding; default: 1e-9 (float64), 1e-3 (float32), else 3e-2."""
 
     def run(self, words: list[str]) -> int:
         try:

@@ -27,7 +27,7 @@ class ReportCommand:
     output: Annotated[str, tyro.conf.arg(metavar="FILE.html")] = ""
     """The file to write; by default report.html in the folder of the first run."""
     watch: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 0.0
-    """Redraw the page every this many seconds until the runs have ended; 0 draws it once."""
+    """Seconds between redraws of the page until the runs have ended; 0 draws it once."""
 
     def run(self, words: list[str]) -> int:
         if not self.runs:

@@ -198,8 +198,9 @@ class _Lent:
     def hook(self, arrived: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:
         """Call ``arrived`` when this rank's gradient is complete, until the handles are removed.
 
-        A module outside of those that compute locally may read the parameter, and so does a
-        functional call with what is computed from it.
+        The parameter has a gradient of its own where a model reads it beside its layer, for example
+        in a functional call. In a pass with both, the leaf's hook collects it; one that comes later
+        is a second arrival, which the reducer adds or refuses.
         """
 
         @apart
@@ -314,7 +315,7 @@ class ReducedLeaves:
     def follow(self) -> set[int]:
         """Look up the leaves again, in each forward; returns the positions that changed."""
         for lent in self.lent.values():
-            if lent.local.is_local:
+            if lent.local.is_local:  # `give_back` runs its hooks, with the mean
                 defer_hooks(lent.parameter, is_elsewhere=True)
         changed = {n for n, lent in self.lent.items() if take_over(lent.parameter) is not lent.leaf}
         if changed:

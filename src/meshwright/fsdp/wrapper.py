@@ -282,8 +282,8 @@ class FullyShardedDataParallel(StateMethods, JoinsUnevenInputs, UnitWrapper):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm over all ranks is at most ``max_norm``.
 
-        Returns the norm before that. Every rank calls it, on the root. Raises `LayoutError` for a
-        stage of a pipeline.
+        Returns the norm before scaling. Every rank calls it, on the root. Raises `LayoutError` for
+        a stage of a pipeline.
         """
         self._only_root(
             "`clip_grad_norm_()` should only be called on the root FSDP instance", RuntimeError

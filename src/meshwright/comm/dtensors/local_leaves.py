@@ -154,6 +154,7 @@ def local_part_of(parameter: torch.Tensor, add: PartialGradient | None = None) -
     leaf = local_leaf(given) if add is None else sum_partial(given, add)
     if leaf is parameter or not (leaf.requires_grad and torch.is_grad_enabled()):
         return leaf
+    # In this order autograd fills the parameter before the leaf, whose hook then finds both.
     return _InGraph.apply(parameter, leaf, vars(parameter)[_HELD])
 
 

@@ -86,8 +86,9 @@ def all_to_all(
     if input_splits is None or output_splits is None:
         if input_splits is not output_splits or tensor.shape[0] % size:
             raise ValueError(
-                f"all_to_all on axis {communicator.axis}: expected dim 0 to divide by {size} "
-                f"ranks, found shape {tuple(tensor.shape)}: pass both splits"
+                f"all_to_all on axis {communicator.axis}: expected both splits, or none and "
+                f"a dim 0 that divides by {size} ranks, found shape {tuple(tensor.shape)}, output "
+                f"splits {output_splits} and input splits {input_splits}"
             )
         input_splits = output_splits = [tensor.shape[0] // size] * size
     splits = tuple(output_splits), tuple(input_splits)
