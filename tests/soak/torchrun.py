@@ -7,7 +7,8 @@ for each case and ends with status 1 when one is missed. What is promised:
 killed                               everybody else
 ===================================  =============================================================
 a rank, one agent                    the agent names it as the root cause; all have ended in 10 s
-a rank, two agents                   ranks of the other agent name it in 5 s and end 5 s later
+a rank, two agents                   ranks of the other agent name it in 5 s and end 5 s later, or,
+                                     while they build, its own agent names it
 the agent that hosts the store,      ranks of the other agent end within 10 s; its own ranks do,
 of two                               or say that the store has gone
 ===================================  =============================================================
@@ -212,6 +213,11 @@ def _words(case: Case, agents: list[Agent], when: float) -> tuple[float, list[st
         names = re.compile(rf"rank\s+: {case.victim} \(local_rank")
     else:
         names = re.compile(rf"rank {case.victim}\b.*(failed first|was lost|has failed)")
+        # Ranks that import and build wait for nobody, and their agent ends them when it misses the
+        # store of the first one.
+        gone = any("RendezvousConnectionError" in line for _, line in list(agents[1].lines))
+        if gone and case.moment == "SIGNED IN":
+            names = re.compile(rf"{names.pattern}|rank\s+: {case.victim} \(local_rank")
     said = [(at, line) for agent in agents for at, line in list(agent.lines) if at >= when]
     named = next((at - when for at, line in said if names.search(line)), float("nan"))
     found = []
