@@ -118,7 +118,7 @@ class Sampler:
 
     @property
     def share(self) -> int:
-        """Samples of one rank in each batch."""
+        """The number of samples of each batch that one rank takes."""
         return self.batch_size // self.data_size
 
     def next_indices(self) -> list[int]:

@@ -61,7 +61,7 @@ class SideStream:
         return self._module.stream(self._stream)
 
     def mark(self) -> DeviceEvent:
-        """Mark the work queued on it so far."""
+        """Record an event after all work queued on this stream so far."""
         with self.used():
             return record(self._device)
 

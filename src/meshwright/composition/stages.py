@@ -70,10 +70,12 @@ def cut_model(
 ) -> CutModel:
     """Split ``model`` into stages that have its parameters under its names.
 
-    ``split`` names the modules that stages begin with, or a measure by which stages are balanced:
-    ``auto`` (the operations of a traced model; for a chain, parameters of two and more dims except
-    embedding tables, which are looked up) or ``parameters``. The stages can be sharded as
-    ``tensor`` says afterwards. Raises ``PlanError`` if the model cannot be split so.
+    ``plan.split`` lists the modules that begin a stage, from the second stage on, or it names what
+    to balance. ``parameters`` balances their number. ``auto`` balances the operations of a traced
+    model. A chain is not traced: ``auto`` then balances its parameters, counting 1 for embedding
+    tables and parameters of fewer than two dims. ``tensor`` says how stages may be sharded later.
+
+    Raises ``PlanError`` if the model cannot be split like this.
     """
     count = chunks_of(plan, ranks) * ranks
     seen = observe(model, example)

@@ -74,7 +74,7 @@ class LocalComputation(Protocol):
 
     @property
     def partial(self) -> Sequence[tuple[str, str, PartialSum]]:
-        """Parameters whose gradients are parts of a sum over another axis: path, name, the sum."""
+        """List parameters whose gradients are summed over an axis: (path, name, `PartialSum`)."""
 
 
 @dataclass(frozen=True, slots=True)

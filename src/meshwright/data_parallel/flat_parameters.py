@@ -251,11 +251,12 @@ def _stepped(optimizer: Optimizer, args: object, kwargs: object) -> None:
 
 
 def flat_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> list[FlatGroupParameter]:
-    """Make a flat parameter for each dtype, device and set of sharding axes, in order of names.
+    """Make flat parameters, one for each dtype, device and set of sharding axes.
 
-    On a CPU there are several, see `PIECE_BYTES`. They take over the memory of the parameters. Flat
-    parameters of an earlier call are returned again if they have the same members. Raises
-    ValueError for a parameter on the meta device, `LayoutError` for a partial sum.
+    On a CPU each is split into pieces, see `PIECE_BYTES`. Members keep the order of ``named``. Flat
+    parameters take over the memory of their members. One of an earlier call is returned again if
+    it has the same members. Raises ValueError for a parameter on the meta device, `LayoutError`
+    for a partial sum.
     """
     alike: dict[tuple[object, ...], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:

@@ -433,7 +433,10 @@ class _Sums:
 
 
 def _shared(junctions: Iterable[Junction]) -> frozenset[Node]:
-    """The first nodes of branches that meet another branch, or whose gradients ranks sum."""
+    """Return the first nodes of branches that must not run alone.
+
+    Such a branch shares a node with another, or leads to a leaf with `is_summed_at_end`.
+    """
     firsts: list[Node] = []
     for junction in junctions:
         following = junction.node.next_functions if junction.edges else ()

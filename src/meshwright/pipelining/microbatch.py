@@ -158,10 +158,11 @@ def split_args_kwargs_into_chunks(
     """Split arguments into ``chunks`` microbatches.
 
     Specs have one entry for each argument: a `TensorChunkSpec`, `Replicated`, or a tree of them
-    nested like the argument. Tensors of different sizes along dim 0 are each split into equal
-    chunks. Raises ``ValueError`` for a spec of another length or kind and for a batch with fewer
-    rows than microbatches, `PipeliningShapeError` for tensors of different sizes without a spec
-    that do not divide or have one row a chunk.
+    nested like the argument. Tensors without a spec are split along dim 0. If their sizes differ,
+    each must be a multiple of ``chunks`` and give more than one row for each microbatch.
+
+    Raises ``ValueError`` for a spec of another length or kind, and for a batch with fewer rows
+    than microbatches; `PipeliningShapeError` for sizes that differ and cannot be split like this.
     """
     if not kwargs and args_chunk_spec is None and kwargs_chunk_spec is None:
         plain = cut_plain(args, chunks)

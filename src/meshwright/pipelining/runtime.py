@@ -709,6 +709,6 @@ class Listener:
                 tell_ran(opened.text, "gather", opened.operation.value, start, self._clock.mark())
 
     def end(self) -> None:
-        """Report the end of the step and of its reductions."""
+        """Report the reductions of the step, each from its start until now."""
         for entry, start in self._reductions:
             tell_ran(entry.text, "reduce", entry.operation.value, start, self._clock.mark())

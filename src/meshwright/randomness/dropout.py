@@ -48,7 +48,7 @@ class Dropout(nn.Dropout):
         channel_dims: int = 0,
         is_alpha: bool = False,
     ) -> None:
-        """The ``channel_dims`` last dims share one decision, as in `torch.nn.Dropout2d`."""
+        """``channel_dims``: how many last dims share one decision, as in `torch.nn.Dropout2d`."""
         super().__init__(p, inplace)
         self.site = site
         self.parts = tuple(parts)

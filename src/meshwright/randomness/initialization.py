@@ -140,7 +140,7 @@ def materialize(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Cell:
-    """The place of one tensor in a module, with the tensor at rest."""
+    """One tensor of a module: where the module holds it, and the tensor to put back there."""
 
     where: dict[str, torch.Tensor | None]
     key: str

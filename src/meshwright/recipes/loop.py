@@ -524,10 +524,11 @@ _Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | N
 
 
 class StopRequest:
-    """A context that turns signals into a request to stop; a second one ends the process at once.
+    """A context that turns signals into a request to stop; another one ends the process at once.
 
-    The signals are SIGINT and SIGTERM, and under SLURM also SIGUSR1
-    (`meshwright.environment.cluster`). Rank 0 acknowledges the first one at once.
+    A signal within half a second of the first is part of the same request. The signals are SIGINT
+    and SIGTERM, and under SLURM also SIGUSR1 (`meshwright.environment.cluster`). Rank 0
+    acknowledges the first one at once.
 
     The ranks agree through one small all-reduce that overlaps each step: ``begin`` issues it before
     the step's work, ``is_agreed`` waits for it afterwards.

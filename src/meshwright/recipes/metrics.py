@@ -66,10 +66,10 @@ class MetricsFile:
 
 
 class RunProgress:
-    """A line of a terminal that is redrawn after every step, or plain lines for a log.
+    """Shows progress: a terminal line that is redrawn after every step, or plain log lines.
 
-    Without a ``display``, the line of every ``every``-th step and of the last is given to
-    ``write``. ``done`` steps have been taken before; the speed is that of ``unit``.
+    Without a ``display``, ``write`` gets a line for every ``every``-th step and for the last. The
+    display starts at ``done`` steps. ``unit`` names what the speed counts.
     """
 
     def __init__(

@@ -176,7 +176,10 @@ def _group(ranks: int, microbatches: int, chunks: int, name: str) -> int:
 def _forwards(
     ranks: int, rank: int, microbatches: int, chunks: int, group: int
 ) -> list[tuple[int, int]]:
-    """(stage, microbatch) of all forwards of a rank on the loop map, in order."""
+    """List (stage, microbatch) of the forwards of ``rank``, in order.
+
+    Its chunk c is stage ``c * ranks + rank``; each chunk runs ``group`` microbatches in turn.
+    """
     found = []
     for turn in range(microbatches * chunks):
         lap, place = divmod(turn, group * chunks)

@@ -30,7 +30,7 @@ _LENGTHS_AT, _HEADER_BYTES = 26, 30
 
 
 class TorchFormat:
-    """Writes a file of torch."""
+    """Writes the weights as one file that `torch.load` reads; each rank writes its share."""
 
     def begin(self, weights: Weights, folder: Path) -> None:
         """Write the file with fake tensors for the weights, whose bytes are skipped."""

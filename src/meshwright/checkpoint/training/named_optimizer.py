@@ -110,7 +110,10 @@ def _names(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]])
 
 
 def _checked(saved: object) -> tuple[dict[str, dict[str, object]], list[dict[str, object]]]:
-    """Return the two halves of a saved state; raises CheckpointMismatchError for other types."""
+    """Return ``state`` and ``param_groups`` of a saved optimizer state.
+
+    Raises CheckpointMismatchError if ``saved`` has another structure.
+    """
     if isinstance(saved, dict) and saved.keys() == {"state", "param_groups"}:
         state, groups = saved["state"], saved["param_groups"]
         if (

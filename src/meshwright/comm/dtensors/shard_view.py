@@ -191,7 +191,8 @@ class ShardView(torch.Tensor):
     def full_tensor(self) -> torch.Tensor:
         """Gather the full tensor on every rank; a collective over the communicator.
 
-        Raises RuntimeError without a communicator, or when its ranks do not hold all elements.
+        A view without a communicator, or of a part, is returned as a copy if it holds all elements.
+        Raises RuntimeError if it does not, or if the ranks together do not hold all elements.
         """
         # With a communicator also a rank that holds all takes part: the others count on it.
         communicator = self.communicator
@@ -252,7 +253,10 @@ class ShardView(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        """Compare this rank's elements; everything else goes to `__torch_dispatch__`."""
+        """Run comparisons (``equal``, ``allclose``, ``isclose``) on this rank's elements alone.
+
+        Other functions go on to `__torch_dispatch__`.
+        """
         del types
         options = dict(kwargs or {})
         with without_function():

@@ -160,7 +160,11 @@ class StoreClient:
             arrival.nudge()
 
     def compare_set(self, key: str, expected: str, value: str) -> str:
-        """Replace ``expected`` ("" for no value) by ``value``; returns the current value."""
+        """Set ``key`` to ``value`` if it holds ``expected``, or if it is missing and that is "".
+
+        Returns the value that the key holds then. If it is missing and ``expected`` is not "",
+        nothing is set, and ``expected`` is returned.
+        """
         return self._request(lambda: _text(self._store.compare_set(key, expected, value)))
 
     def delete_key(self, key: str) -> None:

@@ -81,9 +81,10 @@ def open_store(
 
 
 def _is_of_new_run(store: dist.Store, rank: int, limit: float, runs_met: int) -> bool:
-    """Check whether rank 0 has opened ``store`` for this run; otherwise wait until it closes it.
+    """Check whether rank 0 has opened ``store`` for this run, not for the one before.
 
-    Raises RuntimeError when it has not done so within ``limit`` seconds.
+    For the one before, wait until rank 0 has closed the store, then return False. Raises
+    RuntimeError if it is still open after ``limit`` seconds.
     """
     with contextlib.suppress(dist.DistNetworkError):  # it is closed
         if store.add(f"meshwright/opened/{rank}", 1) == 1 or not runs_met:

@@ -169,7 +169,7 @@ class Exchange:
                 _copy(source, sources[0], count * width)
 
     def _stage_round(self, slot: int, address: int, total: int, turn: int) -> None:
-        """Copy the pieces of a round that other ranks are to reduce into this rank's slot."""
+        """Copy into this rank's slot the pieces that other ranks reduce in round ``turn``."""
         piece = self._part
         for place, rank in enumerate(self._others):
             start, nbytes = _cut(address, total, turn, piece, rank, self.size)

@@ -270,9 +270,11 @@ class PassPlace(NamedTuple):
 
 
 class Alignment:
-    """This rank's notes on its backward passes, and the errors that follow from their sums.
+    """Checks that all ranks are in the same backward pass, with the same weights.
 
-    First of all its position among them, compared with the other ranks'.
+    In each pass `write` fills in this rank's notes, first of all its position: how often weights
+    changed, and which backward pass this is. The ranks sum the notes with the gradients. `judge`
+    makes an error of sums that cannot be right, the same one on every rank.
     """
 
     def __init__(

@@ -75,7 +75,7 @@ class PowerSGDState:
         return (before / after if after else 0.0), before, after
 
     def starts(self, bucket: GradBucket) -> bool:
-        """Whether ``bucket`` is to be compressed; counts the pass with its last bucket."""
+        """Check whether ``bucket`` is to be compressed; the last of a pass increments ``iter``."""
         is_started = self.iter >= self.start_powerSGD_iter
         if bucket.is_last():
             self.iter += 1

@@ -118,7 +118,10 @@ class Reduction(ABC):
 
     @abstractmethod
     def stand_in(self, *, is_void: bool) -> None:
-        """Take part without a gradient, or mark the pass void: this rank gave up its backward."""
+        """Take part in the reduction without a gradient of this rank.
+
+        With ``is_void``, mark the pass as void instead: the backward of this rank has raised.
+        """
 
     @abstractmethod
     def launch(self, communicator: Communicator) -> None:

@@ -425,7 +425,10 @@ class GradientReducer:
     @torch.no_grad()
     @apart
     def finish(self) -> None:
-        """Launch what is left, wait, and set ``.grad``; ends a backward pass, or `start`."""
+        """Launch the remaining reductions, wait for all of them, and set ``.grad``.
+
+        Ends a backward pass, or what `start` has begun. Raises the error of `_judge`, if any.
+        """
         while self._next < len(self.buckets):
             self._launch_next()
         if self._tells:

@@ -312,7 +312,7 @@ class Marking:
         return self._reducer.leaves.take(index, self._reducer.named[index][1])
 
     def deliver(self, index: int, gradient: torch.Tensor) -> None:
-        """Add this rank's part of a gradient to that of parameter ``index``, a DTensor."""
+        """Add ``gradient``, this rank's part, to the gradient of DTensor parameter ``index``."""
         self._reducer.leaves.deliver(index, gradient)
 
     @torch.no_grad()

@@ -693,7 +693,10 @@ class Ledger(EventCheck):
     # ------------------------------------------------------------------ over the ranks
 
     def _compare_copies(self) -> None:
-        """Judge the digests of copies that were sent."""
+        """Compare the digests of weights that were sent over each axis.
+
+        Raises the error that `SameWeights.doubt` returns where they differ, if it returns one.
+        """
         while self._sent:
             axis, started = self._sent.pop(0)
             if len(set(struct.iter_unpack("<d", started()))) > 1:

@@ -288,7 +288,7 @@ class Driver:
         return False
 
     def refuse_transforms(self, module: nn.Module) -> None:
-        """Raise RuntimeError inside a transform of `torch.func`, and in forward mode."""
+        """Raise RuntimeError in `torch.func` transforms, and in forward-mode AD with gradients."""
         if function_transforms() is not None or (forward_level() >= 0 and torch.is_grad_enabled()):
             raise _in_transform(self.name or type(module).__name__)
 

@@ -166,7 +166,10 @@ class ExposedTensors(Exposure):
         return any(e.exposed is parameter for group in self._entries.values() for e in group)
 
     def shard_of(self, group: ParameterGroup) -> nn.Parameter:
-        """The shard of ``group`` as one parameter, whose gradient is set from now on too."""
+        """Return the shard of ``group`` as one parameter; from now on its ``.grad`` is set, too.
+
+        Raises ValueError for tensor subclasses that define what an optimizer does to them.
+        """
         found = self._flat.get(group)
         if group.slots[0].extension is not None:
             raise ValueError(

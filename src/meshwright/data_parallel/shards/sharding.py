@@ -356,10 +356,14 @@ def remember(driver: Driver) -> None:
 def settle(
     modules: Sequence[nn.Module], drivers: Iterable[Driver], slots: Iterable[Slot]
 ) -> tuple[list[Slot], list[Slot]]:
-    """Sort ``slots`` into those of a new unit of ``modules`` and those it takes from inner units.
+    """Separate the parameters of a new unit of ``modules`` from those of inner units.
 
-    ``drivers`` drive the inner units. A slot from one of these has its local values in
-    ``slot.original``, in the shape of this rank's chunk.
+    Returns two lists. The first has the ``slots`` that no inner unit holds. The second has slots
+    that inner units give up, because modules of the new unit use them too. Other ``slots`` add
+    their names and places to the inner unit's slot. ``drivers`` drive the inner units.
+
+    A slot that was given up has this rank's chunk in ``slot.local``; ``slot.original`` has only
+    the shape. Raises ValueError if only one of two tied modules computes on a local tensor.
     """
     own: list[Slot] = []
     for slot in slots:

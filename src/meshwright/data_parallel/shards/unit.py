@@ -587,7 +587,7 @@ class UnitStreams:
         self._is_running = True
 
     def end(self) -> None:
-        """End the passes whose gathers read the same shards; frees all units that were left."""
+        """End what `begin` has begun, and free all units that were given to `leave`."""
         self._give_back(0)
         self._is_running = False
 

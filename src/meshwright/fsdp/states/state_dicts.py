@@ -2,9 +2,13 @@
 
 ::
 
-    FULL      a gather per unit; plain tensors      loading sends nothing
-    SHARDED   nothing is sent; a `ShardView` each   a DTensor each where a mesh was given
-    LOCAL     nothing is sent; `_flat_param` of a unit, and originals as in SHARDED
+    FULL      plain whole tensors            one all-gather for each group of a unit
+    SHARDED   a `ShardView` each             nothing is sent
+              a DTensor each, given a mesh   one all-gather for each group of a unit
+    LOCAL     `_flat_param` of a unit        nothing is sent
+
+With ``use_orig_params``, LOCAL also has the entries of SHARDED. Loading plain tensors and flat
+shards sends nothing; loading views or DTensors is a collective.
 
 Names are those of the module before wrapping. Values of parameters in units are copies, except for
 checkpoints (`SharedParts`), which get views of the parts themselves, also with a mesh and for

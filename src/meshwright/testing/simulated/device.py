@@ -119,7 +119,7 @@ class SimulatedDevice:
     def in_second_thread(self, call: Callable[[], T]) -> T:
         """Run ``call`` in a second host thread on the current stream, and wait for it.
 
-        In a second thread, it runs in the same thread.
+        When called in the second thread, run it there.
         """
         first = self._thread
         if first.is_second:
@@ -159,9 +159,10 @@ class SimulatedDevice:
         return True
 
     def keep(self, event: Event, tensors: Sequence[torch.Tensor]) -> None:
-        """Keep ``tensors`` alive until the device has passed ``event``; drops earlier ones.
+        """Keep ``tensors`` alive until the device has passed ``event``.
 
-        c10d does this for an operation's tensors, even if nobody waits or the group is destroyed.
+        Drops tensors kept by earlier calls, in order, up to an event that has not passed. c10d
+        does this for an operation's tensors, even if nobody waits or the group is destroyed.
         """
         while self._kept and self.is_passed(self._kept[0][0]):
             self._kept.pop(0)
