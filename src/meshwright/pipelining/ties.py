@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.comm.dtensors.dtensor import dtensor_like, is_dtensor, local_of
+from meshwright.comm.dtensors.dtensor import dtensor_like, is_dtensor, known_at_rest, local_of
 from meshwright.errors import LayoutError, PipeliningShapeError
 from meshwright.pipelining.edges import Tie
 from meshwright.pipelining.p2p import P2PTransfers
@@ -207,9 +207,8 @@ class TiedParameters:
             given = [held for held in shared if held.tie.owner == mine]
             taken = [held for held in shared if held.tie.owner == other]
             if given:
-                _send(
-                    wire, mine, other, [local_of(held.parameters[mine]).detach() for held in given]
-                )
+                values = [local_of(held.parameters[mine]).detach() for held in given]
+                _send(wire, mine, other, given, values)
             for held, value in zip(taken, _receive(wire, other, mine, taken), strict=True):
                 if isinstance(value, torch.Tensor):
                     for parameter in held.parameters.values():
@@ -244,7 +243,7 @@ class TiedParameters:
             given = [
                 _FROZEN if mine in frozen[place] else parts[place].get(mine) for place in places
             ]
-            _send(wire, mine, other, given)
+            _send(wire, mine, other, shared, given)
             found = _receive(wire, other, mine, shared)
             for place, gradient in zip(places, found, strict=True):
                 if isinstance(gradient, torch.Tensor):
@@ -291,10 +290,17 @@ class TiedParameters:
 
 
 def _send(
-    wire: P2PTransfers, stage: int, target: int, tensors: Sequence[torch.Tensor | int | None]
+    wire: P2PTransfers,
+    stage: int,
+    target: int,
+    shared: Sequence[_TiedParameter],
+    tensors: Sequence[torch.Tensor | int | None],
 ) -> None:
-    """Send the tensors, after a message that says which there are."""
-    facts = [_facts(each) if isinstance(each, torch.Tensor) else each or 0 for each in tensors]
+    """Send a tensor for each of ``shared``, after a message that says which there are."""
+    facts = [
+        _facts(each, held.parameters[stage]) if isinstance(each, torch.Tensor) else each or 0
+        for held, each in zip(shared, tensors, strict=True)
+    ]
     wire.tell(facts, stage, target)
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor):
@@ -311,14 +317,15 @@ def _receive(
         if fact in (0, _FROZEN):
             found.append(fact or None)
             continue
-        like = local_of(held.parameters[target])
-        buffer = torch.empty_like(like, memory_format=torch.contiguous_format)
-        if fact != _facts(buffer):
+        mine = held.parameters[target]
+        buffer = torch.empty_like(local_of(mine), memory_format=torch.contiguous_format)
+        if fact != _facts(buffer, mine):
             names = dict(held.tie.names)
             raise PipeliningShapeError(
                 f"the tied parameter {names[target]!r} of stage {target} has shape "
                 f"{list(buffer.shape)} and {buffer.dtype}, and {names[stage]!r} of stage {stage} "
-                "another shape or dtype: holders of a tie must be copies of one parameter"
+                "another shape, dtype or placement: holders of a tie must be copies of one "
+                "parameter"
             )
         wire.recv_tied(buffer, stage)
         found.append(buffer)
@@ -334,9 +341,13 @@ def _set_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     parameter.grad = dtensor_like(gradient, parameter) if is_dtensor(parameter) else gradient
 
 
-def _facts(tensor: torch.Tensor) -> int:
-    """A digest of shape and dtype, which sender and receiver compare."""
-    return digest(list(tensor.shape), str(tensor.dtype))
+def _facts(tensor: torch.Tensor, parameter: torch.Tensor) -> int:
+    """A digest of shape, dtype and placements, which sender and receiver compare."""
+    placed = []
+    if (rest := known_at_rest(parameter)) is not None:
+        cuts = zip(rest.mesh.shape, rest.placements, strict=True)
+        placed = [str(placement) for size, placement in cuts if size > 1]
+    return digest(list(tensor.shape), str(tensor.dtype), placed)
 
 
 def counted(modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> list[nn.Parameter]:

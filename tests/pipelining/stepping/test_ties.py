@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
 
 import meshwright as mw
 from meshwright.comm import communicator
@@ -28,6 +29,7 @@ from meshwright.pipelining import (
     get_schedule_class,
     pipeline,
 )
+from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel
 from meshwright.testing import Ranks
 from support.internals.comm import whole
 from support.internals.schedule import stage_ranks
@@ -198,6 +200,29 @@ def body_refused() -> None:
 @pytest.mark.devices("host", reason="no host waits for a device's message, and looks")
 def test_what_is_no_tie(ranks: Ranks) -> None:
     ranks(2, body_refused)
+
+
+def body_placed() -> None:
+    """Local parts of one shape, of a weight split by rows and of one split by columns."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "tensor"))
+    line = communicator(mesh.get_group("pipeline"))
+    module = nn.Linear(4, 8, bias=False) if line.rank == 0 else nn.Linear(8, 4, bias=False)
+    styles = (
+        ColwiseParallel(output_layouts=Replicate()),
+        RowwiseParallel(input_layouts=Replicate()),
+    )
+    mw.parallelize_module(module, mesh["tensor"], styles[line.rank])
+    tie = Tie(0, ((0, "weight"), (1, "weight")))
+    stage = PipelineStage(module, line.rank, 2, CPU, group=line.group, ties=[tie])
+    schedule = ScheduleGPipe(stage, 2, loss_fn=nn.MSELoss())
+    more = {"target": torch.ones(2, 4)} if line.rank else {}
+    text = "has shape .4, 4. .* another shape, dtype or placement"
+    with pytest.raises(PipeliningShapeError, match=text):
+        schedule.step(*(() if line.rank else (torch.ones(2, 4),)), **more)
+
+
+def test_holders_placed_otherwise_are_no_tie(ranks: Ranks) -> None:
+    ranks(4, body_placed)
 
 
 def body_one_object() -> None:

@@ -68,7 +68,7 @@ ROOM_LINES: dict[str, int] = {
     "launching": 1367,
     "layout": 543,
     "mesh": 7,
-    "pipelining": 7974,
+    "pipelining": 7985,
     "plan": 347,
     "precision": 79,
     "randomness": 1082,
