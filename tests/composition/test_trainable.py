@@ -413,7 +413,7 @@ def body_non_finite() -> None:
     broken = "2.weight" if world.rank else "0.bias"
     parameter = dict(trainable.module.named_parameters())[broken]
     hook = parameter.register_hook(lambda gradient: gradient * torch.inf)
-    text = r"step 1.*the gradient of '0.bias' on ranks \[0\]; the gradient"
+    text = r"step 2.*the gradient of '0.bias' on ranks \[0\]; the gradient"
     with raises_by_now(NonFiniteError, match=text):
         trainable.step(*pair)
     for name, weight in trainable.module.state_dict().items():  # momentum goes on of a device's
