@@ -309,11 +309,10 @@ def case_max_input_buffers() -> None:
     waits = Waits()
     with observe(waits):
         step(model)()
-    together = ["issued"] * 3 + ["completed"] * 3
-    # A stream of a device waits for each at once, and no host does.
-    in_turn = ["issued", "completed"] * 3
-    is_host = communicator().is_on_host
-    assert waits.order == (together if is_host else in_turn), "they overlap"
+    # On a device the stream of the sums waits for each at once; computation and host do not.
+    pair = ["issued", "completed"]
+    on_host = ["issued"] * 3 + ["completed"] * 3
+    assert waits.order == (on_host if communicator().is_on_host else pair * 3), "they overlap"
     later = shard_all(mlp())
     later.set_reduce_scatter_max_input_buffers(5)
     step(later)()
