@@ -185,6 +185,7 @@ def body_as_uncompiled(name: str) -> None:
 
 
 @pytest.mark.few(0, slow=3)
+@pytest.mark.devices("host", reason="nothing is compiled under a dispatch mode")
 @pytest.mark.parametrize("name", OTHERS)
 def test_trains_and_evaluates_as_without_the_compiler(ranks: Ranks, name: str) -> None:
     ranks(2, body_as_uncompiled, name, timeout=200.0)

@@ -237,6 +237,7 @@ def body_all(axes: dict[str, int]) -> None:
 
 
 @pytest.mark.few(0, slow=1)
+@pytest.mark.devices("host", reason="torch.export sees cpu and cpu:0 as two devices")
 @pytest.mark.parametrize("axes", [{"shard": 2}, {"replicate": 2}])
 def test_encoders_and_decoders_on_other_axes(ranks: Ranks, axes: dict[str, int]) -> None:
     ranks(4, body_all, {**axes, "pipeline": 2}, timeout=400)
