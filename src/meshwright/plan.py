@@ -17,6 +17,7 @@ and the model's names, reports every contradiction at once. Both name the line.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -24,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from meshwright.axes import DATA_AXES, KNOWN_AXES, RESERVED_AXES, Axes
+from meshwright.axes import DATA_AXES, KNOWN_AXES, RESERVED_AXES, SUM_AXES, Axes
 from meshwright.errors import PlanError
 from meshwright.precision import Precision
 from meshwright.settings import (
@@ -188,7 +189,12 @@ class Plan:
     @property
     def data_size(self) -> int:
         """Number of ranks that read different shares of a batch."""
-        return self.axes.size("replicate") * self.axes.size("shard")
+        return math.prod(map(self.axes.size, DATA_AXES))
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether several ranks compute different parts of one batch, and sum their gradients."""
+        return any(self.axes.size(axis) > 1 for axis in SUM_AXES)
 
     def check(
         self,
@@ -268,8 +274,8 @@ _NEEDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("pipeline", "", ("pipeline",)),
     ("shard", "", ("shard",)),
     ("tensor", "", ("tensor",)),
-    ("buckets", "", DATA_AXES),
-    ("train", "batch_norm", ("pipeline", *DATA_AXES)),
+    ("buckets", "", SUM_AXES),
+    ("train", "batch_norm", ("pipeline", *SUM_AXES)),
 )
 """Table, key (every key if empty), and the axes of which one must be larger than 1."""
 
@@ -282,11 +288,12 @@ def _idle_problems(plan: Plan) -> Iterator[Problem]:
         record = getattr(plan, table)
         for item in fields(record):
             if only in ("", item.name) and getattr(record, item.name) != item.default:
-                sizes = " and ".join(f"{axis} = 1" for axis in needed)
+                usable = [axis for axis in needed if axis not in RESERVED_AXES] or needed
+                sizes = " and ".join(f"{axis} = 1" for axis in usable)
                 yield Problem(
                     (table, item.name),
                     f"key '{item.name}' in [{table}] has no effect with {sizes}; remove it, or "
-                    f"give {' or '.join(needed)} more than 1 rank in [axes]",
+                    f"give {' or '.join(usable)} more than 1 rank in [axes]",
                 )
 
 
@@ -305,7 +312,7 @@ def _world_problem(axes: Axes, world_size: int) -> str:
     given = f"axes multiply to {product} ({axes})" if axes.names else "no [axes] means 1 rank"
     there = f"there {'is' if world_size == 1 else 'are'} {_ranks(world_size)}"
     message = f"{given}, but {there}; start {_ranks(product)}"
-    for name in DATA_AXES:
+    for name in (axis for axis in DATA_AXES if axis not in RESERVED_AXES):
         others = product // axes.size(name)
         if world_size % others == 0:
             return f"{message}, or set {name} = {world_size // others} in [axes]"

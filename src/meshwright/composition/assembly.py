@@ -111,7 +111,7 @@ def parallelize(
         cut_over_tensor(model, ModelCut.of(model, plan), peers)
         whole.compare(model)
     if plan.train.batch_norm == "sync":
-        synchronize_batch_norm(model, peers.data)
+        synchronize_batch_norm(model, peers.sums)
     recompute_modules(model, plan)
     traffic = None if whole is None else whole.traffic(model, autocast_of(plan, everyone.device)())
     if plan.axes.size("shard") > 1:
@@ -186,7 +186,7 @@ def pipelined(
     modules, numbered = StageModules(own), dict(zip(mine, own, strict=True))
     counts = {id(parameter) for parameter in counted(numbered, found.ties)}
     copies = {id(parameter) for parameter in modules.parameters()} - counts
-    tied = TiedValues(numbered, found.ties, ranks, peers.data.size)
+    tied = TiedValues(numbered, found.ties, ranks, peers.sums.size)
     for module in own:
         given.carry(module)
     show(model, own)
@@ -224,7 +224,7 @@ def _lay_out(
         module = found.modules[number]
         cut_over_tensor(module, cut, peers)
         if plan.train.batch_norm == "sync":
-            synchronize_batch_norm(module, peers.data)
+            synchronize_batch_norm(module, peers.sums)
         recompute_modules(module, plan)
         layouts.append(_stage_layout(module, plan, peers))
         if found.info is None:
@@ -273,7 +273,7 @@ def _stages_of(
 def _stage_layout(module: nn.Module, plan: Plan, peers: LayoutCommunicators) -> DataLayout:
     if plan.axes.size("shard") > 1:
         return shard_module(module, plan, peers)
-    if not peers.data.is_alone and any(p.requires_grad for p in module.parameters()):
+    if not peers.sums.is_alone and any(p.requires_grad for p in module.parameters()):
         return replicate_module(module, plan, peers)
     return LoneLayout(module, peers)
 

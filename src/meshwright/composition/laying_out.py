@@ -99,8 +99,9 @@ def is_drawn_in_parts(plan: Plan) -> bool:
     """Whether no rank needs the full model to draw its values."""
     # Drawing in another dtype would give other values.
     is_cast = plan.precision.parameters != Plan().precision.parameters
-    others = max(plan.axes.size("pipeline"), plan.axes.size("tensor"))
-    return plan.axes.size("shard") > 1 and others == 1 and not is_cast
+    drawn = ("replicate", "shard")
+    others = any(plan.axes.size(axis) > 1 for axis in plan.axes.names if axis not in drawn)
+    return plan.axes.size("shard") > 1 and not others and not is_cast
 
 
 def _draw(model: nn.Module, plan: Plan, device: torch.device, held: HeldBoxes = held_whole) -> None:
@@ -175,10 +176,10 @@ def cut_over_tensor(module: nn.Module, cut: ModelCut, peers: LayoutCommunicators
 
 
 def replicate_module(model: nn.Module, plan: Plan, peers: LayoutCommunicators) -> ReplicatedLayout:
-    """Replicate ``model`` over all ranks that read different shares of a batch."""
+    """Replicate ``model`` over all ranks over which gradients are summed."""
     cap_bytes, reduce = int(plan.buckets.cap_mb * 2**20), plan.precision.reduce
     options = ReplicateOptions(
-        process_group=peers.data.group,
+        process_group=peers.sums.group,
         axis="replicate",
         # The Trainable broadcasts them once a step, so that `eval` needs no other rank.
         broadcast_buffers=False,
@@ -197,7 +198,7 @@ def replicate_module(model: nn.Module, plan: Plan, peers: LayoutCommunicators) -
 
 def shard_module(model: nn.Module, plan: Plan, peers: LayoutCommunicators) -> ShardedLayout:
     """Shard a module that is equal on its ranks, unit by unit."""
-    mesh = peers.mesh_of("replicate", "shard")
+    mesh = peers.sharding
     if mesh is None:
         raise InternalError("a plan with axis shard has no mesh of it")
     reduce = plan.precision.reduce
@@ -226,7 +227,7 @@ def shard_module(model: nn.Module, plan: Plan, peers: LayoutCommunicators) -> Sh
         if (driver := driver_of(part)) is not None and (unit := driver.unit) is not None
     ]
     communicators = {each.axis: each for each in mesh_communicators(mesh)}
-    return ShardedLayout(model, units, peers.data, communicators)
+    return ShardedLayout(model, units, peers.sums, communicators)
 
 
 def _unit_names(model: nn.Module, plan: Plan) -> list[str]:

@@ -360,7 +360,7 @@ class PipelinedTrainable(Trainable):
     @property
     def draws(self) -> tuple[object, ...]:
         """A key for this rank's random numbers: each pipeline rank draws its own."""
-        return (self.data_rank, "pipeline", self._pipeline.rank)
+        return (*super().draws, "pipeline", self._pipeline.rank)
 
     @property
     def entries(self) -> tuple[tuple[int, nn.Module], ...]:

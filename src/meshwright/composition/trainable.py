@@ -27,7 +27,7 @@ from meshwright.checkpoint.training.wrapped import ModelState
 from meshwright.comm import Communicator, LateNumbers, phase, settle
 from meshwright.comm.dtensors.gather_dtensor import part_like, whole
 from meshwright.comm.failures.events import EventCheck, GroupEvent
-from meshwright.comm.failures.sameness import require_equal
+from meshwright.comm.failures.sameness import Exchange, require_equal
 from meshwright.composition.data_layout import DataLayout, LayoutCommunicators
 from meshwright.composition.description import Description
 from meshwright.composition.example_run import evaluating
@@ -131,7 +131,8 @@ class Trainable:
         """The number of calls of `forward_backward`."""
         self._draws = draws
         self._traffic = traffic
-        self._passes = EventCheck(peers.alike, "the model", dict, (peers.tensor,))
+        inside = [each for each in (peers.tensor, peers.context, peers.expert) if each is not None]
+        self._passes = EventCheck(peers.passes, "the model", dict, inside)
         self._raised_in = ""
         """The step that raised since the last pass; ranks may differ in its collectives."""
         self._late = LateNumbers()
@@ -255,7 +256,8 @@ class Trainable:
     @property
     def draws(self) -> tuple[object, ...]:
         """A key for this rank's random numbers; ranks that compute the same share it."""
-        return (self.data_rank,)
+        context = self._peers.context
+        return (self.data_rank, *(() if context is None else ("context", context.rank)))
 
     @property
     def entries(self) -> tuple[tuple[int, nn.Module], ...]:
@@ -495,8 +497,14 @@ class Trainable:
             error=ValueError,
             remedy="All ranks that differ only on the axes tensor and pipeline get the same share, "
             "that of their data_rank",
-            exchange=partial(self._passes.exchange, GroupEvent(f"batch {number}")),
+            exchange=partial(self._exchange, self._peers.alike, f"batch {number}"),
         )
+
+    def _exchange(self, axis: Communicator, event: str, said: str) -> list[str]:
+        """Exchange short texts at ``event`` over all of a pass; returns those of ``axis``."""
+        everyone = self._passes.exchange(GroupEvent(event), said)
+        ranks = self._passes.communicator.ranks
+        return [each for rank, each in zip(ranks, everyone, strict=True) if rank in axis.ranks]
 
     def _compare_gradients(self, loss: torch.Tensor) -> None:
         """Check that tensor ranks have one ``loss``, and equal gradients of replicated parameters.
@@ -506,13 +514,10 @@ class Trainable:
         tensor = self._peers.tensor
         if tensor.is_alone:
             return
-        ranks, step = self._peers.alike.ranks, self.steps
+        step = self.steps
 
-        def exchange(what: str, said: str) -> list[str]:
-            everyone = self._passes.exchange(GroupEvent(f"{what} of step {step + 1}"), said)
-            return [
-                each for rank, each in zip(ranks, everyone, strict=True) if rank in tensor.ranks
-            ]
+        def exchange(what: str) -> Exchange:
+            return partial(self._exchange, tensor, f"{what} of step {step + 1}")
 
         def judge(numbers: Sequence[float]) -> None:
             require_equal(
@@ -524,12 +529,12 @@ class Trainable:
                 remedy="The loss reads a parameter of which each has a part. Take its "
                 "`full_tensor()` there, or, beside axis shard, compute the term in the model's "
                 "forward and return it with the output",
-                exchange=partial(exchange, "loss"),
+                exchange=exchange("loss"),
             )
 
         with phase("compare gradients", step=step + 1):
             held = list(self.named_parameters().items())
-            verify_gradients(tensor, held, partial(exchange, "gradients"), self._late)
+            verify_gradients(tensor, held, exchange("gradients"), self._late)
             self._late.look(loss.reshape(1), judge)
 
 
