@@ -50,6 +50,7 @@ from meshwright.gradients import (
     is_due,
     scale_to_norm,
     step_if,
+    terms_of,
 )
 from meshwright.plan import Plan, match_names
 from meshwright.randomness import Draws, RandomOperators
@@ -409,7 +410,7 @@ class Trainable:
             with self._autocast():
                 output = call_module(self.module, batch)
                 local = apply_loss(self._loss, output, target, self._sources.look)
-            window.add(local, size)
+            window.add(local, size, terms_of(target))
             if is_last:
                 window.close()
                 # A function: the counts are on their way, and only complete gradients need them.
