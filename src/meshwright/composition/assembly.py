@@ -37,9 +37,9 @@ from meshwright.composition.loss_sources import check_own_parameters
 from meshwright.composition.own_model import CutGuard, TiedValues, let_go, share, show
 from meshwright.composition.pipelined import PipelinedLayout, PipelinedTrainable, StageModules
 from meshwright.composition.stages import CutModel, cut_model
-from meshwright.composition.tensor_check import TensorTraffic, WholeRun
-from meshwright.composition.tensor_rules import ModelCut
+from meshwright.composition.tensor_rules import ModelCut, tensor_split
 from meshwright.composition.trainable import Loss, Trainable, autocast_of
+from meshwright.composition.whole_run import AxisTraffic, WholeRun
 from meshwright.data_parallel import synchronize_batch_norm
 from meshwright.errors import PlanError
 from meshwright.pipelining import PipelineStage, build_stage
@@ -107,7 +107,7 @@ def parallelize(
     whole: WholeRun | None = None
     if plan.axes.size("tensor") > 1:
         equalize(model, everyone)
-        whole = WholeRun(model, moved_to(inputs, everyone), peers.tensor, draws)
+        whole = WholeRun(model, moved_to(inputs, everyone), tensor_split(peers.tensor), draws)
         cut_over_tensor(model, ModelCut.of(model, plan), peers)
         whole.compare(model)
     if plan.train.batch_norm == "sync":
@@ -243,9 +243,10 @@ def _checked(
     cut: ModelCut,
     peers: LayoutCommunicators,
     draws: Draws | None,
-) -> TensorTraffic:
+) -> AxisTraffic:
     """Check that ``model`` computes the same when sharded by ``cut``; returns its traffic."""
-    whole, trial = WholeRun(model, example, peers.tensor, draws), copied(model)
+    whole = WholeRun(model, example, tensor_split(peers.tensor), draws)
+    trial = copied(model)
     cut_over_tensor(trial, cut, peers)
     whole.compare(trial)
     recompute_modules(trial, plan)

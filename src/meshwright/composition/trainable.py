@@ -32,7 +32,7 @@ from meshwright.composition.data_layout import DataLayout, LayoutCommunicators
 from meshwright.composition.description import Description
 from meshwright.composition.example_run import evaluating
 from meshwright.composition.loss_sources import LossSources
-from meshwright.composition.tensor_check import TensorTraffic, add_traffic
+from meshwright.composition.whole_run import AxisTraffic, add_traffic
 from meshwright.errors import LayoutError, NonFiniteError, PlanError
 from meshwright.gradients import (
     UNTOUCHED,
@@ -103,7 +103,7 @@ class Trainable:
         optimizer: Optimizer | None,
         loss: Loss,
         draws: Draws | None = None,
-        traffic: TensorTraffic | None = None,
+        traffic: AxisTraffic | None = None,
     ) -> None:
         """``draws`` are those of dropout that does not depend on the layout.
 
