@@ -211,7 +211,7 @@ class LayoutCommunicators:
     expert: Communicator | None
     """Ranks that hold different experts, and exchange samples; None with one rank."""
     mesh: DeviceMesh | None
-    """The mesh of all axes but pipeline that have more than one rank, outermost first whatever the
+    """The mesh of all axes but pipeline that have more than one rank, replicate first whatever the
     order of ranks; None if that is at most replicate."""
     dense: DeviceMesh | None
     """The same ranks, as parameters other than experts are placed on them: where axis shard has
@@ -232,7 +232,8 @@ class LayoutCommunicators:
         def several(axis: str) -> Communicator | None:
             return along((axis,), axis) if plan.axes.size(axis) > 1 else None
 
-        cutting = tuple(name for name in _CUTTING if plan.axes.size(name) > 1)
+        # In the order of ranks, so that a dim of several has that of its group.
+        cutting = tuple(n for n in plan.axes.names if n in _CUTTING and plan.axes.size(n) > 1)
         first, last = ([(n,)] if plan.axes.size(n) > 1 else [] for n in ("replicate", "tensor"))
         dims = [*first, *((name,) for name in cutting), *last]
         mesh = dense = mesh_over(everyone, plan.axes, dims) if dims not in ([], first) else None

@@ -6,7 +6,7 @@ from support.internals import names_inside
 
 __getattr__ = names_inside(
     {
-        "meshwright.composition.data_layout": "ReplicatedLayout",
+        "meshwright.composition.data_layout": "LayoutCommunicators, ReplicatedLayout",
         "meshwright.composition.example_run": "copied, observe",
         "meshwright.composition.pipelined": "PipelinedLayout, PipelinedTrainable",
         "meshwright.composition.stages": "_keep_unused, _partition, chunks_of, cut_model",
