@@ -104,16 +104,17 @@ def parallelize(
         place(model, plan, everyone)
         given.carry(model)
     draws = apply_dropout(model, plan)
-    whole: WholeRun | None = None
+    whole, split = None, tensor_split(peers.tensor)
     if plan.axes.size("tensor") > 1:
         equalize(model, everyone)
-        whole = WholeRun(model, moved_to(inputs, everyone), tensor_split(peers.tensor), draws)
+        whole = WholeRun(model, moved_to(inputs, everyone), draws)
         cut_over_tensor(model, ModelCut.of(model, plan), peers)
-        whole.compare(model)
+        whole.compare(model, split)
     if plan.train.batch_norm == "sync":
         synchronize_batch_norm(model, peers.sums)
     recompute_modules(model, plan)
-    traffic = None if whole is None else whole.traffic(model, autocast_of(plan, everyone.device)())
+    computing = autocast_of(plan, everyone.device)
+    traffic = None if whole is None else whole.traffic(model, split, computing())
     if plan.axes.size("shard") > 1:
         if plan.axes.size("tensor") == 1 and not is_on_meta(model):
             equalize(model, everyone)
@@ -245,12 +246,12 @@ def _checked(
     draws: Draws | None,
 ) -> AxisTraffic:
     """Check that ``model`` computes the same when sharded by ``cut``; returns its traffic."""
-    whole = WholeRun(model, example, tensor_split(peers.tensor), draws)
-    trial = copied(model)
+    whole, trial, split = WholeRun(model, example, draws), copied(model), tensor_split(peers.tensor)
     cut_over_tensor(trial, cut, peers)
-    whole.compare(trial)
+    whole.compare(trial, split)
     recompute_modules(trial, plan)
-    return whole.traffic(trial, autocast_of(plan, peers.everyone.device, keeps_casts=False)())
+    computing = autocast_of(plan, peers.everyone.device, keeps_casts=False)()
+    return whole.traffic(trial, split, computing)
 
 
 def _stages_of(

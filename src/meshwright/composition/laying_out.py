@@ -44,9 +44,11 @@ from meshwright.data_parallel.sharded_modules.sharded import fully_shard
 from meshwright.data_parallel.shards.policies import MixedPrecisionPolicy
 from meshwright.errors import InternalError, PlanError
 from meshwright.gradients import check_optimizer
+from meshwright.mesh import DeviceMesh
 from meshwright.plan import Plan, match_names
 from meshwright.randomness import DimPart, Draws, Dropout, replace_dropout
 from meshwright.randomness.initialization import HeldBoxes, held_whole, initialize
+from meshwright.tensor_parallel import ParallelStyle
 from meshwright.tensor_parallel.apply import apply_plan
 from meshwright.torch_internals.autograd import (
     after_hooks_of,
@@ -161,18 +163,35 @@ def cut_over_tensor(module: nn.Module, cut: ModelCut, peers: LayoutCommunicators
     if mesh is None or not styles:
         return
     cut.set_widths(module)
-    try:
-        # Parameters are equal on all ranks by now, so no broadcast is needed.
-        apply_plan(module, mesh, styles, src_data_rank=None)
-        check_ties(module)
-    except ValueError as error:
-        raise PlanError(f"[tensor] rules: {error}") from error
+    _apply_styles(module, mesh, styles, "[tensor] rules")
     axis = peers.tensor
     for name in styles:
         part = module.get_submodule(name)
         if isinstance(part, Dropout):
             # Between sharded layers its input has a shard of the features.
             part.take_part(DimPart(dim=-1, index=axis.rank, parts=axis.size))
+
+
+def split_over_experts(
+    module: nn.Module, styles: Mapping[str, ParallelStyle], peers: LayoutCommunicators
+) -> None:
+    """Give each rank of axis expert its experts of a model, or of one stage, in place."""
+    mesh = peers.mesh_of("expert")
+    here = {name for name, _ in module.named_modules()}
+    styles = {name: style for name, style in styles.items() if name in here}
+    if mesh is not None and styles:
+        _apply_styles(module, mesh, styles, "[expert] modules")
+
+
+def _apply_styles(
+    module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, ParallelStyle], setting: str
+) -> None:
+    try:
+        # Parameters are equal on all ranks by now, so no broadcast is needed.
+        apply_plan(module, mesh, styles, src_data_rank=None)
+        check_ties(module)
+    except ValueError as error:
+        raise PlanError(f"{setting}: {error}") from error
 
 
 def replicate_module(model: nn.Module, plan: Plan, peers: LayoutCommunicators) -> ReplicatedLayout:

@@ -217,6 +217,7 @@ def tensor_split(axis: Communicator) -> AxisSplit:
     """How axis tensor splits a model: every rank computes all of its outputs."""
     return AxisSplit(
         axis=axis,
+        judges=axis,
         setting="[tensor] rules",
         on_shapes="Give the last module a style that gathers its output, such as "
         '"colwise_gathered" or "rowwise"',

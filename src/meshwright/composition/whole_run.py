@@ -96,6 +96,8 @@ class AxisSplit:
     """How an axis splits a model, and what to do about a split that changes it."""
 
     axis: Communicator
+    judges: Communicator
+    """Ranks that are split together, and refuse together."""
     setting: str
     """The setting that splits it, such as ``[tensor] rules``."""
     on_shapes: str
@@ -119,7 +121,6 @@ class WholeRun:
         self,
         model: nn.Module,
         example: Inputs,
-        split: AxisSplit,
         draws: Draws | None,
     ) -> None:
         """With ``draws`` masks of dropout are compared too.
@@ -129,8 +130,6 @@ class WholeRun:
         dropout is active only with ``draws``.
         """
         self._example = example
-        self._split = split
-        self._axis = split.axis
         self._draws = draws
         self._parameters = dict(model.named_parameters())
         self._trains = True
@@ -141,13 +140,16 @@ class WholeRun:
         seeds = [_seed(output) for output in self._outputs]
         with left_as_it_is(model):
             self._gradients = _gradients(self._outputs, seeds, self._parameters, is_kept=True)
+        self._counted = len(self._outputs)
+        """Outputs that have a part in these gradients."""
 
-    def compare(self, model: nn.Module) -> None:
-        """Run the split ``model`` and compare. All ranks of the axis must call this.
+    def compare(self, model: nn.Module, split: AxisSplit) -> None:
+        """Run the split ``model`` and compare. All ``judges`` must call this.
+
+        A model split over several axes is compared once after each.
 
         Raises PlanError, on all of them, naming the outputs and the gradients that differ.
         """
-        split = self._split
         with phase("compare with the whole model"):
             outputs: list[torch.Tensor] = []
             refused: list[str] = []
@@ -158,32 +160,35 @@ class WholeRun:
                     # Sizes may differ between ranks: agree before any rank continues.
                     where = f"{running[-1]!r} raised {error}" if running else f"{error}"
                     refused.append(f"{split.setting} cut a model that cannot run then: {where}")
-            self._agree(refused)
+            _agree(split, refused)
             pairs = [*zip(outputs, self._outputs, strict=False)]
             # Outputs of other shapes, such as a sharded cache of keys and values, are not compared.
             alike = [(mine, one) for mine, one in pairs if mine.shape == split.part(one).shape]
             parameters = dict(model.named_parameters())
-            self._agree(_dtensor_problems(split, outputs, parameters))
-            self._agree(_output_problems(split, outputs, self._outputs, alike))
+            _agree(split, _dtensor_problems(split, outputs, parameters))
+            _agree(split, _output_problems(split, outputs, self._outputs, alike))
             seeds = [_seed(whole) for _, whole in alike]
+            if len(alike) < self._counted:
+                outs = [whole for _, whole in alike]
+                self._gradients = _gradients(outs, seeds, self._parameters)
+                self._counted = len(alike)
             expected = self._gradients
-            if len(alike) < len(self._outputs):
-                expected = _gradients([whole for _, whole in alike], seeds, self._parameters)
             self._outputs = [whole.detach() for whole in self._outputs]
             with left_as_it_is(model):
                 mine = [split.part(seed) * split.share for seed in seeds]
                 found = _gradients([each for each, _ in alike], mine, parameters)
             if split.sums:
-                self._sum(found, expected, model)
-            self._agree(_gradient_problems(split, found, expected, parameters))
+                _sum(split.axis, found, expected, model)
+            _agree(split, _gradient_problems(split, found, expected, parameters))
 
-    def traffic(self, model: nn.Module, computing: AbstractContextManager[object]) -> AxisTraffic:
+    def traffic(
+        self, model: nn.Module, split: AxisSplit, computing: AbstractContextManager[object]
+    ) -> AxisTraffic:
         """Record the messages of ``model`` over the axis in one pass over the example.
 
         The forward runs in the context ``computing``. All ranks of the axis must call this, after
         recomputation has been set up.
         """
-        split = self._split
         with phase(f"record what axis {split.axis.axis} sends"), observe(recorder := Recorder()):
             with computing:
                 outputs = self._forward(model, split.inputs)
@@ -194,10 +199,10 @@ class WholeRun:
             with left_as_it_is(model):
                 _gradients(alike, seeds, dict(model.named_parameters()))
         sent = [
-            tuple(c for c in each if c.axis == self._axis.axis and c.label != _PARTIAL)
+            tuple(c for c in each if c.axis == split.axis.axis and c.label != _PARTIAL)
             for each in (recorder.collectives[:count], recorder.collectives[count:])
         ]
-        return AxisTraffic(axis=self._axis, forward=sent[0], backward=sent[1])
+        return AxisTraffic(axis=split.axis, forward=sent[0], backward=sent[1])
 
     def _trained(self, model: nn.Module) -> list[torch.Tensor] | None:
         """Run ``model`` in training mode; None if its result cannot be compared."""
@@ -210,26 +215,6 @@ class WholeRun:
         if len(found) != len(again) or any(one.shape != two.shape for one, two in pairs):
             return None
         return None if any(beyond_rounding(two, one, 0.0) for one, two in pairs) else found
-
-    def _sum(
-        self,
-        found: dict[str, torch.Tensor],
-        expected: Mapping[str, torch.Tensor],
-        model: nn.Module,
-    ) -> None:
-        """Sum over the axis those gradients in ``found`` that are this rank's summands."""
-        exchanged = {
-            id(parameter)
-            for part in model.modules()
-            if exchanged_over(part) is not None
-            for parameter in part.parameters(recurse=False)
-        }
-        for name, parameter in model.named_parameters():
-            if name in expected and id(parameter) not in exchanged:  # the same on all ranks
-                gradient = found.get(name)
-                mine = torch.zeros_like(local_of(parameter)) if gradient is None else gradient
-                found[name] = local_of(mine).clone(memory_format=torch.contiguous_format)
-                self._axis.all_reduce(found[name], label="compare with the whole model").wait()
 
     def _forward(
         self, model: nn.Module, inputs: Callable[[Inputs], Inputs] = _itself
@@ -256,17 +241,40 @@ class WholeRun:
         ]
         return [leaf for leaf in found if leaf.requires_grad] or found
 
-    def _agree(self, problems: Iterable[str]) -> None:
-        """Raise PlanError on all ranks with the problems of any rank."""
-        if self._axis.backend == "fake":  # which does not add what the others have
-            return
-        rows = self._axis.gather_values(list(problems), label="compare with the whole model")
-        found: dict[str, int] = {}
-        for rank, row in zip(self._axis.ranks, rows, strict=True):
-            for problem in row:
-                found.setdefault(problem, rank)
-        if found:
-            raise PlanError([f"{problem} (rank {rank})" for problem, rank in found.items()])
+
+def _sum(
+    axis: Communicator,
+    found: dict[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+    model: nn.Module,
+) -> None:
+    """Sum over ``axis`` those gradients in ``found`` that are this rank's summands."""
+    exchanged = {
+        id(parameter)
+        for part in model.modules()
+        if exchanged_over(part) is not None
+        for parameter in part.parameters(recurse=False)
+    }
+    for name, parameter in model.named_parameters():
+        if name in expected and id(parameter) not in exchanged:  # the same on all ranks
+            gradient = found.get(name)
+            mine = torch.zeros_like(local_of(parameter)) if gradient is None else gradient
+            found[name] = local_of(mine).clone(memory_format=torch.contiguous_format)
+            axis.all_reduce(found[name], label="compare with the whole model").wait()
+
+
+def _agree(split: AxisSplit, problems: Iterable[str]) -> None:
+    """Raise PlanError on all ranks with the problems of any rank."""
+    judges = split.judges
+    if judges.backend == "fake":  # which does not add what the others have
+        return
+    rows = judges.gather_values(list(problems), label="compare with the whole model")
+    found: dict[str, int] = {}
+    for rank, row in zip(judges.ranks, rows, strict=True):
+        for problem in row:
+            found.setdefault(problem, rank)
+    if found:
+        raise PlanError([f"{problem} (rank {rank})" for problem, rank in found.items()])
 
 
 def _dtensor_problems(
