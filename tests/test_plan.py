@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from meshwright.errors import PlanError
 from meshwright.plan import (
     BucketPlan,
+    ContextPlan,
+    ExpertPlan,
     PipelinePlan,
     Plan,
     ScheduleName,
@@ -141,6 +143,23 @@ plans = st.builds(
     shard=st.builds(
         ShardPlan, units=st.just("transformer-blocks") | lists, reshard_after_forward=st.booleans()
     ),
+    context=st.builds(
+        ContextPlan,
+        method=st.sampled_from(["auto", "all-to-all", "ring"]),
+        split=st.sampled_from(["auto", "documents", "zigzag", "contiguous"]),
+        documents=texts,
+        sequence=st.none() | st.dictionaries(texts, st.integers(1, 9), max_size=3),
+        max_share=positive,
+    ),
+    expert=st.builds(
+        ExpertPlan,
+        modules=st.just("auto") | lists,
+        balance=st.sampled_from([None, "global", "rank", "none"]),
+        auxiliary=st.just(0.0) | positive,
+        z_loss=st.just(0.0) | positive,
+        bias_rate=st.none() | positive,
+        exchange=st.sampled_from(["tokens", "pairs"]),
+    ),
     tensor=st.builds(
         TensorPlan, rules=st.none() | texts | st.dictionaries(texts, texts, max_size=3)
     ),
@@ -186,7 +205,8 @@ def test_plans_are_frozen() -> None:
 
 def test_json_has_every_key_and_refuses_other_documents() -> None:
     tree = json.loads(Plan().to_json())
-    assert list(tree) == ["axes", "pipeline", "shard", "tensor", "precision", "train", "buckets"]
+    tables = ["pipeline", "shard", "context", "expert", "tensor", "precision", "train", "buckets"]
+    assert list(tree) == ["axes", *tables]
     assert tree["train"]["clip_norm"] is None
     with pytest.raises(PlanError, match="^manifest: not valid JSON"):
         Plan.from_json("{", source="manifest")
@@ -232,6 +252,82 @@ compute = "half"
         '"float64", found the text "half"',
     )
     assert str(caught.value).startswith("plan.toml: line 2: ")
+
+
+def test_settings_of_experts_and_context_are_typed_and_bounded() -> None:
+    text = """
+[context]
+method = "rings"
+split = "contiguous"
+documents = 3
+sequence = { input_ids = 1, labels = 0 }
+max_share = 0.0
+[expert]
+modules = ["layers.*.mlp.experts"]
+balance = "globl"
+auxiliary = -1.0
+z_loss = true
+bias_rate = 0.0
+exchange = "token"
+"""
+    with pytest.raises(PlanError) as caught:
+        Plan.from_toml(text)
+    assert caught.value.problems == (
+        'line 3: key \'method\' in [context]: expected "auto", "all-to-all" or "ring", found the '
+        'text "rings"; did you mean "ring"?',
+        "line 5: key 'documents' in [context]: expected text, found 3",
+        "line 6: key 'labels' in [context.sequence]: expected a number of at least 1, found 0",
+        "line 7: key 'max_share' in [context]: expected a number above 0, found 0.0",
+        'line 10: key \'balance\' in [expert]: expected "global", "rank" or "none", found the text '
+        '"globl"; did you mean "global"?',
+        "line 11: key 'auxiliary' in [expert]: expected a number of at least 0, found -1.0",
+        "line 12: key 'z_loss' in [expert]: expected a number, found true",
+        "line 13: key 'bias_rate' in [expert]: expected a number above 0, found 0.0",
+        'line 14: key \'exchange\' in [expert]: expected "tokens" or "pairs", found the text '
+        '"token"; did you mean "tokens"?',
+    )
+
+
+def test_contradictions_between_settings_of_experts_and_context() -> None:
+    axes = Axes.of({"context": 2, "expert": 2})
+    context = ContextPlan(method="all-to-all", split="documents", documents="none", max_share=1.0)
+    expert = ExpertPlan(auxiliary=0.01, modules=("layers.9",))
+    reserved, others = 2, problems(Plan(axes=axes, context=context, expert=expert), 4, MODEL)
+    assert all("reserved for later" in each for each in others[:reserved])
+    assert [each.partition("; ")[0] for each in others[reserved:]] == [
+        'split = "documents" in [context] is for method = "ring": with "all-to-all", heads '
+        "balance the work, and each rank has consecutive positions",
+        'split = "documents" in [context] contradicts documents = "none", where each row is one '
+        'document: set split = "zigzag", or name the batch key of documents',
+        "key 'max_share' in [context] has no effect where documents are not split one by one",
+        'axis expert: [expert] balance is not set: "global" is the loss of one process, "rank" '
+        'uses each rank\'s own statistics, "none" adds no auxiliary loss',
+        "'layers.9' in [expert] modules matches no module",
+    ]
+    none = Plan(axes=axes, expert=ExpertPlan(auxiliary=0.01, balance="none"))
+    assert problems(none, 4)[reserved:] == [
+        "key 'auxiliary' in [expert] has no effect with balance = \"none\"; remove it, or set "
+        'balance = "global"'
+    ]
+    ring = ContextPlan(method="ring", split="documents", max_share=1.0)
+    right = ExpertPlan(auxiliary=0.01, balance="global", modules=("layers.*",))
+    assert len(problems(Plan(axes=axes, context=ring, expert=right), 4, MODEL)) == reserved
+    for axis in ("context", "expert"):  # until they do something
+        record = {"context": ring, "expert": right}[axis]
+        found = problems(Plan(**{axis: record}), 1, MODEL)
+        assert found
+        assert all(f"in [{axis}] has no effect with {axis} = 1; remove it" in e for e in found)
+
+
+def test_axes_whose_ranks_read_other_shares() -> None:
+    every = {"pipeline": 2, "replicate": 3, "shard": 5, "context": 7, "expert": 11, "tensor": 13}
+    assert Plan(axes=Axes.of(every)).data_size == 3 * 5 * 11
+    summed = {axis for axis in every if Plan(axes=Axes.of({axis: 2})).is_summed}
+    assert summed == {"replicate", "shard", "context", "expert"}
+    # What has an effect where gradients are summed has one on these axes too.
+    buckets = BucketPlan(cap_mb=1.0)
+    for axis in ("context", "expert"):
+        assert len(problems(Plan(axes=Axes.of({axis: 2}), buckets=buckets), 2)) == 1
 
 
 NUMBERS = ("inf", "-inf", "nan", "1e400", "-1", "0", "1e308", "9223372036854775808", "true", "''")

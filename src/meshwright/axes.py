@@ -25,8 +25,12 @@ KNOWN_AXES = ("pipeline", "replicate", "shard", "context", "expert", "tensor")
 RESERVED_AXES = ("context", "expert")
 """Names reserved for strategies that do not exist yet; plans that use them are rejected."""
 
-DATA_AXES = ("replicate", "shard")
+DATA_AXES = ("replicate", "shard", "expert")
 """Axes whose ranks read different shares of a batch."""
+
+SUM_AXES = (*DATA_AXES, "context")
+"""Axes over which gradients of dense parameters are summed. Ranks of axis context read the same
+share, and each computes a part of every sequence."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,9 +37,9 @@ from meshwright.composition.loss_sources import check_own_parameters
 from meshwright.composition.own_model import CutGuard, TiedValues, let_go, share, show
 from meshwright.composition.pipelined import PipelinedLayout, PipelinedTrainable, StageModules
 from meshwright.composition.stages import CutModel, cut_model
-from meshwright.composition.tensor_check import TensorTraffic, WholeRun
-from meshwright.composition.tensor_rules import ModelCut
+from meshwright.composition.tensor_rules import ModelCut, tensor_split
 from meshwright.composition.trainable import Loss, Trainable, autocast_of
+from meshwright.composition.whole_run import AxisTraffic, WholeRun
 from meshwright.data_parallel import synchronize_batch_norm
 from meshwright.errors import PlanError
 from meshwright.pipelining import PipelineStage, build_stage
@@ -104,16 +104,17 @@ def parallelize(
         place(model, plan, everyone)
         given.carry(model)
     draws = apply_dropout(model, plan)
-    whole: WholeRun | None = None
+    whole, split = None, tensor_split(peers.tensor)
     if plan.axes.size("tensor") > 1:
         equalize(model, everyone)
-        whole = WholeRun(model, moved_to(inputs, everyone), peers.tensor, draws)
+        whole = WholeRun(model, moved_to(inputs, everyone), draws)
         cut_over_tensor(model, ModelCut.of(model, plan), peers)
-        whole.compare(model)
+        whole.compare(model, split)
     if plan.train.batch_norm == "sync":
-        synchronize_batch_norm(model, peers.data)
+        synchronize_batch_norm(model, peers.sums)
     recompute_modules(model, plan)
-    traffic = None if whole is None else whole.traffic(model, autocast_of(plan, everyone.device)())
+    computing = autocast_of(plan, everyone.device)
+    traffic = None if whole is None else whole.traffic(model, split, computing())
     if plan.axes.size("shard") > 1:
         if plan.axes.size("tensor") == 1 and not is_on_meta(model):
             equalize(model, everyone)
@@ -186,7 +187,7 @@ def pipelined(
     modules, numbered = StageModules(own), dict(zip(mine, own, strict=True))
     counts = {id(parameter) for parameter in counted(numbered, found.ties)}
     copies = {id(parameter) for parameter in modules.parameters()} - counts
-    tied = TiedValues(numbered, found.ties, ranks, peers.data.size)
+    tied = TiedValues(numbered, found.ties, ranks, peers.sums.size)
     for module in own:
         given.carry(module)
     show(model, own)
@@ -224,7 +225,7 @@ def _lay_out(
         module = found.modules[number]
         cut_over_tensor(module, cut, peers)
         if plan.train.batch_norm == "sync":
-            synchronize_batch_norm(module, peers.data)
+            synchronize_batch_norm(module, peers.sums)
         recompute_modules(module, plan)
         layouts.append(_stage_layout(module, plan, peers))
         if found.info is None:
@@ -243,13 +244,14 @@ def _checked(
     cut: ModelCut,
     peers: LayoutCommunicators,
     draws: Draws | None,
-) -> TensorTraffic:
+) -> AxisTraffic:
     """Check that ``model`` computes the same when sharded by ``cut``; returns its traffic."""
-    whole, trial = WholeRun(model, example, peers.tensor, draws), copied(model)
+    whole, trial, split = WholeRun(model, example, draws), copied(model), tensor_split(peers.tensor)
     cut_over_tensor(trial, cut, peers)
-    whole.compare(trial)
+    whole.compare(trial, split)
     recompute_modules(trial, plan)
-    return whole.traffic(trial, autocast_of(plan, peers.everyone.device, keeps_casts=False)())
+    computing = autocast_of(plan, peers.everyone.device, keeps_casts=False)()
+    return whole.traffic(trial, split, computing)
 
 
 def _stages_of(
@@ -273,7 +275,7 @@ def _stages_of(
 def _stage_layout(module: nn.Module, plan: Plan, peers: LayoutCommunicators) -> DataLayout:
     if plan.axes.size("shard") > 1:
         return shard_module(module, plan, peers)
-    if not peers.data.is_alone and any(p.requires_grad for p in module.parameters()):
+    if not peers.sums.is_alone and any(p.requires_grad for p in module.parameters()):
         return replicate_module(module, plan, peers)
     return LoneLayout(module, peers)
 

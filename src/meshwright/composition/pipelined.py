@@ -32,7 +32,14 @@ from meshwright.composition.trainable import (
     tensors_in,
 )
 from meshwright.errors import InternalError, PipelinePeerError, PlanError, warn
-from meshwright.gradients import Factor, SpreadGradients, apply_loss, group_by_spread, multiply_
+from meshwright.gradients import (
+    Factor,
+    SpreadGradients,
+    apply_loss,
+    group_by_spread,
+    multiply_,
+    terms_of,
+)
 from meshwright.pipelining import (
     PipelineContext,
     PipelineSchedule,
@@ -360,7 +367,7 @@ class PipelinedTrainable(Trainable):
     @property
     def draws(self) -> tuple[object, ...]:
         """A key for this rank's random numbers: each pipeline rank draws its own."""
-        return (self.data_rank, "pipeline", self._pipeline.rank)
+        return (*super().draws, "pipeline", self._pipeline.rank)
 
     @property
     def entries(self) -> tuple[tuple[int, nn.Module], ...]:
@@ -480,7 +487,7 @@ class PipelinedTrainable(Trainable):
         goal = target if self._has_target else None
         local = apply_loss(self._loss, output, goal, self._sources.look)
         if torch.is_grad_enabled():
-            self._window.add(local, min(sizes, default=1))
+            self._window.add(local, min(sizes, default=1), terms_of(goal))
         return local.total if self._loss_scale == 1.0 else local.total * self._loss_scale
 
     def _loss_of_last(self, output: object, target: object) -> torch.Tensor:

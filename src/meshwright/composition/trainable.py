@@ -27,12 +27,12 @@ from meshwright.checkpoint.training.wrapped import ModelState
 from meshwright.comm import Communicator, LateNumbers, phase, settle
 from meshwright.comm.dtensors.gather_dtensor import part_like, whole
 from meshwright.comm.failures.events import EventCheck, GroupEvent
-from meshwright.comm.failures.sameness import require_equal
+from meshwright.comm.failures.sameness import Exchange, require_equal
 from meshwright.composition.data_layout import DataLayout, LayoutCommunicators
 from meshwright.composition.description import Description
 from meshwright.composition.example_run import evaluating
 from meshwright.composition.loss_sources import LossSources
-from meshwright.composition.tensor_check import TensorTraffic, add_traffic
+from meshwright.composition.whole_run import AxisTraffic, add_traffic
 from meshwright.errors import LayoutError, NonFiniteError, PlanError
 from meshwright.gradients import (
     UNTOUCHED,
@@ -50,6 +50,7 @@ from meshwright.gradients import (
     is_due,
     scale_to_norm,
     step_if,
+    terms_of,
 )
 from meshwright.plan import Plan, match_names
 from meshwright.randomness import Draws, RandomOperators
@@ -102,7 +103,7 @@ class Trainable:
         optimizer: Optimizer | None,
         loss: Loss,
         draws: Draws | None = None,
-        traffic: TensorTraffic | None = None,
+        traffic: AxisTraffic | None = None,
     ) -> None:
         """``draws`` are those of dropout that does not depend on the layout.
 
@@ -131,7 +132,8 @@ class Trainable:
         """The number of calls of `forward_backward`."""
         self._draws = draws
         self._traffic = traffic
-        self._passes = EventCheck(peers.alike, "the model", dict, (peers.tensor,))
+        inside = [each for each in (peers.tensor, peers.context, peers.expert) if each is not None]
+        self._passes = EventCheck(peers.passes, "the model", dict, inside)
         self._raised_in = ""
         """The step that raised since the last pass; ranks may differ in its collectives."""
         self._late = LateNumbers()
@@ -255,7 +257,8 @@ class Trainable:
     @property
     def draws(self) -> tuple[object, ...]:
         """A key for this rank's random numbers; ranks that compute the same share it."""
-        return (self.data_rank,)
+        context = self._peers.context
+        return (self.data_rank, *(() if context is None else ("context", context.rank)))
 
     @property
     def entries(self) -> tuple[tuple[int, nn.Module], ...]:
@@ -407,7 +410,7 @@ class Trainable:
             with self._autocast():
                 output = call_module(self.module, batch)
                 local = apply_loss(self._loss, output, target, self._sources.look)
-            window.add(local, size)
+            window.add(local, size, terms_of(target))
             if is_last:
                 window.close()
                 # A function: the counts are on their way, and only complete gradients need them.
@@ -495,8 +498,14 @@ class Trainable:
             error=ValueError,
             remedy="All ranks that differ only on the axes tensor and pipeline get the same share, "
             "that of their data_rank",
-            exchange=partial(self._passes.exchange, GroupEvent(f"batch {number}")),
+            exchange=partial(self._exchange, self._peers.alike, f"batch {number}"),
         )
+
+    def _exchange(self, axis: Communicator, event: str, said: str) -> list[str]:
+        """Exchange short texts at ``event`` over all of a pass; returns those of ``axis``."""
+        everyone = self._passes.exchange(GroupEvent(event), said)
+        ranks = self._passes.communicator.ranks
+        return [each for rank, each in zip(ranks, everyone, strict=True) if rank in axis.ranks]
 
     def _compare_gradients(self, loss: torch.Tensor) -> None:
         """Check that tensor ranks have one ``loss``, and equal gradients of replicated parameters.
@@ -506,13 +515,10 @@ class Trainable:
         tensor = self._peers.tensor
         if tensor.is_alone:
             return
-        ranks, step = self._peers.alike.ranks, self.steps
+        step = self.steps
 
-        def exchange(what: str, said: str) -> list[str]:
-            everyone = self._passes.exchange(GroupEvent(f"{what} of step {step + 1}"), said)
-            return [
-                each for rank, each in zip(ranks, everyone, strict=True) if rank in tensor.ranks
-            ]
+        def exchange(what: str) -> Exchange:
+            return partial(self._exchange, tensor, f"{what} of step {step + 1}")
 
         def judge(numbers: Sequence[float]) -> None:
             require_equal(
@@ -524,12 +530,12 @@ class Trainable:
                 remedy="The loss reads a parameter of which each has a part. Take its "
                 "`full_tensor()` there, or, beside axis shard, compute the term in the model's "
                 "forward and return it with the output",
-                exchange=partial(exchange, "loss"),
+                exchange=exchange("loss"),
             )
 
         with phase("compare gradients", step=step + 1):
             held = list(self.named_parameters().items())
-            verify_gradients(tensor, held, partial(exchange, "gradients"), self._late)
+            verify_gradients(tensor, held, exchange("gradients"), self._late)
             self._late.look(loss.reshape(1), judge)
 
 

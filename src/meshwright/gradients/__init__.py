@@ -42,6 +42,7 @@ from meshwright.gradients.loss import (
     leaves_of,
     multiply_,
     read_loss,
+    terms_of,
     times,
 )
 from meshwright.gradients.norm import (
@@ -103,6 +104,7 @@ __all__ = [
     "rounding_floor",
     "scale_to_norm",
     "step_if",
+    "terms_of",
     "times",
     "warn_of_zeros",
     "warn_without_gradients",

@@ -12,6 +12,7 @@ __getattr__ = names_inside(
             "dtensor_like, is_dtensor, local_of, mesh_communicators, "
             "torch_placements"
         ),
+        "meshwright.comm.dtensors.exchanging": "exchange_over",
         "meshwright.comm.dtensors.gather_dtensor": "held, part_like, side_by_side, whole",
         "meshwright.comm.dtensors.gradient_part": "GradientPart, gradient_part",
         "meshwright.comm.dtensors.local_leaves": "PartialGradient, deliver, local_leaf",
