@@ -56,7 +56,7 @@ def _sum(rows: torch.Tensor, ranks: Communicator) -> torch.Tensor:
 
 
 class Experts(nn.Module):
-    """Experts over the ranks of a mesh once `exchange` was called: each computes for all samples."""
+    """Experts, over the ranks of a mesh once `exchange` was called."""
 
     def __init__(self, count: int) -> None:
         super().__init__()

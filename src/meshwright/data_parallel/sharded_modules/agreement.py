@@ -140,6 +140,8 @@ def compare_units(
         for group, trains in zip(unit.groups, _trains(unit), strict=True):
             dtypes = [str(d) for d in (group.types.master, group.types.compute, group.types.reduce)]
             shapes = group.buffer.layout.shapes
+            if group.axes.exchange is not None:  # ranks may hold more or fewer experts
+                shapes = tuple(tuple(slot.full.shape) for slot in group.slots)
             for slot, shape, is_trained in zip(group.slots, shapes, trains, strict=True):
                 names = [*map(driver.alike, slot.names)]
                 rows.append([names, list(shape), dtypes, is_trained and with_training])
