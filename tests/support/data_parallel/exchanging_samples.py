@@ -65,6 +65,8 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.randn(count, 6, WIDTH) / 2)
         self.ranks: Communicator | None = None
         self.first = 0
+        self.on_gradient: Callable[[torch.Tensor], torch.Tensor] | None = None
+        """Changes this rank's gradient of ``up``."""
 
     def exchange(self, mesh: DeviceMesh) -> None:
         self.ranks = communicator(mesh.get_group(), axis="ep")
@@ -87,6 +89,8 @@ class Experts(nn.Module):
         if self.ranks is not None:
             rows, weights = (_Gather.apply(each, self.ranks) for each in (rows, weights))
             chosen = _Gather.apply(chosen, self.ranks)
+        if self.on_gradient is not None:
+            up.register_hook(self.on_gradient)
         out = torch.zeros_like(rows)
         for index in range(len(up)):
             share = (weights * (chosen == self.first + index)).sum(1, keepdim=True)

@@ -245,7 +245,7 @@ def starting_buffers(
 ) -> tuple[StartingBuffer, ...]:
     """List the buffers of ``modules`` that a state dict holds, alike over ``axes``.
 
-    Some modules may have ``others``. Buffers of modules for which `is_of_one_rank` is true are left out.
+    Modules may have ``others``. Buffers of modules for which `is_of_one_rank` is true are left out.
     """
     held = [
         (module, name, tensor)

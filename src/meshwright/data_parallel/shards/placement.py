@@ -215,9 +215,9 @@ def _beside(
     data = target.axes
     own = replace(chosen.axes, exchange=exchange)
     mine, ranks = {*exchange.ranks}, {*(() if data.shard is None else data.shard.ranks)}
-    if chosen.mesh != target.mesh and own.size == data.size:
-        if own.shard is not None and {*own.shard.ranks} <= ranks:
-            return replace(chosen, axes=own)
+    is_within = own.shard is not None and {*own.shard.ranks} <= ranks
+    if chosen.mesh != target.mesh and is_within and own.size == data.size:
+        return replace(chosen, axes=own)
     around = root_mesh(over)
     lines = {n: {*around[n].mesh.flatten().tolist()} for n in around.mesh_dim_names or ()}
     left = [n for n, line in lines.items() if line <= ranks and len(line & mine) == 1 < len(line)]
