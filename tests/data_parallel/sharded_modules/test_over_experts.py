@@ -31,6 +31,12 @@ LAYOUTS = [
     pytest.param((2, 2), id="shard and expert", marks=pytest.mark.slow),
     pytest.param((2, 1, 2), id="replicate and expert", marks=pytest.mark.slow),
 ]
+ALONE = [
+    pytest.param((2, 1), id="expert 1", marks=pytest.mark.slow),
+    pytest.param((1, 1, 2), id="replicate 1", marks=pytest.mark.slow),
+    pytest.param((2, 1, 1), id="replicate alone", marks=pytest.mark.slow),
+]
+"""With axes of one rank."""
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -95,7 +101,8 @@ def body_training(layout: tuple[int, ...]) -> None:
     assert (own.size, own.exchange.ranks) == (communicator().size, tuple(ep.mesh.tolist()))
     if mesh["shard"].size() > 1:
         assert experts.device_mesh.mesh_dim_names == ("shard", "ep")
-        assert str(experts.placements) == "(_StridedShard(dim=0, sf=2), Shard(dim=0))"
+        first = "_StridedShard(dim=0, sf=2)" if ep.size() > 1 else "Shard(dim=0)"
+        assert str(experts.placements) == f"({first}, Shard(dim=0))"
     else:  # nothing is left to shard experts over
         assert own.shard is None
         assert experts.device_mesh.mesh_dim_names == tuple(
@@ -125,7 +132,7 @@ def body_training(layout: tuple[int, ...]) -> None:
     samples.same(model, one)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS + ALONE)
 def test_experts_beside_dense_layers_train_as_one_process(
     ranks: Ranks, layout: tuple[int, ...]
 ) -> None:
@@ -156,23 +163,27 @@ def accumulate(model: Any, one: nn.Module) -> None:
     samples.same(model, one)
 
 
-def body_modes(layout: tuple[int, ...]) -> None:
+def body_recomputed(layout: tuple[int, ...]) -> None:
+    """Recomputed: samples travel a third time. Experts are units of their own."""
     _, ep, data = samples.meshes(layout)
-
-    # Recomputed: samples travel a third time. Experts are a unit of their own.
     one = samples.net(recomputes=True)
     model = samples.spread(one, ep)
     for block in model.blocks:
         fully_shard(block.experts, mesh=data)
     samples.train(sharded(model, data), one, adamw, steps=2, clip=our_clip)
 
-    # Three experts: two and one on a rank. The root alone is a unit, kept whole for the backward.
+
+def body_accumulated(layout: tuple[int, ...]) -> None:
+    """Three experts: two and one on a rank. The root is one unit, kept whole for the backward."""
+    _, ep, data = samples.meshes(layout)
     one = samples.net(3)
     model = fully_shard(samples.spread(one, ep), mesh=data, reshard_after_forward=False)
     accumulate(model, one)
     samples.train(model, one, adamw, steps=2, clip=torchs_clip)
 
-    # In other dtypes.
+
+def body_options(layout: tuple[int, ...]) -> None:
+    _, ep, data = samples.meshes(layout)
     one = samples.net()
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
     model = sharded(samples.spread(one, ep), data, mp_policy=policy)
@@ -192,10 +203,22 @@ def body_modes(layout: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_recomputed_accumulated_in_other_dtypes_and_frozen(
+def test_recomputed_experts(ranks: Ranks, layout: tuple[int, ...]) -> None:
+    on(layout, body_recomputed, ranks)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_with_more_and_fewer_experts_accumulate(
     ranks: Ranks, layout: tuple[int, ...]
 ) -> None:
-    on(layout, body_modes, ranks)
+    on(layout, body_accumulated, ranks)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_other_dtypes_frozen_experts_and_a_divisor_of_the_users(
+    ranks: Ranks, layout: tuple[int, ...]
+) -> None:
+    on(layout, body_options, ranks)
 
 
 # ------------------------------------------------------------------- experts alone, and checks
@@ -242,12 +265,11 @@ def test_experts_alone_are_a_root_whose_passes_are_compared(
     on(layout, body_alone, ranks)
 
 
-def body_checks(layout: tuple[int, ...], folder: Path) -> None:
+def body_stops(layout: tuple[int, ...]) -> None:
+    """Not finite in the experts of one rank: all ranks stop, and the next pass is right."""
     _, ep, data = samples.meshes(layout)
     rank, last = communicator().rank, communicator().size - 1
     given = samples.share(samples.batch(0))
-
-    # Not finite in the experts of one rank: all ranks stop, and the next pass is right.
     one = samples.net()
     model = sharded(samples.spread(one, ep), data, stop_on_non_finite=True)
     samples.train(model, one, sgd, steps=1)
@@ -260,7 +282,12 @@ def body_checks(layout: tuple[int, ...], folder: Path) -> None:
     model.zero_grad()
     samples.train(model, one, sgd, steps=1)
 
-    # Dense parameters start alike on all ranks, experts on those that hold the same.
+
+def body_starts(layout: tuple[int, ...]) -> None:
+    """Dense parameters start alike on all ranks, experts on those that hold the same."""
+    _, ep, data = samples.meshes(layout)
+    rank, last = communicator().rank, communicator().size - 1
+    given = samples.share(samples.batch(0))
     for spoiled in ("last.weight", "blocks.0.experts.down"):
         model = samples.spread(samples.net(), ep)
         for block in model.blocks:
@@ -287,7 +314,13 @@ def body_checks(layout: tuple[int, ...], folder: Path) -> None:
     assert model.blocks[0].experts.own == ep.get_local_rank()
     samples.train(model, one, adamw, steps=1)
 
-    # Saved and loaded where nothing is split, and all names and boxes are the model's own.
+
+def body_saved(layout: tuple[int, ...], folder: Path) -> None:
+    """Saved, and loaded where nothing is split: names and boxes are the model's own."""
+    _, ep, data = samples.meshes(layout)
+    given = samples.share(samples.batch(0))
+    one = samples.net()
+    model = sharded(samples.spread(one, ep), data)
     optimizer = adamw(model.parameters())
     samples.loss_of(model, *given).backward()
     optimizer.step()
@@ -304,10 +337,24 @@ def body_checks(layout: tuple[int, ...], folder: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_stops_starting_values_and_checkpoints(
+def test_all_ranks_stop_at_gradients_of_experts_that_are_not_finite(
+    ranks: Ranks, layout: tuple[int, ...]
+) -> None:
+    on(layout, body_stops, ranks)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_starting_values_are_compared_where_they_are_alike(
+    ranks: Ranks, layout: tuple[int, ...]
+) -> None:
+    on(layout, body_starts, ranks)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_checkpoints_hold_experts_whole(
     ranks: Ranks, layout: tuple[int, ...], tmp_path: Path
 ) -> None:
-    ranks(math.prod(layout), body_checks, layout, tmp_path)
+    ranks(math.prod(layout), body_saved, layout, tmp_path)
 
 
 # --------------------------------------------------------------------------------- refusals

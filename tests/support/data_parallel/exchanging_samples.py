@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.comm import Communicator, communicator
 from meshwright.mesh import DeviceMesh, init_device_mesh
-from support.internals.comm import exchange_over, parameter_at_rest
+from support.internals.comm import exchange_over, local_part_of, parameter_at_rest
+from support.internals.data_parallel import MARK
 from support.internals.layout import Shard, chunk
 
 WIDTH = 4
@@ -64,11 +66,15 @@ class Experts(nn.Module):
         self.bias = nn.Parameter(torch.randn(count, 6) / 2)
         self.down = nn.Parameter(torch.randn(count, 6, WIDTH) / 2)
         self.ranks: Communicator | None = None
-        self.first = 0
+        self.first, self.is_local = 0, False
         self.on_gradient: Callable[[torch.Tensor], torch.Tensor] | None = None
         """Changes this rank's gradient of ``up``."""
 
-    def exchange(self, mesh: DeviceMesh) -> None:
+    def exchange(self, mesh: DeviceMesh, *, is_local: bool = False) -> None:
+        """Split them over ``mesh``; they compute on local leaves, or on parts of DTensors."""
+        self.is_local = is_local
+        if is_local:
+            vars(self)[MARK] = SimpleNamespace(partial=())
         self.ranks = communicator(mesh.get_group(), axis="ep")
         self.first, length = chunk(len(self.up), self.ranks.size, self.ranks.rank)
         for name, whole in list(self.named_parameters(recurse=False)):
@@ -82,10 +88,13 @@ class Experts(nn.Module):
     def forward(
         self, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        up, bias, down = (
-            each.to_local() if isinstance(each, DTensor) else each
-            for each in (self.up, self.bias, self.down)
-        )
+        held = self.up, self.bias, self.down
+        if self.is_local:
+            up, bias, down = map(local_part_of, held)
+        else:
+            up, bias, down = (
+                each.to_local() if isinstance(each, DTensor) else each for each in held
+            )
         if self.ranks is not None:
             rows, weights = (_Gather.apply(each, self.ranks) for each in (rows, weights))
             chosen = _Gather.apply(chosen, self.ranks)
@@ -140,10 +149,10 @@ def net(count: int = 4, **options: Any) -> Net:
 
 
 def spread(one: Net, mesh: DeviceMesh) -> Net:
-    """A copy of ``one`` whose experts lie over ``mesh``."""
+    """A copy of ``one`` whose experts lie over ``mesh``, those of a block each in its way."""
     model = copy.deepcopy(one)
-    for block in model.blocks:
-        block.experts.exchange(mesh)
+    for block, is_local in zip(model.blocks, (True, False), strict=True):
+        block.experts.exchange(mesh, is_local=is_local)
     return model
 
 
