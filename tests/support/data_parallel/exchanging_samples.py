@@ -57,6 +57,10 @@ def _sum(rows: torch.Tensor, ranks: Communicator) -> torch.Tensor:
     return found
 
 
+def _part(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
 class Experts(nn.Module):
     """Experts, over the ranks of a mesh once `exchange` was called."""
 
@@ -88,13 +92,8 @@ class Experts(nn.Module):
     def forward(
         self, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        held = self.up, self.bias, self.down
-        if self.is_local:
-            up, bias, down = map(local_part_of, held)
-        else:
-            up, bias, down = (
-                each.to_local() if isinstance(each, DTensor) else each for each in held
-            )
+        parts: Callable[[Any], Any] = local_part_of if self.is_local else _part
+        up, bias, down = map(parts, (self.up, self.bias, self.down))
         if self.ranks is not None:
             rows, weights = (_Gather.apply(each, self.ranks) for each in (rows, weights))
             chosen = _Gather.apply(chosen, self.ranks)

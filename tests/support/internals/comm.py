@@ -9,8 +9,8 @@ __getattr__ = names_inside(
         "meshwright.comm.c10d": "lookup, nccl",
         "meshwright.comm.dtensors.dtensor": (
             "at_rest, beginning_storage, cut_once_more, dtensor_around, dtensor_at_rest, "
-            "dtensor_like, is_dtensor, local_of, mesh_communicators, parameter_at_rest, "
-            "torch_placements"
+            "dtensor_like, is_dtensor, local_of, mesh_communicators, "
+            "parameter_at_rest, torch_placements"
         ),
         "meshwright.comm.dtensors.exchanging": "exchange_over",
         "meshwright.comm.dtensors.gather_dtensor": "held, part_like, side_by_side, whole",
