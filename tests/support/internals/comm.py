@@ -15,7 +15,9 @@ __getattr__ = names_inside(
         "meshwright.comm.dtensors.exchanging": "exchange_over",
         "meshwright.comm.dtensors.gather_dtensor": "held, part_like, side_by_side, whole",
         "meshwright.comm.dtensors.gradient_part": "GradientPart, gradient_part",
-        "meshwright.comm.dtensors.local_leaves": "PartialGradient, deliver, local_leaf, local_part_of",
+        "meshwright.comm.dtensors.local_leaves": (
+            "PartialGradient, deliver, local_leaf, local_part_of"
+        ),
         "meshwright.comm.dtensors.operators.derivatives": "differentiate_moves",
         "meshwright.comm.dtensors.operators.mixed_lists": "take_lists_apart",
         "meshwright.comm.dtensors.operators.random_values": "draw_whole",

@@ -139,12 +139,11 @@ def compare_units(
         rows.append([f"unit {name}", type(unit.exposure).__name__, sizes, _settings(unit)])
         for group, trains in zip(unit.groups, _trains(unit), strict=True):
             dtypes = [str(d) for d in (group.types.master, group.types.compute, group.types.reduce)]
-            shapes = group.buffer.layout.shapes
-            if group.axes.exchange is not None:  # ranks may hold more or fewer experts
-                shapes = tuple(tuple(slot.full.shape) for slot in group.slots)
-            for slot, shape, is_trained in zip(group.slots, shapes, trains, strict=True):
+            for slot, is_trained in zip(group.slots, trains, strict=True):
                 names = [*map(driver.alike, slot.names)]
-                rows.append([names, list(shape), dtypes, is_trained and with_training])
+                # Whole shapes: of experts, ranks may hold more or fewer.
+                shape = list(slot.full.shape)
+                rows.append([names, shape, dtypes, is_trained and with_training])
     meaning = "[name, shape, dtypes, requires_grad] or a unit with settings"
     require_equal_tensors(communicator, rows, meaning)
 

@@ -31,6 +31,7 @@ from meshwright.comm.dtensors.dtensor import (
     flattened_mesh,
     is_replicated,
     known_at_rest,
+    mesh_beside,
     mesh_communicators,
     torch_placements,
 )
@@ -40,7 +41,6 @@ from meshwright.data_parallel.shards.buffer import DataAxes
 from meshwright.data_parallel.shards.policies import DataParallelMeshDims
 from meshwright.layout import Placement, Replicate, Shard
 from meshwright.mesh import DeviceMesh
-from meshwright.torch_internals.distributed import root_mesh
 
 PlacementChoice = Callable[[torch.nn.Parameter], Any]
 """Gives for a parameter None (dim 0), a placement with a ``dim``, or a `ShardPlacementResult`."""
@@ -214,28 +214,26 @@ def _beside(
         )
     data = target.axes
     own = replace(chosen.axes, exchange=exchange)
-    mine, ranks = {*exchange.ranks}, {*(() if data.shard is None else data.shard.ranks)}
-    is_within = own.shard is not None and {*own.shard.ranks} <= ranks
-    if chosen.mesh != target.mesh and is_within and own.size == data.size:
-        return replace(chosen, axes=own)
-    around = root_mesh(over)
-    lines = {n: {*around[n].mesh.flatten().tolist()} for n in around.mesh_dim_names or ()}
-    left = [n for n, line in lines.items() if line <= ranks and len(line & mine) == 1 < len(line)]
-    size = math.prod(len(lines[name]) for name in left) * len(mine)
-    if chosen.mesh != target.mesh or size != len(ranks):
+    ranks = () if data.shard is None else data.shard.ranks
+    if chosen.mesh != target.mesh:
+        is_within = own.shard is not None and {*own.shard.ranks} <= {*ranks}
+        if is_within and own.size == data.size:
+            return replace(chosen, axes=own)
         raise ValueError(
-            f"parameter {name!r} of experts over axis {exchange.axis!r}: no dims of {around} are "
-            f"what {chosen.mesh} has beside that axis. {_DENSE.format(exchange.axis)}"
+            f"parameter {name!r} of experts over axis {exchange.axis!r}: its shard_placement_fn "
+            f"puts it on {chosen.mesh}, which with that axis is not {target.mesh}. Let it return a "
+            "dim alone"
         )
+    left = mesh_beside(over, ranks)
     meshes = [] if data.replicate is None else [target.mesh[data.replicate.axis]]
-    meshes += [flattened_mesh(around, left)] if left else []
+    meshes += [] if left is None else [left]
     axes = DataAxes(
-        shard=mesh_communicators(meshes[-1])[0] if left else None,
+        shard=None if left is None else mesh_communicators(left)[0],
         replicate=data.replicate,
         exchange=exchange,
     )
     mesh = concatenated_mesh(meshes) if len(meshes) > 1 else (*meshes, over)[0]
-    return Target(mesh=mesh, axes=axes, cuts=bool(left))
+    return Target(mesh=mesh, axes=axes, cuts=left is not None)
 
 
 def _place_again(name: str, outer: AtRest, target: Target, dim: int, *, is_chosen: bool) -> Place:
