@@ -142,8 +142,7 @@ def compare_units(
             for slot, is_trained in zip(group.slots, trains, strict=True):
                 names = [*map(driver.alike, slot.names)]
                 # Whole shapes: of experts, ranks may hold more or fewer.
-                shape = list(slot.full.shape)
-                rows.append([names, shape, dtypes, is_trained and with_training])
+                rows.append([names, [*slot.full.shape], dtypes, is_trained and with_training])
     meaning = "[name, shape, dtypes, requires_grad] or a unit with settings"
     require_equal_tensors(communicator, rows, meaning)
 
