@@ -58,7 +58,7 @@ ROOM_LINES: dict[str, int] = {
     "compiler": 1233,
     "composition": 4544,
     "data": 417,
-    "data_parallel": 16169,
+    "data_parallel": 16172,
     "doctor": 681,
     "environment": 219,
     "errors": 150,

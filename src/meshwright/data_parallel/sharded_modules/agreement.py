@@ -157,9 +157,11 @@ def compare_values(drivers: Sequence[Driver], names: Mapping[nn.Module, str]) ->
     """
     by_axis: dict[Communicator, list[tuple[str, Compared]]] = {}
     copying: set[Communicator] = set()
+    exchanges: dict[Communicator, None] = {}
     for driver in drivers:
         for group in () if driver.unit is None else driver.unit.groups:
-            replicate = group.axes.replicate
+            replicate, exchange = group.axes.replicate, group.axes.exchange
+            exchanges |= {} if exchange is None else {exchange: None}
             nows = digests_of([group.buffer.own(index) for index in range(len(group.slots))])
             for slot, now in zip(group.slots, nows, strict=True):
                 start, slot.start = slot.start, None
@@ -184,7 +186,8 @@ def compare_values(drivers: Sequence[Driver], names: Mapping[nn.Module, str]) ->
                 row = name, None if now is None else (buffer.start, buffer.start, now)
                 by_axis.setdefault(axis, []).append(row)
     difference = ""
-    for axis, rows in by_axis.items():
+    # What was found of some experts reaches the ranks of others last.
+    for axis, rows in (*by_axis.items(), *((axis, ()) for axis in exchanges)):
         if not axis.is_alone:
             remedy = SAME_COPIES if axis in copying else SAME_MODEL
             difference = compare_digests(axis, rows, difference, remedy)
