@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -44,6 +44,7 @@ from meshwright.torch_internals.distributed import (
     dtensor_handlers,
     flatten_mesh,
     mesh_resources,
+    root_mesh,
     set_spec,
     spec_of,
 )
@@ -370,6 +371,23 @@ def flattened_mesh(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
     if len(names) == 1:
         return mesh[names[0]]
     return flatten_mesh(mesh[tuple(names)], "_".join(names))
+
+
+def mesh_beside(over: DeviceMesh, ranks: Collection[int]) -> DeviceMesh | None:
+    """Return the other dims of the mesh around ``over`` that reach ``ranks`` with it, as one dim.
+
+    None where ``over`` reaches them all. Collective for several dims. Raises LayoutError without.
+    """
+    around, own = root_mesh(over), {*over.mesh.flatten().tolist()}
+    lines = {n: {*around[n].mesh.flatten().tolist()} for n in around.mesh_dim_names or ()}
+    found = [
+        name
+        for name, line in lines.items()
+        if line <= {*ranks} and len(line & own) == 1 < len(line)
+    ]
+    if math.prod(len(lines[name]) for name in found) * len(own) != len(ranks):
+        raise LayoutError(f"no dims of {around} are what ranks {[*ranks]} have beside {over}")
+    return flattened_mesh(around, found) if found else None
 
 
 def is_replicated(placement: TorchPlacement) -> bool:

@@ -238,11 +238,14 @@ def is_of_one_rank(module: nn.Module, ignored: Collection[int]) -> bool:
 
 
 def starting_buffers(
-    modules: Iterable[nn.Module], ignored: Collection[int], axes: tuple[Communicator, ...]
+    modules: Iterable[nn.Module],
+    ignored: Collection[int],
+    axes: tuple[Communicator, ...],
+    others: Mapping[nn.Module, tuple[Communicator, ...]] = MappingProxyType({}),
 ) -> tuple[StartingBuffer, ...]:
-    """List the buffers of ``modules`` that a state dict holds.
+    """List the buffers of ``modules`` that a state dict holds, alike over ``axes``.
 
-    Buffers of modules for which `is_of_one_rank` is true are left out.
+    Modules may have ``others``. Buffers of modules for which `is_of_one_rank` is true are left out.
     """
     held = [
         (module, name, tensor)
@@ -255,7 +258,7 @@ def starting_buffers(
     found: list[StartingBuffer] = []
     for (module, name, _), digest in zip(held, digests, strict=True):
         if digest is not None:
-            found.append(StartingBuffer(module, name, digest, axes))
+            found.append(StartingBuffer(module, name, digest, others.get(module, axes)))
     return tuple(found)
 
 
