@@ -9,6 +9,10 @@ parameter stays a DTensor::
     a backward begins   its ``.grad`` is lent to the leaf: the same memory
     a gradient arrives  autograd adds it to the leaf, or to the parameter, from where it is moved
     the backward ends   the leaf's gradient, now the mean, is given back
+
+The gradient of an expert is a sum over the ranks that exchange samples. It is divided by their
+number as it comes, before it is added to ``.grad``, and becomes the mean over the ranks that hold
+the same expert. So all gradients have one divisor, and a second reduction leaves the first alone.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MethodType
+from types import MappingProxyType, MethodType
 from typing import Protocol, cast
 
 import torch
@@ -27,6 +31,8 @@ from meshwright.comm import Communicator
 from meshwright.comm.dtensors.after_hooks import Own, defer_hooks, run_after_hooks
 from meshwright.comm.dtensors.dtensor import (
     AtRest,
+    at_rest,
+    dtensor_around,
     dtensor_like,
     is_dtensor,
     is_replicated,
@@ -35,6 +41,7 @@ from meshwright.comm.dtensors.dtensor import (
     local_of,
     mesh_communicators,
 )
+from meshwright.comm.dtensors.exchanging import Experts
 from meshwright.comm.dtensors.local_leaves import (
     add_to_gradient,
     comes_to_both,
@@ -84,9 +91,16 @@ class LocalParameter:
     is_local: bool = False
     """True when every module that holds it computes on a plain tensor in its place."""
     partial: PartialSum | None = None
+    experts: Experts | None = None
+    """The ranks of its experts, whose gradients are sums over some of them already."""
 
 
-def local_parameters(module: nn.Module) -> Mapping[int, LocalParameter]:
+NO_EXPERTS: Mapping[int, Experts] = MappingProxyType({})
+
+
+def local_parameters(
+    module: nn.Module, experts: Mapping[int, Experts] = NO_EXPERTS
+) -> Mapping[int, LocalParameter]:
     """Map the ``id`` of each DTensor parameter below ``module`` to how it computes."""
     inside: set[nn.Module] = set()
     sums: dict[tuple[nn.Module, str], PartialSum] = {}
@@ -105,6 +119,7 @@ def local_parameters(module: nn.Module) -> Mapping[int, LocalParameter]:
             found[id(parameter)] = LocalParameter(
                 is_local=before.is_local and part in inside,
                 partial=before.partial or sums.get((part, key)),
+                experts=experts.get(id(parameter)),
             )
     return found
 
@@ -222,7 +237,15 @@ class _Lent:
         ]
         if self.local.is_local:
             handles.append(self.leaf.register_hook(self._by_hooks_of_parameter))
+        if self.local.experts is not None:
+            handles.append(self.parameter.register_hook(self._shared))  # runs for the leaf, too
         return handles
+
+    def _shared(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Divide the gradient of experts by the ranks that it is a sum over."""
+        assert self.local.experts is not None
+        share = local_of(gradient) / self.local.experts.exchange.size
+        return dtensor_around(share, at_rest(gradient)) if is_dtensor(gradient) else share
 
     def lend(self) -> None:
         """Move the gradient that the parameter has so far to the leaf."""
@@ -233,7 +256,7 @@ class _Lent:
         assert gradient is not None
         partial_sum = self.local.partial
         if partial_sum is not None:
-            if backward_hooks_of(parameter):
+            if any(each != self._shared for each in (backward_hooks_of(parameter) or {}).values()):
                 raise RuntimeError(
                     f"a parameter of shape {tuple(parameter.shape)} has a hook, and a gradient "
                     "from before that would go through it once more: its gradient is a sum over "

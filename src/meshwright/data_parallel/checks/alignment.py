@@ -34,10 +34,11 @@ The full notes of a replica::
 
     | where the rank is | lacks a gradient, was written otherwise | bits of a digest |
           6 numbers                     1 + 1                              2 x 16
-    | has left the path of its first pass | is not finite |
-          1, of a static graph only         1, if asked for
+    | has left the path of its first pass | digests of experts      | is not finite |
+          1, of a static graph only         2 x 16 for each rank of    1, if asked for
+                                            an exchange of samples
 
-So the check costs no collective of its own until a rank reports a fault. Where the gradients are on
+Ranks that hold other experts write the bits of their digests to places of their own. So the check costs no collective of its own until a rank reports a fault. Where the gradients are on
 a device, the sums are read when the next pass begins, before it sends anything. Sharded units send
 their notes after the sums, together with the use counts.
 """
@@ -47,7 +48,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -55,9 +56,11 @@ import torch
 
 from meshwright.comm import Communicator, LateNumbers
 from meshwright.comm.dtensors.dtensor import is_dtensor, local_of
+from meshwright.comm.dtensors.exchanging import Experts
 from meshwright.comm.dtensors.subclasses import values_of
 from meshwright.comm.failures.sameness import RowDifference, first_difference, refusal, told
 from meshwright.data_parallel.checks.step_watch import Steps, StepWatch
+from meshwright.data_parallel.distributed_parameters import NO_EXPERTS
 from meshwright.data_parallel.replicas.options import ReductionSettings
 from meshwright.data_parallel.replicas.static_graph import StaticGraph
 from meshwright.errors import CollectiveMismatchError, NonFiniteError, warn
@@ -103,8 +106,15 @@ REMEDY = (
 class SameWeights:
     """The weights of one rank, and when they are compared with those of the others."""
 
-    def __init__(self, named: Callable[[], Sequence[tuple[str, torch.Tensor]]]) -> None:
+    def __init__(
+        self,
+        named: Callable[[], Sequence[tuple[str, torch.Tensor]]],
+        experts: Mapping[int, Experts] = NO_EXPERTS,
+    ) -> None:
+        """``experts`` are compared over the ranks that hold the same, by the ``id`` of each."""
         self._named = named
+        self._experts = experts
+        self._kinds = tuple(dict.fromkeys(experts.values()))
         self._late = LateNumbers()
         self.start_over()
         self._may_part = False
@@ -117,6 +127,8 @@ class SameWeights:
         self._next = 1
         self.digest: torch.Tensor | None = None
         """The digest of the current pass, if it is compared: 64 bits, where the weights lie."""
+        self.of_experts: list[tuple[int, torch.Tensor]] = []
+        """Digests of this rank's experts in that pass, each with the number of its place."""
         self._answered = 0
         self._number = 0.0
         self._doubt: tuple[int, Communicator, bool] | None = None
@@ -144,6 +156,8 @@ class SameWeights:
     def begin_pass(self, *, compares: bool = True) -> None:
         """Count a pass, and take the digest if it ``compares`` weights and a digest is due."""
         self.digest = None
+        if self._kinds:
+            self.of_experts.clear()
         if not compares:
             return
         self.passes += 1
@@ -153,6 +167,8 @@ class SameWeights:
         multiple = self.passes // MOST_APART * MOST_APART + MOST_APART
         self._next = min(1 << self.passes.bit_length(), multiple)
         digest = self.digest_of_now()
+        if self._kinds:
+            self.of_experts = self.digests_of_experts()
         self._late.settle()
         if digest is not None:
             self.digest = digest
@@ -169,8 +185,28 @@ class SameWeights:
         return number
 
     def digest_of_now(self) -> torch.Tensor | None:
-        """Compute a digest of all weights, 64 bits on their device; None without weights."""
-        return digest_of_all([tensor for _, tensor in self._named()])
+        """Compute a digest of all weights, 64 bits on their device; None without weights.
+
+        Without those of experts, for which see `digests_of_experts`.
+        """
+        return digest_of_all([each for _, each in self._named() if id(each) not in self._experts])
+
+    @property
+    def places(self) -> int:
+        """The number of ranks that hold other experts, over all exchanges."""
+        return sum(kind.exchange.size for kind in self._kinds)
+
+    def digests_of_experts(self) -> list[tuple[int, torch.Tensor]]:
+        """Compute a digest of the experts of each exchange, with this rank's place among them."""
+        found: list[tuple[int, torch.Tensor]] = []
+        start = 0
+        for kind in self._kinds:
+            held = [each for _, each in self._named() if self._experts.get(id(each)) == kind]
+            digest = digest_of_all(held)
+            if digest is not None:
+                found.append((start + kind.exchange.rank, digest))
+            start += kind.exchange.size
+        return found
 
     def _digests(self) -> list[tuple[tuple[str, torch.Tensor], torch.Tensor]]:
         named = self._named()
@@ -212,9 +248,11 @@ class SameWeights:
         """
         found = self._digests()
         mine = [digest.item() for _, digest in found] if is_in else None
-        everyone = axis.gather_values(mine, label="compare weights")
+        own = axis.gather_values(mine, label="compare weights")
         meaning = "copies of the weights"
         names = [name for (name, _), _ in found]
+        kinds = [self._experts.get(id(tensor)) for (_, tensor), _ in found]
+        everyone = _like_first(own, kinds)
         said = {rank: row for rank, row in zip(axis.ranks, everyone, strict=True) if row}
         place = first_difference([*said], [*said.values()])
         if place is None:
@@ -224,8 +262,19 @@ class SameWeights:
         if len(said) < axis.size:
             beyond = f"{name!r} has some values on {place.sides}"
         else:
-            held = [(name, values_of(local_of(tensor)).detach()) for (name, tensor), _ in found]
-            beyond = beyond_rounding_first(axis, held, everyone, share=ROUNDING)
+            held = [values_of(local_of(tensor)).detach() for (_, tensor), _ in found]
+
+            def over(holders: Communicator, wanted: Experts | None) -> RowDifference | None:
+                rows = [own[axis.ranks.index(rank)] for rank in holders.ranks]
+                rest = zip(names, held, kinds, strict=True)
+                some = [(name, each if kind == wanted else None) for name, each, kind in rest]
+                return beyond_rounding_first(holders, some, rows, share=ROUNDING)
+
+            beyond = over(axis, None)
+            for kind in self._kinds if beyond is None else ():
+                seen = over(kind.holders, kind)
+                texts = axis.gather_values("" if seen is None else str(seen), label="experts")
+                beyond = beyond or next(filter(None, texts), None)
         if beyond is None:
             self._say(
                 f"axis {axis.axis}: copies of the weights differ by rounding, {name!r} first, with "
@@ -246,6 +295,26 @@ class SameWeights:
         if kind not in self._said:
             self._said.add(kind)
             warn(text)
+
+
+def _like_first(
+    everyone: Sequence[list[int] | None], kinds: Sequence[Experts | None]
+) -> list[list[int] | None]:
+    """Say of each digest of experts only whether it is that of the first rank with the same."""
+    if not any(kinds):
+        return list(everyone)
+    first: dict[tuple[int, int], int] = {}
+    found: list[list[int] | None] = []
+    for rank, row in enumerate(everyone):
+        cells = zip(row or (), kinds, strict=bool(row))
+        found.append(
+            [
+                value if kind is None else first.setdefault((n, kind.alike[rank]), value) == value
+                for n, (value, kind) in enumerate(cells)
+            ]
+            or None
+        )
+    return found
 
 
 def bits_of(digest: torch.Tensor) -> torch.Tensor:
@@ -282,12 +351,16 @@ class Alignment:
         named: Sequence[tuple[str, torch.nn.Parameter]],
         settings: ReductionSettings,
         communicator: Communicator,
+        experts: Mapping[int, Experts] = NO_EXPERTS,
     ) -> None:
         self._communicator = communicator
         self._parameters = parameters = [parameter for _, parameter in named]
-        self.copies = SameWeights(partial(tuple, named))
+        self.copies = SameWeights(partial(tuple, named), experts)
         """The weights, to be compared."""
         self.static = StaticGraph([name for name, _ in named]) if settings.is_static else None
+        first = NOTES + (self.static is not None)
+        self._experts = range(first, first + 2 * BITS * self.copies.places, 2 * BITS)
+        """Where the bits of the digests of experts begin in the notes."""
         self.values = NonFiniteValues() if settings.is_watched else None
         """This rank's own gradients that were not finite, in the last backward pass."""
         self.reduced = NonFiniteValues() if settings.stops_on_non_finite else None
@@ -386,7 +459,8 @@ class Alignment:
     @property
     def numel(self) -> int:
         """The number of notes that `write` fills in."""
-        return NOTES + (self.static is not None) + (self.reduced is not None)
+        own = 2 * BITS * len(self._experts)
+        return NOTES + (self.static is not None) + own + (self.reduced is not None)
 
     def write(self, notes: torch.Tensor, *, lacks: bool) -> None:
         """Write all notes, once all gradients of this rank are known.
@@ -403,6 +477,9 @@ class Alignment:
             notes[ODD].fill_(1)
         if self.copies.digest is not None:
             notes[ONES:NOTES].add_(bits_of(self.copies.digest))
+        for place, digest in self.copies.of_experts:
+            at = self._experts[place]
+            notes[at : at + 2 * BITS].add_(bits_of(digest))
         if self.static is not None:
             notes[NOTES].fill_(self.static.deviates())
         if self.values is not None and self.reduced is not None:
@@ -432,7 +509,12 @@ class Alignment:
         if sums[ODD] > 0:
             self.copies.ask()
         # Inline: it is on the path of each pass. Sums that are not a number are of marks above.
-        if max(map(min, sums[ONES:ZEROS], sums[ZEROS:NOTES])) > 0:
+        is_apart = max(map(min, sums[ONES:ZEROS], sums[ZEROS:NOTES])) > 0
+        for at in self._experts:
+            middle = at + BITS
+            pairs = zip(sums[at:middle], sums[middle : middle + BITS], strict=True)
+            is_apart = is_apart or max(map(min, pairs)) > 0
+        if is_apart:
             error = self.doubt(is_in=place is not NOWHERE)
             if error is not None:
                 return error

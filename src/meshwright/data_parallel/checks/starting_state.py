@@ -44,13 +44,14 @@ def compare_parameters(
     sparse: Collection[str] = (),
     *,
     fresh: Collection[str] = (),
+    experts: Collection[str] = (),
     buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
     reason: str = "",
 ) -> None:
     """Check that every rank has the same parameters: names, shapes, dtypes, strides, which train.
 
-    Names in ``sparse`` give sparse gradients, and names in ``fresh`` are parameters that were
-    replaced; both are compared too, as are ``buffers``, which are to be broadcast. ``reason`` is
+    Names in ``sparse`` give sparse gradients, names in ``fresh`` are parameters that were replaced,
+    and those in ``experts`` are split over ranks; all are compared too, as are ``buffers``, which are to be broadcast. ``reason`` is
     shown to ranks that do something else meanwhile.
 
     Raises CollectiveMismatchError on every rank, naming the first tensor that differs and the ranks
@@ -60,6 +61,7 @@ def compare_parameters(
         [name, list(t.shape), str(t.dtype), list(t.stride()), t.requires_grad]
         + ["sparse gradient"] * (name in sparse)
         + ["given anew"] * (name in fresh)
+        + ["experts"] * (name in experts)
         for name, t in named
     ]
     rows += [

@@ -195,6 +195,8 @@ class Bucket(Reduction):
         self._hook, self._is_last = hook, is_last
         self._absent: list[int] = []
         self._pending: Pending | None = None
+        self._is_own = False
+        """True when no other rank holds these parameters, so that nothing is sent."""
         self._future: torch.futures.Future[torch.Tensor] | None = None
         # Into a narrower dtype one scales before the cast, or a sum could overflow on the way.
         self._single = [
@@ -270,7 +272,9 @@ class Bucket(Reduction):
         """Start the reduction; with a hook, of the gradients without the counts."""
         layout = self.layout
         if self._hook is None:
-            self._pending = communicator.all_reduce(self.buffer, label=layout.label)
+            self._is_own = layout.group > 0 and communicator.is_alone
+            if not self._is_own:
+                self._pending = communicator.all_reduce(self.buffer, label=layout.label)
         elif self.parameters:
             parts = [
                 BucketPart(parameter, offset, tuple(parameter.shape))
@@ -326,9 +330,10 @@ class Bucket(Reduction):
             self.await_hook()
             return
         pending, self._pending = self._pending, None
-        if pending is None:
+        if pending is not None:
+            pending.wait()
+        elif not self._is_own:
             raise InternalError(f"{self.layout.label} was not launched")
-        pending.wait()
         self.deliver()
 
     def deliver(self) -> None:
@@ -453,6 +458,8 @@ class _AloneGradient(Reduction):
         self._tensor: torch.Tensor | None = None
         """The scaled gradient of this rank, and the mean where that takes its place."""
         self._pending: Pending | None = None
+        self._is_own = False
+        """True when no other rank holds the parameter, so that nothing is sent."""
 
     def reset(self) -> None:
         super().reset()
@@ -525,15 +532,19 @@ class LargeGradient(_AloneGradient):
     def launch(self, communicator: Communicator) -> None:
         if self._tensor is None:
             raise InternalError(f"{self.layout.label} was not filled")
+        self._is_own = self.layout.group > 0 and communicator.is_alone
+        if self._is_own:
+            return
         # Dense, but perhaps transposed, of which `view(-1)` would make no flat view.
         flat = self._tensor.as_strided((self._tensor.numel(),), (1,))
         self._pending = communicator.all_reduce(flat, label=self.layout.label)
 
     def drop(self) -> None:
-        if self._pending is None:
+        if self._pending is None and not self._is_own:
             return
         pending, self._pending = self._pending, None
-        pending.wait()
+        if pending is not None:
+            pending.wait()
         (parameter,) = self.parameters
         if parameter.grad is self._tensor:
             parameter.grad = None
@@ -541,9 +552,10 @@ class LargeGradient(_AloneGradient):
     def finish(self) -> None:
         """Wait for the mean; copies it to a gradient whose layout is not the parameter's."""
         pending, self._pending = self._pending, None
-        if pending is None or self._tensor is None:
+        if self._tensor is None or (pending is None and not self._is_own):
             raise InternalError(f"{self.layout.label} was not launched")
-        pending.wait()
+        if pending is not None:
+            pending.wait()
         gradient = self.parameters[0].grad
         if gradient is None and self.arrived[0] == ARRIVED:
             raise lost_gradient(self.layout.slots[0])
@@ -740,15 +752,19 @@ def build_reductions(
     layouts: Sequence[BucketLayout],
     parameters: Sequence[torch.nn.Parameter],
     settings: ReductionSettings,
-    communicator: Communicator,
+    communicators: Sequence[Communicator],
     hook: RegisteredHook | None,
 ) -> tuple[Reduction, ...]:
-    """Build the reduction of each layout, whose slots index ``parameters``."""
+    """Build the reduction of each layout, whose slots index ``parameters``.
+
+    ``communicators`` are numbered by the layouts' groups.
+    """
     built: list[Reduction] = []
     alone: list[LargeGradient] = []
     zeros = settings.zeros_for_unused
     for layout in layouts:
         members = [parameters[slot.index] for slot in layout.slots]
+        communicator = communicators[layout.group]
         if layout.is_sparse:
             built.append(SparseGradient(layout, members[0], zeros_for_unused=zeros, hook=hook))
             continue
