@@ -190,7 +190,7 @@ def compare_values(drivers: Sequence[Driver], names: Mapping[nn.Module, str]) ->
     for axis, rows in (*by_axis.items(), *((axis, ()) for axis in exchanges)):
         if not axis.is_alone:
             remedy = SAME_COPIES if axis in copying else SAME_MODEL
-            difference = compare_digests(axis, rows, difference, remedy)
+            difference = compare_digests(axis, rows, difference, remedy) or difference
     if difference:
         raise CollectiveMismatchError(difference)
 
