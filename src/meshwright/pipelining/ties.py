@@ -343,7 +343,7 @@ def _set_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 def _facts(tensor: torch.Tensor, parameter: torch.Tensor) -> int:
     """A digest of shape, dtype and placements, which sender and receiver compare."""
-    placed = []
+    placed: list[str] = []
     if (rest := known_at_rest(parameter)) is not None:
         cuts = zip(rest.mesh.shape, rest.placements, strict=True)
         placed = [str(placement) for size, placement in cuts if size > 1]

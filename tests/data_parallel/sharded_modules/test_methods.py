@@ -309,7 +309,10 @@ def case_max_input_buffers() -> None:
     waits = Waits()
     with observe(waits):
         step(model)()
-    assert waits.order == ["issued"] * 3 + ["completed"] * 3, "they overlap"
+    # On a device the stream of the sums waits for each at once; computation and host do not.
+    pair = ["issued", "completed"]
+    on_host = ["issued"] * 3 + ["completed"] * 3
+    assert waits.order == (on_host if communicator().is_on_host else pair * 3), "they overlap"
     later = shard_all(mlp())
     later.set_reduce_scatter_max_input_buffers(5)
     step(later)()

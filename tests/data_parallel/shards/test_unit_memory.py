@@ -182,8 +182,9 @@ def body_bounds(way: str) -> None:
     # The running unit and the one gathered ahead.
     assert watcher.alive == 2
     # The unit that travels, and the one whose gradients come: a weight, in its own memory or on
-    # its way into the line.
-    assert unit_bytes <= watcher.gradients <= 2 * unit_bytes
+    # its way into the line, where a device has each bias of 300 in memory for 304.
+    padded = unit_bytes + 2 * 4 * 4 * (not communicator().is_on_host)
+    assert unit_bytes <= watcher.gradients <= unit_bytes + padded
 
 
 @pytest.mark.few(1)

@@ -221,6 +221,7 @@ def body_placed() -> None:
         schedule.step(*(() if line.rank else (torch.ones(2, 4),)), **more)
 
 
+@pytest.mark.devices("host", reason="no host waits for a device's message, and looks")
 def test_holders_placed_otherwise_are_no_tie(ranks: Ranks) -> None:
     ranks(4, body_placed)
 
