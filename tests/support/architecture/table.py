@@ -62,8 +62,9 @@ ROOM_LINES: dict[str, int] = {
     "doctor": 681,
     "environment": 219,
     "errors": 150,
-    "fsdp": 5685,
-    "gradients": 1600,
+    "expert_parallel": 1050,
+    "fsdp": 5673,
+    "gradients": 1583,
     "integrations": 1214,
     "launching": 1367,
     "layout": 543,
@@ -103,7 +104,9 @@ _PURE = frozenset(
 )
 _COMM = _PURE | {"comm", "mesh", "torch_internals"}
 _STRATEGY = _COMM | {"gradients", "randomness"}
-_STRATEGIES = _STRATEGY | {"data_parallel", "fsdp", "tensor_parallel", "pipelining"}
+_STRATEGIES = _STRATEGY | {
+    *("data_parallel", "expert_parallel", "fsdp", "tensor_parallel", "pipelining"),
+}
 _WHOLE = _STRATEGIES | {"checkpoint", "compiler"}
 _TOP = _WHOLE | {"composition", "data", "launching", "planner", "reference", "report"}
 
@@ -119,6 +122,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "data_parallel": _STRATEGY,
     "fsdp": _STRATEGY | {"data_parallel"},
     "tensor_parallel": _STRATEGY,
+    # `ExpertParallel` is a style of `parallelize_module`, and makes DTensors as the others do.
+    "expert_parallel": _STRATEGY | {"tensor_parallel"},
     "pipelining": _STRATEGY,
     "data": _COMM | {"randomness"},
     "compiler": _STRATEGIES,

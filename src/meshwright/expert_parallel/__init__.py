@@ -1,0 +1,17 @@
+"""Expert parallelism: the experts of a layer on different ranks, and tokens that travel to them.
+
+Bottom-up:
+
+    exchange    rows to the ranks of their experts and back: differentiable, each way one message
+    arithmetic  matrix products of experts whose weights are one tensor
+    forms       which modules hold experts
+    layer       the class around a module of experts
+    style       `ExpertParallel`, for `parallelize_module`
+"""
+
+from __future__ import annotations
+
+from meshwright.expert_parallel.forms import experts
+from meshwright.expert_parallel.style import ExpertParallel
+
+__all__ = ["ExpertParallel", "experts"]
