@@ -20,7 +20,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType, MethodType
+from types import MethodType
 from typing import Protocol, cast
 
 import torch
@@ -31,8 +31,6 @@ from meshwright.comm import Communicator
 from meshwright.comm.dtensors.after_hooks import Own, defer_hooks, run_after_hooks
 from meshwright.comm.dtensors.dtensor import (
     AtRest,
-    at_rest,
-    dtensor_around,
     dtensor_like,
     is_dtensor,
     is_replicated,
@@ -41,7 +39,7 @@ from meshwright.comm.dtensors.dtensor import (
     local_of,
     mesh_communicators,
 )
-from meshwright.comm.dtensors.exchanging import Experts
+from meshwright.comm.dtensors.exchanging import NO_EXPERTS, Experts
 from meshwright.comm.dtensors.local_leaves import (
     add_to_gradient,
     comes_to_both,
@@ -93,9 +91,6 @@ class LocalParameter:
     partial: PartialSum | None = None
     experts: Experts | None = None
     """The ranks of its experts, whose gradients are sums over some of them already."""
-
-
-NO_EXPERTS: Mapping[int, Experts] = MappingProxyType({})
 
 
 def local_parameters(
@@ -244,8 +239,7 @@ class _Lent:
     def _shared(self, gradient: torch.Tensor) -> torch.Tensor:
         """Divide the gradient of experts by the ranks that it is a sum over."""
         assert self.local.experts is not None
-        share = local_of(gradient) / self.local.experts.exchange.size
-        return dtensor_around(share, at_rest(gradient)) if is_dtensor(gradient) else share
+        return gradient / self.local.experts.exchange.size
 
     def lend(self) -> None:
         """Move the gradient that the parameter has so far to the leaf."""

@@ -10,6 +10,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional
 
 from meshwright.expert_parallel.exchange import Route
+from meshwright.expert_parallel.forms import APPLY_GATE
 
 _GROUPED = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -37,7 +38,7 @@ def fused_experts(
         return y + leaves[f"{key}_bias"].to(y.dtype).index_select(0, experts)
 
     if own.has_gate:
-        x = own._apply_gate(linear(rows, "gate_up_proj"))
+        x = getattr(own, APPLY_GATE)(linear(rows, "gate_up_proj"))
     else:
         x = own.act_fn(linear(rows, "up_proj"))
     y = linear(x, "down_proj")

@@ -191,10 +191,10 @@ def moved(
 
     A backward pass calls ``guard`` first. Tensors of integers go there only.
     """
-    return cast("tuple[torch.Tensor, ...]", _Transport.apply(way, back, False, guard, *tensors))
+    return cast("tuple[torch.Tensor, ...]", _Travel.apply(way, back, False, guard, *tensors))
 
 
-class _Transport(torch.autograd.Function):
+class _Travel(torch.autograd.Function):
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
         ctx: Any,  # noqa: ANN401 - a node, which has no public type
@@ -218,13 +218,13 @@ class _Transport(torch.autograd.Function):
         return tuple(found)
 
     @staticmethod
-    def backward(  # pyrefly: ignore[bad-override]
+    def backward(
         ctx: Any,  # noqa: ANN401
         *grads: torch.Tensor,
     ) -> tuple[torch.Tensor | None, ...]:
         if ctx.guard is not None:
             ctx.guard()
         given = [grad for grad, is_number in zip(grads, ctx.is_number, strict=True) if is_number]
-        found = iter(_Transport.apply(ctx.way, not ctx.back, True, None, *given))
+        found = iter(_Travel.apply(ctx.way, not ctx.back, True, None, *given))
         returned = [next(found) if is_number else None for is_number in ctx.is_number]
         return None, None, None, None, *returned

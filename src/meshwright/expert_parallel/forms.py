@@ -10,11 +10,14 @@ from torch import nn
 M = TypeVar("M", bound=nn.Module)
 
 _MARK = "_meshwright_holds_experts"
-_FUSED = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate")
+APPLY_GATE = "_apply_gate"
+"""The method of Hugging Face's modules between two linear layers."""
+
+_FUSED = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated", APPLY_GATE)
 _DROPPING = ("capacity_factor", "expert_capacity", "drop_tokens")
 
 
-class Form(Enum):
+class ExpertForm(Enum):
     """How a module is called, and who computes."""
 
     FUSED = auto()
@@ -41,17 +44,17 @@ def experts(module: M) -> M:
     return module
 
 
-def form_of(module: nn.Module) -> Form | None:
+def form_of(module: nn.Module) -> ExpertForm | None:
     """Return the form of a module that holds experts, None for any other."""
     if vars(module).get(_MARK, False):
-        return Form.ROUTED
+        return ExpertForm.ROUTED
     if all(hasattr(module, name) for name in _FUSED):
-        return Form.FUSED
+        return ExpertForm.FUSED
     is_counted = type(module).__name__ == "GroupedExperts" and hasattr(module, "num_experts")
-    return Form.COUNTED if is_counted else None
+    return ExpertForm.COUNTED if is_counted else None
 
 
-def checked_form(module: nn.Module, name: str, axis: str) -> tuple[Form, int]:
+def checked_form(module: nn.Module, name: str, axis: str) -> tuple[ExpertForm, int]:
     """Return the form of module ``name`` and its number of experts.
 
     Raises ValueError for a module that is not known to hold experts, that drops tokens, or has
@@ -77,7 +80,7 @@ def checked_form(module: nn.Module, name: str, axis: str) -> tuple[Form, int]:
         rows = [f"{path}.{key}".lstrip(".") for key, b in part.named_buffers(recurse=False)
                 if b.ndim and len(b) == number]  # fmt: skip
         own = [f"{path}.{key}" for key, _ in part.named_parameters(recurse=False)] if path else []
-        if rows or (own and form is not Form.FUSED):
+        if rows or (own and form is not ExpertForm.FUSED):
             raise ValueError(
                 f"{where} has {', '.join(rows or own)}, of which each rank would need other rows: "
                 "make it a parameter of the module itself, with an expert in each row of dim 0"

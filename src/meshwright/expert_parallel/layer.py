@@ -23,7 +23,7 @@ from meshwright.comm.graphs.untraced import untraced
 from meshwright.comm.streams import is_host
 from meshwright.expert_parallel.arithmetic import fused_experts
 from meshwright.expert_parallel.exchange import Route, moved, pairs_of, plan_route
-from meshwright.expert_parallel.forms import Form
+from meshwright.expert_parallel.forms import ExpertForm
 from meshwright.tensor_parallel.layouts import Site
 from meshwright.torch_internals.autograd import running_backward
 from meshwright.torch_internals.tensors import version_of
@@ -36,7 +36,7 @@ class ExpertSettings:
     """The settings of the style for one module. Copies of the module share them."""
 
     site: Site
-    form: Form
+    form: ExpertForm
     experts: int
     exchange: Exchange
     own_auxiliary: bool
@@ -79,18 +79,18 @@ class ExpertLayer(nn.Module):
         settings = self._expert_parallel
         self._check_config()
         x = hidden.reshape(-1, hidden.shape[-1])
-        if settings.form is Form.COUNTED:
+        if settings.form is ExpertForm.COUNTED:
             indices = _sorted_experts(routing, len(x), settings)
         else:
             indices = routing.reshape(-1, routing.shape[-1])
             weights = self._checked_weights(weights, routing, len(x)).reshape(indices.shape)
         n, k = indices.shape
-        is_weighed_here = settings.exchange == "pairs" and settings.form is Form.FUSED
+        is_weighed_here = settings.exchange == "pairs" and settings.form is ExpertForm.FUSED
         if settings.exchange == "pairs":  # each one a token of its own, with one expert
             x, indices = x.repeat_interleave(k, 0), indices.reshape(-1, 1)
         travels = None if weights is None or is_weighed_here else weights.reshape(indices.shape)
         y = self._on_ranks(x, indices, travels)
-        if settings.exchange == "pairs" and settings.form is not Form.COUNTED:
+        if settings.exchange == "pairs" and settings.form is not ExpertForm.COUNTED:
             y = y.view(n, k, y.shape[-1])
             y = (y * weights.unsqueeze(-1) if is_weighed_here and weights is not None else y).sum(1)
         return y.to(hidden.dtype).view(hidden.shape)
@@ -122,7 +122,7 @@ class ExpertLayer(nn.Module):
     ) -> torch.Tensor:
         """Run this rank's experts on ``pairs``, sorted by expert."""
         form = self._expert_parallel.form
-        if form is Form.FUSED:
+        if form is ExpertForm.FUSED:
             held = [key for key, parameter in self._parameters.items() if parameter is not None]
             leaves = {key: local_part_of(getattr(self, key)) for key in held}
             y = fused_experts(self, pairs, route, experts, leaves)
@@ -131,7 +131,7 @@ class ExpertLayer(nn.Module):
             if not len(pairs):  # zeros of no elements, which give every parameter its gradient
                 used = [leaf.reshape(-1)[:0].sum() for leaf in leaves if leaf.is_floating_point()]
                 return sum(used, pairs if scale is None else pairs * scale.unsqueeze(-1))
-            if form is Form.COUNTED:
+            if form is ExpertForm.COUNTED:
                 return super().forward(pairs, torch.diff(route.ends, prepend=route.ends[:1] * 0))
             if scale is None:
                 raise AssertionError("tokens of a module with weights travel with them")

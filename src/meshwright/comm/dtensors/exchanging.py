@@ -15,15 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.comm.collectives import Communicator
-from meshwright.comm.dtensors.dtensor import known_at_rest, mesh_communicators, torch_placements
+from meshwright.comm.dtensors.dtensor import (
+    AtRest,
+    known_at_rest,
+    mesh_beside,
+    mesh_communicators,
+    torch_placements,
+)
 from meshwright.comm.process_groups import peers
 from meshwright.layout import Shard
-from meshwright.torch_internals.distributed import root_mesh
 
 _MESH = "_meshwright_exchanged_over"
 
@@ -46,8 +52,25 @@ class Experts:
     """Its ranks hold other experts, and the gradient of each is a sum over all of them."""
     holders: Communicator
     """The data axes without ``exchange``: its ranks hold the same experts."""
-    alike: tuple[int, ...]
-    """For each rank of the data axes the position there of the first that holds the same."""
+
+
+NO_EXPERTS: Mapping[int, Experts] = MappingProxyType({})
+
+
+def check_split(name: str, known: AtRest | None, over: DeviceMesh) -> None:
+    """Raise ValueError unless a parameter of a module that exchanges samples is split ``over``."""
+    if (
+        known is not None
+        and known.mesh == over
+        and known.placements == torch_placements([Shard(0)])
+    ):
+        return
+    found = "a plain tensor" if known is None else f"placed {known.placements} on {known.mesh}"
+    raise ValueError(
+        f"parameter {name!r} belongs to a module that exchanges samples: expected a DTensor placed "
+        f"(Shard(0),) on {over}, found {found}. Split the experts before gradients are reduced, and "
+        "give other parameters a module of their own"
+    )
 
 
 def exchanges_below(
@@ -64,59 +87,34 @@ def exchanges_below(
         (exchange,) = (None,) if mesh is None else mesh_communicators(mesh, "expert")
         if mesh is None or exchange is None or exchange.is_alone:
             continue
-        where = f"module {path!r} exchanges samples over axis {exchange.axis!r}"
         if away := sorted({*exchange.ranks} - {*data.ranks}):
             raise ValueError(
-                f"{where}, ranks {list(exchange.ranks)}, and axis {data.axis!r}, over which "
-                f"gradients become means, has ranks {list(data.ranks)}: those of the samples of "
-                f"ranks {away} would be left out. Pass all ranks with samples of their own, for "
-                f'example mesh["replicate", {exchange.axis!r}]._flatten("dense")'
+                f"module {path!r} exchanges samples over axis {exchange.axis!r}, ranks "
+                f"{list(exchange.ranks)}, and axis {data.axis!r}, over which gradients become "
+                f"means, has ranks {list(data.ranks)}: those of the samples of ranks {away} would "
+                "be left out. Pass all ranks with samples of their own, for example "
+                f'mesh["replicate", {exchange.axis!r}]._flatten("dense")'
             )
         for name, parameter in part._parameters.items():
-            if parameter is None or id(parameter) not in reduced:
-                continue
-            known = known_at_rest(parameter)
-            wanted = torch_placements([Shard(0)])
-            if known is None or known.mesh != mesh or known.placements != wanted:
-                lies = "a plain tensor" if known is None else f"{known.placements} on {known.mesh}"
-                raise ValueError(
-                    f"{where}: expected parameter {name!r} of it to be a DTensor placed (Shard(0),) "
-                    f"on {mesh}, found {lies}. Split the experts before the model is replicated, "
-                    "and give other parameters a module of their own"
-                )
-            found[id(parameter)] = mesh
+            if parameter is not None and id(parameter) in reduced:
+                check_split(f"{path}.{name}".lstrip("."), known_at_rest(parameter), mesh)
+                found[id(parameter)] = mesh
     return found
 
 
 def experts_among(meshes: Mapping[int, DeviceMesh], data: Communicator) -> dict[int, Experts]:
-    """Map the ``id`` of each parameter in ``meshes`` to its experts' ranks.
+    """Map the ``id`` of each parameter in ``meshes`` to its experts' ranks, all within ``data``.
 
-    Collective over ``data`` if there are any; makes the groups of holders that the mesh lacks.
+    Collective over ``data`` where a group of holders has to be made.
     """
-    made: dict[Communicator, Experts] = {}
-    found: dict[int, Experts] = {}
-    for key, mesh in meshes.items():
+    made: dict[DeviceMesh, Experts] = {}
+    for mesh in dict.fromkeys(meshes.values()):
         (exchange,) = mesh_communicators(mesh, "expert")
-        if exchange not in made:
-            made[exchange] = _experts(exchange, mesh, data)
-        found[key] = made[exchange]
-    return found
-
-
-def _experts(exchange: Communicator, mesh: DeviceMesh, data: Communicator) -> Experts:
-    rows = data.gather_values(list(exchange.ranks), label=f"ranks of axis {exchange.axis}")
-    lines = list(dict.fromkeys(map(tuple, rows)))
-    is_even = {len(line) for line in lines} == {exchange.size}
-    if not is_even or sorted(rank for line in lines for rank in line) != sorted(data.ranks):
-        raise ValueError(
-            f"expected axis {exchange.axis!r}, over which samples travel, to split ranks "
-            f"{list(data.ranks)} evenly, found {[list(line) for line in lines]}. Take both from "
-            "one mesh"
+        left = mesh_beside(mesh, data.ranks)
+        (holders,) = (
+            (peers(data, [data.ranks[data.rank]], "holders"),)
+            if left is None
+            else mesh_communicators(left)
         )
-    first = {rank: lines[0][place] for line in lines for place, rank in enumerate(line)}
-    alike = tuple(data.ranks.index(first[rank]) for rank in data.ranks)
-    ranks = sorted(line[exchange.rank] for line in lines)
-    around = (each for each in mesh_communicators(root_mesh(mesh)) if sorted(each.ranks) == ranks)
-    name = f"{data.axis} without {exchange.axis}"
-    holders = next(around, None) or peers(data, ranks, name)
-    return Experts(exchange=exchange, holders=holders, alike=alike)
+        made[mesh] = Experts(exchange=exchange, holders=holders)
+    return {key: made[mesh] for key, mesh in meshes.items()}

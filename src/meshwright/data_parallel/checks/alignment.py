@@ -38,9 +38,10 @@ The full notes of a replica::
           1, of a static graph only         2 x 16 for each rank of    1, if asked for
                                             an exchange of samples
 
-Ranks that hold other experts write the bits of their digests to places of their own. So the check costs no collective of its own until a rank reports a fault. Where the gradients are on
-a device, the sums are read when the next pass begins, before it sends anything. Sharded units send
-their notes after the sums, together with the use counts.
+Ranks that hold other experts write the digests of theirs to places of their own. So the check costs
+no collective of its own until a rank reports a fault. Where the gradients are on a device, the sums
+are read when the next pass begins, before it sends anything. Sharded units send their notes after
+the sums, together with the use counts.
 """
 
 from __future__ import annotations
@@ -56,11 +57,10 @@ import torch
 
 from meshwright.comm import Communicator, LateNumbers
 from meshwright.comm.dtensors.dtensor import is_dtensor, local_of
-from meshwright.comm.dtensors.exchanging import Experts
+from meshwright.comm.dtensors.exchanging import NO_EXPERTS, Experts
 from meshwright.comm.dtensors.subclasses import values_of
 from meshwright.comm.failures.sameness import RowDifference, first_difference, refusal, told
 from meshwright.data_parallel.checks.step_watch import Steps, StepWatch
-from meshwright.data_parallel.distributed_parameters import NO_EXPERTS
 from meshwright.data_parallel.replicas.options import ReductionSettings
 from meshwright.data_parallel.replicas.static_graph import StaticGraph
 from meshwright.errors import CollectiveMismatchError, NonFiniteError, warn
@@ -127,8 +127,8 @@ class SameWeights:
         self._next = 1
         self.digest: torch.Tensor | None = None
         """The digest of the current pass, if it is compared: 64 bits, where the weights lie."""
-        self.of_experts: list[tuple[int, torch.Tensor]] = []
-        """Digests of this rank's experts in that pass, each with the number of its place."""
+        self.of_experts: tuple[torch.Tensor | None, ...] = ()
+        """Digests of experts in that pass, by place; of other ranks' experts None."""
         self._answered = 0
         self._number = 0.0
         self._doubt: tuple[int, Communicator, bool] | None = None
@@ -155,9 +155,7 @@ class SameWeights:
 
     def begin_pass(self, *, compares: bool = True) -> None:
         """Count a pass, and take the digest if it ``compares`` weights and a digest is due."""
-        self.digest = None
-        if self._kinds:
-            self.of_experts.clear()
+        self.digest, self.of_experts = None, ()
         if not compares:
             return
         self.passes += 1
@@ -167,8 +165,7 @@ class SameWeights:
         multiple = self.passes // MOST_APART * MOST_APART + MOST_APART
         self._next = min(1 << self.passes.bit_length(), multiple)
         digest = self.digest_of_now()
-        if self._kinds:
-            self.of_experts = self.digests_of_experts()
+        self.of_experts = tuple(self._digests_of_experts())
         self._late.settle()
         if digest is not None:
             self.digest = digest
@@ -185,31 +182,29 @@ class SameWeights:
         return number
 
     def digest_of_now(self) -> torch.Tensor | None:
-        """Compute a digest of all weights, 64 bits on their device; None without weights.
-
-        Without those of experts, for which see `digests_of_experts`.
-        """
-        return digest_of_all([each for _, each in self._named() if id(each) not in self._experts])
+        """Compute a digest of all weights but experts', 64 bits on their device, None without."""
+        return digest_of_all([tensor for _, tensor in self._held_as(None)])
 
     @property
     def places(self) -> int:
-        """The number of ranks that hold other experts, over all exchanges."""
+        """The number of places for digests of experts: one for each rank of their exchanges."""
         return sum(kind.exchange.size for kind in self._kinds)
 
-    def digests_of_experts(self) -> list[tuple[int, torch.Tensor]]:
-        """Compute a digest of the experts of each exchange, with this rank's place among them."""
-        found: list[tuple[int, torch.Tensor]] = []
-        start = 0
+    def _digests_of_experts(self) -> Iterator[torch.Tensor | None]:
         for kind in self._kinds:
-            held = [each for _, each in self._named() if self._experts.get(id(each)) == kind]
-            digest = digest_of_all(held)
-            if digest is not None:
-                found.append((start + kind.exchange.rank, digest))
-            start += kind.exchange.size
-        return found
+            digest = digest_of_all([tensor for _, tensor in self._held_as(kind)])
+            for rank in range(kind.exchange.size):
+                yield digest if rank == kind.exchange.rank else None
 
-    def _digests(self) -> list[tuple[tuple[str, torch.Tensor], torch.Tensor]]:
+    def _held_as(self, kind: Experts | None) -> Sequence[tuple[str, torch.Tensor]]:
+        """The experts of one ``kind``, or what all ranks hold."""
         named = self._named()
+        if not self._kinds:
+            return named
+        return [each for each in named if self._experts.get(id(each[1])) == kind]
+
+    def _digests(self, kind: Experts | None) -> list[tuple[tuple[str, torch.Tensor], torch.Tensor]]:
+        named = self._held_as(kind)
         digests = digests_of([tensor for _, tensor in named])
         pairs = zip(named, digests, strict=True)
         return [(held, digest) for held, digest in pairs if digest is not None]
@@ -246,13 +241,21 @@ class SameWeights:
         Returns None, and warns once, where they differ only by rounding. Without ``is_in`` the
         weights of this rank are not compared.
         """
-        found = self._digests()
+        error = self._compare_kind(axis, None, is_in=is_in)
+        for kind in self._kinds:  # what some find of their experts, all raise
+            found = self._compare_kind(kind.holders, kind, is_in=is_in)
+            texts = axis.gather_values("" if found is None else str(found), label="experts")
+            error = error or next((CollectiveMismatchError(text) for text in texts if text), None)
+        return error
+
+    def _compare_kind(
+        self, axis: Communicator, kind: Experts | None, *, is_in: bool
+    ) -> CollectiveMismatchError | None:
+        found = self._digests(kind)
         mine = [digest.item() for _, digest in found] if is_in else None
-        own = axis.gather_values(mine, label="compare weights")
+        everyone = axis.gather_values(mine, label="compare weights")
         meaning = "copies of the weights"
         names = [name for (name, _), _ in found]
-        kinds = [self._experts.get(id(tensor)) for (_, tensor), _ in found]
-        everyone = _like_first(own, kinds)
         said = {rank: row for rank, row in zip(axis.ranks, everyone, strict=True) if row}
         place = first_difference([*said], [*said.values()])
         if place is None:
@@ -262,19 +265,8 @@ class SameWeights:
         if len(said) < axis.size:
             beyond = f"{name!r} has some values on {place.sides}"
         else:
-            held = [values_of(local_of(tensor)).detach() for (_, tensor), _ in found]
-
-            def over(holders: Communicator, wanted: Experts | None) -> RowDifference | None:
-                rows = [own[axis.ranks.index(rank)] for rank in holders.ranks]
-                rest = zip(names, held, kinds, strict=True)
-                some = [(name, each if kind == wanted else None) for name, each, kind in rest]
-                return beyond_rounding_first(holders, some, rows, share=ROUNDING)
-
-            beyond = over(axis, None)
-            for kind in self._kinds if beyond is None else ():
-                seen = over(kind.holders, kind)
-                texts = axis.gather_values("" if seen is None else str(seen), label="experts")
-                beyond = beyond or next(filter(None, texts), None)
+            held = [(name, values_of(local_of(tensor)).detach()) for (name, tensor), _ in found]
+            beyond = beyond_rounding_first(axis, held, everyone, share=ROUNDING)
         if beyond is None:
             self._say(
                 f"axis {axis.axis}: copies of the weights differ by rounding, {name!r} first, with "
@@ -295,26 +287,6 @@ class SameWeights:
         if kind not in self._said:
             self._said.add(kind)
             warn(text)
-
-
-def _like_first(
-    everyone: Sequence[list[int] | None], kinds: Sequence[Experts | None]
-) -> list[list[int] | None]:
-    """Say of each digest of experts only whether it is that of the first rank with the same."""
-    if not any(kinds):
-        return list(everyone)
-    first: dict[tuple[int, int], int] = {}
-    found: list[list[int] | None] = []
-    for rank, row in enumerate(everyone):
-        cells = zip(row or (), kinds, strict=bool(row))
-        found.append(
-            [
-                value if kind is None else first.setdefault((n, kind.alike[rank]), value) == value
-                for n, (value, kind) in enumerate(cells)
-            ]
-            or None
-        )
-    return found
 
 
 def bits_of(digest: torch.Tensor) -> torch.Tensor:
@@ -358,9 +330,8 @@ class Alignment:
         self.copies = SameWeights(partial(tuple, named), experts)
         """The weights, to be compared."""
         self.static = StaticGraph([name for name, _ in named]) if settings.is_static else None
-        first = NOTES + (self.static is not None)
-        self._experts = range(first, first + 2 * BITS * self.copies.places, 2 * BITS)
-        """Where the bits of the digests of experts begin in the notes."""
+        self._experts = NOTES + (self.static is not None)
+        """Where the bits of experts' digests begin in the notes."""
         self.values = NonFiniteValues() if settings.is_watched else None
         """This rank's own gradients that were not finite, in the last backward pass."""
         self.reduced = NonFiniteValues() if settings.stops_on_non_finite else None
@@ -459,8 +430,7 @@ class Alignment:
     @property
     def numel(self) -> int:
         """The number of notes that `write` fills in."""
-        own = 2 * BITS * len(self._experts)
-        return NOTES + (self.static is not None) + own + (self.reduced is not None)
+        return self._experts + 2 * BITS * self.copies.places + (self.reduced is not None)
 
     def write(self, notes: torch.Tensor, *, lacks: bool) -> None:
         """Write all notes, once all gradients of this rank are known.
@@ -477,13 +447,16 @@ class Alignment:
             notes[ODD].fill_(1)
         if self.copies.digest is not None:
             notes[ONES:NOTES].add_(bits_of(self.copies.digest))
-        for place, digest in self.copies.of_experts:
-            at = self._experts[place]
-            notes[at : at + 2 * BITS].add_(bits_of(digest))
+        for at, digest in zip(self._places(), self.copies.of_experts, strict=False):
+            if digest is not None:
+                notes[at : at + 2 * BITS].add_(bits_of(digest))
         if self.static is not None:
             notes[NOTES].fill_(self.static.deviates())
         if self.values is not None and self.reduced is not None:
             self.values.add_to(notes[-1])
+
+    def _places(self) -> range:
+        return range(self._experts, self._experts + 2 * BITS * self.copies.places, 2 * BITS)
 
     def add_reduced(self, notes: torch.Tensor) -> None:
         """Add what was found in gradients that communication hooks have reduced."""
@@ -509,12 +482,10 @@ class Alignment:
         if sums[ODD] > 0:
             self.copies.ask()
         # Inline: it is on the path of each pass. Sums that are not a number are of marks above.
-        is_apart = max(map(min, sums[ONES:ZEROS], sums[ZEROS:NOTES])) > 0
-        for at in self._experts:
-            middle = at + BITS
-            pairs = zip(sums[at:middle], sums[middle : middle + BITS], strict=True)
-            is_apart = is_apart or max(map(min, pairs)) > 0
-        if is_apart:
+        if max(map(min, sums[ONES:ZEROS], sums[ZEROS:NOTES])) > 0 or any(
+            max(map(min, sums[at : at + BITS], sums[at + BITS : at + 2 * BITS])) > 0
+            for at in self._places()
+        ):
             error = self.doubt(is_in=place is not NOWHERE)
             if error is not None:
                 return error

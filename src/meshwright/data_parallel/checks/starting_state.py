@@ -51,8 +51,8 @@ def compare_parameters(
     """Check that every rank has the same parameters: names, shapes, dtypes, strides, which train.
 
     Names in ``sparse`` give sparse gradients, names in ``fresh`` are parameters that were replaced,
-    and those in ``experts`` are split over ranks; all are compared too, as are ``buffers``, which are to be broadcast. ``reason`` is
-    shown to ranks that do something else meanwhile.
+    and those in ``experts`` are split over ranks. All are compared too, as are ``buffers``, which
+    are to be broadcast. ``reason`` is shown to ranks that do something else meanwhile.
 
     Raises CollectiveMismatchError on every rank, naming the first tensor that differs and the ranks
     of each version.

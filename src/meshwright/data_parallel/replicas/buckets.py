@@ -195,8 +195,6 @@ class Bucket(Reduction):
         self._hook, self._is_last = hook, is_last
         self._absent: list[int] = []
         self._pending: Pending | None = None
-        self._is_own = False
-        """True when no other rank holds these parameters, so that nothing is sent."""
         self._future: torch.futures.Future[torch.Tensor] | None = None
         # Into a narrower dtype one scales before the cast, or a sum could overflow on the way.
         self._single = [
@@ -272,9 +270,7 @@ class Bucket(Reduction):
         """Start the reduction; with a hook, of the gradients without the counts."""
         layout = self.layout
         if self._hook is None:
-            self._is_own = layout.group > 0 and communicator.is_alone
-            if not self._is_own:
-                self._pending = communicator.all_reduce(self.buffer, label=layout.label)
+            self._pending = communicator.all_reduce(self.buffer, label=layout.label)
         elif self.parameters:
             parts = [
                 BucketPart(parameter, offset, tuple(parameter.shape))
@@ -330,10 +326,9 @@ class Bucket(Reduction):
             self.await_hook()
             return
         pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.wait()
-        elif not self._is_own:
+        if pending is None:
             raise InternalError(f"{self.layout.label} was not launched")
+        pending.wait()
         self.deliver()
 
     def deliver(self) -> None:
@@ -458,8 +453,6 @@ class _AloneGradient(Reduction):
         self._tensor: torch.Tensor | None = None
         """The scaled gradient of this rank, and the mean where that takes its place."""
         self._pending: Pending | None = None
-        self._is_own = False
-        """True when no other rank holds the parameter, so that nothing is sent."""
 
     def reset(self) -> None:
         super().reset()
@@ -532,19 +525,15 @@ class LargeGradient(_AloneGradient):
     def launch(self, communicator: Communicator) -> None:
         if self._tensor is None:
             raise InternalError(f"{self.layout.label} was not filled")
-        self._is_own = self.layout.group > 0 and communicator.is_alone
-        if self._is_own:
-            return
         # Dense, but perhaps transposed, of which `view(-1)` would make no flat view.
         flat = self._tensor.as_strided((self._tensor.numel(),), (1,))
         self._pending = communicator.all_reduce(flat, label=self.layout.label)
 
     def drop(self) -> None:
-        if self._pending is None and not self._is_own:
+        if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.wait()
+        pending.wait()
         (parameter,) = self.parameters
         if parameter.grad is self._tensor:
             parameter.grad = None
@@ -552,10 +541,9 @@ class LargeGradient(_AloneGradient):
     def finish(self) -> None:
         """Wait for the mean; copies it to a gradient whose layout is not the parameter's."""
         pending, self._pending = self._pending, None
-        if self._tensor is None or (pending is None and not self._is_own):
+        if pending is None or self._tensor is None:
             raise InternalError(f"{self.layout.label} was not launched")
-        if pending is not None:
-            pending.wait()
+        pending.wait()
         gradient = self.parameters[0].grad
         if gradient is None and self.arrived[0] == ARRIVED:
             raise lost_gradient(self.layout.slots[0])

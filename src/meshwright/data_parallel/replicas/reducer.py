@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from meshwright.comm import Communicator, LateNumbers
-from meshwright.comm.dtensors.exchanging import Experts
+from meshwright.comm.dtensors.exchanging import NO_EXPERTS, Experts
 from meshwright.comm.graphs.untraced import apart
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.data_parallel.checks.alignment import (
@@ -44,7 +44,6 @@ from meshwright.data_parallel.checks.alignment import (
 from meshwright.data_parallel.checks.starting_state import compare_parameters
 from meshwright.data_parallel.distributed_parameters import (
     ARRIVED,
-    NO_EXPERTS,
     LocalParameter,
     ReadyCounters,
     ReducedLeaves,
@@ -59,7 +58,6 @@ from meshwright.data_parallel.replicas.gradient_bucket import (
     CommunicationHook,
     Deferred,
     RegisteredHook,
-    compressed_dtype,
 )
 from meshwright.data_parallel.replicas.options import ReductionSettings
 from meshwright.data_parallel.replicas.static_graph import late_gradient, unexpected_gradient
@@ -152,7 +150,8 @@ class GradientReducer:
         holders = (each.holders for each in self.experts.values())
         self._communicators = tuple(dict.fromkeys((self.communicator, *holders)))
         """What buckets are reduced over, by their group."""
-        self._check_hook(self.registered_hook)
+        if self.registered_hook is not None:
+            self._check_hook()
         self.alignment = Alignment(self.named, settings, self.communicator, self.experts)
         self._static = self.alignment.static
         self._unused: frozenset[int] | None = None
@@ -190,26 +189,18 @@ class GradientReducer:
                 "which this communication hook cannot send: build their embeddings with "
                 "sparse=False, or take allreduce_hook or a hook for half precision"
             )
-        registered = RegisteredHook(hook=hook, state=state)
-        self._check_hook(registered)
-        self.registered_hook = registered
+        self._check_hook()
+        self.registered_hook = RegisteredHook(hook=hook, state=state)
         self._arrange()
 
-    def _check_hook(self, registered: RegisteredHook | None) -> None:
-        """Raise ValueError for a hook that may not reduce experts over their own ranks."""
-        if registered is None or not self.experts:
-            return
-        axis, home = self.communicator, getattr(registered.hook, "__module__", "")
-        is_known = compressed_dtype(registered, axis, torch.float32) is not None
-        if registered.state is not None or not is_known or not home.startswith("meshwright."):
-            name = next(name for name, each in self.named if id(each) in self.experts)
-            raise ValueError(
-                f"register_comm_hook: {name!r} is a parameter of experts, whose gradients are "
-                f"reduced over other ranks than all of axis {axis.axis!r}: expected allreduce_hook, "
-                "fp16_compress_hook or bf16_compress_hook of meshwright.data_parallel.comm_hooks "
-                f"with state None, found {getattr(registered.hook, '__name__', registered.hook)} "
-                f"with {registered.state!r}. Take one of these, or leave the hook out"
-            )
+    def _check_hook(self) -> None:
+        for name, parameter in self.named if self.experts else ():
+            if id(parameter) in self.experts:
+                raise ValueError(
+                    f"register_comm_hook: {name!r} is a parameter of experts, whose gradients are "
+                    "sums over other ranks already, and are reduced over those that hold the same: "
+                    "leave the hook out"
+                )
 
     def begin_forward(self) -> None:
         """Prepare for the gradients of a forward pass that has just begun.
@@ -445,7 +436,7 @@ class GradientReducer:
             self._factor = mean if self.scale is None else self.scale()
             if self.registered_hook is not None:
                 self._factor = self._factor * self.communicator.size  # which the hook divides by
-        if not group or self.registered_hook is not None:
+        if not group:
             return self._factor
         # Experts are divided by the rest of all ranks as they come.
         return self._factor * (self.communicator.size / self._communicators[group].size)

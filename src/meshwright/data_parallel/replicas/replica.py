@@ -29,7 +29,6 @@ from meshwright.data_parallel.checks.forward_writes import (
     refuse_lookups,
 )
 from meshwright.data_parallel.checks.starting_state import (
-    Compared,
     broadcast_tensors,
     compare_digests,
     compare_parameters,
@@ -199,12 +198,20 @@ class Replica:
         only_changed: bool = False,
     ) -> None:
         """Broadcast from the first rank: of all, and for experts of those that hold the same."""
-        rows: dict[Communicator, list[torch.Tensor]] = {self.communicator: []}
-        for tensor in tensors:
+        for axis, given in self._by_holders([("", each) for each in tensors], experts).items():
+            held = [tensor for _, tensor in given]
+            broadcast_tensors(axis, held, label="broadcast parameters", only_changed=only_changed)
+
+    def _by_holders(
+        self, named: Iterable[tuple[str, torch.Tensor]], experts: Mapping[int, Experts]
+    ) -> dict[Communicator, list[tuple[str, torch.Tensor]]]:
+        """Sort tensors by the ranks that hold the same."""
+        found: dict[Communicator, list[tuple[str, torch.Tensor]]] = {self.communicator: []}
+        for name, tensor in named:
             own = experts.get(id(tensor))
-            rows.setdefault(self.communicator if own is None else own.holders, []).append(tensor)
-        for axis, given in rows.items():
-            broadcast_tensors(axis, given, label="broadcast parameters", only_changed=only_changed)
+            axis = self.communicator if own is None else own.holders
+            found.setdefault(axis, []).append((name, tensor))
+        return found
 
     def _watch_first_steps(self) -> StepWatch:
         """Watch for an optimizer step with gradients that were not reduced, and raise before it.
@@ -398,16 +405,15 @@ class Replica:
     def _compare_values(
         self, fresh: Mapping[str, nn.Parameter], experts: Mapping[int, Experts]
     ) -> None:
-        digests = digests_of([*fresh.values()])
-        rows: dict[Communicator, list[tuple[str, Compared]]] = {self.communicator: []}
-        for (name, parameter), each in zip(fresh.items(), digests, strict=True):
-            own = experts.get(id(parameter))
-            axis = self.communicator if own is None else own.holders
-            row = (name, None if each is None else (each, each, each))
-            rows.setdefault(axis, []).append(row)
         difference = ""
-        for axis, named in reversed(rows.items()):  # all ranks last, so that all of them raise
-            difference = compare_digests(axis, named, difference, ALIKE)
+        held = self._by_holders(fresh.items(), experts)
+        for axis, named in reversed(held.items()):  # all ranks last, so that all of them raise
+            digests = digests_of([tensor for _, tensor in named])
+            rows = [
+                (name, None if each is None else (each, each, each))
+                for (name, _), each in zip(named, digests, strict=True)
+            ]
+            difference = compare_digests(axis, rows, difference, ALIKE)
         if difference:
             raise CollectiveMismatchError(difference)
 

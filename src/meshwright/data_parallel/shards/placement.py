@@ -33,8 +33,8 @@ from meshwright.comm.dtensors.dtensor import (
     known_at_rest,
     mesh_beside,
     mesh_communicators,
-    torch_placements,
 )
+from meshwright.comm.dtensors.exchanging import check_split
 from meshwright.comm.dtensors.gather_dtensor import is_side_by_side
 from meshwright.data_parallel.distributed_parameters import check_axes
 from meshwright.data_parallel.shards.buffer import DataAxes
@@ -205,13 +205,7 @@ def _beside(
     Both exclude ``over``, whose ranks hold other experts. The divisor stays that of ``target``.
     """
     (exchange,) = mesh_communicators(over)
-    if outer is None or outer.mesh != over or outer.placements != torch_placements([Shard(0)]):
-        found = "a plain tensor" if outer is None else f"placed {outer.placements} on {outer.mesh}"
-        raise ValueError(
-            f"parameter {name!r} belongs to a module that exchanges samples over axis "
-            f"{exchange.axis!r}: expected a DTensor placed (Shard(0),) on {over}, found {found}. "
-            "Split the experts before fully_shard, and give other parameters a module of their own"
-        )
+    check_split(name, outer, over)
     data = target.axes
     own = replace(chosen.axes, exchange=exchange)
     ranks = () if data.shard is None else data.shard.ranks
