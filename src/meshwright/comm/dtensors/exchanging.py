@@ -68,8 +68,8 @@ def check_split(name: str, known: AtRest | None, over: DeviceMesh) -> None:
     found = "a plain tensor" if known is None else f"placed {known.placements} on {known.mesh}"
     raise ValueError(
         f"parameter {name!r} belongs to a module that exchanges samples: expected a DTensor placed "
-        f"(Shard(0),) on {over}, found {found}. Split the experts before gradients are reduced, and "
-        "give other parameters a module of their own"
+        f"(Shard(0),) on {over}, found {found}. Split the experts before gradients are reduced, "
+        "and give other parameters a module of their own"
     )
 
 
