@@ -56,7 +56,7 @@ from meshwright.torch_internals.autograd import (
     running_backward,
 )
 
-MARK = "_tensor_parallel"
+MARK = "_meshwright_style"
 """The attribute of a module that holds its `LocalComputation`."""
 
 

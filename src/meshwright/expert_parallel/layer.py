@@ -41,6 +41,8 @@ class ExpertSettings:
     exchange: Exchange
     own_auxiliary: bool
     """True when the model may compute an auxiliary loss of this rank's tokens itself."""
+    partial: tuple[()] = ()
+    """Gradients of no parameter lack a sum over this axis."""
     routes: weakref.WeakSet[Route] = field(default_factory=weakref.WeakSet)
     """Those whose graphs are alive: a recomputation has to find its own among them."""
 
@@ -51,7 +53,7 @@ class ExpertSettings:
 class ExpertLayer(nn.Module):
     """The mixin that `ExpertParallel` puts before a module's own class."""
 
-    _expert_parallel: ExpertSettings
+    _meshwright_style: ExpertSettings
     routed: tuple[int, ...] = ()
     """How many tokens of this rank each expert got in training, since it was emptied."""
 
@@ -68,7 +70,7 @@ class ExpertLayer(nn.Module):
 
     def extra_repr(self) -> str:
         """Add the axis to the module's own ``extra_repr``."""
-        own, settings = super().extra_repr(), self._expert_parallel
+        own, settings = super().extra_repr(), self._meshwright_style
         axis = settings.site.axis
         text = f"{settings.experts} experts over axis {axis.axis} of {axis.size} ranks"
         return f"{own}{', ' if own else ''}{text}"
@@ -76,7 +78,7 @@ class ExpertLayer(nn.Module):
     def _run(
         self, hidden: torch.Tensor, routing: torch.Tensor, weights: torch.Tensor | None = None
     ) -> torch.Tensor:
-        settings = self._expert_parallel
+        settings = self._meshwright_style
         self._check_config()
         x = hidden.reshape(-1, hidden.shape[-1])
         if settings.form is ExpertForm.COUNTED:
@@ -99,7 +101,7 @@ class ExpertLayer(nn.Module):
         self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor | None
     ) -> torch.Tensor:
         """Compute the sum of each token's experts, weighed where ``weights`` are given."""
-        settings = self._expert_parallel
+        settings = self._meshwright_style
         route = plan_route(indices, settings.experts, settings.site.axis, settings.site.labels.name)
         self._note(route)
         narrow = indices.to(torch.int16 if settings.experts < 2**15 else torch.int32)
@@ -121,7 +123,7 @@ class ExpertLayer(nn.Module):
         scale: torch.Tensor | None,
     ) -> torch.Tensor:
         """Run this rank's experts on ``pairs``, sorted by expert."""
-        form = self._expert_parallel.form
+        form = self._meshwright_style.form
         if form is ExpertForm.FUSED:
             held = [key for key, parameter in self._parameters.items() if parameter is not None]
             leaves = {key: local_part_of(getattr(self, key)) for key in held}
@@ -156,7 +158,7 @@ class ExpertLayer(nn.Module):
     # ------------------------------------------------------------------ what is checked
 
     def _check_config(self) -> None:
-        settings = self._expert_parallel
+        settings = self._meshwright_style
         config = getattr(self, "config", None)
         if not settings.own_auxiliary and getattr(config, "output_router_logits", False):
             raise ValueError(
@@ -170,7 +172,7 @@ class ExpertLayer(nn.Module):
     ) -> torch.Tensor:
         found = None if weights is None else tuple(weights.shape)
         if weights is None or weights.shape != indices.shape or indices[..., 0].numel() != tokens:
-            settings = self._expert_parallel
+            settings = self._meshwright_style
             raise ValueError(
                 f"axis {settings.site.axis.axis}: '{settings.site.labels.name}' got {tokens} "
                 f"tokens, indices of shape {tuple(indices.shape)} and weights of shape {found}: "
@@ -180,7 +182,7 @@ class ExpertLayer(nn.Module):
 
     def _note(self, route: Route) -> None:
         """Count the tokens of each expert, once; compare a recomputed route with the first."""
-        routes = self._expert_parallel.routes
+        routes = self._meshwright_style.routes
         if running_backward() == -1:
             if torch.is_grad_enabled():
                 routes.add(route)
@@ -204,7 +206,7 @@ class ExpertLayer(nn.Module):
         """Make a check that nothing has written parameters since: autograd sees the leaves only."""
         held = [(key, p, version_of(p)) for key, p in self._parameters.items()
                 if p is not None and is_dtensor(p) and not p.is_inference()]  # fmt: skip
-        name = self._expert_parallel.site.labels.name
+        name = self._meshwright_style.site.labels.name
 
         def check() -> None:
             for key, parameter, version in held:

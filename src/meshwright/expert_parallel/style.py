@@ -44,7 +44,7 @@ class ExpertParallel(ParallelStyle):
             distribute(module, key, Shard(0), site, self.src_data_rank)
         guard_loading(module)
         exchange_over(module, device_mesh)
-        vars(module)["_expert_parallel"] = ExpertSettings(
+        vars(module)["_meshwright_style"] = ExpertSettings(
             site, form, number, self.exchange, self.own_auxiliary
         )
         own = type(module)

@@ -7,7 +7,6 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from meshwright.comm import Communicator, Recorder, communicator, observe
+from meshwright import parallelize_module
+from meshwright.comm import Recorder, communicator, observe
 from meshwright.data_parallel import (
     DistributedDataParallel,
     ReductionSettings,
@@ -24,13 +24,12 @@ from meshwright.data_parallel import (
 )
 from meshwright.data_parallel.comm_hooks import allreduce_hook
 from meshwright.errors import CollectiveMismatchError, NonFiniteError
+from meshwright.expert_parallel import ExpertParallel
+from meshwright.expert_parallel import experts as mark_experts
 from meshwright.gradients import clip_grad_norm_
 from meshwright.mesh import DeviceMesh, init_device_mesh
 from meshwright.testing import Ranks
-from support.internals.comm import exchange_over, local_part_of, parameter_at_rest, take_lists_apart
-from support.internals.data_parallel import MARK, replicate_with
-from support.internals.layout import Shard as OurShard
-from support.internals.layout import chunk
+from support.internals.data_parallel import replicate_with
 
 WIDTH = 4
 LAYOUTS = [
@@ -42,78 +41,24 @@ LAYOUTS = [
 # ------------------------------------------------------------------------------- the models
 
 
-class Exchange(torch.autograd.Function):
-    """Rows to all ranks, and their gradients back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, axis: Communicator) -> torch.Tensor:
-        ctx.axis = axis
-        found = rows.new_empty(axis.size * len(rows), *rows.shape[1:])
-        axis.all_gather(found, rows.contiguous(), label="dispatch").wait()
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return summed(gradients[0], ctx.axis), None
-
-
-class Combine(torch.autograd.Function):
-    """The sums of all ranks' parts of this rank's rows."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, axis: Communicator) -> torch.Tensor:
-        ctx.axis = axis
-        return summed(rows, axis)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return Exchange.apply(gradients[0], ctx.axis), None
-
-
-def summed(rows: torch.Tensor, axis: Communicator) -> torch.Tensor:
-    found = rows.new_empty(len(rows) // axis.size, *rows.shape[1:])
-    axis.reduce_scatter(found, rows.contiguous(), label="combine").wait()
-    return found
-
-
 class Experts(nn.Module):
-    """Experts, each of which gets a share of each row; split over the ranks of a mesh."""
+    """A loop over the experts that have tokens."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
         self.up = nn.Parameter(torch.randn(count, WIDTH, 6) / 2)
         self.down = nn.Parameter(torch.randn(count, 6, WIDTH) / 2)
-        self.axis: Communicator | None = None
-        self.first, self.is_local = 0, False
+        self.num_experts = count
 
-    def split(self, mesh: DeviceMesh, *, is_local: bool) -> None:
-        """Over ``mesh``; they compute on local leaves, or on parts of DTensors."""
-        self.is_local = is_local
-        if is_local:
-            vars(self)[MARK] = SimpleNamespace(partial=())
-        self.axis = communicator(mesh.get_group(), axis="expert")
-        self.first, length = chunk(len(self.up), self.axis.size, self.axis.rank)
-        for name, whole in list(self.named_parameters(recurse=False)):
-            local = whole.detach()[self.first : self.first + length].clone()
-            self._parameters[name] = parameter_at_rest(
-                local, mesh, [OurShard(0)], whole.shape, whole.stride(), requires_grad=True
-            )
-        exchange_over(self, mesh)
-
-    @torch.compiler.disable
-    def forward(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        held = self.up, self.down
-        if self.is_local:
-            up, down = map(local_part_of, held)
-        else:
-            up, down = (each.to_local() if isinstance(each, DTensor) else each for each in held)
-        if self.axis is not None:
-            rows, weights = Exchange.apply(rows, self.axis), Exchange.apply(weights, self.axis)
-        out = rows * 0
-        for index in range(len(up)):
-            share = weights[:, self.first + index, None]
-            out = out + share * ((rows @ up[index]).tanh() @ down[index])
-        return out if self.axis is None else Combine.apply(out, self.axis)
+    def forward(
+        self, rows: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        out = torch.zeros_like(rows)
+        for index in range(self.num_experts):
+            token, slot = (indices == index).nonzero(as_tuple=True)
+            y = (rows[token] @ self.up[index]).tanh() @ self.down[index]
+            out = out.index_add(0, token, y * weights[token, slot, None])
+        return out
 
 
 class Net(nn.Module):
@@ -132,7 +77,8 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         for experts in self.experts[: self.used]:
-            x = x + experts(x, self.router(x).softmax(1))
+            weights, indices = self.router(x).softmax(1).topk(min(2, experts.up.shape[0]))
+            x = x + experts(x, indices, weights)
         if self.uses_spare:
             x = x + self.spare(x)
         return self.last(x)
@@ -150,11 +96,10 @@ def meshes(layout: Sequence[int]) -> tuple[DeviceMesh, DeviceMesh]:
 
 
 def split(one: Net, mesh: DeviceMesh) -> Net:
-    take_lists_apart()  # as `parallelize_module` does
     model = copy.deepcopy(one)
-    for experts, is_local in zip(model.experts, (True, False), strict=True):
-        experts.split(mesh["ep"], is_local=is_local)
-    return model
+    for part in model.experts:
+        mark_experts(part)
+    return parallelize_module(model, mesh["ep"], {"experts.*": ExpertParallel()})
 
 
 def state_of(model: nn.Module) -> Any:
@@ -397,10 +342,10 @@ def body_starts(layout: tuple[int, ...]) -> None:
     if communicator().rank == 1:
         model.last.weight.data.zero_()
     for experts in model.experts:
-        experts.register_buffer("own", torch.tensor(float(experts.first)))
+        experts.register_buffer("own", torch.tensor(float(mesh.get_local_rank("ep"))))
     replicate(model, device_mesh=dense)
     train(model, one, sgd, steps=1)
-    assert all(each.own == each.first for each in model.experts)
+    assert all(each.own == mesh.get_local_rank("ep") for each in model.experts)
 
     # Given anew: the first rank's values for what all hold, the first holder's for experts.
     fresh = torch.full((4, WIDTH, 6), 0.5).double()
