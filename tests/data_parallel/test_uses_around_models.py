@@ -245,6 +245,7 @@ def body_transforms(kind: Callable[[nn.Module], Any], name: str, *, trains_first
 
 
 @pytest.mark.few(2)
+@pytest.mark.devices("host", reason="vmap does not reach the thread of a simulated backward")
 @pytest.mark.parametrize("trains_first", [False, True], ids=["first", "after a pass"])
 @pytest.mark.parametrize("kind", [mw.replicate, DistributedDataParallel], ids=["function", "class"])
 def test_replicas_may_be_transformed(ranks: Ranks, kind: Any, trains_first: bool) -> None:
@@ -428,6 +429,7 @@ def body_kept(kind: str) -> None:
         model(batches(0)[0])
 
 
+@pytest.mark.filterwarnings("ignore:The passed-in `module` is on CPU")  # what is not drawn yet
 @pytest.mark.parametrize("kind", SHARDS)
 def test_what_a_module_keeps_of_its_parameters_is_refused(ranks: Ranks, kind: str) -> None:
     ranks(2, body_kept, kind)

@@ -22,6 +22,7 @@ SOME = ReductionSettings(alone_bytes=8 * 9)
 VIEWS = ReductionSettings(is_gradient_view=True, first_bytes=64, cap_bytes=64)
 """Gradients are views of small buckets."""
 ON_HOSTS = pytest.mark.devices("host", reason="what is zeroed while it is summed is given up")
+ALONE = pytest.mark.devices("host", reason="devices reduce large gradients in one line with others")
 
 
 def pair(settings: ReductionSettings) -> tuple[Branches, Branches]:
@@ -201,11 +202,11 @@ def test_the_iteration_after_a_failed_backward_trains(
     "body",
     [
         body_held_gradients,
-        body_memory_is_kept,
+        pytest.param(body_memory_is_kept, marks=ALONE),
         body_unused,
         body_other_forms,
         body_checkpointed,
-        body_collectives,
+        pytest.param(body_collectives, marks=ALONE),
     ],
     ids=lambda body: body.__name__.removeprefix("body_"),
 )

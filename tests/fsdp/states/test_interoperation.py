@@ -201,6 +201,7 @@ def body_from_peer(use_orig_params: bool) -> None:
 @pytest.mark.backends("gloo")
 @pytest.mark.filterwarnings("ignore:FSDP will not all-gather", "ignore:Please use DTensor")
 @pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.devices("host", reason="torch's class compares the indexes of devices")
 def test_sharded_states_of_torchs_class(ranks: Ranks, use_orig_params: bool) -> None:
     ranks(2, body_from_peer, use_orig_params)
 
