@@ -230,10 +230,10 @@ class _Lent:
             self.leaf.register_post_accumulate_grad_hook(came),
             self.parameter.register_post_accumulate_grad_hook(Own(came)),
         ]
+        if self.local.experts is not None:
+            handles.append(self.leaf.register_hook(self._shared))
         if self.local.is_local:
             handles.append(self.leaf.register_hook(self._by_hooks_of_parameter))
-        if self.local.experts is not None:
-            handles.append(self.parameter.register_hook(self._shared))  # runs for the leaf, too
         return handles
 
     def _shared(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -250,7 +250,7 @@ class _Lent:
         assert gradient is not None
         partial_sum = self.local.partial
         if partial_sum is not None:
-            if any(each != self._shared for each in (backward_hooks_of(parameter) or {}).values()):
+            if backward_hooks_of(parameter):
                 raise RuntimeError(
                     f"a parameter of shape {tuple(parameter.shape)} has a hook, and a gradient "
                     "from before that would go through it once more: its gradient is a sum over "

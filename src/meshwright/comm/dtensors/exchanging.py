@@ -35,7 +35,10 @@ _MESH = "_meshwright_exchanged_over"
 
 
 def exchange_over(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Note that ``module`` exchanges samples over ``mesh``, which has one dim."""
+    """Note that ``module`` exchanges samples over ``mesh``, which has one dim.
+
+    It computes on local leaves, see `local_part_of`.
+    """
     vars(module)[_MESH] = mesh
 
 
