@@ -341,7 +341,7 @@ def option_lines() -> list[str]:
     tell("--axes.NAME", "1", f"Ranks along an axis: {', '.join(usable)}.")
     kinds = adapter(TrainConfig).json_schema()["$defs"]
     tables = kinds["Plan"]["properties"] | kinds["TrainConfig"]["properties"]
-    for table in (name for name in keys_of(TrainConfig) if name not in RESERVED_AXES):
+    for table in keys_of(TrainConfig):
         record = kinds.get(tables[table].get("$ref", "").removeprefix("#/$defs/"), {})
         for key, about in record.get("properties", {}).items():
             kind = about.get("anyOf", [about])  # X | None is X, then null
