@@ -39,7 +39,7 @@ from meshwright.comm.dtensors.dtensor import (
     local_of,
     mesh_communicators,
 )
-from meshwright.comm.dtensors.exchanging import NO_EXPERTS, Experts
+from meshwright.comm.dtensors.exchanging import NO_EXPERTS, ExpertRanks
 from meshwright.comm.dtensors.local_leaves import (
     add_to_gradient,
     comes_to_both,
@@ -89,12 +89,12 @@ class LocalParameter:
     is_local: bool = False
     """True when every module that holds it computes on a plain tensor in its place."""
     partial: PartialSum | None = None
-    experts: Experts | None = None
+    experts: ExpertRanks | None = None
     """The ranks of its experts, whose gradients are sums over some of them already."""
 
 
 def local_parameters(
-    module: nn.Module, experts: Mapping[int, Experts] = NO_EXPERTS
+    module: nn.Module, experts: Mapping[int, ExpertRanks] = NO_EXPERTS
 ) -> Mapping[int, LocalParameter]:
     """Map the ``id`` of each DTensor parameter below ``module`` to how it computes."""
     inside: set[nn.Module] = set()
