@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+import torch
 from torch import nn
 
+from meshwright.comm import Communicator
 from meshwright.composition.data_layout import LayoutCommunicators
 from meshwright.composition.whole_run import AxisSplit
 from meshwright.errors import InternalError
+from meshwright.expert_parallel import ExpertParallel, auxiliary_loss, balance_experts, z_loss
 from meshwright.expert_parallel.forms import form_of
-from meshwright.expert_parallel.style import ExpertParallel
-from meshwright.plan import Plan, match_names
+from meshwright.expert_parallel.layer import ExpertLayer
+from meshwright.gradients import LocalLoss
+from meshwright.plan import ExpertPlan, Plan, match_names
 from meshwright.settings import Problem
 
 
@@ -56,6 +61,45 @@ def expert_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
             "True), computed from this rank's tokens. Set it to False and give [expert] auxiliary "
             'and balance = "global", or set balance = "rank"',
         )
+    for key in ("auxiliary", "z_loss") if plan.axes.size("pipeline") > 1 else ():
+        if getattr(expert, key):
+            yield Problem(
+                ("expert", key),
+                f"axis expert with pipeline = {plan.axes.size('pipeline')}: the auxiliary loss of "
+                f"{type(model).__name__} multiplies means over all layers, of which a stage has "
+                f"some. Leave {key} out, or set pipeline = 1",
+            )
+
+
+def with_balance(
+    local: LocalLoss, model: nn.Module, expert: ExpertPlan, data: Communicator
+) -> LocalLoss:
+    """Add this rank's terms of the losses that balance experts to the loss of its microbatch.
+
+    Their mean over ``data`` is that of one process. Beside a sum they weigh as the terms of all
+    ranks do in this microbatch; then this is collective.
+    """
+    added = []
+    if expert.auxiliary and expert.balance in ("global", "rank"):
+        added.append(auxiliary_loss(model, expert.auxiliary, expert.balance))
+    if expert.z_loss:
+        added.append(z_loss(model, expert.z_loss))
+    if not added:
+        return local
+    term = sum(added[1:], added[0])
+    if not local.is_mean:
+        counts = torch.zeros(1, dtype=torch.float64, device=data.device)
+        counts += local.count
+        data.all_reduce(counts, label="terms of a microbatch").wait()
+        term = term * (counts / data.size).to(term.dtype).squeeze()
+    return replace(local, total=local.total + term.to(local.total.dtype))
+
+
+def move_biases(model: nn.Module, expert: ExpertPlan, *, is_skipped: bool) -> None:
+    """Move the selection biases of routers after a step; what a step that `is_skipped` counted is
+    dropped."""
+    if expert.bias_rate is not None and any(isinstance(p, ExpertLayer) for p in model.modules()):
+        balance_experts(model, 0.0 if is_skipped else expert.bias_rate)
 
 
 _COEFFICIENT, _RETURNED = "router_aux_loss_coef", "output_router_logits"

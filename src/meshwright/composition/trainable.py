@@ -31,6 +31,7 @@ from meshwright.comm.failures.sameness import Exchange, require_equal
 from meshwright.composition.data_layout import DataLayout, LayoutCommunicators
 from meshwright.composition.description import Description
 from meshwright.composition.example_run import evaluating
+from meshwright.composition.expert_rules import move_biases, with_balance
 from meshwright.composition.loss_sources import LossSources
 from meshwright.composition.whole_run import AxisTraffic, add_traffic
 from meshwright.errors import LayoutError, NonFiniteError, PlanError
@@ -249,6 +250,7 @@ class Trainable:
                         step_if(is_good, optimizer, self._every_gradient(spread))
                     else:
                         optimizer.step()
+                move_biases(self.module, self.plan.expert, is_skipped=not is_finite)
         finally:
             self._start_over()
         self.steps += 1
@@ -410,6 +412,7 @@ class Trainable:
             with self._autocast():
                 output = call_module(self.module, batch)
                 local = apply_loss(self._loss, output, target, self._sources.look)
+                local = with_balance(local, self.module, self.plan.expert, self._peers.data)
             window.add(local, size, terms_of(target))
             if is_last:
                 window.close()
