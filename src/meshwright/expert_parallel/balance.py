@@ -1,8 +1,7 @@
 """Losses and biases that keep experts evenly used: the numbers of one process on every layout.
 
 Statistics are sums over all ranks that read different samples: the axes over which data
-parallelism averages gradients, or the axis of the exchange alone. Ranks of other axes have the same
-samples, so they compute the same.
+parallelism averages gradients, or that of the exchange alone. Ranks of other axes compute the same.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection
 from typing import Literal
 
 import torch
@@ -18,114 +17,101 @@ from torch import nn
 
 from meshwright.comm import Communicator
 from meshwright.expert_parallel.layer import ExpertLayer
-from meshwright.expert_parallel.routing import ROUTING, TALLY, Logits, Routing, end_step
+from meshwright.expert_parallel.routing import OWN_LOSS, RECORDED, ROUTING, TALLY, Logits, Routing
 from meshwright.gradients import mean_axes
 
 _BIAS = "e_score_correction_bias"
 _FORMULA = "load_balancing_loss_func"
-_TAKES = ("gate_logits", "num_experts", "top_k", "attention_mask")
+_TAKES = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
 def auxiliary_loss(
-    model: nn.Module,
-    coefficient: float = 0.01,
-    balance: Literal["global", "rank"] = "global",
+    model: nn.Module, coefficient: float = 0.01, balance: Literal["global", "rank"] = "global"
 ) -> torch.Tensor:
     """Return this rank's term of the load balancing loss of the last forward, to add to the loss.
 
-    The loss is that of Hugging Face's models: with f the share of tokens that go to each expert and
-    P its mean probability, both over all layers, ``coefficient * experts * sum(f * P)``. Padding is
-    left out. "global": f is over all data ranks, and the mean of the terms over data ranks is the
-    loss of one process with all their samples, also for ranks with unequal numbers of tokens. This
-    is collective. "rank": f and P are this rank's own, which gives other numbers.
+    The loss is that of Hugging Face's models: ``coefficient * experts * sum(f * P)``, with f the
+    share of tokens that go to each expert and P its mean probability, both over all layers, without
+    padding. "global": f is over all data ranks, and the mean of the terms over data ranks is the
+    loss of one process with all their samples, however many tokens each has. Collective. "rank": f
+    and P are this rank's own, which gives other numbers. Under gradient accumulation the samples
+    are those of one microbatch.
 
-    With gradient accumulation the samples are those of one microbatch, on all ranks.
-
-    Raises ValueError for a model without known routers, without a forward in training since the
-    last one in evaluation, or whose own auxiliary loss is another one or would be added, too.
+    Raises ValueError for a model without known routers or with another auxiliary loss, and without
+    a forward in training since the last one in evaluation.
     """
     if balance not in ("global", "rank"):
         raise ValueError(f'expected balance "global" or "rank", found {balance!r}')
-    found, axes = _routed(model, "auxiliary_loss")
+    routings, axes = _routed(model, "auxiliary_loss")
     terms = []
-    for routing in found:
+    for routing in routings:
         _check_formula(routing)
-        counts, sums = _statistics(routing)
-        own, parts = counts, 1
-        if balance == "global":
-            counts = _summed(counts, axes, "auxiliary_loss")
-            # This rank has a part of the mean over tokens, and of the mean over ranks.
-            parts = math.prod(axis.size for axis in axes)
-        tokens = counts[-1].clamp(min=1)
-        shares = counts[:-1].to(sums.dtype) / tokens
-        terms.append((shares * sums).sum() * (parts * len(own[:-1]) / tokens))
-    return coefficient * sum(terms[1:], terms[0])
+        counts, sums = map(sum, zip(*map(_statistics, routing.logits), strict=True))
+        total = _summed(counts, axes if balance == "global" else ()).to(sums.dtype)
+        tokens = total[-1].clamp(min=1)
+        # P is this rank's part of the mean over all tokens, times the number of ranks.
+        parts = _size(axes) if balance == "global" else 1
+        terms.append((total[:-1] / tokens * sums).sum() * (parts * len(sums) / tokens))
+    return coefficient * torch.stack(terms).sum()
 
 
 def z_loss(model: nn.Module, coefficient: float = 1e-3) -> torch.Tensor:
     """Return this rank's term of the router z-loss of the last forward, to add to the loss.
 
     The loss is ``coefficient`` times the mean over tokens of the squared log-sum-exp of a router's
-    logits, summed over layers: so a router's gradient does not depend on how many layers there are.
-    Padding is left out. The mean of the terms over data ranks is the loss of one process with all
-    their samples. This is collective, since ranks may have unequal numbers of tokens.
-
-    Raises ValueError as `auxiliary_loss` does.
+    logits, without padding, summed over layers: a router's gradient does not depend on how many
+    layers there are. The mean of the terms over data ranks is the loss of one process. Collective:
+    ranks may have unequal numbers of tokens. Raises ValueError as `auxiliary_loss` does.
     """
-    found, axes = _routed(model, "z_loss")
-    calls = [call for routing in found for call in routing.logits]
-    squares = [(_wide(call.values).logsumexp(-1).square() * call.kept).sum() for call in calls]
-    tokens = _summed(torch.stack([call.kept.sum() for call in calls]), axes, "z_loss")
-    parts = math.prod(axis.size for axis in axes)
-    return coefficient * parts * (torch.stack(squares) / tokens.clamp(min=1)).sum()
+    routings, axes = _routed(model, "z_loss")
+    calls = [call for routing in routings for call in routing.logits]
+    squares = [(_wide(call.values).logsumexp(-1) ** 2 * call.kept).sum() for call in calls]
+    tokens = _summed(torch.stack([call.kept.sum() for call in calls]), axes).clamp(min=1)
+    return coefficient * _size(axes) * (torch.stack(squares) / tokens).sum()
 
 
 def counts_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return how many tokens each expert got in the last step, by module, over all data ranks.
 
-    A step is every forward in training since the last step of an optimizer, or call of
-    `balance_experts`. It can be read until the next forward in training. A token counts for each
-    expert that it goes to; padding, evaluation and recomputation are not counted. Collective.
+    A step is every forward in training since the last step of any optimizer, or the last call of
+    `balance_experts`; the next forward in training begins a new one. A token counts for each expert
+    it goes to. Padding, evaluation and recomputation are not counted. Collective.
     """
     layers = _layers(model, "counts_of")
-    parts = []
+    counts = []
     for layer in layers.values():
-        tally, settings = vars(layer).get(TALLY), layer._meshwright_style
+        settings = layer._meshwright_style
         none = torch.zeros(settings.experts, dtype=torch.int64, device=settings.site.axis.device)
-        parts.append(none if tally is None else tally.counts.to(none.device))
-    total = _summed(torch.cat(parts), _data_axes(layers.values()), "counts_of")
-    return dict(zip(layers, total.split([len(part) for part in parts]), strict=True))
+        counts.append(vars(layer).get(TALLY, (none, 0))[0].to(none.device))
+    total = _summed(torch.cat(counts), _data_axes(layers))
+    return dict(zip(layers, total.split([len(each) for each in counts]), strict=True))
 
 
 @torch.no_grad()
 def balance_experts(model: nn.Module, rate: float = 1e-3) -> None:
-    """Move the bias of each router towards experts that got few tokens in the last step.
+    """Move the biases by which routers choose towards experts that got few tokens in the last step.
 
-    ``bias += rate * sign(mean(counts) - counts)``, with the counts of `counts_of`: the buffer
-    ``e_score_correction_bias`` of routers such as DeepSeek's, which selects experts and has no
-    gradient. Call it after ``optimizer.step()``, on all ranks. It ends the step: where the
-    optimizer's step is skipped, ``rate=0.0`` drops the counts, which would else be part of the
-    next step's.
+    ``bias += rate * sign(mean(counts) - counts)``, with the counts of `counts_of`, for each buffer
+    ``e_score_correction_bias``, which routers such as DeepSeek's have. Call it on all ranks, after
+    ``optimizer.step()``. Where that is skipped, ``rate=0.0`` drops the counts of the step.
 
-    Raises ValueError for a model without such a buffer, or one of fewer bits than float32.
+    Raises ValueError for a model without such a buffer, or with one of fewer bits than float32.
     """
     layers = _layers(model, "balance_experts")
     biases = {name: bias for name in layers if (bias := _bias_of(model, name, layers)) is not None}
-    narrow = [name for name, bias in biases.items() if bias.dtype.itemsize < 4]
+    narrow = [str(bias.dtype) for bias in biases.values() if bias.dtype.itemsize < 4]
     if narrow or not biases:
-        found = f"one of dtype {biases[narrow[0]].dtype} at '{narrow[0]}'" if narrow else "none"
         raise ValueError(
-            f"balance_experts: expected a buffer {_BIAS} of float32 beside the experts of "
-            f"{type(model).__name__}, found {found}. "
-            + ("Keep it in float32" if narrow else "Balance by auxiliary_loss instead")
+            f"balance_experts: expected float32 buffers {_BIAS} beside the experts of "
+            f"{type(model).__name__}, found {narrow[0] if narrow else 'none'}. "
+            + ("Keep them in float32" if narrow else "Balance by auxiliary_loss instead")
         )
-    counts = counts_of(model)
-    for name, bias in biases.items():
-        # Whole numbers, so every layout has the same bits.
-        above = counts[name] * len(counts[name]) - counts[name].sum()
-        bias.sub_(above.sign().to(bias), alpha=rate)
-    for layer in layers.values():
-        end_step(layer)
+    for name, counts in counts_of(model).items():
+        if name in biases:  # whole numbers: the same bits on every layout
+            sign = (counts.sum() - counts * len(counts)).sign()
+            biases[name].add_(sign.to(biases[name]), alpha=rate)
+        if TALLY in vars(layers[name]):
+            vars(layers[name])[TALLY] = (vars(layers[name])[TALLY][0], -1)
 
 
 def _bias_of(model: nn.Module, name: str, names: Collection[str]) -> torch.Tensor | None:
@@ -141,49 +127,34 @@ def _bias_of(model: nn.Module, name: str, names: Collection[str]) -> torch.Tenso
     return None
 
 
-# -------------------------------------------------------------------------------- statistics
-
-
-def _statistics(routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+def _statistics(call: Logits) -> tuple[torch.Tensor, torch.Tensor]:
     """Return counts of this rank's tokens, by expert and in all, and sums of probabilities."""
-    counts, sums = [], []
-    for call in routing.logits:
-        probabilities = call.values.softmax(-1)
-        chosen = probabilities.detach().topk(_k_of(call, routing)).indices
-        ones = call.kept.unsqueeze(1).expand_as(chosen).reshape(-1)
-        by_expert = call.kept.new_zeros(probabilities.shape[1])
-        by_expert.scatter_add_(0, chosen.reshape(-1), ones)
-        counts.append(torch.cat([by_expert, call.kept.sum().view(1)]))
-        sums.append((_wide(probabilities) * call.kept.unsqueeze(1)).sum(0))
-    return torch.stack(counts).sum(0), torch.stack(sums).sum(0)
+    probabilities = call.values.softmax(-1)
+    chosen = probabilities.detach().topk(call.k).indices
+    kept = call.kept.unsqueeze(1)
+    counts = kept.new_zeros(probabilities.shape[1])
+    counts.scatter_add_(0, chosen.reshape(-1), kept.expand_as(chosen).reshape(-1))
+    return torch.cat([counts, kept.sum(0)]), (_wide(probabilities) * kept).sum(0)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _k_of(call: Logits, routing: Routing) -> int:
-    if call.k is None:
-        raise ValueError(
-            f"auxiliary_loss: expected an attribute top_k, how many experts a token goes to, of "
-            f"'{routing.routers[0]}', which returns the router logits of {routing.kind.__name__}"
-        )
-    return call.k
+def _size(axes: tuple[Communicator, ...]) -> int:
+    return math.prod(axis.size for axis in axes)
 
 
-def _summed(tensor: torch.Tensor, axes: Sequence[Communicator], label: str) -> torch.Tensor:
-    """Add up ``tensor``, of integers, over all data ranks."""
-    total = tensor.clone()
+def _summed(counts: torch.Tensor, axes: tuple[Communicator, ...]) -> torch.Tensor:
+    total = counts.clone()
     for axis in axes:
-        axis.all_reduce(total, label=label).wait()
+        axis.all_reduce(total, label="tokens of experts").wait()
     return total
 
 
-def _data_axes(layers: Iterable[ExpertLayer]) -> tuple[Communicator, ...]:
-    """Return the axes whose ranks read different samples."""
-    first, *rest = layers
-    axes = mean_axes(p for layer in (first, *rest) for p in layer.parameters())
-    return axes or (first._meshwright_style.site.axis,)
+def _data_axes(layers: dict[str, ExpertLayer]) -> tuple[Communicator, ...]:
+    held = [parameter for layer in layers.values() for parameter in layer.parameters()]
+    return mean_axes(held) or (next(iter(layers.values()))._meshwright_style.site.axis,)
 
 
 def _layers(model: nn.Module, caller: str) -> dict[str, ExpertLayer]:
@@ -198,41 +169,36 @@ def _layers(model: nn.Module, caller: str) -> dict[str, ExpertLayer]:
 
 def _routed(model: nn.Module, caller: str) -> tuple[list[Routing], tuple[Communicator, ...]]:
     """Return what routers have returned in the last forward, and the axes of data."""
-    layers = _layers(model, caller)
-    known = {id(r): r for part in model.modules() if (r := vars(part).get(ROUTING)) is not None}
-    routings = [routing for routing in known.values() if routing.routers]
-    name = type(model).__name__
-    if not routings:
+    axes = _data_axes(_layers(model, caller))
+    known = dict.fromkeys(filter(None, (vars(part).get(ROUTING) for part in model.modules())))
+    if not any(routing.has_routers for routing in known):
         raise ValueError(
-            f"{caller}: no module of {name} is known to be a router. Give its class "
-            '_can_record_outputs = {"router_logits": Router}, as models of Hugging Face have it, '
-            "where modules of class Router return logits, and call parallelize_module with the "
-            "whole model"
+            f"{caller}: no module of {type(model).__name__} is known to be a router. Give its "
+            f'class {RECORDED} = {{"router_logits": Router}}, as in Hugging Face, where modules of '
+            "class Router return logits, and call parallelize_module with the whole model"
         )
-    found = [routing for routing in routings if routing.logits]
-    if not found:
+    if not (found := [routing for routing in known if routing.logits]):
         raise ValueError(
-            f"{caller}: expected a forward of {name} in training, with gradients, found none since "
-            "the last one without. Call it after the forward and before the next one"
+            f"{caller}: expected a forward of {type(model).__name__} in training, with gradients, "
+            "found none since the last one without. Call it between the forward and the next one"
         )
-    return found, _data_axes(layers.values())
+    return found, axes
 
 
 def _check_formula(routing: Routing) -> None:
-    """Raise ValueError for a model that has its own loss turned on, or another one."""
-    name = routing.kind.__name__
-    if routing.has_own:
-        raise ValueError(
-            f"auxiliary_loss: {name} adds an auxiliary loss of its own (output_router_logits=True) "
-            "to its loss, which would count twice. Set it to False, or leave auxiliary_loss out"
-        )
-    homes = [sys.modules[kind.__module__] for kind in routing.kind.__mro__]
-    if not any(home.__name__.startswith("transformers.models.") for home in homes):
-        return
-    given = next((getattr(home, _FORMULA) for home in homes if hasattr(home, _FORMULA)), None)
-    if given is None or tuple(inspect.signature(given).parameters) != _TAKES:
-        raise ValueError(
-            f"auxiliary_loss: {name} has {'no' if given is None else 'another'} auxiliary loss in "
-            "transformers, and its routers choose by other numbers than the softmax of their "
-            "logits: leave auxiliary_loss out, and use balance_experts where routers have a bias"
-        )
+    """Raise ValueError for a model whose own loss counts already, or has another formula."""
+    homes = [kind.__module__ for kind in routing.kind.__mro__]
+    is_theirs = any(home.startswith("transformers.models.") for home in homes)
+    known = (getattr(sys.modules.get(home), _FORMULA, None) for home in homes)
+    given = next(filter(None, known), None)
+    fault = ""
+    if routing.has_own_loss:
+        fault = f"it adds an auxiliary loss of its own ({OWN_LOSS}=True), which would count twice"
+    elif not all(call.k for call in routing.logits):
+        fault = "its routers do not say by an attribute top_k how many experts a token goes to"
+    elif is_theirs and given is None:
+        fault = "it has none in transformers: use balance_experts if its routers have a bias"
+    elif is_theirs and list(inspect.signature(given).parameters) != _TAKES:  # pyrefly: ignore
+        fault = "it has one of another formula in transformers"
+    if fault:
+        raise ValueError(f"auxiliary_loss of {routing.kind.__name__}: {fault}")

@@ -23,7 +23,7 @@ from meshwright.comm.streams import is_host
 from meshwright.expert_parallel.arithmetic import fused_experts
 from meshwright.expert_parallel.exchange import Route, moved, pairs_of, plan_route
 from meshwright.expert_parallel.forms import ExpertForm
-from meshwright.expert_parallel.routing import count_tokens, own_auxiliary_error
+from meshwright.expert_parallel.routing import OWN_LOSS, ROUTING, count_tokens
 from meshwright.tensor_parallel.layouts import Site
 from meshwright.torch_internals.autograd import running_backward
 from meshwright.torch_internals.tensors import version_of
@@ -158,9 +158,14 @@ class ExpertLayer(nn.Module):
 
     def _check_config(self) -> None:
         settings = self._meshwright_style
-        config = getattr(self, "config", None)
-        if not settings.own_auxiliary and getattr(config, "output_router_logits", False):
-            raise own_auxiliary_error(settings.site.axis.axis)
+        routing, config = vars(self).get(ROUTING), getattr(self, "config", None)
+        own = getattr(config, OWN_LOSS, False) if routing is None else routing.has_own_loss
+        if own and not settings.own_auxiliary:
+            raise ValueError(
+                f"axis {settings.site.axis.axis}: the model returns an auxiliary loss of its own "
+                "(output_router_logits=True), computed from this rank's tokens. Set it to False "
+                'and give [expert] auxiliary and balance = "global", or set balance = "rank"'
+            )
 
     def _checked_weights(
         self, weights: torch.Tensor | None, indices: torch.Tensor, tokens: int

@@ -11,7 +11,6 @@ from meshwright.expert_parallel.routing import record_routers
 from meshwright.layout import Shard
 from meshwright.mesh import DeviceMesh
 from meshwright.tensor_parallel import ParallelStyle
-from meshwright.tensor_parallel.layouts import Site
 from meshwright.tensor_parallel.styles import distribute, guard_loading, shown
 
 
@@ -53,10 +52,9 @@ class ExpertParallel(ParallelStyle):
         module.__class__ = type(own.__name__, (ExpertLayer, own), {"__module__": own.__module__})
         return module
 
-    def finish(self, root: nn.Module, device_mesh: DeviceMesh) -> None:
-        """Have the routers of models below ``root`` keep their logits, for `auxiliary_loss`."""
-        axis = Site.of(device_mesh, "").axis.axis
-        record_routers(root, axis, own_auxiliary=self.own_auxiliary)
+    def finish(self, root: nn.Module) -> None:
+        """Have routers of models below ``root`` keep their logits, for `auxiliary_loss`."""
+        record_routers(root)
 
     def __repr__(self) -> str:
         return shown(self, "exchange", "own_auxiliary")

@@ -112,7 +112,7 @@ def apply_plan(
             module = cast("M", _put(module, name, submodule, changed))
     for style in plan.values():
         if isinstance(style, ParallelStyle):
-            style.finish(module, mesh)
+            style.finish(module)
     _call_what_was_cut(module)
     follow_first_forward(module, check_ties)
     if src_data_rank is None:
