@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import add
 from typing import Any, Literal
 
 import torch
@@ -24,6 +23,7 @@ from meshwright.comm.streams import is_host
 from meshwright.expert_parallel.arithmetic import fused_experts
 from meshwright.expert_parallel.exchange import Route, moved, pairs_of, plan_route
 from meshwright.expert_parallel.forms import ExpertForm
+from meshwright.expert_parallel.routing import OWN_LOSS, ROUTING, count_tokens
 from meshwright.tensor_parallel.layouts import Site
 from meshwright.torch_internals.autograd import running_backward
 from meshwright.torch_internals.tensors import version_of
@@ -54,8 +54,6 @@ class ExpertLayer(nn.Module):
     """The mixin that `ExpertParallel` puts before a module's own class."""
 
     _meshwright_style: ExpertSettings
-    routed: tuple[int, ...] = ()
-    """How many tokens of this rank each expert got in training, since it was emptied."""
 
     def forward(self, *inputs: Any, **options: Any) -> torch.Tensor:
         """Send each token to its experts, wherever they are, and add up what they return.
@@ -92,6 +90,7 @@ class ExpertLayer(nn.Module):
             x, indices = x.repeat_interleave(k, 0), indices.reshape(-1, 1)
         travels = None if weights is None or is_weighed_here else weights.reshape(indices.shape)
         y = self._on_ranks(x, indices, travels)
+        count_tokens(self, indices.view(n, k), settings.experts)
         if settings.exchange == "pairs" and settings.form is not ExpertForm.COUNTED:
             y = y.view(n, k, y.shape[-1])
             y = (y * weights.unsqueeze(-1) if is_weighed_here and weights is not None else y).sum(1)
@@ -159,8 +158,9 @@ class ExpertLayer(nn.Module):
 
     def _check_config(self) -> None:
         settings = self._meshwright_style
-        config = getattr(self, "config", None)
-        if not settings.own_auxiliary and getattr(config, "output_router_logits", False):
+        routing, config = vars(self).get(ROUTING), getattr(self, "config", None)
+        own = getattr(config, OWN_LOSS, False) if routing is None else routing.has_own_loss
+        if own and not settings.own_auxiliary:
             raise ValueError(
                 f"axis {settings.site.axis.axis}: the model returns an auxiliary loss of its own "
                 "(output_router_logits=True), computed from this rank's tokens. Set it to False "
@@ -181,14 +181,11 @@ class ExpertLayer(nn.Module):
         return weights
 
     def _note(self, route: Route) -> None:
-        """Count the tokens of each expert, once; compare a recomputed route with the first."""
+        """Compare a recomputed route with the first."""
         routes = self._meshwright_style.routes
         if running_backward() == -1:
             if torch.is_grad_enabled():
                 routes.add(route)
-            if self.training:  # without gradients, too: reentrant recomputation begins like that
-                before = self.routed or (0,) * len(route.counts)
-                self.routed = tuple(map(add, before, route.counts))
             return
         if not routes or any(_is_same(route, known) for known in routes):
             return
