@@ -12,7 +12,13 @@ from meshwright.comm import Communicator
 from meshwright.composition.data_layout import LayoutCommunicators
 from meshwright.composition.whole_run import AxisSplit
 from meshwright.errors import InternalError
-from meshwright.expert_parallel import ExpertParallel, auxiliary_loss, balance_experts, z_loss
+from meshwright.expert_parallel import (
+    ExpertParallel,
+    auxiliary_loss,
+    balance_experts,
+    counts_of,
+    z_loss,
+)
 from meshwright.expert_parallel.forms import form_of
 from meshwright.expert_parallel.layer import ExpertLayer
 from meshwright.gradients import LocalLoss
@@ -96,10 +102,21 @@ def with_balance(
 
 
 def move_biases(model: nn.Module, expert: ExpertPlan, *, is_skipped: bool) -> None:
-    """Move the selection biases of routers after a step; what a step that `is_skipped` counted is
-    dropped."""
-    if expert.bias_rate is not None and any(isinstance(p, ExpertLayer) for p in model.modules()):
+    """Move the biases by which routers choose, after a step; one that is skipped does not count."""
+    if expert.bias_rate is not None and _has_experts(model):
         balance_experts(model, 0.0 if is_skipped else expert.bias_rate)
+
+
+def imbalance(model: nn.Module, everyone: Communicator) -> float:
+    """Return the tokens of the busiest expert, over the mean of its layer, in the last step."""
+    own = 0.0
+    for counts in counts_of(model).values() if _has_experts(model) else ():
+        own = max(own, counts.max().item() * len(counts) / max(counts.sum().item(), 1))
+    return max(everyone.gather_values(own, label="imbalance of experts"))
+
+
+def _has_experts(model: nn.Module) -> bool:
+    return any(isinstance(part, ExpertLayer) for part in model.modules())
 
 
 _COEFFICIENT, _RETURNED = "router_aux_loss_coef", "output_router_logits"

@@ -31,7 +31,7 @@ from meshwright.comm.failures.sameness import Exchange, require_equal
 from meshwright.composition.data_layout import DataLayout, LayoutCommunicators
 from meshwright.composition.description import Description
 from meshwright.composition.example_run import evaluating
-from meshwright.composition.expert_rules import move_biases, with_balance
+from meshwright.composition.expert_rules import imbalance, move_biases, with_balance
 from meshwright.composition.loss_sources import LossSources
 from meshwright.composition.whole_run import AxisTraffic, add_traffic
 from meshwright.errors import LayoutError, NonFiniteError, PlanError
@@ -266,6 +266,14 @@ class Trainable:
     def entries(self) -> tuple[tuple[int, nn.Module], ...]:
         """The modules that this rank runs on a batch, each with the number of its stage."""
         return ((0, self.module),)
+
+    def expert_imbalance(self) -> float:
+        """Return the tokens of the busiest expert in the last step, over the mean of its layer.
+
+        Without padding, over all ranks; 0.0 without axis expert. All ranks must call this.
+        """
+        has_axis = self._peers.expert is not None
+        return imbalance(self.module, self._peers.everyone) if has_axis else 0.0
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Map original names to this rank's parameters (or shards); a tied one once."""
