@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -184,7 +184,7 @@ def pipelined(
     cut, experts = ModelCut.of(model, plan), expert_styles(model, plan)
     moved = moved_to(example, everyone)
     traffic = _checked(model, plan, moved, cut, experts, peers, draws)
-    found = _stages_of(model, plan, moved, cut, peers, draws)
+    found = _stages_of(model, plan, moved, cut, experts, peers, draws)
     style = "v" if plan.pipeline.schedule in ("zbv", "dualpipev") else "loop"
     holders = stage_ranks(pipeline.size, len(found.modules), style)
     mine = [stage for stage, rank in enumerate(holders) if rank == pipeline.rank]
@@ -284,6 +284,7 @@ def _stages_of(
     plan: Plan,
     example: Inputs,
     cut: ModelCut,
+    experts: Collection[str],
     peers: LayoutCommunicators,
     draws: Draws | None,
 ) -> CutModel:
@@ -292,7 +293,9 @@ def _stages_of(
     # A trace fixes the dtypes of what stages send, so run it under autocast.
     computing = autocast_of(plan, peers.everyone.device, keeps_casts=False)()
     with rehearsal, computing:
-        found = cut_model(model, plan.pipeline, peers.pipeline.size, example, tensor=cut)
+        found = cut_model(
+            model, plan.pipeline, peers.pipeline.size, example, tensor=cut, experts=experts
+        )
     _check(plan, found)
     return found
 

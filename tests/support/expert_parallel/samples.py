@@ -92,7 +92,8 @@ class Own(nn.Module):
         for expert in range(self.num_experts):
             token, slot = (indices == expert).nonzero(as_tuple=True)
             if len(token):
-                y = torch.tanh(x[token] @ self.w[expert] * self.scale[expert])
+                y = (x[token] @ self.w[expert]).to(self.scale.dtype)
+                y = torch.tanh(y * self.scale[expert])
                 y = y * weights[token, slot, None]
                 found = found.index_add(0, token, y.to(found.dtype))
         return found
