@@ -14,7 +14,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.expert_parallel import experts
-from meshwright.plan import BucketPlan, PipelinePlan, Plan, ShardPlan, TensorPlan, TrainPlan
+from meshwright.plan import (
+    BucketPlan,
+    ExpertPlan,
+    PipelinePlan,
+    Plan,
+    ShardPlan,
+    TensorPlan,
+    TrainPlan,
+)
 from meshwright.testing import MODELS, Sample
 from support.expert_parallel.samples import D, Fused, Own
 from support.internals.axes import Axes
@@ -29,6 +37,7 @@ ACCUMULATED = (1, 2)
 CLIPPED = (False, True)
 OPTIMIZERS = ("momentum", "adamw")
 OPTIONS = ("", "recompute", "other units")
+EXPERT_OPTIONS = (*OPTIONS, "pairs", "compile")
 
 SINGLE_AXES = (
     *("replicate=2", "shard=2", "tensor=2", "pipeline=2"),
@@ -298,6 +307,8 @@ def is_legal(cell: Cell) -> bool:
         return False
     if cell.option == "recompute" and not ROWS[cell.model].recompute:
         return False
+    if cell.option == "compile" and cell.schedule in ("zb1p", "zbv", "dualpipev"):
+        return False  # which run a backward in two halves
     if cell.option == "other units" and "replicate" not in cell.axes and "shard" not in cell.axes:
         return False
     if cell.model == "deep" and cell.precision in ("bfloat16", "narrow"):
@@ -327,6 +338,7 @@ def plan_of(cell: Cell) -> Plan:
             microbatches=cell.microbatches,
             split="auto",
         ),
+        expert=ExpertPlan(exchange="pairs") if cell.option == "pairs" else ExpertPlan(),
         tensor=TensorPlan(rules=row.rules if cell.size("tensor") > 1 else None),
         shard=ShardPlan(units=("",), reshard_after_forward=False)
         if others and is_sharded
@@ -338,6 +350,7 @@ def plan_of(cell: Cell) -> Plan:
             clip_norm=0.05 if cell.is_clipped else None,
             recompute=row.recompute if cell.option == "recompute" else (),
             batch_norm=cell.batch_norm if is_data or cell.schedule else None,
+            compile=cell.option == "compile",
             dropout="global" if cell.model == "dropout" else "local",
         ),
     )
@@ -413,11 +426,17 @@ def quick() -> list[Cell]:
 
 
 def over_experts() -> list[Cell]:
-    """Every layout with axis expert, and what goes with it, in pairs."""
-    pipelined = [each for each in EXPERT_AXES if "pipeline" in each]
-    plain = [each for each in EXPERT_AXES if each not in pipelined]
-    found = [*pairs(plain, [*_EXPERTS]), *pairs(pipelined, [*_EXPERTS])]
-    return [*found, *pairs(THREE_WITH_EXPERTS, [*_EXPERTS])]
+    """Every layout with axis expert, three times in float64, and pairs in half precision."""
+    details = pairwise((LOSSES, ("double",), ACCUMULATED, CLIPPED, OPTIMIZERS, EXPERT_OPTIONS))
+    every = [*layouts(EXPERT_AXES), *layouts(THREE_WITH_EXPERTS)]
+    some = [(a, s) for a, s in every if a not in THREE_WITH_EXPERTS or s in THREE_SCHEDULES]
+    found = []
+    for number, (axes, schedule) in enumerate(some):
+        turned = (details[(3 * number + k) % len(details)] for k in range(len(details)))
+        cells = (cell_of((axes, "mixture", schedule, *detail)) for detail in turned)
+        found += itertools.islice(filter(is_legal, cells), 3)
+    plain = [each for each in EXPERT_AXES if "pipeline" not in each]
+    return found + [cell for cell in pairs(plain, ["mixture"]) if cell.precision != "double"]
 
 
 def full() -> list[Cell]:
