@@ -237,8 +237,9 @@ def _lay_out(
     device, group, count = peers.everyone.device, peers.pipeline.group, len(found.modules)
     for number in mine:
         module = found.modules[number]
-        cut_over_tensor(module, cut, peers)
-        split_over_experts(module, experts, peers)
+        # A copy has been followed, see `_checked`; a compiler would trace what follows a stage.
+        cut_over_tensor(module, cut, peers, follows=False)
+        split_over_experts(module, experts, peers, follows=False)
         if plan.train.batch_norm == "sync":
             synchronize_batch_norm(module, peers.sums)
         recompute_modules(module, plan)

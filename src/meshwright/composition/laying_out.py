@@ -155,15 +155,20 @@ def equalize(model: nn.Module, everyone: Communicator) -> None:
     broadcast_tensors(everyone, tensors, label="broadcast parameters")
 
 
-def cut_over_tensor(module: nn.Module, cut: ModelCut, peers: LayoutCommunicators) -> None:
-    """Shard modules of a model, or of one stage, over the ranks of axis tensor, in place."""
+def cut_over_tensor(
+    module: nn.Module, cut: ModelCut, peers: LayoutCommunicators, *, follows: bool = True
+) -> None:
+    """Shard modules of a model, or of one stage, over the ranks of axis tensor, in place.
+
+    ``follows``: its next forward is eager, and the first since it was cut.
+    """
     mesh = peers.mesh_of("tensor")
     here = {name for name, _ in module.named_modules()}
     styles = {name: STYLES[style]() for name, style in cut.styles.items() if name in here}
     if mesh is None or not styles:
         return
     cut.set_widths(module)
-    _apply_styles(module, mesh, styles, "[tensor] rules")
+    _apply_styles(module, mesh, styles, "[tensor] rules", follows)
     axis = peers.tensor
     for name in styles:
         part = module.get_submodule(name)
@@ -173,22 +178,33 @@ def cut_over_tensor(module: nn.Module, cut: ModelCut, peers: LayoutCommunicators
 
 
 def split_over_experts(
-    module: nn.Module, styles: Mapping[str, ParallelStyle], peers: LayoutCommunicators
+    module: nn.Module,
+    styles: Mapping[str, ParallelStyle],
+    peers: LayoutCommunicators,
+    *,
+    follows: bool = True,
 ) -> None:
-    """Give each rank of axis expert its experts of a model, or of one stage, in place."""
+    """Give each rank of axis expert its experts of a model, or of one stage, in place.
+
+    ``follows`` as in `cut_over_tensor`.
+    """
     mesh = peers.mesh_of("expert")
     here = {name for name, _ in module.named_modules()}
     styles = {name: style for name, style in styles.items() if name in here}
     if mesh is not None and styles:
-        _apply_styles(module, mesh, styles, "[expert] modules")
+        _apply_styles(module, mesh, styles, "[expert] modules", follows)
 
 
 def _apply_styles(
-    module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, ParallelStyle], setting: str
+    module: nn.Module,
+    mesh: DeviceMesh,
+    styles: Mapping[str, ParallelStyle],
+    setting: str,
+    follows: bool,
 ) -> None:
     try:
         # Parameters are equal on all ranks by now, so no broadcast is needed.
-        apply_plan(module, mesh, styles, src_data_rank=None)
+        apply_plan(module, mesh, styles, src_data_rank=None, follows=follows)
         check_ties(module)
     except ValueError as error:
         raise PlanError(f"{setting}: {error}") from error

@@ -26,11 +26,7 @@ from torch.overrides import TorchFunctionMode
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import AnyPlacement, known_at_rest
 from meshwright.layout import Partial, Placement, Replicate, Shard
-from meshwright.torch_internals.modules import (
-    compiled_call_of,
-    forward_hooks_of,
-    forward_pre_hooks_of,
-)
+from meshwright.torch_internals.modules import forward_hooks_of, forward_pre_hooks_of
 from meshwright.torch_internals.tensors import function_depth, function_modes
 from meshwright.torch_internals.trees import tree_leaves
 
@@ -154,8 +150,7 @@ def follow_first_forward(module: nn.Module, check: Callable[[nn.Module], None]) 
         check(module)
         _remove(forward_pre_hooks_of(module), begin)
         before.update(_spread_buffers(module))
-        if all(compiled_call_of(part) is None for part in module.modules()):
-            mode.__enter__()  # a compiler would trace it
+        mode.__enter__()
 
     def end(module: nn.Module, inputs: object, output: object) -> None:
         if torch.compiler.is_compiling():
