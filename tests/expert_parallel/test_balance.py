@@ -324,9 +324,11 @@ def check_counts_recomputed() -> None:
             term, output = auxiliary_loss(many, 1.0), one(**batch(1), output_router_logits=True)
             close = {"rtol": 1e-6, "atol": 0, "check_dtype": False}
             torch.testing.assert_close(summed(term) / 2, output.aux_loss.detach(), **close)
-            loss = loss + term
+            loss, before = loss + term, z_loss(many).detach()
         loss.backward()
         same(counts_of(many), expected)
+        if not reentrant:
+            assert torch.equal(z_loss(many), before)  # no logits are kept twice
 
 
 def test_recomputation_is_not_counted(ranks: Ranks) -> None:

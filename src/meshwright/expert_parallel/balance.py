@@ -88,7 +88,7 @@ def counts_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def balance_experts(model: nn.Module, rate: float = 1e-3) -> None:
+def balance_experts(model: nn.Module, rate: float | torch.Tensor = 1e-3) -> None:
     """Move the biases by which routers choose towards experts that got few tokens in the last step.
 
     ``bias += rate * sign(mean(counts) - counts)``, with the counts of `counts_of`, for each buffer
@@ -109,7 +109,7 @@ def balance_experts(model: nn.Module, rate: float = 1e-3) -> None:
     for name, counts in counts_of(model).items():
         if name in biases:  # whole numbers: the same bits on every layout
             sign = (counts.sum() - counts * len(counts)).sign()
-            biases[name].add_(sign.to(biases[name]), alpha=rate)
+            biases[name].add_(rate * sign.to(biases[name]))
         if TALLY in vars(layers[name]):
             vars(layers[name])[TALLY] = (vars(layers[name])[TALLY][0], -1)
 
