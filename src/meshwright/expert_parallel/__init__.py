@@ -3,8 +3,8 @@
 Bottom-up:
 
     exchange    rows to the ranks of their experts and back: differentiable, each way one message
-    arithmetic  matrix products of experts whose weights are one tensor
     forms       which modules hold experts
+    arithmetic  matrix products of experts whose weights are one tensor
     listed      `experts_of`: a list of experts as one module
     routing     what a forward leaves behind: logits of routers, tokens of each expert
     layer       the class around a module of experts

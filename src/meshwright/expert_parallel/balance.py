@@ -129,7 +129,8 @@ def _bias_of(model: nn.Module, name: str, layers: Mapping[str, ExpertLayer]) -> 
 
 def _statistics(calls: list[Logits]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return counts of this rank's tokens, by expert and in all, and sums of probabilities."""
-    counts, sums = [], []
+    counts: list[torch.Tensor] = []
+    sums: list[torch.Tensor] = []
     for call in calls:
         probabilities, kept = call.values.softmax(-1), call.kept.unsqueeze(1)
         chosen = probabilities.detach().topk(call.k).indices

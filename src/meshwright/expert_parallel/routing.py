@@ -18,7 +18,7 @@ from meshwright.comm.dtensors.exchanging import exchanged_over
 from meshwright.comm.graphs.untraced import apart, untraced
 from meshwright.torch_internals.autograd import running_backward
 
-(RECORDED,) = ("_can_record_outputs",)
+RECORDED = "_can_record_outputs"
 """Of Hugging Face: by kind of output, which modules return it, and at which index."""
 OWN_LOSS = "output_router_logits"
 ROUTING, TALLY = "_meshwright_routing", "_meshwright_tally"
