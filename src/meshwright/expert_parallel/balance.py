@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -46,7 +46,7 @@ def auxiliary_loss(
     terms = []
     for routing in routings:
         _check_formula(routing)
-        counts, sums = map(sum, zip(*map(_statistics, routing.logits), strict=True))
+        counts, sums = _statistics(routing.logits)
         total = _summed(counts, axes if balance == "global" else ()).to(sums.dtype)
         tokens = total[-1].clamp(min=1)
         # P is this rank's part of the mean over all tokens, times the number of ranks.
@@ -88,7 +88,7 @@ def counts_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def balance_experts(model: nn.Module, rate: float = 1e-3) -> None:
+def balance_experts(model: nn.Module, rate: float | torch.Tensor = 1e-3) -> None:
     """Move the biases by which routers choose towards experts that got few tokens in the last step.
 
     ``bias += rate * sign(mean(counts) - counts)``, with the counts of `counts_of`, for each buffer
@@ -109,17 +109,17 @@ def balance_experts(model: nn.Module, rate: float = 1e-3) -> None:
     for name, counts in counts_of(model).items():
         if name in biases:  # whole numbers: the same bits on every layout
             sign = (counts.sum() - counts * len(counts)).sign()
-            biases[name].add_(sign.to(biases[name]), alpha=rate)
+            biases[name].add_(rate * sign.to(biases[name]))
         if TALLY in vars(layers[name]):
             vars(layers[name])[TALLY] = (vars(layers[name])[TALLY][0], -1)
 
 
-def _bias_of(model: nn.Module, name: str, names: Collection[str]) -> torch.Tensor | None:
+def _bias_of(model: nn.Module, name: str, layers: Mapping[str, ExpertLayer]) -> torch.Tensor | None:
     """Return the bias in the largest block around the experts ``name`` that holds no others."""
-    experts = model.get_submodule(name)._meshwright_style.experts
+    experts = layers[name]._meshwright_style.experts
     while name:
         name = name.rpartition(".")[0]
-        if sum(f"{other}.".startswith(f"{name}.".lstrip(".")) for other in names) > 1:
+        if sum(f"{other}.".startswith(f"{name}.".lstrip(".")) for other in layers) > 1:
             break
         for path, buffer in model.get_submodule(name).named_buffers():
             if path.rpartition(".")[2] == _BIAS and buffer.shape == (experts,):
@@ -127,14 +127,18 @@ def _bias_of(model: nn.Module, name: str, names: Collection[str]) -> torch.Tenso
     return None
 
 
-def _statistics(call: Logits) -> tuple[torch.Tensor, torch.Tensor]:
+def _statistics(calls: list[Logits]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return counts of this rank's tokens, by expert and in all, and sums of probabilities."""
-    probabilities = call.values.softmax(-1)
-    chosen = probabilities.detach().topk(call.k).indices
-    kept = call.kept.unsqueeze(1)
-    counts = kept.new_zeros(probabilities.shape[1])
-    counts.scatter_add_(0, chosen.reshape(-1), kept.expand_as(chosen).reshape(-1))
-    return torch.cat([counts, kept.sum(0)]), (_wide(probabilities) * kept).sum(0)
+    counts: list[torch.Tensor] = []
+    sums: list[torch.Tensor] = []
+    for call in calls:
+        probabilities, kept = call.values.softmax(-1), call.kept.unsqueeze(1)
+        chosen = probabilities.detach().topk(call.k).indices
+        each = kept.new_zeros(probabilities.shape[1])
+        each.scatter_add_(0, chosen.reshape(-1), kept.expand_as(chosen).reshape(-1))
+        counts.append(torch.cat([each, kept.sum(0)]))
+        sums.append((_wide(probabilities) * kept).sum(0))
+    return torch.stack(counts).sum(0), torch.stack(sums).sum(0)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

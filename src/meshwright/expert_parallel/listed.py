@@ -17,9 +17,9 @@ def experts_of(block: nn.Module) -> nn.Module:
     """Replace the one ``nn.ModuleList`` of ``block``, its experts, by a module, and return that.
 
     The block calls it with tokens (n, D), the indices of their experts (n, K) and their weights
-    (n, K); it returns (n, D). It is one for `ExpertParallel`. State dicts have the names and shapes
-    of the list; under the style ``state_dict`` gathers them, on all ranks. Call it before
-    optimizers are made: parameters are new ones, as many as one expert has, with dim 0 the expert.
+    (n, K), and gets (n, D). Its parameters are new ones: those of all experts, stacked along dim 0.
+    State dicts have the names and shapes of the list; under `ExpertParallel` ``state_dict`` gathers
+    them, on all ranks together.
 
     Raises ValueError unless all experts are alike, and without buffers.
     """
@@ -30,15 +30,14 @@ def experts_of(block: nn.Module) -> nn.Module:
             f"{sorted(lists) or 'none'}"
         )
     ((name, listed),) = lists.items()
-    forms = [
+    alike = {
         (
             type(each),
-            {key: (p.shape, p.dtype, p.requires_grad) for key, p in each.named_parameters()},
+            *((key, p.shape, p.dtype, p.requires_grad) for key, p in each.named_parameters()),
         )
         for each in listed
-    ]
-    has_buffers = any(True for _ in listed.buffers())
-    if not forms or not forms[0][1] or has_buffers or any(form != forms[0] for form in forms):
+    }
+    if len(alike) != 1 or any(True for _ in listed.buffers()):
         raise ValueError(
             f"expected experts of '{name}' of one class, with parameters of equal names, shapes "
             f"and dtypes and without buffers, found {listed}"
@@ -81,10 +80,7 @@ class ListedExperts(nn.Module):
 
 
 def _unstack(module: ListedExperts, state: dict[str, Any], prefix: str, metadata: object) -> None:
-    parts = {}
-    for key, name in module.names.items():
-        stacked = state.pop(prefix + key)
-        parts[name] = whole(stacked).unbind()
+    parts = {name: whole(state.pop(prefix + key)).unbind() for key, name in module.names.items()}
     for i in range(module.num_experts):
         state.update({f"{prefix}{i}.{name}": part[i] for name, part in parts.items()})
 

@@ -18,7 +18,7 @@ from meshwright.comm.dtensors.exchanging import exchanged_over
 from meshwright.comm.graphs.untraced import apart, untraced
 from meshwright.torch_internals.autograd import running_backward
 
-(RECORDED,) = ("_can_record_outputs",)
+RECORDED = "_can_record_outputs"
 """Of Hugging Face: by kind of output, which modules return it, and at which index."""
 OWN_LOSS = "output_router_logits"
 ROUTING, TALLY = "_meshwright_routing", "_meshwright_tally"
@@ -84,7 +84,7 @@ def record_routers(root: nn.Module) -> None:
 
 def _index_of(part: nn.Module, recorded: Any) -> int | None:  # noqa: ANN401 - of Hugging Face
     """Return where in its output a router has its logits; None for any other module."""
-    for entry in recorded if isinstance(recorded, list | tuple) else [recorded]:
+    for entry in recorded if type(recorded) is list else [recorded]:
         kind = getattr(entry, "target_class", entry)
         if isinstance(kind, type) and isinstance(part, kind):
             return getattr(entry, "index", 1)
@@ -99,7 +99,8 @@ def _begin(model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -
         bound = inspect.signature(model.forward).bind_partial(*inputs).arguments if inputs else {}
         mask, asked = [{**bound, **options}.get(key) for key in ("attention_mask", OWN_LOSS)]
         is_plain = isinstance(mask, torch.Tensor) and mask.ndim == 2
-        routing.mask, routing.logits = mask if is_plain else None, []
+        routing.mask = mask if is_plain else None
+        routing.logits.clear()
         own = getattr(getattr(model, "config", None), OWN_LOSS, False)
         routing.has_own_loss = bool(own if asked is None else asked)
 
