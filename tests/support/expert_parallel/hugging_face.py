@@ -1,0 +1,223 @@
+"""Small models of Hugging Face that have experts: random weights, nothing is fetched."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from meshwright import comm, parallelize_module
+from meshwright.expert_parallel import ExpertParallel
+from support.expert_parallel.samples import expert_mesh
+from support.expert_parallel.wide import wide
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+__all__ = [
+    "CLOSE", "FIVE", "check_gradients", "close", "experts_in", "folders", "import_folder", "own",
+    "over_experts", "plain_and_split", "share", "tiny", "trained", "words",
+]  # fmt: skip
+
+FIVE = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
+CLOSE, FLOOR = 1e-9, 1e-14
+"""Of the largest element of a tensor; and what counts as zero."""
+WORDS, LENGTH, BATCH = 31, 6, 4
+
+TINY: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "moe_hidden_size"), 32),
+    **dict.fromkeys(
+        (
+            *("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
+            *("shared_intermediate_size", "shared_experts_intermediate_size"),
+            *("moe_shared_expert_intermediate_size", "dense_intermediate_size"),
+            *("prefix_dense_intermediate_size", "router_hidden_size", "ssm_state_size"),
+            *("q_lora_rank", "kv_lora_rank", "o_lora_rank", "gated_norm_rank", "hc_lowrank"),
+        ),
+        16,
+    ),
+    **dict.fromkeys(
+        (
+            *("head_dim", "v_head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "index_head_dim"),
+            *("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim", "swa_head_dim"),
+            *("mamba_head_dim", "mamba_d_head", "rotary_dim", "global_head_dim"),
+        ),
+        8,
+    ),
+    **dict.fromkeys(
+        (
+            *("num_attention_heads", "swa_num_attention_heads", "linear_num_heads"),
+            *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+        ),
+        4,
+    ),
+    **dict.fromkeys(
+        (
+            *("num_key_value_heads", "swa_num_key_value_heads", "index_n_heads", "num_hidden_layers"),
+            *("linear_num_key_heads", "linear_num_value_heads", "o_groups", "hc_mult"),
+            *("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"),
+        ),
+        2,
+    ),
+    **dict.fromkeys(
+        (
+            *("n_group", "topk_group", "n_shared_experts", "moe_num_shared_experts"),
+            *("num_shared_experts", "first_k_dense_replace", "num_dense_layers", "pretraining_tp"),
+        ),
+        1,
+    ),
+    **dict.fromkeys(("sliding_window", "sliding_window_size", "index_topk"), 4),
+    **dict.fromkeys(("num_mtp_layers", "num_nextn_predict_layers", "pad_token_id"), 0),
+    **dict.fromkeys(("bos_token_id",), 1),
+    **dict.fromkeys(("eos_token_id",), 2),
+    **{"vocab_size": WORDS, "unpadded_vocab_size": WORDS, "max_position_embeddings": 64},
+    **{"router_jitter_noise": 0.0, "input_jitter_noise": 0.0, "tie_word_embeddings": False},
+}
+"""Of these a configuration gets what it has itself."""
+
+OTHERWISE: dict[str, dict[str, Any]] = {}
+"""What a folder's configuration must have otherwise."""
+
+
+def folders() -> list[str]:
+    """Find the folders of transformers whose experts have exchangeable implementations."""
+    import transformers
+
+    files = Path(transformers.__file__).parent.glob("models/*/modeling_*.py")
+    decorated = [x for x in files if "\n@use_experts_implementation" in x.read_text()]
+    return sorted({file.parent.name for file in decorated})
+
+
+def import_folder(folder: str) -> Any:  # noqa: ANN401 - a module
+    """Import the models of ``folder``, here and in the server of ranks."""
+    return importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+
+
+def is_decorated(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, nn.Module) and hasattr(kind, "_apply_gate")
+
+
+def _class_of(folder: str) -> Any:  # noqa: ANN401 - a class of Hugging Face
+    """Choose the model with a head for words, else the largest without, whose config has experts.
+
+    Models of pictures and words have experts in their text model.
+    """
+    module = import_folder(folder)
+    if not any(map(is_decorated, vars(module).values())):
+        raise LookupError(f"{folder}: no class is decorated")
+    found = []
+    for name, kind in vars(module).items():
+        config = getattr(kind, "config_class", None)
+        if not isinstance(kind, type) or config is None or kind.__module__ != module.__name__:
+            continue
+        names = {field.name for field in dataclasses.fields(config)}
+        has = names & {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
+        ends = [name.endswith(end) for end in ("ForCausalLM", "TextModel", "Model")]
+        if has and any(ends) and "PreTrained" not in name and "Vision" not in name:
+            found.append((ends.index(True), name, kind))
+    if not found:
+        raise LookupError(f"{folder}: no model's own configuration has experts")
+    return min(found, key=lambda entry: entry[:2])[2]
+
+
+def tiny(folder: str, **more: Any) -> Any:  # noqa: ANN401 - a model of Hugging Face
+    """Build a model of ``folder`` in float64, in training, each parameter moved off its start."""
+    kind = _class_of(folder)
+    names = {field.name for field in dataclasses.fields(kind.config_class)}
+    given = {key: value for key, value in TINY.items() if key in names}
+    if "kv_lora_rank" in names:  # a head of keys and values for each of queries
+        given["num_key_value_heads"] = given["num_attention_heads"]
+    config = kind.config_class(**{**given, **OTHERWISE.get(folder, {}), **more})
+    torch.manual_seed(0)
+    model = kind(config).double().train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn_like(buffer))
+    return model
+
+
+def experts_in(model: nn.Module) -> list[str]:
+    """Name the modules of experts."""
+    return [name for name, module in model.named_modules() if is_decorated(type(module))]
+
+
+def over_experts(model: Any, **settings: Any) -> Any:  # noqa: ANN401
+    """Split the experts of ``model`` over all ranks."""
+    mesh = expert_mesh()
+    plan = dict.fromkeys(experts_in(model), ExpertParallel(**settings))
+    return parallelize_module(model, mesh["expert"], plan)
+
+
+def plain_and_split(folder: str, **more: Any) -> tuple[Any, Any]:
+    """A model as one process has it, and the same with its experts split."""
+    one = tiny(folder, **more)
+    many = over_experts(copy.deepcopy(one))
+    one.set_experts_implementation("eager")  # the default raises in float64
+    return one, many
+
+
+def words(batch: int = BATCH) -> torch.Tensor:
+    """Tokens, equal on all ranks, without those that begin, end or fill."""
+    generator = torch.Generator().manual_seed(7)
+    return torch.randint(3, WORDS, (batch, LENGTH), generator=generator)
+
+
+def share(x: torch.Tensor) -> torch.Tensor:
+    """This rank's rows."""
+    world = comm.communicator()
+    return x.chunk(world.size)[world.rank]
+
+
+def trained(model: Any, ids: torch.Tensor, over: int = 1) -> torch.Tensor:  # noqa: ANN401
+    """One forward and backward, whose loss is divided by ``over``; the logits."""
+    with wide():
+        found = model(input_ids=ids, labels=ids)
+        (found.loss / over).backward()
+    return found.logits.detach()
+
+
+def summed(model: Any, ids: torch.Tensor, weigh: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+    """One forward and backward, whose loss is a sum over all tokens; the outputs."""
+    with wide():
+        found = model(input_ids=ids)[0]
+        (found * weigh[..., : found.shape[-1]]).sum().backward()
+    return found.detach()
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, name: str) -> None:
+    """Compare two tensors at `CLOSE`."""
+    largest = float(expected.detach().abs().max()) if expected.numel() else 0.0
+    torch.testing.assert_close(
+        found.detach(), expected.detach(), rtol=0, atol=max(CLOSE * largest, FLOOR),
+        msg=lambda text: f"{name}: {text}",
+    )  # fmt: skip
+
+
+def own(gradient: torch.Tensor) -> torch.Tensor:
+    """The whole gradient: of experts from all ranks, of others the sum of the ranks' summands."""
+    if isinstance(gradient, DTensor):
+        return gradient.full_tensor()
+    found = gradient.clone()
+    comm.communicator().all_reduce(found).wait()
+    return found
+
+
+def check_gradients(one: nn.Module, many: nn.Module) -> None:
+    """Compare the gradient of every parameter; at least one of them is of experts."""
+    experts = 0
+    for (name, whole), mine in zip(one.named_parameters(), many.parameters(), strict=True):
+        assert (whole.grad is None) == (mine.grad is None), name
+        if whole.grad is not None and mine.grad is not None:
+            assert isinstance(mine.grad, DTensor) == isinstance(mine, DTensor), name
+            experts += isinstance(mine, DTensor) and bool(whole.grad.any())
+            close(own(mine.grad), whole.grad, name)
+    assert experts > 1
