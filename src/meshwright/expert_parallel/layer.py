@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from meshwright.comm.graphs.untraced import untraced
 from meshwright.comm.streams import is_host
 from meshwright.expert_parallel.arithmetic import fused_experts
 from meshwright.expert_parallel.exchange import Route, moved, pairs_of, plan_route
-from meshwright.expert_parallel.forms import ExpertForm
+from meshwright.expert_parallel.forms import ExpertForm, records_router_logits
 from meshwright.tensor_parallel.layouts import Site
 from meshwright.torch_internals.autograd import running_backward
 from meshwright.torch_internals.tensors import version_of
@@ -44,7 +45,10 @@ class ExpertSettings:
     partial: tuple[()] = ()
     """Gradients of no parameter lack a sum over this axis."""
     routes: weakref.WeakSet[Route] = field(default_factory=weakref.WeakSet)
-    """Those whose graphs are alive: a recomputation has to find its own among them."""
+    """Those whose graphs are alive: a recomputation has to find its own among them,"""
+    ungraphed: deque[tuple[list[int], int]] = field(default_factory=lambda: deque(maxlen=128))
+    """or among the last ones without a graph, with which reentrant recomputation begins: counts,
+    and a hash of indices."""
 
     def __deepcopy__(self, memo: object) -> ExpertSettings:
         return self
@@ -79,7 +83,7 @@ class ExpertLayer(nn.Module):
         self, hidden: torch.Tensor, routing: torch.Tensor, weights: torch.Tensor | None = None
     ) -> torch.Tensor:
         settings = self._meshwright_style
-        self._check_config()
+        self._check_auxiliary()
         x = hidden.reshape(-1, hidden.shape[-1])
         if settings.form is ExpertForm.COUNTED:
             indices = _sorted_experts(routing, len(x), settings)
@@ -157,10 +161,9 @@ class ExpertLayer(nn.Module):
 
     # ------------------------------------------------------------------ what is checked
 
-    def _check_config(self) -> None:
+    def _check_auxiliary(self) -> None:
         settings = self._meshwright_style
-        config = getattr(self, "config", None)
-        if not settings.own_auxiliary and getattr(config, "output_router_logits", False):
+        if not settings.own_auxiliary and records_router_logits(self):
             raise ValueError(
                 f"axis {settings.site.axis.axis}: the model returns an auxiliary loss of its own "
                 "(output_router_logits=True), computed from this rank's tokens. Set it to False "
@@ -182,18 +185,24 @@ class ExpertLayer(nn.Module):
 
     def _note(self, route: Route) -> None:
         """Count the tokens of each expert, once; compare a recomputed route with the first."""
-        routes = self._meshwright_style.routes
+        settings = self._meshwright_style
         if running_backward() == -1:
             if torch.is_grad_enabled():
-                routes.add(route)
+                settings.routes.add(route)
+            else:
+                settings.ungraphed.append((route.counts, _hash_of(route.indices)))
             if self.training:  # without gradients, too: reentrant recomputation begins like that
                 before = self.routed or (0,) * len(route.counts)
                 self.routed = tuple(map(add, before, route.counts))
             return
-        if not routes or any(_is_same(route, known) for known in routes):
+        routes = list(settings.routes)
+        known = [r.counts for r in routes] + [counts for counts, _ in settings.ungraphed]
+        if not known or any(_is_same(route, r) for r in routes):
             return
-        known = min(routes, key=lambda r: _difference(r.counts, route.counts))
-        pairs = enumerate(zip(route.counts, known.counts, strict=True))
+        if route.counts in known and (route.counts, _hash_of(route.indices)) in settings.ungraphed:
+            return
+        nearest = min(known, key=lambda counts: _difference(counts, route.counts))
+        pairs = enumerate(zip(route.counts, nearest, strict=True))
         other = [f"expert {e}: {now} tokens, {before} before" for e, (now, before) in pairs
                  if now != before]  # fmt: skip
         raise RuntimeError(
@@ -237,6 +246,11 @@ def _is_same(route: Route, known: Route) -> bool:
         return False
     # On a device a comparison of all indices would stop the host.
     return not is_host(route.indices.device) or torch.equal(route.indices, known.indices)
+
+
+def _hash_of(indices: torch.Tensor) -> int:
+    """Hash which experts tokens go to; 0 on a device, where the host would have to wait."""
+    return hash(indices.cpu().numpy().tobytes()) if is_host(indices.device) else 0
 
 
 def _difference(counts: list[int], others: list[int]) -> int:

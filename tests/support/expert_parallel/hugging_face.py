@@ -21,8 +21,8 @@ from support.expert_parallel.wide import wide
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 __all__ = [
-    "CLOSE", "FIVE", "check_gradients", "close", "experts_in", "folders", "import_folder", "own",
-    "over_experts", "plain_and_split", "share", "tiny", "trained", "words",
+    "CLOSE", "FIVE", "check_gradients", "check_sum", "close", "experts_in", "folders",
+    "import_folder", "over_experts", "own", "plain_and_split", "share", "tiny", "trained", "words",
 ]  # fmt: skip
 
 FIVE = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
@@ -59,7 +59,12 @@ TINY: dict[str, Any] = {
     ),
     **dict.fromkeys(
         (
-            *("num_key_value_heads", "swa_num_key_value_heads", "index_n_heads", "num_hidden_layers"),
+            *(
+                "num_key_value_heads",
+                "swa_num_key_value_heads",
+                "index_n_heads",
+                "num_hidden_layers",
+            ),
             *("linear_num_key_heads", "linear_num_value_heads", "o_groups", "hc_mult"),
             *("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"),
         ),
@@ -78,10 +83,42 @@ TINY: dict[str, Any] = {
     **dict.fromkeys(("eos_token_id",), 2),
     **{"vocab_size": WORDS, "unpadded_vocab_size": WORDS, "max_position_embeddings": 64},
     **{"router_jitter_noise": 0.0, "input_jitter_noise": 0.0, "tie_word_embeddings": False},
+    **{"mlp_layer_types": ["dense", "sparse"], "mlp_only_layers": [], "use_cache": False},
+    **{"enable_moe_block": True, "use_mamba_kernels": False},
 }
 """Of these a configuration gets what it has itself."""
 
-OTHERWISE: dict[str, dict[str, Any]] = {}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+
+OTHERWISE: dict[str, dict[str, Any]] = {
+    "ernie4_5_vl_moe": {
+        "moe_intermediate_size": [16, 8],
+        "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]},
+    },
+    "gemma4": {"vocab_size_per_layer_input": WORDS, "hidden_size_per_layer_input": 8},
+    "glm4v_moe": {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}},
+    "glm5_next": {
+        "qk_rope_head_dim": 0,
+        "index_kpool": 2,
+        "layer_types": ["linear_attention", "indexed_attention"],
+    },
+    "granitemoehybrid": {
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 4,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "nemotron_h": {
+        "layer_types": ["linear_attention", "moe", "full_attention", "moe"],
+        "num_hidden_layers": 4,
+        "mamba_num_heads": 4,
+        "n_groups": 2,
+        "chunk_size": 4,
+    },
+    "zaya": {"num_experts_per_tok": 1},
+}
 """What a folder's configuration must have otherwise."""
 
 
@@ -114,12 +151,14 @@ def _class_of(folder: str) -> Any:  # noqa: ANN401 - a class of Hugging Face
     found = []
     for name, kind in vars(module).items():
         config = getattr(kind, "config_class", None)
-        if not isinstance(kind, type) or config is None or kind.__module__ != module.__name__:
+        if not (isinstance(kind, type) and dataclasses.is_dataclass(config)):
+            continue
+        if kind.__module__ != module.__name__ or "PreTrained" in name or "Vision" in name:
             continue
         names = {field.name for field in dataclasses.fields(config)}
         has = names & {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
         ends = [name.endswith(end) for end in ("ForCausalLM", "TextModel", "Model")]
-        if has and any(ends) and "PreTrained" not in name and "Vision" not in name:
+        if has and any(ends):
             found.append((ends.index(True), name, kind))
     if not found:
         raise LookupError(f"{folder}: no model's own configuration has experts")
@@ -157,9 +196,11 @@ def over_experts(model: Any, **settings: Any) -> Any:  # noqa: ANN401
     return parallelize_module(model, mesh["expert"], plan)
 
 
-def plain_and_split(folder: str, **more: Any) -> tuple[Any, Any]:
+def plain_and_split(
+    folder: str, *, dtype: torch.dtype = torch.float64, **more: Any
+) -> tuple[Any, Any]:
     """A model as one process has it, and the same with its experts split."""
-    one = tiny(folder, **more)
+    one = tiny(folder, **more).to(dtype)
     many = over_experts(copy.deepcopy(one))
     one.set_experts_implementation("eager")  # the default raises in float64
     return one, many
@@ -185,21 +226,27 @@ def trained(model: Any, ids: torch.Tensor, over: int = 1) -> torch.Tensor:  # no
     return found.logits.detach()
 
 
-def summed(model: Any, ids: torch.Tensor, weigh: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
-    """One forward and backward, whose loss is a sum over all tokens; the outputs."""
+def check_sum(folder: str) -> None:
+    """Compare one forward and backward of a model without a loss of its own."""
+    one, many = plain_and_split(folder)
+    ids, generator = words(), torch.Generator().manual_seed(1)
+    weigh = torch.randn(*ids.shape, 64, dtype=torch.float64, generator=generator)
     with wide():
-        found = model(input_ids=ids)[0]
-        (found * weigh[..., : found.shape[-1]]).sum().backward()
-    return found.detach()
+        whole, part = one(input_ids=ids)[0], many(input_ids=share(ids))[0]
+        for found, by in ((whole, weigh), (part, share(weigh))):
+            (found * by[..., : found.shape[-1]]).sum().backward()
+    close(part.detach(), share(whole.detach()))
+    check_gradients(one, many)
 
 
-def close(found: torch.Tensor, expected: torch.Tensor, name: str) -> None:
-    """Compare two tensors at `CLOSE`."""
-    largest = float(expected.detach().abs().max()) if expected.numel() else 0.0
+def close(
+    found: torch.Tensor, expected: torch.Tensor, name: str = "outputs", by: float = CLOSE
+) -> None:
+    """Compare two tensors; elements may differ ``by`` a part of the largest one."""
+    largest = float(expected.abs().max()) if expected.numel() else 0.0
     torch.testing.assert_close(
-        found.detach(), expected.detach(), rtol=0, atol=max(CLOSE * largest, FLOOR),
-        msg=lambda text: f"{name}: {text}",
-    )  # fmt: skip
+        found, expected, rtol=0, atol=max(by * largest, FLOOR), msg=lambda text: f"{name}: {text}"
+    )
 
 
 def own(gradient: torch.Tensor) -> torch.Tensor:
@@ -211,13 +258,13 @@ def own(gradient: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def check_gradients(one: nn.Module, many: nn.Module) -> None:
-    """Compare the gradient of every parameter; at least one of them is of experts."""
+def check_gradients(one: nn.Module, many: nn.Module, by: float = CLOSE) -> None:
+    """Compare the gradient of every parameter; two or more of them are of experts."""
     experts = 0
     for (name, whole), mine in zip(one.named_parameters(), many.parameters(), strict=True):
         assert (whole.grad is None) == (mine.grad is None), name
         if whole.grad is not None and mine.grad is not None:
             assert isinstance(mine.grad, DTensor) == isinstance(mine, DTensor), name
             experts += isinstance(mine, DTensor) and bool(whole.grad.any())
-            close(own(mine.grad), whole.grad, name)
+            close(own(mine.grad), whole.grad, name, by)
     assert experts > 1
