@@ -231,8 +231,8 @@ def test_an_auxiliary_loss_of_each_ranks_tokens_is_refused(ranks: Ranks, by: str
         more = {"output_router_logits": True} if by == "argument" else {}
         text = (
             r"^axis expert: the model returns an auxiliary loss of its own "
-            r"\(output_router_logits=True\), computed from this rank's tokens\. Set it to False and "
-            r'give \[expert\] auxiliary and balance = "global", or set balance = "rank"$'
+            r"\(output_router_logits=True\), computed from this rank's tokens\. Set it to False "
+            r'and give \[expert\] auxiliary and balance = "global", or set balance = "rank"$'
         )
         with pytest.raises(ValueError, match=text):
             many(input_ids=ids, labels=ids, **more)

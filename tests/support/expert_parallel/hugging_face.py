@@ -59,13 +59,9 @@ TINY: dict[str, Any] = {
     ),
     **dict.fromkeys(
         (
-            *(
-                "num_key_value_heads",
-                "swa_num_key_value_heads",
-                "index_n_heads",
-                "num_hidden_layers",
-            ),
-            *("linear_num_key_heads", "linear_num_value_heads", "o_groups", "hc_mult"),
+            *("num_hidden_layers", "num_key_value_heads", "swa_num_key_value_heads"),
+            *("index_n_heads", "linear_num_key_heads", "linear_num_value_heads"),
+            *("o_groups", "hc_mult"),
             *("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"),
         ),
         2,
@@ -79,18 +75,25 @@ TINY: dict[str, Any] = {
     ),
     **dict.fromkeys(("sliding_window", "sliding_window_size", "index_topk"), 4),
     **dict.fromkeys(("num_mtp_layers", "num_nextn_predict_layers", "pad_token_id"), 0),
-    **dict.fromkeys(("bos_token_id",), 1),
-    **dict.fromkeys(("eos_token_id",), 2),
-    **{"vocab_size": WORDS, "unpadded_vocab_size": WORDS, "max_position_embeddings": 64},
-    **{"router_jitter_noise": 0.0, "input_jitter_noise": 0.0, "tie_word_embeddings": False},
-    **{"mlp_layer_types": ["dense", "sparse"], "mlp_only_layers": [], "use_cache": False},
-    **{"enable_moe_block": True, "use_mamba_kernels": False},
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "vocab_size": WORDS,
+    "unpadded_vocab_size": WORDS,
+    "max_position_embeddings": 64,
+    "router_jitter_noise": 0.0,
+    "input_jitter_noise": 0.0,
+    "tie_word_embeddings": False,
+    "mlp_layer_types": ["dense", "sparse"],
+    "mlp_only_layers": [],
+    "use_cache": False,
+    "enable_moe_block": True,
 }
 """Of these a configuration gets what it has itself."""
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
 
 OTHERWISE: dict[str, dict[str, Any]] = {
+    "deepseek_v4": {"mlp_layer_types": ["hash_moe", "moe"]},
     "ernie4_5_vl_moe": {
         "moe_intermediate_size": [16, 8],
         "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]},
@@ -117,6 +120,7 @@ OTHERWISE: dict[str, dict[str, Any]] = {
         "n_groups": 2,
         "chunk_size": 4,
     },
+    "qwen3_omni_moe": {"shared_expert_intermediate_size": 16},
     "zaya": {"num_experts_per_tok": 1},
 }
 """What a folder's configuration must have otherwise."""
@@ -131,7 +135,7 @@ def folders() -> list[str]:
     return sorted({file.parent.name for file in decorated})
 
 
-def import_folder(folder: str) -> Any:  # noqa: ANN401 - a module
+def import_folder(folder: str) -> Any:
     """Import the models of ``folder``, here and in the server of ranks."""
     return importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
 
@@ -140,15 +144,13 @@ def is_decorated(kind: object) -> bool:
     return isinstance(kind, type) and issubclass(kind, nn.Module) and hasattr(kind, "_apply_gate")
 
 
-def _class_of(folder: str) -> Any:  # noqa: ANN401 - a class of Hugging Face
-    """Choose the model with a head for words, else the largest without, whose config has experts.
+def _classes_of(folder: str) -> list[Any]:
+    """Choose a model for each kind of configuration that has experts itself.
 
-    Models of pictures and words have experts in their text model.
+    One with a head for words, else the text model. Models of pictures and words have experts there.
     """
     module = import_folder(folder)
-    if not any(map(is_decorated, vars(module).values())):
-        raise LookupError(f"{folder}: no class is decorated")
-    found = []
+    found: dict[type, list[tuple[int, str, Any]]] = {}
     for name, kind in vars(module).items():
         config = getattr(kind, "config_class", None)
         if not (isinstance(kind, type) and dataclasses.is_dataclass(config)):
@@ -159,15 +161,13 @@ def _class_of(folder: str) -> Any:  # noqa: ANN401 - a class of Hugging Face
         has = names & {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
         ends = [name.endswith(end) for end in ("ForCausalLM", "TextModel", "Model")]
         if has and any(ends):
-            found.append((ends.index(True), name, kind))
-    if not found:
-        raise LookupError(f"{folder}: no model's own configuration has experts")
-    return min(found, key=lambda entry: entry[:2])[2]
+            found.setdefault(config, []).append((ends.index(True), name, kind))
+    return [min(kinds, key=lambda entry: entry[:2])[2] for kinds in found.values()]
 
 
-def tiny(folder: str, **more: Any) -> Any:  # noqa: ANN401 - a model of Hugging Face
+def tiny(folder: str, number: int = 0, **more: Any) -> Any:
     """Build a model of ``folder`` in float64, in training, each parameter moved off its start."""
-    kind = _class_of(folder)
+    kind = _classes_of(folder)[number]
     names = {field.name for field in dataclasses.fields(kind.config_class)}
     given = {key: value for key, value in TINY.items() if key in names}
     if "kv_lora_rank" in names:  # a head of keys and values for each of queries
@@ -176,6 +176,9 @@ def tiny(folder: str, **more: Any) -> Any:  # noqa: ANN401 - a model of Hugging 
     torch.manual_seed(0)
     model = kind(config).double().train()
     with torch.no_grad():
+        for name in experts_in(model):  # some folders leave theirs as memory was
+            for parameter in model.get_submodule(name).parameters():
+                parameter.zero_()
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
@@ -189,7 +192,7 @@ def experts_in(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if is_decorated(type(module))]
 
 
-def over_experts(model: Any, **settings: Any) -> Any:  # noqa: ANN401
+def over_experts(model: Any, **settings: Any) -> Any:
     """Split the experts of ``model`` over all ranks."""
     mesh = expert_mesh()
     plan = dict.fromkeys(experts_in(model), ExpertParallel(**settings))
@@ -218,7 +221,7 @@ def share(x: torch.Tensor) -> torch.Tensor:
     return x.chunk(world.size)[world.rank]
 
 
-def trained(model: Any, ids: torch.Tensor, over: int = 1) -> torch.Tensor:  # noqa: ANN401
+def trained(model: Any, ids: torch.Tensor, over: int = 1) -> torch.Tensor:
     """One forward and backward, whose loss is divided by ``over``; the logits."""
     with wide():
         found = model(input_ids=ids, labels=ids)
@@ -226,17 +229,29 @@ def trained(model: Any, ids: torch.Tensor, over: int = 1) -> torch.Tensor:  # no
     return found.logits.detach()
 
 
+def _called(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    if type(model).__name__ == "Qwen3OmniMoeTalkerModel":  # asks for embeddings of its own
+        return model(inputs_embeds=model.get_input_embeddings()(ids))[0]
+    return model(input_ids=ids)[0]
+
+
 def check_sum(folder: str) -> None:
-    """Compare one forward and backward of a model without a loss of its own."""
-    one, many = plain_and_split(folder)
+    """Compare a forward and backward, without a loss of the model's own, of each kind of model."""
     ids, generator = words(), torch.Generator().manual_seed(1)
     weigh = torch.randn(*ids.shape, 64, dtype=torch.float64, generator=generator)
-    with wide():
-        whole, part = one(input_ids=ids)[0], many(input_ids=share(ids))[0]
-        for found, by in ((whole, weigh), (part, share(weigh))):
-            (found * by[..., : found.shape[-1]]).sum().backward()
-    close(part.detach(), share(whole.detach()))
-    check_gradients(one, many)
+    seen = set()
+    for number in range(len(_classes_of(folder))):
+        one, many = plain_and_split(folder, number=number)
+        with wide():
+            whole, part = _called(one, ids), _called(many, share(ids))
+            for found, by in ((whole, weigh), (part, share(weigh))):
+                (found * by[..., : found.shape[-1]]).sum().backward()
+        close(part.detach(), share(whole.detach()))
+        check_gradients(one, many)
+        seen |= {type(one.get_submodule(name)) for name in experts_in(one)}
+    # Those that the folder has from another are checked there.
+    every = filter(is_decorated, vars(import_folder(folder)).values())
+    assert seen == {kind for kind in every if kind.__module__.split(".")[2] == folder}
 
 
 def close(

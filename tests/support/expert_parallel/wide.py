@@ -19,7 +19,7 @@ class _Wide(TorchFunctionMode):
         types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - of any function
+    ) -> Any:
         if func is torch.Tensor.float:
             func = torch.Tensor.double
         named = {key: _widened(x) for key, x in (kwargs or {}).items()}
