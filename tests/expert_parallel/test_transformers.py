@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.utils.checkpoint import checkpoint
 
 from meshwright import comm
-from meshwright.testing import Ranks
+from meshwright.testing import Ranks, RanksFailed
 from support.expert_parallel.hugging_face import (
     FIVE,
     check_gradients,
@@ -133,6 +133,20 @@ def test_generated_together(ranks: Ranks) -> None:
         assert torch.equal(found, expected)
 
     ranks(2, body, timeout=LONG)
+
+
+@slow
+def test_a_rank_that_generates_less_is_named(ranks: Ranks) -> None:
+    import_folder("mixtral")
+
+    def body() -> None:
+        _, many = plain_and_split("mixtral", use_cache=True)
+        length = 5 - comm.communicator().rank
+        how = {"max_new_tokens": length, "min_new_tokens": length, "do_sample": False}
+        many.eval().generate(share(words()), **how)
+
+    with pytest.raises(RanksFailed, match=r"experts counts.*rank 1 is done and leaves the run"):
+        ranks(2, body, timeout=LONG)
 
 
 @slow
