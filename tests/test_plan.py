@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from meshwright.errors import PlanError
 from meshwright.plan import (
     BucketPlan,
-    ContextPlan,
     ExpertPlan,
     PipelinePlan,
     Plan,
@@ -143,14 +142,6 @@ plans = st.builds(
     shard=st.builds(
         ShardPlan, units=st.just("transformer-blocks") | lists, reshard_after_forward=st.booleans()
     ),
-    context=st.builds(
-        ContextPlan,
-        method=st.sampled_from(["auto", "all-to-all", "ring"]),
-        split=st.sampled_from(["auto", "documents", "zigzag", "contiguous"]),
-        documents=texts,
-        sequence=st.none() | st.dictionaries(texts, st.integers(1, 9), max_size=3),
-        max_share=positive,
-    ),
     expert=st.builds(
         ExpertPlan,
         modules=st.just("auto") | lists,
@@ -205,7 +196,7 @@ def test_plans_are_frozen() -> None:
 
 def test_json_has_every_key_and_refuses_other_documents() -> None:
     tree = json.loads(Plan().to_json())
-    tables = ["pipeline", "shard", "context", "expert", "tensor", "precision", "train", "buckets"]
+    tables = ["pipeline", "shard", "expert", "tensor", "precision", "train", "buckets"]
     assert list(tree) == ["axes", *tables]
     assert tree["train"]["clip_norm"] is None
     with pytest.raises(PlanError, match="^manifest: not valid JSON"):
@@ -239,9 +230,10 @@ compute = "half"
     assert caught.value.problems == (
         "line 2: key 'replicate' in [axes]: expected a number of at least 1, found 0",
         "line 3: axis 'context' in [axes] is reserved for later and cannot be used yet; usable "
-        "axes: pipeline, replicate, shard, tensor",
+        "axes: pipeline, replicate, shard, expert, tensor",
         "line 4: unknown axis 'shrad' in [axes]; did you mean 'shard'?",
-        "line 5: unknown axis 'banana' in [axes]; known axes: pipeline, replicate, shard, tensor",
+        "line 5: unknown axis 'banana' in [axes]; known axes: pipeline, replicate, shard, "
+        "expert, tensor",
         'line 7: key \'schedule\' in [pipeline]: expected "gpipe", "1f1b", "interleaved1f1b", '
         '"loopedbfs", "zb1p", "zbv" or "dualpipev", found the text "1f1"; did you mean "1f1b"?',
         "line 8: unknown key 'microbatchs' in [pipeline]; did you mean 'microbatches'?",
@@ -254,14 +246,8 @@ compute = "half"
     assert str(caught.value).startswith("plan.toml: line 2: ")
 
 
-def test_settings_of_experts_and_context_are_typed_and_bounded() -> None:
+def test_settings_of_experts_are_typed_and_bounded() -> None:
     text = """
-[context]
-method = "rings"
-split = "contiguous"
-documents = 3
-sequence = { input_ids = 1, labels = 0 }
-max_share = 0.0
 [expert]
 modules = ["layers.*.mlp.experts"]
 balance = "globl"
@@ -273,50 +259,35 @@ exchange = "token"
     with pytest.raises(PlanError) as caught:
         Plan.from_toml(text)
     assert caught.value.problems == (
-        'line 3: key \'method\' in [context]: expected "auto", "all-to-all" or "ring", found the '
-        'text "rings"; did you mean "ring"?',
-        "line 5: key 'documents' in [context]: expected text, found 3",
-        "line 6: key 'labels' in [context.sequence]: expected a number of at least 1, found 0",
-        "line 7: key 'max_share' in [context]: expected a number above 0, found 0.0",
-        'line 10: key \'balance\' in [expert]: expected "global", "rank" or "none", found the text '
+        'line 4: key \'balance\' in [expert]: expected "global", "rank" or "none", found the text '
         '"globl"; did you mean "global"?',
-        "line 11: key 'auxiliary' in [expert]: expected a number of at least 0, found -1.0",
-        "line 12: key 'z_loss' in [expert]: expected a number, found true",
-        "line 13: key 'bias_rate' in [expert]: expected a number above 0, found 0.0",
-        'line 14: key \'exchange\' in [expert]: expected "tokens" or "pairs", found the text '
+        "line 5: key 'auxiliary' in [expert]: expected a number of at least 0, found -1.0",
+        "line 6: key 'z_loss' in [expert]: expected a number, found true",
+        "line 7: key 'bias_rate' in [expert]: expected a number above 0, found 0.0",
+        'line 8: key \'exchange\' in [expert]: expected "tokens" or "pairs", found the text '
         '"token"; did you mean "tokens"?',
     )
 
 
-def test_contradictions_between_settings_of_experts_and_context() -> None:
-    axes = Axes.of({"context": 2, "expert": 2})
-    context = ContextPlan(method="all-to-all", split="documents", documents="none", max_share=1.0)
+def test_contradictions_between_settings_of_experts() -> None:
+    axes = Axes.of({"expert": 2})
     expert = ExpertPlan(auxiliary=0.01, modules=("layers.9",))
-    reserved, others = 2, problems(Plan(axes=axes, context=context, expert=expert), 4, MODEL)
-    assert all("reserved for later" in each for each in others[:reserved])
-    assert [each.partition("; ")[0] for each in others[reserved:]] == [
-        'split = "documents" in [context] is for method = "ring": with "all-to-all", heads '
-        "balance the work, and each rank has consecutive positions",
-        'split = "documents" in [context] contradicts documents = "none", where each row is one '
-        'document: set split = "zigzag", or name the batch key of documents',
-        "key 'max_share' in [context] has no effect where documents are not split one by one",
+    found = problems(Plan(axes=axes, expert=expert), 2, MODEL)
+    assert [each.partition("; ")[0] for each in found] == [
         'axis expert: [expert] balance is not set: "global" is the loss of one process, "rank" '
         'uses each rank\'s own statistics, "none" adds no auxiliary loss',
         "'layers.9' in [expert] modules matches no module",
     ]
     none = Plan(axes=axes, expert=ExpertPlan(auxiliary=0.01, balance="none"))
-    assert problems(none, 4)[reserved:] == [
+    assert problems(none, 2) == [
         "key 'auxiliary' in [expert] has no effect with balance = \"none\"; remove it, or set "
         'balance = "global"'
     ]
-    ring = ContextPlan(method="ring", split="documents", max_share=1.0)
     right = ExpertPlan(auxiliary=0.01, balance="global", modules=("layers.*",))
-    assert len(problems(Plan(axes=axes, context=ring, expert=right), 4, MODEL)) == reserved
-    for axis in ("context", "expert"):  # until they do something
-        record = {"context": ring, "expert": right}[axis]
-        found = problems(Plan(**{axis: record}), 1, MODEL)
-        assert found
-        assert all(f"in [{axis}] has no effect with {axis} = 1; remove it" in e for e in found)
+    Plan(axes=axes, expert=right).check(2, MODEL)
+    found = problems(Plan(expert=right), 1, MODEL)
+    assert found
+    assert all("in [expert] has no effect with expert = 1; remove it" in each for each in found)
 
 
 def test_axes_whose_ranks_read_other_shares() -> None:
@@ -326,8 +297,7 @@ def test_axes_whose_ranks_read_other_shares() -> None:
     assert summed == {"replicate", "shard", "context", "expert"}
     # What has an effect where gradients are summed has one on these axes too.
     buckets = BucketPlan(cap_mb=1.0)
-    for axis in ("context", "expert"):
-        assert len(problems(Plan(axes=Axes.of({axis: 2}), buckets=buckets), 2)) == 1
+    Plan(axes=Axes.of({"expert": 2}), buckets=buckets).check(2)
 
 
 NUMBERS = ("inf", "-inf", "nan", "1e400", "-1", "0", "1e308", "9223372036854775808", "true", "''")
@@ -397,10 +367,10 @@ cap_mb = 1
         "line 9: key 'rules' in [tensor] has no effect with tensor = 1; remove it, or give tensor "
         "more than 1 rank in [axes]",
         "line 11: key 'batch_norm' in [train] has no effect with pipeline = 1 and replicate = 1 "
-        "and shard = 1; remove it, or give pipeline or replicate or shard more than 1 rank in "
-        "[axes]",
-        "line 13: key 'cap_mb' in [buckets] has no effect with replicate = 1 and shard = 1; "
-        "remove it, or give replicate or shard more than 1 rank in [axes]",
+        "and shard = 1 and expert = 1; remove it, or give pipeline or replicate or shard or expert "
+        "more than 1 rank in [axes]",
+        "line 13: key 'cap_mb' in [buckets] has no effect with replicate = 1 and shard = 1 and "
+        "expert = 1; remove it, or give replicate or shard or expert more than 1 rank in [axes]",
     ]
 
 

@@ -41,7 +41,6 @@ from meshwright.toml_source import dump, plain, read, read_file, read_tree, revi
 
 __all__ = [
     "BucketPlan",
-    "ContextPlan",
     "ExpertPlan",
     "PipelinePlan",
     "Plan",
@@ -85,22 +84,6 @@ class TensorPlan:
 
     rules: str | Mapping[str, str] | None = field(default=None, hash=False)
     """Name of a rule set, or a table of styles by pattern of module names."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContextPlan:
-    """``[context]``: how the positions of each sequence are split, and how attention spans them."""
-
-    method: Literal["auto", "all-to-all", "ring"] = "auto"
-    """all-to-all splits attention by heads, ring by keys; auto: by heads where they divide."""
-    split: Literal["auto", "documents", "zigzag", "contiguous"] = "auto"
-    """Which positions a rank has; auto: contiguous for all-to-all, else documents or zigzag."""
-    documents: str = "position_ids"
-    """Batch key that says where documents begin (0, or a fall); none: each row is one document."""
-    sequence: Mapping[str, Annotated[int, AtLeast(1)]] | None = field(default=None, hash=False)
-    """Dim of the positions, by batch key; by default dim 1 of all that are equally long there."""
-    max_share: Annotated[float, Above(0)] = 0.05
-    """Work of a document, in the mean of the ranks, above which it is split."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +144,6 @@ class Plan:
     axes: Axes = Axes()  # noqa: RUF009
     pipeline: PipelinePlan = PipelinePlan()
     shard: ShardPlan = ShardPlan()
-    context: ContextPlan = ContextPlan()
     expert: ExpertPlan = ExpertPlan()
     tensor: TensorPlan = TensorPlan()
     precision: Precision = Precision()  # noqa: RUF009
@@ -249,7 +231,7 @@ class Plan:
         """
         found = review(self, self.origin)
         found += [*_idle_problems(self), *_lacking_problems(self)]
-        found += [*_context_problems(self), *_expert_problems(self.expert)]
+        found += _expert_problems(self.expert)
         if self.axes.world_size != world_size:
             found.append(Problem(("axes",), _world_problem(self.axes, world_size)))
         if names_and_shapes is not None or modules is not None:
@@ -313,7 +295,6 @@ def module_names(parameters: Iterable[str]) -> tuple[str, ...]:
 _NEEDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("pipeline", "", ("pipeline",)),
     ("shard", "", ("shard",)),
-    ("context", "", ("context",)),
     ("expert", "", ("expert",)),
     ("tensor", "", ("tensor",)),
     ("buckets", "", SUM_AXES),
@@ -330,7 +311,7 @@ def _idle_problems(plan: Plan) -> Iterator[Problem]:
         record = getattr(plan, table)
         for item in fields(record):
             if only in ("", item.name) and getattr(record, item.name) != item.default:
-                usable = [axis for axis in needed if axis not in RESERVED_AXES] or needed
+                usable = [axis for axis in needed if axis not in RESERVED_AXES]
                 sizes = " and ".join(f"{axis} = 1" for axis in usable)
                 yield Problem(
                     (table, item.name),
@@ -346,31 +327,6 @@ def _lacking_problems(plan: Plan) -> Iterator[Problem]:
             ("axes", "tensor"),
             f"axis tensor = {size} has nothing to cut: give [tensor] rules, a named set or a "
             'table such as "layers.*.attention.wq" = "colwise"',
-        )
-
-
-def _context_problems(plan: Plan) -> Iterator[Problem]:
-    context, split = plan.context, plan.context.split
-    if plan.axes.size("context") == 1:  # then all of it is without effect
-        return
-    if context.method == "all-to-all" and split not in ("auto", "contiguous"):
-        yield Problem(
-            ("context", "split"),
-            f'split = "{split}" in [context] is for method = "ring": with "all-to-all", heads '
-            "balance the work, and each rank has consecutive positions; remove one of them",
-        )
-    if split == "documents" and context.documents == "none":
-        yield Problem(
-            ("context", "split"),
-            'split = "documents" in [context] contradicts documents = "none", where each row is '
-            'one document: set split = "zigzag", or name the batch key of documents',
-        )
-    is_fixed = split in ("zigzag", "contiguous") or context.method == "all-to-all"
-    if is_fixed and context.max_share != ContextPlan().max_share:
-        yield Problem(
-            ("context", "max_share"),
-            "key 'max_share' in [context] has no effect where documents are not split one by one; "
-            'remove it, or set method = "ring" and split = "documents"',
         )
 
 
@@ -394,7 +350,7 @@ def _world_problem(axes: Axes, world_size: int) -> str:
     given = f"axes multiply to {product} ({axes})" if axes.names else "no [axes] means 1 rank"
     there = f"there {'is' if world_size == 1 else 'are'} {_ranks(world_size)}"
     message = f"{given}, but {there}; start {_ranks(product)}"
-    for name in (axis for axis in DATA_AXES if axis not in RESERVED_AXES):
+    for name in DATA_AXES:
         others = product // axes.size(name)
         if world_size % others == 0:
             return f"{message}, or set {name} = {world_size // others} in [axes]"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,18 +16,21 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from meshwright.comm import Communicator, communicator
 from meshwright.errors import PlanError
+from meshwright.expert_parallel import experts
 from meshwright.mesh import DeviceMesh
 from meshwright.plan import ExpertPlan, Plan
 from meshwright.tensor_parallel import ParallelStyle
 from meshwright.testing import Ranks
+from support.expert_parallel.samples import Fused, Own
 from support.internals.axes import Axes
 from support.internals.comm import exchange_over
 from support.internals.composition import (
     AxisSplit,
     LayoutCommunicators,
     WholeRun,
-    expert_names,
+    expert_problems,
     expert_split,
+    expert_styles,
     split_over_experts,
 )
 
@@ -122,12 +127,11 @@ def body_experts() -> None:
     plan = Plan(axes=Axes.of({"expert": 2}))
     peers = LayoutCommunicators.of(plan, communicator())
     split = expert_split(peers)
-    names = expert_names(model, plan, lambda part: isinstance(part, Experts))
 
     def check(style: Spread, split: AxisSplit, **changes: Any) -> None:
         one = copy.deepcopy(model)
         whole = WholeRun(one, example, None)
-        split_over_experts(one, dict.fromkeys(names, style), peers)
+        split_over_experts(one, {"experts": style}, peers)
         vars(one).update(changes)
         whole.compare(one, split)
 
@@ -200,15 +204,30 @@ def test_parts_of_sequences_are_compared_with_those_of_the_whole(ranks: Ranks) -
 
 
 def test_experts_are_found_or_named() -> None:
-    model = nn.ModuleList([Model(), Model()])
-
-    def holds(part: nn.Module) -> bool:
-        return isinstance(part, Experts)
-
+    model = nn.ModuleList([nn.Sequential(Fused(4)), nn.Sequential(experts(Own(4)))])
     plan = Plan(axes=Axes.of({"expert": 4}))
-    assert expert_names(model, plan, holds) == ("0.experts", "1.experts")
-    named = replace(plan, expert=ExpertPlan(modules=("1.*perts", "*.experts")))
-    assert expert_names(model, named, lambda _: False) == ("1.experts", "0.experts")
+    assert [*expert_styles(model, plan)] == ["0.0", "1.0"]
+    named = replace(plan, expert=ExpertPlan(modules=("1.*", "*.0")))
+    assert [*expert_styles(model, named)] == ["1.0", "0.0"]
+    assert not [*expert_problems(model, plan)]
     words = r"axis expert = 4: no module of Linear is known to hold experts\. Name them in \[expert"
-    with pytest.raises(PlanError, match=words):
-        expert_names(nn.Linear(2, 2), plan, holds)
+    (problem,) = expert_problems(nn.Linear(2, 2), plan)
+    assert re.match(words, problem.message)
+
+
+def test_an_auxiliary_loss_has_to_be_said() -> None:
+    model = nn.Sequential(Fused(4))
+    model.config = SimpleNamespace(router_aux_loss_coef=0.01, output_router_logits=True)
+
+    def found(**options: Any) -> list[str]:
+        plan = Plan(axes=Axes.of({"expert": 2}), expert=ExpertPlan(**options))
+        return [problem.message for problem in expert_problems(model, plan)]
+
+    assert [text.partition(":")[2][:33] for text in found()] == [
+        ' [expert] balance is not set: "gl'
+    ]
+    (text,) = found(balance="global")
+    assert text.startswith("axis expert: the model returns an auxiliary loss of its own (output_")
+    assert not found(balance="rank")
+    model.config.output_router_logits = False
+    assert not found(balance="none")

@@ -79,6 +79,29 @@ def test_a_router_that_routes_differently_when_recomputed(ranks: Ranks) -> None:
     ranks(2, body)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_is_recomputed_without_a_graph_of_its_own_is_not_refused(
+    ranks: Ranks, reentrant: bool
+) -> None:
+    """Experts and all before them are frozen; an evaluation in between routes otherwise."""
+
+    def body() -> None:
+        one, many = alike(Block(Fused(4), 2))
+        over(many)
+        for block in (one, many):
+            block.requires_grad_(False).down.requires_grad_(True)
+        x = torch.randn(5, D, dtype=torch.float64).requires_grad_(reentrant)
+        y = checkpoint(many, x, use_reentrant=reentrant)
+        with torch.no_grad():
+            many(torch.randn(3, D, dtype=torch.float64))
+        y.sum().backward()
+        one(x).sum().backward()
+        assert many.down.weight.grad is not None
+        torch.testing.assert_close(many.down.weight.grad, one.down.weight.grad)
+
+    ranks(2, body)
+
+
 @pytest.mark.parametrize("wrong", [-1, 4])
 def test_indices_that_name_no_expert(ranks: Ranks, wrong: int) -> None:
     """`router_gradient_of_sentinels`: Hugging Face's own expert parallelism marks tokens so."""

@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from meshwright.expert_parallel import experts
 from meshwright.plan import BucketPlan, PipelinePlan, Plan, ShardPlan, TensorPlan, TrainPlan
 from meshwright.testing import MODELS, Sample
+from support.expert_parallel.samples import D, Fused, Own
 from support.internals.axes import Axes
 from support.internals.precision import FloatName, Precision
 from support.internals.recipes import LanguageModel, ModelConfig
@@ -35,6 +37,15 @@ SINGLE_AXES = (
 PAIRS_OF_AXES = (
     *("replicate=2,shard=2", "replicate=2,tensor=2", "shard=2,tensor=2"),
     *("pipeline=2,replicate=2", "pipeline=2,shard=2", "pipeline=2,tensor=2"),
+)
+EXPERT_AXES = (
+    *("expert=2", "expert=3", "expert=4"),
+    *("replicate=2,expert=2", "shard=2,expert=2", "expert=2,tensor=2", "pipeline=2,expert=2"),
+    *("expert=2,shard=2", "expert=2,pipeline=2"),
+)
+THREE_WITH_EXPERTS = (
+    *("replicate=2,shard=2,expert=2", "shard=2,expert=2,tensor=2", "shard=2,expert=4"),
+    *("pipeline=2,shard=2,expert=2", "pipeline=2,replicate=2,expert=2"),
 )
 REVERSED = tuple(",".join(reversed(axes.split(","))) for axes in PAIRS_OF_AXES)
 """The first axis varies slowest over the ranks."""
@@ -80,7 +91,7 @@ class Cell:
 
     @property
     def shares(self) -> int:
-        return self.size("replicate", "shard")
+        return self.size("replicate", "shard", "expert")
 
     @property
     def microbatches(self) -> int:
@@ -130,6 +141,25 @@ class Gated(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.up(x).unflatten(-1, (-1, 2))
         return self.down(self.norm(hidden).flatten(-2))
+
+
+class Routed(nn.Module):
+    """A router and its experts, behind a norm."""
+
+    def __init__(self, inside: nn.Module, k: int) -> None:
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(D), nn.Linear(D, inside.num_experts)
+        self.experts, self.k = inside, k
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.norm(x).flatten(0, -2)
+        weights, indices = self.router(rows).softmax(-1).topk(self.k)
+        return x + self.experts(rows, indices, weights).view_as(x)
+
+
+def _mixture() -> nn.Module:
+    layers = (Routed(experts(Own(3)), 2), nn.Linear(D, D), Routed(Fused(4), 1))
+    return nn.Sequential(nn.Embedding(11, D), *layers, nn.Linear(D, 11))
 
 
 def _deep() -> nn.Module:
@@ -247,7 +277,16 @@ _ROWS: dict[str, Row] = {
     ),
 }
 
-ROWS: Mapping[str, Row] = MappingProxyType(_ROWS)
+_EXPERTS: dict[str, Row] = {
+    "mixture": Row(
+        sample=_of_words("mixture", _mixture),
+        rules={"0": "embedding", "2": "colwise_gathered", "4": "colwise_gathered"},
+        recompute=("1", "3"),
+    ),
+}
+"""Models with experts, which other rules of axis expert would refuse to be without."""
+
+ROWS: Mapping[str, Row] = MappingProxyType({**_ROWS, **_EXPERTS})
 
 
 # ------------------------------------------------------------------------------------- plans
@@ -370,12 +409,20 @@ def quick() -> list[Cell]:
     ]
 
 
+def over_experts() -> list[Cell]:
+    """Every layout with axis expert, and what goes with it, in pairs."""
+    pipelined = [each for each in EXPERT_AXES if "pipeline" in each]
+    plain = [each for each in EXPERT_AXES if each not in pipelined]
+    found = [*pairs(plain, [*_EXPERTS]), *pairs(pipelined, [*_EXPERTS])]
+    return [*found, *pairs(THREE_WITH_EXPERTS, [*_EXPERTS])]
+
+
 def full() -> list[Cell]:
     """Every layout of up to 4 ranks with every model, and of 8 ranks with some."""
-    found = [*whole(SINGLE_AXES, [*ROWS]), *whole(PAIRS_OF_AXES, [*ROWS])]
+    found = [*whole(SINGLE_AXES, [*_ROWS]), *whole(PAIRS_OF_AXES, [*_ROWS])]
     found += [
         cell
-        for number, cell in enumerate(whole(REVERSED, [*ROWS]))
+        for number, cell in enumerate(whole(REVERSED, [*_ROWS]))
         if number % 3 == 0 or not cell.schedule
     ]
     found += whole(("pipeline=4",), ("deep",))

@@ -19,6 +19,7 @@ from meshwright import comm
 from meshwright.composition.checks import check_model
 from meshwright.composition.data_layout import DataLayout, LayoutCommunicators, LoneLayout
 from meshwright.composition.example_run import Inputs, copied
+from meshwright.composition.expert_rules import expert_split, expert_styles
 from meshwright.composition.laying_out import (
     GivenParameters,
     apply_dropout,
@@ -32,6 +33,7 @@ from meshwright.composition.laying_out import (
     recompute_modules,
     replicate_module,
     shard_module,
+    split_over_experts,
 )
 from meshwright.composition.loss_sources import check_own_parameters
 from meshwright.composition.own_model import CutGuard, TiedValues, let_go, share, show
@@ -42,6 +44,7 @@ from meshwright.composition.trainable import Loss, Trainable, autocast_of
 from meshwright.composition.whole_run import AxisTraffic, WholeRun
 from meshwright.data_parallel import synchronize_batch_norm
 from meshwright.errors import PlanError
+from meshwright.expert_parallel.style import ExpertParallel
 from meshwright.pipelining import PipelineStage, build_stage
 from meshwright.pipelining.ties import counted
 from meshwright.plan import Plan
@@ -104,19 +107,24 @@ def parallelize(
         place(model, plan, everyone)
         given.carry(model)
     draws = apply_dropout(model, plan)
-    whole, split = None, tensor_split(peers.tensor)
-    if plan.axes.size("tensor") > 1:
+    whole, traffic, styles = None, None, expert_styles(model, plan)
+    if plan.axes.size("tensor") > 1 or styles:
         equalize(model, everyone)
         whole = WholeRun(model, moved_to(inputs, everyone), draws)
+    if whole is not None and plan.axes.size("tensor") > 1:
         cut_over_tensor(model, ModelCut.of(model, plan), peers)
-        whole.compare(model, split)
+        whole.compare(model, tensor_split(peers.tensor))
+    if whole is not None and styles:
+        split_over_experts(model, styles, peers)
+        whole.compare(model, expert_split(peers))
     if plan.train.batch_norm == "sync":
         synchronize_batch_norm(model, peers.sums)
     recompute_modules(model, plan)
-    computing = autocast_of(plan, everyone.device)
-    traffic = None if whole is None else whole.traffic(model, split, computing())
+    if whole is not None and plan.axes.size("tensor") > 1:
+        computing = autocast_of(plan, everyone.device)()
+        traffic = whole.traffic(model, tensor_split(peers.tensor), computing)
     if plan.axes.size("shard") > 1:
-        if plan.axes.size("tensor") == 1 and not is_on_meta(model):
+        if whole is None and not is_on_meta(model):
             equalize(model, everyone)
         layout: DataLayout = shard_module(model, plan, peers)
     else:
@@ -138,6 +146,7 @@ def _require_example(plan: Plan, example: object) -> None:
     """Raise PlanError if an axis of ``plan`` needs an ``example`` and there is none."""
     for axis, why in (
         ("pipeline", "needs to see how the model runs"),
+        ("expert", "is checked against the whole model"),
         ("tensor", "is checked against the whole model"),
     ):
         if plan.axes.size(axis) > 1 and example is None:
@@ -172,9 +181,9 @@ def pipelined(
     equalize(model, everyone)
     names = list(model.state_dict())
     draws = apply_dropout(model, plan)
-    cut = ModelCut.of(model, plan)
+    cut, experts = ModelCut.of(model, plan), expert_styles(model, plan)
     moved = moved_to(example, everyone)
-    traffic = _checked(model, plan, moved, cut, peers, draws) if cut.styles else None
+    traffic = _checked(model, plan, moved, cut, experts, peers, draws)
     found = _stages_of(model, plan, moved, cut, peers, draws)
     style = "v" if plan.pipeline.schedule in ("zbv", "dualpipev") else "loop"
     holders = stage_ranks(pipeline.size, len(found.modules), style)
@@ -182,7 +191,7 @@ def pipelined(
     own = [found.modules[stage] for stage in mine]
     share(model, own)
     model.zero_grad()  # earlier gradients belong to no step
-    layouts, stages = _lay_out(found, mine, plan, cut, peers)
+    layouts, stages = _lay_out(found, mine, plan, cut, experts, peers)
     ranks = [pipeline.ranks[rank] for rank in holders]
     modules, numbered = StageModules(own), dict(zip(mine, own, strict=True))
     counts = {id(parameter) for parameter in counted(numbered, found.ties)}
@@ -215,7 +224,12 @@ def pipelined(
 
 
 def _lay_out(
-    found: CutModel, mine: Sequence[int], plan: Plan, cut: ModelCut, peers: LayoutCommunicators
+    found: CutModel,
+    mine: Sequence[int],
+    plan: Plan,
+    cut: ModelCut,
+    experts: Mapping[str, ExpertParallel],
+    peers: LayoutCommunicators,
 ) -> tuple[list[DataLayout], list[PipelineStage]]:
     """Lay the stages that are ``mine`` out over the other axes."""
     layouts: list[DataLayout] = []
@@ -224,6 +238,7 @@ def _lay_out(
     for number in mine:
         module = found.modules[number]
         cut_over_tensor(module, cut, peers)
+        split_over_experts(module, experts, peers)
         if plan.train.batch_norm == "sync":
             synchronize_batch_norm(module, peers.sums)
         recompute_modules(module, plan)
@@ -242,13 +257,23 @@ def _checked(
     plan: Plan,
     example: Inputs,
     cut: ModelCut,
+    experts: Mapping[str, ExpertParallel],
     peers: LayoutCommunicators,
     draws: Draws | None,
-) -> AxisTraffic:
-    """Check that ``model`` computes the same when sharded by ``cut``; returns its traffic."""
-    whole, trial, split = WholeRun(model, example, draws), copied(model), tensor_split(peers.tensor)
-    cut_over_tensor(trial, cut, peers)
-    whole.compare(trial, split)
+) -> AxisTraffic | None:
+    """Check that ``model`` computes the same when split; returns its traffic over axis tensor."""
+    if not (cut.styles or experts):
+        return None
+    whole, trial = WholeRun(model, example, draws), copied(model)
+    split = tensor_split(peers.tensor)
+    if cut.styles:
+        cut_over_tensor(trial, cut, peers)
+        whole.compare(trial, split)
+    if experts:
+        split_over_experts(trial, experts, peers)
+        whole.compare(trial, expert_split(peers))
+    if not cut.styles:
+        return None
     recompute_modules(trial, plan)
     computing = autocast_of(plan, peers.everyone.device, keeps_casts=False)()
     return whole.traffic(trial, split, computing)

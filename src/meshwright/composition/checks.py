@@ -9,6 +9,7 @@ from torch import nn
 
 from meshwright.comm.dtensors.dtensor import is_dtensor
 from meshwright.composition.example_run import Inputs, evaluating, left_as_it_is, same_numbers
+from meshwright.composition.expert_rules import expert_problems
 from meshwright.composition.own_model import hooked, hooked_parameters
 from meshwright.composition.pipelined import schedule_of
 from meshwright.composition.stages import chunks_of
@@ -47,6 +48,7 @@ def check_model(model: nn.Module, plan: Plan, ranks: int, example: Inputs | None
     ours = [
         *_pipeline_problems(model, plan),
         *rule_problems(model, plan),
+        *expert_problems(model, plan),
         *_train_problems(model, plan),
         *_precision_problems(plan),
         *(() if example is None else _draw_problems(model, plan, example)),

@@ -11,7 +11,7 @@ from torch import nn
 from meshwright import comm
 from meshwright.axes import DATA_AXES, SUM_AXES
 from meshwright.comm import Communicator
-from meshwright.comm.dtensors.dtensor import mesh_over
+from meshwright.comm.dtensors.dtensor import mesh_beside, mesh_communicators, mesh_over
 from meshwright.comm.dtensors.sharded_axes import local_part
 from meshwright.composition.description import (
     Description,
@@ -81,7 +81,7 @@ class ReplicatedLayout(DataLayout):
     """The full model on every rank."""
 
     def __init__(self, replica: Replica, module: nn.Module, *, is_cut: bool) -> None:
-        """``is_cut``: parameters of ``module`` are sharded over axis tensor."""
+        """``is_cut``: parameters of ``module`` are sharded over axis expert or tensor."""
         super().__init__(module, {"replicate": replica.communicator}, (replica.buffers,))
         self._replica = replica
         self._is_cut = is_cut
@@ -257,6 +257,20 @@ class LayoutCommunicators:
     def mesh_of(self, *names: str) -> DeviceMesh | None:
         """The submesh along those ``names`` that have more than one rank; None without any."""
         return _part_of(self.mesh, names)
+
+    @property
+    def cutting(self) -> Sequence[Sequence[Communicator]]:
+        """Axes over which elements of dense parameters may be spread, and of experts."""
+        tensor = () if self.tensor.is_alone else (self.tensor,)
+        dense, left = tuple[Communicator, ...](), tuple[Communicator, ...]()
+        experts = self.mesh_of("expert")
+        if self.sharding is not None and self.mesh_of("shard") is not None:
+            dense = mesh_communicators(self.sharding)[-1:]
+            beside = None if experts is None else mesh_beside(experts, dense[0].ranks)
+            left = () if beside is None else mesh_communicators(beside)
+        if self.expert is None:
+            return ((*dense, *tensor),)
+        return (*dense, *tensor), (*left, self.expert, *tensor)
 
     @property
     def sharding(self) -> DeviceMesh | None:

@@ -211,7 +211,7 @@ def replicate_module(model: nn.Module, plan: Plan, peers: LayoutCommunicators) -
         ),
     )
     replicate_with(model, options)
-    is_cut = plan.axes.size("tensor") > 1
+    is_cut = any(plan.axes.size(axis) > 1 for axis in ("expert", "tensor"))
     return ReplicatedLayout(replica_state(model).set_up(), model, is_cut=is_cut)
 
 

@@ -121,6 +121,14 @@ class PipelinedLayout(DataLayout):
         self._copies = copies
         self._dtype = dtype
         self._peers = peers
+        some = (
+            axes
+            for over in peers.cutting
+            for n in range(len(over) + 1)
+            for axes in itertools.combinations(over, n)
+        )
+        self._spreads = tuple(dict.fromkeys(some))
+        """The axes that parameters of any stage may be spread over."""
         for each in layouts:
             each.scale_by(lambda: 1.0)
 
@@ -150,11 +158,9 @@ class PipelinedLayout(DataLayout):
 
     def gradients(self) -> list[SpreadGradients]:
         """See `DataLayout`. Groups are the same on all ranks, so that their collectives match."""
-        cutting = (self.communicators.get("shard"), self._peers.tensor)
-        over = [axis for axis in cutting if axis is not None and not axis.is_alone]
         parameters = [p for s in self._stages for p in s.parameters() if id(p) not in self._copies]
         found = group_by_spread(parameters)
-        wanted = [axes for n in range(len(over) + 1) for axes in itertools.combinations(over, n)]
+        wanted = self._spreads
         others = [part.communicators for part in found if part.communicators not in wanted]
         if others:
             raise InternalError(f"gradients of a stage are sharded over {others}, not {wanted}")

@@ -31,6 +31,7 @@ from meshwright.comm.failures.sameness import Exchange, require_equal
 from meshwright.composition.data_layout import DataLayout, LayoutCommunicators
 from meshwright.composition.description import Description
 from meshwright.composition.example_run import evaluating
+from meshwright.composition.expert_rules import imbalance, move_biases, with_balance
 from meshwright.composition.loss_sources import LossSources
 from meshwright.composition.whole_run import AxisTraffic, add_traffic
 from meshwright.errors import LayoutError, NonFiniteError, PlanError
@@ -249,6 +250,7 @@ class Trainable:
                         step_if(is_good, optimizer, self._every_gradient(spread))
                     else:
                         optimizer.step()
+                move_biases(self.module, self.plan.expert, is_skipped=not is_finite)
         finally:
             self._start_over()
         self.steps += 1
@@ -264,6 +266,14 @@ class Trainable:
     def entries(self) -> tuple[tuple[int, nn.Module], ...]:
         """The modules that this rank runs on a batch, each with the number of its stage."""
         return ((0, self.module),)
+
+    def expert_imbalance(self) -> float:
+        """Return the tokens of the busiest expert in the last step, over the mean of its layer.
+
+        Without padding, over all ranks; 0.0 without axis expert. All ranks must call this.
+        """
+        has_axis = self._peers.expert is not None
+        return imbalance(self.module, self._peers.everyone) if has_axis else 0.0
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Map original names to this rank's parameters (or shards); a tied one once."""
@@ -410,6 +420,7 @@ class Trainable:
             with self._autocast():
                 output = call_module(self.module, batch)
                 local = apply_loss(self._loss, output, target, self._sources.look)
+                local = with_balance(local, self.module, self.plan.expert, self._peers.data)
             window.add(local, size, terms_of(target))
             if is_last:
                 window.close()

@@ -39,7 +39,7 @@ from meshwright.comm.dtensors.dtensor import (
     local_of,
     mesh_communicators,
 )
-from meshwright.comm.dtensors.exchanging import NO_EXPERTS, Experts
+from meshwright.comm.dtensors.exchanging import NO_EXPERTS, ExpertRanks
 from meshwright.comm.dtensors.local_leaves import (
     add_to_gradient,
     comes_to_both,
@@ -89,12 +89,12 @@ class LocalParameter:
     is_local: bool = False
     """True when every module that holds it computes on a plain tensor in its place."""
     partial: PartialSum | None = None
-    experts: Experts | None = None
+    experts: ExpertRanks | None = None
     """The ranks of its experts, whose gradients are sums over some of them already."""
 
 
 def local_parameters(
-    module: nn.Module, experts: Mapping[int, Experts] = NO_EXPERTS
+    module: nn.Module, experts: Mapping[int, ExpertRanks] = NO_EXPERTS
 ) -> Mapping[int, LocalParameter]:
     """Map the ``id`` of each DTensor parameter below ``module`` to how it computes."""
     inside: set[nn.Module] = set()
@@ -230,10 +230,10 @@ class _Lent:
             self.leaf.register_post_accumulate_grad_hook(came),
             self.parameter.register_post_accumulate_grad_hook(Own(came)),
         ]
+        if self.local.experts is not None:
+            handles.append(self.leaf.register_hook(self._shared))
         if self.local.is_local:
             handles.append(self.leaf.register_hook(self._by_hooks_of_parameter))
-        if self.local.experts is not None:
-            handles.append(self.parameter.register_hook(self._shared))  # runs for the leaf, too
         return handles
 
     def _shared(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -250,7 +250,7 @@ class _Lent:
         assert gradient is not None
         partial_sum = self.local.partial
         if partial_sum is not None:
-            if any(each != self._shared for each in (backward_hooks_of(parameter) or {}).values()):
+            if backward_hooks_of(parameter):
                 raise RuntimeError(
                     f"a parameter of shape {tuple(parameter.shape)} has a hook, and a gradient "
                     "from before that would go through it once more: its gradient is a sum over "

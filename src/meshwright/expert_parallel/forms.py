@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from enum import Enum, auto
 from typing import Any, TypeVar
 
@@ -16,10 +15,6 @@ APPLY_GATE = "_apply_gate"
 
 _FUSED = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated", APPLY_GATE)
 _DROPPING = ("capacity_factor", "expert_capacity", "drop_tokens")
-
-
-_RECORDED = "transformers.utils.output_capturing", "_active_collector"
-"""Where Hugging Face keeps what the running forward of a model records of its routers."""
 
 
 class ExpertForm(Enum):
@@ -47,15 +42,6 @@ def experts(module: M) -> M:
     vars(module)[_MARK] = True
     _check_parameters(module, type(module).__name__, "a module of experts")
     return module
-
-
-def records_router_logits(module: nn.Module) -> bool:
-    """Whether a Hugging Face model makes an auxiliary loss: its config or its caller says so."""
-    if getattr(getattr(module, "config", None), "output_router_logits", False):
-        return True
-    library, name = _RECORDED
-    recorded: Any = getattr(sys.modules.get(library), name, None)
-    return recorded is not None and "router_logits" in (recorded.get() or ())
 
 
 def form_of(module: nn.Module) -> ExpertForm | None:

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import add
 from typing import Any, Literal
 
 import torch
@@ -24,7 +23,8 @@ from meshwright.comm.graphs.untraced import untraced
 from meshwright.comm.streams import is_host
 from meshwright.expert_parallel.arithmetic import fused_experts
 from meshwright.expert_parallel.exchange import Route, moved, pairs_of, plan_route
-from meshwright.expert_parallel.forms import ExpertForm, records_router_logits
+from meshwright.expert_parallel.forms import ExpertForm
+from meshwright.expert_parallel.routing import OWN_LOSS, ROUTING, count_tokens
 from meshwright.tensor_parallel.layouts import Site
 from meshwright.torch_internals.autograd import running_backward
 from meshwright.torch_internals.tensors import version_of
@@ -47,8 +47,7 @@ class ExpertSettings:
     routes: weakref.WeakSet[Route] = field(default_factory=weakref.WeakSet)
     """Those whose graphs are alive: a recomputation has to find its own among them,"""
     ungraphed: deque[tuple[list[int], int]] = field(default_factory=lambda: deque(maxlen=128))
-    """or among the last ones without a graph, with which reentrant recomputation begins: counts,
-    and a hash of indices."""
+    """or among the last ones without, as reentrant recomputation begins: counts, and a hash."""
 
     def __deepcopy__(self, memo: object) -> ExpertSettings:
         return self
@@ -58,8 +57,6 @@ class ExpertLayer(nn.Module):
     """The mixin that `ExpertParallel` puts before a module's own class."""
 
     _meshwright_style: ExpertSettings
-    routed: tuple[int, ...] = ()
-    """How many tokens of this rank each expert got in training, since it was emptied."""
 
     def forward(self, *inputs: Any, **options: Any) -> torch.Tensor:
         """Send each token to its experts, wherever they are, and add up what they return.
@@ -83,7 +80,7 @@ class ExpertLayer(nn.Module):
         self, hidden: torch.Tensor, routing: torch.Tensor, weights: torch.Tensor | None = None
     ) -> torch.Tensor:
         settings = self._meshwright_style
-        self._check_auxiliary()
+        self._check_config()
         x = hidden.reshape(-1, hidden.shape[-1])
         if settings.form is ExpertForm.COUNTED:
             indices = _sorted_experts(routing, len(x), settings)
@@ -96,6 +93,7 @@ class ExpertLayer(nn.Module):
             x, indices = x.repeat_interleave(k, 0), indices.reshape(-1, 1)
         travels = None if weights is None or is_weighed_here else weights.reshape(indices.shape)
         y = self._on_ranks(x, indices, travels)
+        count_tokens(self, indices.view(n, k), settings.experts)
         if settings.exchange == "pairs" and settings.form is not ExpertForm.COUNTED:
             y = y.view(n, k, y.shape[-1])
             y = (y * weights.unsqueeze(-1) if is_weighed_here and weights is not None else y).sum(1)
@@ -117,6 +115,8 @@ class ExpertLayer(nn.Module):
         y = self._computed(pairs, route, experts, scale)
         (y,) = moved(places, [y], back=True)
         (y,) = moved(route, [y.to(x.dtype)], back=True, guard=self._written())
+        if not y.requires_grad and running_backward() == -1:
+            settings.ungraphed.append((route.counts, _hash_of(route.indices)))
         return y
 
     def _computed(
@@ -161,9 +161,11 @@ class ExpertLayer(nn.Module):
 
     # ------------------------------------------------------------------ what is checked
 
-    def _check_auxiliary(self) -> None:
+    def _check_config(self) -> None:
         settings = self._meshwright_style
-        if not settings.own_auxiliary and records_router_logits(self):
+        routing, config = vars(self).get(ROUTING), getattr(self, "config", None)
+        own = getattr(config, OWN_LOSS, False) if routing is None else routing.has_own_loss
+        if own and not settings.own_auxiliary:
             raise ValueError(
                 f"axis {settings.site.axis.axis}: the model returns an auxiliary loss of its own "
                 "(output_router_logits=True), computed from this rank's tokens. Set it to False "
@@ -184,16 +186,10 @@ class ExpertLayer(nn.Module):
         return weights
 
     def _note(self, route: Route) -> None:
-        """Count the tokens of each expert, once; compare a recomputed route with the first."""
+        """Compare a recomputed route with the first."""
         settings = self._meshwright_style
         if running_backward() == -1:
-            if torch.is_grad_enabled():
-                settings.routes.add(route)
-            else:
-                settings.ungraphed.append((route.counts, _hash_of(route.indices)))
-            if self.training:  # without gradients, too: reentrant recomputation begins like that
-                before = self.routed or (0,) * len(route.counts)
-                self.routed = tuple(map(add, before, route.counts))
+            settings.routes.add(route)
             return
         routes = list(settings.routes)
         known = [r.counts for r in routes] + [counts for counts, _ in settings.ungraphed]

@@ -7,6 +7,7 @@ from torch import nn
 from meshwright.comm.dtensors.exchanging import exchange_over
 from meshwright.expert_parallel.forms import checked_form
 from meshwright.expert_parallel.layer import Exchange, ExpertLayer, ExpertSettings
+from meshwright.expert_parallel.routing import record_routers
 from meshwright.layout import Shard
 from meshwright.mesh import DeviceMesh
 from meshwright.tensor_parallel import ParallelStyle
@@ -50,6 +51,10 @@ class ExpertParallel(ParallelStyle):
         own = type(module)
         module.__class__ = type(own.__name__, (ExpertLayer, own), {"__module__": own.__module__})
         return module
+
+    def finish(self, root: nn.Module) -> None:
+        """Have routers of models below ``root`` keep their logits, for `auxiliary_loss`."""
+        record_routers(root)
 
     def __repr__(self) -> str:
         return shown(self, "exchange", "own_auxiliary")

@@ -60,6 +60,10 @@ class ModelConfig:
     """Width of the feed-forward layer; 0 means four times dim."""
     activation: Literal["gelu", "swiglu"] = "gelu"
     """Feed-forward activation."""
+    experts: Annotated[int, AtLeast(0)] = 0
+    """Feed-forward layers of a block, to which a router sends tokens; 0 means one without."""
+    top_k: Annotated[int, AtLeast(1)] = 2
+    """Experts of each token."""
     tied: bool = False
     """Use the embedding's weight as the output head."""
     dropout: Annotated[float, AtLeast(0)] = 0.0
@@ -75,6 +79,12 @@ class ModelConfig:
                 f"[model] dim = {self.dim} cannot be cut into {self.heads} heads of equal, even "
                 f"width; choose a multiple of {2 * self.heads}",
                 involves=(("heads",),),
+            )
+        if self.experts and self.top_k > self.experts:
+            yield Problem(
+                ("top_k",),
+                f"[model] top_k = {self.top_k} is more than experts = {self.experts}",
+                involves=(("experts",),),
             )
         if self.dropout >= 1:
             yield Problem(
@@ -300,7 +310,7 @@ class TrainConfig:
 
 _BYTE_KEYS = (
     *("layers", "heads", "dim", "hidden", "activation", "tied", "dropout"),
-    "rotary_base",
+    *("experts", "top_k", "rotary_base"),
 )
 _TEXT_KEYS = ("path", "suffixes", "exclude", "max_bytes")
 _EXCLUSIVE = (
@@ -341,7 +351,7 @@ def option_lines() -> list[str]:
     tell("--axes.NAME", "1", f"Ranks along an axis: {', '.join(usable)}.")
     kinds = adapter(TrainConfig).json_schema()["$defs"]
     tables = kinds["Plan"]["properties"] | kinds["TrainConfig"]["properties"]
-    for table in (name for name in keys_of(TrainConfig) if name not in RESERVED_AXES):
+    for table in keys_of(TrainConfig):
         record = kinds.get(tables[table].get("$ref", "").removeprefix("#/$defs/"), {})
         for key, about in record.get("properties", {}).items():
             kind = about.get("anyOf", [about])  # X | None is X, then null

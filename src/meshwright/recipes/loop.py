@@ -402,6 +402,8 @@ class _Training:
         more: dict[str, object] = {}
         if self._flops:
             more["mfu"] = self._needed / seconds / self._flops
+        if found := self._trainable.expert_imbalance():
+            more["imbalance"] = found
         self._record(
             step=number,
             loss=loss,

@@ -110,6 +110,9 @@ def apply_plan(
                 for parameter in changed.parameters():
                     vars(parameter)[_THEIRS] = True
             module = cast("M", _put(module, name, submodule, changed))
+    for style in plan.values():
+        if isinstance(style, ParallelStyle):
+            style.finish(module)
     _call_what_was_cut(module)
     follow_first_forward(module, check_ties)
     if src_data_rank is None:

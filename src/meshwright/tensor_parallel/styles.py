@@ -195,6 +195,9 @@ class ParallelStyle(ABC):
         self.module_name = name
         return self._apply(module, device_mesh)
 
+    def finish(self, root: nn.Module) -> None:  # noqa: B027
+        """Called with the whole module once all styles of a plan are applied."""
+
     def site_of(self, module: nn.Module, device_mesh: DeviceMesh) -> Site:
         """Return the site of ``module``: the mesh, its axis, and labels.
 

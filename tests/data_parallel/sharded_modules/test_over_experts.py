@@ -327,8 +327,9 @@ def body_saved(layout: tuple[int, ...], folder: Path) -> None:
     samples.loss_of(model, *given).backward()
     optimizer.step()
     for name, value in model.state_dict().items():
+        full = value.full_tensor()
         for box, held in held_boxes(value):
-            assert torch.equal(value.full_tensor()[box.slices()], held), name
+            assert torch.equal(full[box.slices()], held), name
     state = get_model_state_dict(model)
     moments = get_optimizer_state_dict(model, optimizer)
     dcp.save({"model": state, "optimizer": moments}, checkpoint_id=folder)

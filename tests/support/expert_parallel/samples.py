@@ -70,7 +70,7 @@ class Fused(nn.Module):
         for expert in range(self.num_experts):
             token, slot = (top_k_index == expert).nonzero(as_tuple=True)
             y = self._one(hidden_states[token], expert) * top_k_weights[token, slot, None]
-            found = found.index_add(0, token, y)
+            found = found.index_add(0, token, y.to(found.dtype))
         return found
 
 
@@ -93,7 +93,8 @@ class Own(nn.Module):
             token, slot = (indices == expert).nonzero(as_tuple=True)
             if len(token):
                 y = torch.tanh(x[token] @ self.w[expert] * self.scale[expert])
-                found = found.index_add(0, token, y * weights[token, slot, None])
+                y = y * weights[token, slot, None]
+                found = found.index_add(0, token, y.to(found.dtype))
         return found
 
 

@@ -35,7 +35,10 @@ _MESH = "_meshwright_exchanged_over"
 
 
 def exchange_over(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Note that ``module`` exchanges samples over ``mesh``, which has one dim."""
+    """Note that ``module`` exchanges samples over ``mesh``, which has one dim.
+
+    It computes on local leaves, see `local_part_of`.
+    """
     vars(module)[_MESH] = mesh
 
 
@@ -45,7 +48,7 @@ def exchanged_over(module: nn.Module) -> DeviceMesh | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class ExpertRanks:
     """The ranks of the experts of one exchange, among those of the data axes."""
 
     exchange: Communicator
@@ -54,7 +57,7 @@ class Experts:
     """The data axes without ``exchange``: its ranks hold the same experts."""
 
 
-NO_EXPERTS: Mapping[int, Experts] = MappingProxyType({})
+NO_EXPERTS: Mapping[int, ExpertRanks] = MappingProxyType({})
 
 
 def check_split(name: str, known: AtRest | None, over: DeviceMesh) -> None:
@@ -102,12 +105,12 @@ def exchanges_below(
     return found
 
 
-def experts_among(meshes: Mapping[int, DeviceMesh], data: Communicator) -> dict[int, Experts]:
+def experts_among(meshes: Mapping[int, DeviceMesh], data: Communicator) -> dict[int, ExpertRanks]:
     """Map the ``id`` of each parameter in ``meshes`` to its experts' ranks, all within ``data``.
 
     Collective over ``data`` where a group of holders has to be made.
     """
-    made: dict[DeviceMesh, Experts] = {}
+    made: dict[DeviceMesh, ExpertRanks] = {}
     for mesh in dict.fromkeys(meshes.values()):
         (exchange,) = mesh_communicators(mesh, "expert")
         left = mesh_beside(mesh, data.ranks)
@@ -116,5 +119,5 @@ def experts_among(meshes: Mapping[int, DeviceMesh], data: Communicator) -> dict[
             if left is None
             else mesh_communicators(left)
         )
-        made[mesh] = Experts(exchange=exchange, holders=holders)
+        made[mesh] = ExpertRanks(exchange=exchange, holders=holders)
     return {key: made[mesh] for key, mesh in meshes.items()}

@@ -57,7 +57,7 @@ import torch
 
 from meshwright.comm import Communicator, LateNumbers
 from meshwright.comm.dtensors.dtensor import is_dtensor, local_of
-from meshwright.comm.dtensors.exchanging import NO_EXPERTS, Experts
+from meshwright.comm.dtensors.exchanging import NO_EXPERTS, ExpertRanks
 from meshwright.comm.dtensors.subclasses import values_of
 from meshwright.comm.failures.sameness import RowDifference, first_difference, refusal, told
 from meshwright.data_parallel.checks.step_watch import Steps, StepWatch
@@ -109,7 +109,7 @@ class SameWeights:
     def __init__(
         self,
         named: Callable[[], Sequence[tuple[str, torch.Tensor]]],
-        experts: Mapping[int, Experts] = NO_EXPERTS,
+        experts: Mapping[int, ExpertRanks] = NO_EXPERTS,
     ) -> None:
         """``experts`` are compared over the ranks that hold the same, by the ``id`` of each."""
         self._named = named
@@ -196,14 +196,16 @@ class SameWeights:
             for rank in range(kind.exchange.size):
                 yield digest if rank == kind.exchange.rank else None
 
-    def _held_as(self, kind: Experts | None) -> Sequence[tuple[str, torch.Tensor]]:
+    def _held_as(self, kind: ExpertRanks | None) -> Sequence[tuple[str, torch.Tensor]]:
         """The experts of one ``kind``, or what all ranks hold."""
         named = self._named()
         if not self._kinds:
             return named
         return [each for each in named if self._experts.get(id(each[1])) == kind]
 
-    def _digests(self, kind: Experts | None) -> list[tuple[tuple[str, torch.Tensor], torch.Tensor]]:
+    def _digests(
+        self, kind: ExpertRanks | None
+    ) -> list[tuple[tuple[str, torch.Tensor], torch.Tensor]]:
         named = self._held_as(kind)
         digests = digests_of([tensor for _, tensor in named])
         pairs = zip(named, digests, strict=True)
@@ -249,7 +251,7 @@ class SameWeights:
         return error
 
     def _compare_kind(
-        self, axis: Communicator, kind: Experts | None, *, is_in: bool
+        self, axis: Communicator, kind: ExpertRanks | None, *, is_in: bool
     ) -> CollectiveMismatchError | None:
         found = self._digests(kind)
         mine = [digest.item() for _, digest in found] if is_in else None
@@ -323,7 +325,7 @@ class Alignment:
         named: Sequence[tuple[str, torch.nn.Parameter]],
         settings: ReductionSettings,
         communicator: Communicator,
-        experts: Mapping[int, Experts] = NO_EXPERTS,
+        experts: Mapping[int, ExpertRanks] = NO_EXPERTS,
     ) -> None:
         self._communicator = communicator
         self._parameters = parameters = [parameter for _, parameter in named]

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from meshwright.comm import Communicator, LateNumbers
-from meshwright.comm.dtensors.exchanging import NO_EXPERTS, Experts
+from meshwright.comm.dtensors.exchanging import NO_EXPERTS, ExpertRanks
 from meshwright.comm.graphs.untraced import apart
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.data_parallel.checks.alignment import (
@@ -144,7 +144,7 @@ class GradientReducer:
         parameters = [parameter for _, parameter in named]
         self.leaves = ReducedLeaves(parameters, local)
         found = [(key, each.experts) for key, each in local.items()]
-        experts: Mapping[int, Experts] = {key: each for key, each in found if each is not None}
+        experts: Mapping[int, ExpertRanks] = {key: each for key, each in found if each is not None}
         self.experts = experts or NO_EXPERTS
         """The ranks of experts, by the ``id`` of their parameters."""
         holders = (each.holders for each in self.experts.values())
@@ -438,7 +438,7 @@ class GradientReducer:
                 self._factor = self._factor * self.communicator.size  # which the hook divides by
         if not group:
             return self._factor
-        # Experts are divided by the rest of all ranks as they come.
+        # ExpertRanks are divided by the rest of all ranks as they come.
         return self._factor * (self.communicator.size / self._communicators[group].size)
 
     @torch.no_grad()

@@ -16,7 +16,7 @@ from meshwright.comm import Communicator, communicator
 from meshwright.comm.dtensors.after_hooks import step_in_backward, take_over_steps
 from meshwright.comm.dtensors.dtensor import known_at_rest, local_of
 from meshwright.comm.dtensors.exchanging import (
-    Experts,
+    ExpertRanks,
     exchanged_over,
     exchanges_below,
     experts_among,
@@ -193,7 +193,7 @@ class Replica:
     def _send(
         self,
         tensors: Iterable[torch.Tensor],
-        experts: Mapping[int, Experts],
+        experts: Mapping[int, ExpertRanks],
         *,
         only_changed: bool = False,
     ) -> None:
@@ -203,7 +203,7 @@ class Replica:
             broadcast_tensors(axis, held, label="broadcast parameters", only_changed=only_changed)
 
     def _by_holders(
-        self, named: Iterable[tuple[str, torch.Tensor]], experts: Mapping[int, Experts]
+        self, named: Iterable[tuple[str, torch.Tensor]], experts: Mapping[int, ExpertRanks]
     ) -> dict[Communicator, list[tuple[str, torch.Tensor]]]:
         """Sort tensors by the ranks that hold the same."""
         found: dict[Communicator, list[tuple[str, torch.Tensor]]] = {self.communicator: []}
@@ -403,7 +403,7 @@ class Replica:
             broadcast_tensors(self.communicator, found, label="broadcast buffers")
 
     def _compare_values(
-        self, fresh: Mapping[str, nn.Parameter], experts: Mapping[int, Experts]
+        self, fresh: Mapping[str, nn.Parameter], experts: Mapping[int, ExpertRanks]
     ) -> None:
         difference = ""
         held = self._by_holders(fresh.items(), experts)

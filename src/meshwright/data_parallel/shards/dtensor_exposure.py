@@ -155,7 +155,8 @@ class ExposedTensors(Exposure):
         before = [known.get(slot, slot.original) for slot in group.slots]
         found = [_ShardedParameter(group, index, given) for index, given in enumerate(before)]
         self._entries[group] = found
-        mark_mean([entry.exposed for entry in found], group.axes.reached)
+        for entry in found:
+            mark_mean((entry.exposed, entry.slot.full), group.axes.reached)
         return found
 
     def shown(self, slot: Slot) -> nn.Parameter:
