@@ -37,25 +37,28 @@ def test_a_module_that_is_not_known_to_hold_experts(ranks: Ranks) -> None:
     ranks(2, body)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("key", "value"), [("capacity_factor", 1.25), ("expert_capacity", 64), ("drop_tokens", True)]
 )
-def test_a_module_that_drops_tokens(ranks: Ranks, key: str, value: float) -> None:
+@pytest.mark.parametrize("where", ["experts", "router", "Block"])
+def test_a_module_that_drops_tokens(ranks: Ranks, key: str, value: float, where: str) -> None:
     """`capacity_by_rank`: by rank it would be another model."""
 
     def body() -> None:
         block = Block(Fused(4), 2)
-        for no in (None, False):
-            setattr(block.experts, key, no)
-        setattr(block.experts, key, value)
+        part = block if where == "Block" else block.get_submodule(where)
+        setattr(part, key, value)
         text = (
-            f"axis expert: 'experts' has {key} = {value}: which tokens are dropped would depend on "
+            f"axis expert: '{where}' has {key} = {value}: which tokens are dropped would depend on "
             "the ranks. Set it to None"
         )
         with pytest.raises(ValueError, match=whole(text)):
             style(block)
-        setattr(block.experts, key, False if key == "drop_tokens" else None)
-        style(block)
+        for no in (None, False):
+            block = Block(Fused(4), 2)
+            setattr(block if where == "Block" else block.get_submodule(where), key, no)
+            style(block)
 
     ranks(2, body)
 
