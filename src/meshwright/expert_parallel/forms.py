@@ -68,13 +68,7 @@ def checked_form(module: nn.Module, name: str, axis: str) -> tuple[ExpertForm, i
             "a module of Hugging Face's use_experts_implementation, torchtitan's GroupedExperts, "
             "or one that meshwright.expert_parallel.experts has marked"
         )
-    for key in _DROPPING:
-        value = getattr(module, key, None)
-        if value is not None and value is not False:
-            raise ValueError(
-                f"{where} has {key} = {value}: which tokens are dropped would depend on the ranks. "
-                "Set it to None"
-            )
+    check_keeps_all(module, name, axis)
     number = _check_parameters(module, name, f"axis {axis}")
     for path, part in module.named_modules():
         rows = [f"{path}.{key}".lstrip(".") for key, b in part.named_buffers(recurse=False)
@@ -86,6 +80,17 @@ def checked_form(module: nn.Module, name: str, axis: str) -> tuple[ExpertForm, i
                 "make it a parameter of the module itself, with an expert in each row of dim 0"
             )
     return form, number
+
+
+def check_keeps_all(module: nn.Module, name: str, axis: str) -> None:
+    """Raise ValueError for a module that drops tokens: experts, their block, or its router."""
+    for key in _DROPPING:
+        value = getattr(module, key, None)
+        if value is not None and value is not False:
+            raise ValueError(
+                f"axis {axis}: '{name}' has {key} = {value}: which tokens are dropped would depend "
+                "on the ranks. Set it to None"
+            )
 
 
 def _check_parameters(module: nn.Module, name: str, where: str) -> int:

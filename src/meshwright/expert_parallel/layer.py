@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -44,7 +45,9 @@ class ExpertSettings:
     partial: tuple[()] = ()
     """Gradients of no parameter lack a sum over this axis."""
     routes: weakref.WeakSet[Route] = field(default_factory=weakref.WeakSet)
-    """Those whose graphs are alive: a recomputation has to find its own among them."""
+    """Those whose graphs are alive: a recomputation has to find its own among them,"""
+    ungraphed: deque[tuple[list[int], int]] = field(default_factory=lambda: deque(maxlen=128))
+    """or among the last ones without, as reentrant recomputation begins: counts, and a hash."""
 
     def __deepcopy__(self, memo: object) -> ExpertSettings:
         return self
@@ -112,6 +115,8 @@ class ExpertLayer(nn.Module):
         y = self._computed(pairs, route, experts, scale)
         (y,) = moved(places, [y], back=True)
         (y,) = moved(route, [y.to(x.dtype)], back=True, guard=self._written())
+        if not y.requires_grad and running_backward() == -1:
+            settings.ungraphed.append((route.counts, _hash_of(route.indices)))
         return y
 
     def _computed(
@@ -182,15 +187,18 @@ class ExpertLayer(nn.Module):
 
     def _note(self, route: Route) -> None:
         """Compare a recomputed route with the first."""
-        routes = self._meshwright_style.routes
+        settings = self._meshwright_style
         if running_backward() == -1:
-            if torch.is_grad_enabled():
-                routes.add(route)
+            settings.routes.add(route)
             return
-        if not routes or any(_is_same(route, known) for known in routes):
+        routes = list(settings.routes)
+        known = [r.counts for r in routes] + [counts for counts, _ in settings.ungraphed]
+        if not known or any(_is_same(route, r) for r in routes):
             return
-        known = min(routes, key=lambda r: _difference(r.counts, route.counts))
-        pairs = enumerate(zip(route.counts, known.counts, strict=True))
+        if route.counts in known and (route.counts, _hash_of(route.indices)) in settings.ungraphed:
+            return
+        nearest = min(known, key=lambda counts: _difference(counts, route.counts))
+        pairs = enumerate(zip(route.counts, nearest, strict=True))
         other = [f"expert {e}: {now} tokens, {before} before" for e, (now, before) in pairs
                  if now != before]  # fmt: skip
         raise RuntimeError(
@@ -234,6 +242,11 @@ def _is_same(route: Route, known: Route) -> bool:
         return False
     # On a device a comparison of all indices would stop the host.
     return not is_host(route.indices.device) or torch.equal(route.indices, known.indices)
+
+
+def _hash_of(indices: torch.Tensor) -> int:
+    """Hash which experts tokens go to; 0 on a device, where the host would have to wait."""
+    return hash(indices.cpu().numpy().tobytes()) if is_host(indices.device) else 0
 
 
 def _difference(counts: list[int], others: list[int]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from meshwright.comm.dtensors.exchanging import exchange_over
-from meshwright.expert_parallel.forms import checked_form
+from meshwright.expert_parallel.forms import check_keeps_all, checked_form
 from meshwright.expert_parallel.layer import Exchange, ExpertLayer, ExpertSettings
 from meshwright.expert_parallel.routing import record_routers
 from meshwright.layout import Shard
@@ -53,7 +53,17 @@ class ExpertParallel(ParallelStyle):
         return module
 
     def finish(self, root: nn.Module) -> None:
-        """Have routers of models below ``root`` keep their logits, for `auxiliary_loss`."""
+        """Have routers of models below ``root`` keep their logits, for `auxiliary_loss`.
+
+        Raises ValueError where what is beside the experts, or their block, drops tokens.
+        """
+        for path, part in list(root.named_modules()):
+            if path and isinstance(part, ExpertLayer):
+                above = path.rpartition(".")[0]
+                block, axis = root.get_submodule(above), part._meshwright_style.site.axis.axis
+                check_keeps_all(block, above or type(root).__name__, axis)
+                for key, beside in block.named_children():
+                    check_keeps_all(beside, f"{above}.{key}".lstrip("."), axis)
         record_routers(root)
 
     def __repr__(self) -> str:

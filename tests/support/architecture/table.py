@@ -62,7 +62,7 @@ ROOM_LINES: dict[str, int] = {
     "doctor": 681,
     "environment": 219,
     "errors": 150,
-    "expert_parallel": 1245,
+    "expert_parallel": 1267,
     "fsdp": 5685,
     "gradients": 1607,
     "integrations": 1214,
@@ -180,9 +180,7 @@ NAMES_PEERS = frozenset({"integrations/torch_names.py"})
 # What torch keeps private: dotted names with a part that begins with an underscore, and private
 # names of its objects, also as strings. Other packages have these.
 PRIVATE_ROOM = "torch_internals"
-OF_OTHERS = frozenset(
-    {"_apply_gate", "_can_record_outputs", "_init_weights", "_models", "_read_pyc"}
-)
+OF_OTHERS = frozenset({"_apply_gate", "_init_weights", "_models", "_read_pyc"})
 # Files of that room for these rooms alone: one is torch.distributed, one stands in for parts of
 # torch, one loads the compiler.
 PRIVATE_DOORS: dict[str, tuple[str, ...]] = {
