@@ -19,7 +19,7 @@ from meshwright import comm
 from meshwright.composition.checks import check_model
 from meshwright.composition.data_layout import DataLayout, LayoutCommunicators, LoneLayout
 from meshwright.composition.example_run import Inputs, copied
-from meshwright.composition.expert_rules import expert_split, expert_styles
+from meshwright.composition.expert_rules import expert_split, expert_styles, forget_counts
 from meshwright.composition.laying_out import (
     GivenParameters,
     apply_dropout,
@@ -123,6 +123,7 @@ def parallelize(
     if whole is not None and plan.axes.size("tensor") > 1:
         computing = autocast_of(plan, everyone.device)()
         traffic = whole.traffic(model, tensor_split(peers.tensor), computing)
+    forget_counts(model)
     if plan.axes.size("shard") > 1:
         if whole is None and not is_on_meta(model):
             equalize(model, everyone)

@@ -21,6 +21,7 @@ from meshwright.expert_parallel import (
 )
 from meshwright.expert_parallel.forms import form_of
 from meshwright.expert_parallel.layer import ExpertLayer
+from meshwright.expert_parallel.routing import TALLY
 from meshwright.gradients import LocalLoss
 from meshwright.plan import ExpertPlan, Plan, match_names
 from meshwright.settings import Problem
@@ -105,6 +106,12 @@ def move_biases(model: nn.Module, expert: ExpertPlan, *, is_skipped: bool) -> No
     """Move the biases by which routers choose, after a step; one that is skipped does not count."""
     if expert.bias_rate is not None and _has_experts(model):
         balance_experts(model, 0.0 if is_skipped else expert.bias_rate)
+
+
+def forget_counts(model: nn.Module) -> None:
+    """Forget the tokens of passes that belong to no step, as those over the example."""
+    for part in model.modules():
+        vars(part).pop(TALLY, None)
 
 
 def imbalance(model: nn.Module, everyone: Communicator) -> float:
