@@ -494,4 +494,4 @@ def check_refusals() -> None:
 
 
 def test_what_is_refused(ranks: Ranks) -> None:
-    ranks(2, check_refusals)
+    ranks(2, check_refusals, timeout=180)

@@ -62,7 +62,7 @@ ROOM_LINES: dict[str, int] = {
     "doctor": 681,
     "environment": 219,
     "errors": 150,
-    "expert_parallel": 1268,
+    "expert_parallel": 1240,
     "fsdp": 5685,
     "gradients": 1607,
     "integrations": 1214,
