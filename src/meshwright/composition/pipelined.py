@@ -32,14 +32,7 @@ from meshwright.composition.trainable import (
     tensors_in,
 )
 from meshwright.errors import InternalError, PipelinePeerError, PlanError, warn
-from meshwright.gradients import (
-    Factor,
-    SpreadGradients,
-    apply_loss,
-    group_by_spread,
-    multiply_,
-    terms_of,
-)
+from meshwright.gradients import Factor, SpreadGradients, apply_loss, group_by_spread, multiply_
 from meshwright.pipelining import (
     PipelineContext,
     PipelineSchedule,
@@ -493,7 +486,7 @@ class PipelinedTrainable(Trainable):
         goal = target if self._has_target else None
         local = apply_loss(self._loss, output, goal, self._sources.look)
         if torch.is_grad_enabled():
-            self._window.add(local, min(sizes, default=1), terms_of(goal))
+            self._window.add(local, min(sizes, default=1), goal)
         return local.total if self._loss_scale == 1.0 else local.total * self._loss_scale
 
     def _loss_of_last(self, output: object, target: object) -> torch.Tensor:

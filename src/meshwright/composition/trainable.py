@@ -51,7 +51,6 @@ from meshwright.gradients import (
     is_due,
     scale_to_norm,
     step_if,
-    terms_of,
 )
 from meshwright.plan import Plan, match_names
 from meshwright.randomness import Draws, RandomOperators
@@ -122,6 +121,7 @@ class Trainable:
         """Optimizer steps so far, skipped ones included."""
         self.loss_scale = LossScale() if plan.precision.needs_loss_scaling else None
         self._is_piped = plan.axes.size("pipeline") > 1
+        self._is_balanced = bool(plan.expert.auxiliary or plan.expert.z_loss)
         # A pipeline changes parameters between microbatches, so that cached casts would be stale.
         self._autocast = autocast_of(plan, peers.everyone.device, keeps_casts=not self._is_piped)
         self._layout = layout
@@ -250,7 +250,8 @@ class Trainable:
                         step_if(is_good, optimizer, self._every_gradient(spread))
                     else:
                         optimizer.step()
-                move_biases(self.module, self.plan.expert, is_skipped=not is_finite)
+                if self.plan.expert.bias_rate is not None:
+                    move_biases(self.module, self.plan.expert, is_skipped=not is_finite)
         finally:
             self._start_over()
         self.steps += 1
@@ -420,8 +421,9 @@ class Trainable:
             with self._autocast():
                 output = call_module(self.module, batch)
                 local = apply_loss(self._loss, output, target, self._sources.look)
-                local = with_balance(local, self.module, self.plan.expert, self._peers.data)
-            window.add(local, size, terms_of(target))
+                if self._is_balanced:
+                    local = with_balance(local, self.module, self.plan.expert, self._peers.data)
+            window.add(local, size, target)
             if is_last:
                 window.close()
                 # A function: the counts are on their way, and only complete gradients need them.

@@ -42,7 +42,6 @@ from meshwright.gradients.loss import (
     leaves_of,
     multiply_,
     read_loss,
-    terms_of,
     times,
 )
 from meshwright.gradients.norm import (
@@ -106,7 +105,6 @@ __all__ = [
     "rounding_floor",
     "scale_to_norm",
     "step_if",
-    "terms_of",
     "times",
     "warn_of_zeros",
     "warn_without_gradients",

@@ -152,11 +152,6 @@ def apply_loss(
     return read_loss(value)
 
 
-def terms_of(target: object) -> int:
-    """Count the terms of a mean over ``target``: the elements of a tensor, else 0 (not known)."""
-    return target.numel() if isinstance(target, torch.Tensor) else 0
-
-
 def leaves_of(total: torch.Tensor, ends: Collection[object]) -> list[torch.Tensor]:
     """List the leaves that a loss gives gradients to, up to the autograd nodes ``ends``."""
     found: list[torch.Tensor] = []
@@ -210,10 +205,11 @@ class LossWindow:
         """True when this rank's own losses are finite, regardless of other ranks."""
         return self._own is None or math.isfinite(self._own.item())
 
-    def add(self, loss: LocalLoss, size: int, terms: int = 0) -> None:
-        """Add a microbatch of ``size`` samples with ``terms``, 0 if it is not known; `terms_of`."""
+    def add(self, loss: LocalLoss, size: int, target: object = None) -> None:
+        """Add a microbatch of ``size`` samples; a mean is over the elements of a ``target``."""
         if self.is_closed:
             raise InternalError("a microbatch came after the window of losses was closed")
+        terms = target.numel() if isinstance(target, torch.Tensor) else 0
         self._sizes.append((size, terms))
         device, count = self._communicator.device, 0.0
         total = loss.total.detach().to(device, torch.float64)

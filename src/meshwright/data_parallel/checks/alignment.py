@@ -165,7 +165,8 @@ class SameWeights:
         multiple = self.passes // MOST_APART * MOST_APART + MOST_APART
         self._next = min(1 << self.passes.bit_length(), multiple)
         digest = self.digest_of_now()
-        self.of_experts = tuple(self._digests_of_experts())
+        if self._kinds:
+            self.of_experts = tuple(self._digests_of_experts())
         self._late.settle()
         if digest is not None:
             self.digest = digest
@@ -183,7 +184,8 @@ class SameWeights:
 
     def digest_of_now(self) -> torch.Tensor | None:
         """Compute a digest of all weights but experts', 64 bits on their device, None without."""
-        return digest_of_all([tensor for _, tensor in self._held_as(None)])
+        named = self._held_as(None) if self._kinds else self._named()
+        return digest_of_all([tensor for _, tensor in named])
 
     @property
     def places(self) -> int:
@@ -198,10 +200,7 @@ class SameWeights:
 
     def _held_as(self, kind: ExpertRanks | None) -> Sequence[tuple[str, torch.Tensor]]:
         """The experts of one ``kind``, or what all ranks hold."""
-        named = self._named()
-        if not self._kinds:
-            return named
-        return [each for each in named if self._experts.get(id(each[1])) == kind]
+        return [each for each in self._named() if self._experts.get(id(each[1])) == kind]
 
     def _digests(
         self, kind: ExpertRanks | None
@@ -332,7 +331,8 @@ class Alignment:
         self.copies = SameWeights(partial(tuple, named), experts)
         """The weights, to be compared."""
         self.static = StaticGraph([name for name, _ in named]) if settings.is_static else None
-        self._experts = NOTES + (self.static is not None)
+        first = NOTES + (self.static is not None)
+        self._places = range(first, first + 2 * BITS * self.copies.places, 2 * BITS)
         """Where the bits of experts' digests begin in the notes."""
         self.values = NonFiniteValues() if settings.is_watched else None
         """This rank's own gradients that were not finite, in the last backward pass."""
@@ -432,7 +432,8 @@ class Alignment:
     @property
     def numel(self) -> int:
         """The number of notes that `write` fills in."""
-        return self._experts + 2 * BITS * self.copies.places + (self.reduced is not None)
+        experts = 2 * BITS * len(self._places)
+        return NOTES + (self.static is not None) + experts + (self.reduced is not None)
 
     def write(self, notes: torch.Tensor, *, lacks: bool) -> None:
         """Write all notes, once all gradients of this rank are known.
@@ -449,16 +450,13 @@ class Alignment:
             notes[ODD].fill_(1)
         if self.copies.digest is not None:
             notes[ONES:NOTES].add_(bits_of(self.copies.digest))
-        for at, digest in zip(self._places(), self.copies.of_experts, strict=False):
+        for at, digest in zip(self._places, self.copies.of_experts, strict=False):
             if digest is not None:
                 notes[at : at + 2 * BITS].add_(bits_of(digest))
         if self.static is not None:
             notes[NOTES].fill_(self.static.deviates())
         if self.values is not None and self.reduced is not None:
             self.values.add_to(notes[-1])
-
-    def _places(self) -> range:
-        return range(self._experts, self._experts + 2 * BITS * self.copies.places, 2 * BITS)
 
     def add_reduced(self, notes: torch.Tensor) -> None:
         """Add what was found in gradients that communication hooks have reduced."""
@@ -484,10 +482,11 @@ class Alignment:
         if sums[ODD] > 0:
             self.copies.ask()
         # Inline: it is on the path of each pass. Sums that are not a number are of marks above.
-        if max(map(min, sums[ONES:ZEROS], sums[ZEROS:NOTES])) > 0 or any(
-            max(map(min, sums[at : at + BITS], sums[at + BITS : at + 2 * BITS])) > 0
-            for at in self._places()
-        ):
+        is_apart = max(map(min, sums[ONES:ZEROS], sums[ZEROS:NOTES])) > 0
+        for at in self._places:
+            ones, zeros = sums[at : at + BITS], sums[at + BITS : at + 2 * BITS]
+            is_apart = is_apart or max(map(min, ones, zeros)) > 0
+        if is_apart:
             error = self.doubt(is_in=place is not NOWHERE)
             if error is not None:
                 return error
