@@ -224,6 +224,7 @@ def body_large(layout: tuple[int, ...]) -> None:
         assert bool(alone) is (count > 2)
 
 
+@pytest.mark.devices("host", reason="devices reduce large gradients in one line with others")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_large_and_missing_experts(ranks: Ranks, layout: tuple[int, ...]) -> None:
     ranks(math.prod(layout), body_large, layout)
@@ -365,9 +366,8 @@ def body_parted(layout: tuple[int, ...]) -> None:
     """Copies of experts that have parted are found, and named."""
     mesh, dense = meshes(layout)
     for name, rank, sides in [
-        ("last.weight", 3, "ranks [0, 1, 2], others on ranks [3]"),
-        ("experts.1.down", 3, "others on ranks [3]"),
-        ("experts.0.up", 2, "others on ranks [2]"),
+        ("experts.1.down", 3, "the same on ranks [1, 3]"),
+        ("experts.0.up", 2, "the same on ranks [0, 2]"),
     ]:
         one = net()
         model = replicate(split(one, mesh), device_mesh=dense)

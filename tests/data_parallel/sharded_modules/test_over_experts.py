@@ -260,6 +260,7 @@ def body_alone(layout: tuple[int, ...]) -> None:
         model(rows, torch.zeros(2, 1, dtype=torch.long), rows[:, :1]).sum().backward()
 
 
+@pytest.mark.devices("host", reason="a device compares steps a pass later")
 @pytest.mark.parametrize("layout", LAYOUTS[:2])
 def test_experts_alone_are_a_root_whose_passes_are_compared(
     ranks: Ranks, layout: tuple[int, ...]
