@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import LayoutError
-from support.internals.axes import DATA_AXES, KNOWN_AXES, RESERVED_AXES, Axes
+from support.internals.axes import DATA_AXES, KNOWN_AXES, RESERVED_AXES, SUM_AXES, Axes
 
 many_axes = st.dictionaries(
     st.sampled_from(KNOWN_AXES), st.integers(min_value=1, max_value=5), max_size=4
@@ -97,4 +97,13 @@ def test_ranks_and_coordinates_outside() -> None:
 
 def test_reserved_axes_are_known() -> None:
     assert set(RESERVED_AXES) < set(KNOWN_AXES)
-    assert set(DATA_AXES) < set(KNOWN_AXES)
+    assert set(DATA_AXES) < set(SUM_AXES) < set(KNOWN_AXES)
+
+
+def test_ranks_of_one_sequence_read_one_share_and_sum_their_gradients() -> None:
+    axes = Axes.of({"shard": 2, "context": 2, "expert": 2, "tensor": 2})
+    assert axes.groups(DATA_AXES) == (
+        *((0, 2, 8, 10), (1, 3, 9, 11)),
+        *((4, 6, 12, 14), (5, 7, 13, 15)),
+    )
+    assert axes.groups(SUM_AXES) == (tuple(range(0, 16, 2)), tuple(range(1, 16, 2)))

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from meshwright.errors import PlanError
 from meshwright.plan import (
     BucketPlan,
+    ExpertPlan,
     PipelinePlan,
     Plan,
     ScheduleName,
@@ -141,6 +142,15 @@ plans = st.builds(
     shard=st.builds(
         ShardPlan, units=st.just("transformer-blocks") | lists, reshard_after_forward=st.booleans()
     ),
+    expert=st.builds(
+        ExpertPlan,
+        modules=st.just("auto") | lists,
+        balance=st.sampled_from([None, "global", "rank", "none"]),
+        auxiliary=st.just(0.0) | positive,
+        z_loss=st.just(0.0) | positive,
+        bias_rate=st.none() | positive,
+        exchange=st.sampled_from(["tokens", "pairs"]),
+    ),
     tensor=st.builds(
         TensorPlan, rules=st.none() | texts | st.dictionaries(texts, texts, max_size=3)
     ),
@@ -186,7 +196,8 @@ def test_plans_are_frozen() -> None:
 
 def test_json_has_every_key_and_refuses_other_documents() -> None:
     tree = json.loads(Plan().to_json())
-    assert list(tree) == ["axes", "pipeline", "shard", "tensor", "precision", "train", "buckets"]
+    tables = ["pipeline", "shard", "expert", "tensor", "precision", "train", "buckets"]
+    assert list(tree) == ["axes", *tables]
     assert tree["train"]["clip_norm"] is None
     with pytest.raises(PlanError, match="^manifest: not valid JSON"):
         Plan.from_json("{", source="manifest")
@@ -219,9 +230,10 @@ compute = "half"
     assert caught.value.problems == (
         "line 2: key 'replicate' in [axes]: expected a number of at least 1, found 0",
         "line 3: axis 'context' in [axes] is reserved for later and cannot be used yet; usable "
-        "axes: pipeline, replicate, shard, tensor",
+        "axes: pipeline, replicate, shard, expert, tensor",
         "line 4: unknown axis 'shrad' in [axes]; did you mean 'shard'?",
-        "line 5: unknown axis 'banana' in [axes]; known axes: pipeline, replicate, shard, tensor",
+        "line 5: unknown axis 'banana' in [axes]; known axes: pipeline, replicate, shard, "
+        "expert, tensor",
         'line 7: key \'schedule\' in [pipeline]: expected "gpipe", "1f1b", "interleaved1f1b", '
         '"loopedbfs", "zb1p", "zbv" or "dualpipev", found the text "1f1"; did you mean "1f1b"?',
         "line 8: unknown key 'microbatchs' in [pipeline]; did you mean 'microbatches'?",
@@ -232,6 +244,60 @@ compute = "half"
         '"float64", found the text "half"',
     )
     assert str(caught.value).startswith("plan.toml: line 2: ")
+
+
+def test_settings_of_experts_are_typed_and_bounded() -> None:
+    text = """
+[expert]
+modules = ["layers.*.mlp.experts"]
+balance = "globl"
+auxiliary = -1.0
+z_loss = true
+bias_rate = 0.0
+exchange = "token"
+"""
+    with pytest.raises(PlanError) as caught:
+        Plan.from_toml(text)
+    assert caught.value.problems == (
+        'line 4: key \'balance\' in [expert]: expected "global", "rank" or "none", found the text '
+        '"globl"; did you mean "global"?',
+        "line 5: key 'auxiliary' in [expert]: expected a number of at least 0, found -1.0",
+        "line 6: key 'z_loss' in [expert]: expected a number, found true",
+        "line 7: key 'bias_rate' in [expert]: expected a number above 0, found 0.0",
+        'line 8: key \'exchange\' in [expert]: expected "tokens" or "pairs", found the text '
+        '"token"; did you mean "tokens"?',
+    )
+
+
+def test_contradictions_between_settings_of_experts() -> None:
+    axes = Axes.of({"expert": 2})
+    expert = ExpertPlan(auxiliary=0.01, modules=("layers.9",))
+    found = problems(Plan(axes=axes, expert=expert), 2, MODEL)
+    assert [each.partition("; ")[0] for each in found] == [
+        'axis expert: [expert] balance is not set: "global" is the loss of one process, "rank" '
+        'uses each rank\'s own statistics, "none" adds no auxiliary loss',
+        "'layers.9' in [expert] modules matches no module",
+    ]
+    none = Plan(axes=axes, expert=ExpertPlan(auxiliary=0.01, balance="none"))
+    assert problems(none, 2) == [
+        "key 'auxiliary' in [expert] has no effect with balance = \"none\"; remove it, or set "
+        'balance = "global"'
+    ]
+    right = ExpertPlan(auxiliary=0.01, balance="global", modules=("layers.*",))
+    Plan(axes=axes, expert=right).check(2, MODEL)
+    found = problems(Plan(expert=right), 1, MODEL)
+    assert found
+    assert all("in [expert] has no effect with expert = 1; remove it" in each for each in found)
+
+
+def test_axes_whose_ranks_read_other_shares() -> None:
+    every = {"pipeline": 2, "replicate": 3, "shard": 5, "context": 7, "expert": 11, "tensor": 13}
+    assert Plan(axes=Axes.of(every)).data_size == 3 * 5 * 11
+    summed = {axis for axis in every if Plan(axes=Axes.of({axis: 2})).is_summed}
+    assert summed == {"replicate", "shard", "context", "expert"}
+    # What has an effect where gradients are summed has one on these axes too.
+    buckets = BucketPlan(cap_mb=1.0)
+    Plan(axes=Axes.of({"expert": 2}), buckets=buckets).check(2)
 
 
 NUMBERS = ("inf", "-inf", "nan", "1e400", "-1", "0", "1e308", "9223372036854775808", "true", "''")
@@ -301,10 +367,10 @@ cap_mb = 1
         "line 9: key 'rules' in [tensor] has no effect with tensor = 1; remove it, or give tensor "
         "more than 1 rank in [axes]",
         "line 11: key 'batch_norm' in [train] has no effect with pipeline = 1 and replicate = 1 "
-        "and shard = 1; remove it, or give pipeline or replicate or shard more than 1 rank in "
-        "[axes]",
-        "line 13: key 'cap_mb' in [buckets] has no effect with replicate = 1 and shard = 1; "
-        "remove it, or give replicate or shard more than 1 rank in [axes]",
+        "and shard = 1 and expert = 1; remove it, or give pipeline or replicate or shard or expert "
+        "more than 1 rank in [axes]",
+        "line 13: key 'cap_mb' in [buckets] has no effect with replicate = 1 and shard = 1 and "
+        "expert = 1; remove it, or give replicate or shard or expert more than 1 rank in [axes]",
     ]
 
 

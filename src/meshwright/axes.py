@@ -22,11 +22,15 @@ from meshwright.errors import LayoutError
 KNOWN_AXES = ("pipeline", "replicate", "shard", "context", "expert", "tensor")
 """The axes a plan may name, in the order from the slowest links to the fastest."""
 
-RESERVED_AXES = ("context", "expert")
+RESERVED_AXES = ("context",)
 """Names reserved for strategies that do not exist yet; plans that use them are rejected."""
 
-DATA_AXES = ("replicate", "shard")
+DATA_AXES = ("replicate", "shard", "expert")
 """Axes whose ranks read different shares of a batch."""
+
+SUM_AXES = (*DATA_AXES, "context")
+"""Axes over which gradients of dense parameters are summed. Ranks of axis context read the same
+share, and each computes a part of every sequence."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ and the model's names, reports every contradiction at once. Both name the line.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -24,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from meshwright.axes import DATA_AXES, KNOWN_AXES, RESERVED_AXES, Axes
+from meshwright.axes import DATA_AXES, KNOWN_AXES, RESERVED_AXES, SUM_AXES, Axes
 from meshwright.errors import PlanError
 from meshwright.precision import Precision
 from meshwright.settings import (
@@ -40,6 +41,7 @@ from meshwright.toml_source import dump, plain, read, read_file, read_tree, revi
 
 __all__ = [
     "BucketPlan",
+    "ExpertPlan",
     "PipelinePlan",
     "Plan",
     "ScheduleName",
@@ -85,6 +87,25 @@ class TensorPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertPlan:
+    """``[expert]``: which modules hold experts, and how their load is balanced."""
+
+    modules: Literal["auto"] | tuple[str, ...] = "auto"
+    """auto finds modules of known kinds; or patterns of module names."""
+    balance: Literal["global", "rank", "none"] | None = None
+    """Statistics of the auxiliary loss: of all ranks, as in one process, or each rank's own; none
+    adds no auxiliary loss. Required where the model has one."""
+    auxiliary: Annotated[float, AtLeast(0)] = 0.0
+    """Coefficient of the auxiliary loss, which the library adds; 0 adds none."""
+    z_loss: Annotated[float, AtLeast(0)] = 0.0
+    """Coefficient of the routers' z-loss; 0 adds none."""
+    bias_rate: Annotated[float, Above(0)] | None = None
+    """Step of the routers' selection bias after each optimizer step; ``None`` never moves it."""
+    exchange: Literal["tokens", "pairs"] = "tokens"
+    """tokens: each token travels once to a rank; pairs: once for each of its experts there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainPlan:
     """``[train]``: what a step does, apart from the layout."""
 
@@ -123,6 +144,7 @@ class Plan:
     axes: Axes = Axes()  # noqa: RUF009
     pipeline: PipelinePlan = PipelinePlan()
     shard: ShardPlan = ShardPlan()
+    expert: ExpertPlan = ExpertPlan()
     tensor: TensorPlan = TensorPlan()
     precision: Precision = Precision()  # noqa: RUF009
     train: TrainPlan = TrainPlan()
@@ -188,7 +210,12 @@ class Plan:
     @property
     def data_size(self) -> int:
         """Number of ranks that read different shares of a batch."""
-        return self.axes.size("replicate") * self.axes.size("shard")
+        return math.prod(map(self.axes.size, DATA_AXES))
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether several ranks compute different parts of one batch, and sum their gradients."""
+        return any(self.axes.size(axis) > 1 for axis in SUM_AXES)
 
     def check(
         self,
@@ -204,6 +231,7 @@ class Plan:
         """
         found = review(self, self.origin)
         found += [*_idle_problems(self), *_lacking_problems(self)]
+        found += _expert_problems(self.expert)
         if self.axes.world_size != world_size:
             found.append(Problem(("axes",), _world_problem(self.axes, world_size)))
         if names_and_shapes is not None or modules is not None:
@@ -267,9 +295,10 @@ def module_names(parameters: Iterable[str]) -> tuple[str, ...]:
 _NEEDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("pipeline", "", ("pipeline",)),
     ("shard", "", ("shard",)),
+    ("expert", "", ("expert",)),
     ("tensor", "", ("tensor",)),
-    ("buckets", "", DATA_AXES),
-    ("train", "batch_norm", ("pipeline", *DATA_AXES)),
+    ("buckets", "", SUM_AXES),
+    ("train", "batch_norm", ("pipeline", *SUM_AXES)),
 )
 """Table, key (every key if empty), and the axes of which one must be larger than 1."""
 
@@ -282,11 +311,12 @@ def _idle_problems(plan: Plan) -> Iterator[Problem]:
         record = getattr(plan, table)
         for item in fields(record):
             if only in ("", item.name) and getattr(record, item.name) != item.default:
-                sizes = " and ".join(f"{axis} = 1" for axis in needed)
+                usable = [axis for axis in needed if axis not in RESERVED_AXES]
+                sizes = " and ".join(f"{axis} = 1" for axis in usable)
                 yield Problem(
                     (table, item.name),
                     f"key '{item.name}' in [{table}] has no effect with {sizes}; remove it, or "
-                    f"give {' or '.join(needed)} more than 1 rank in [axes]",
+                    f"give {' or '.join(usable)} more than 1 rank in [axes]",
                 )
 
 
@@ -297,6 +327,21 @@ def _lacking_problems(plan: Plan) -> Iterator[Problem]:
             ("axes", "tensor"),
             f"axis tensor = {size} has nothing to cut: give [tensor] rules, a named set or a "
             'table such as "layers.*.attention.wq" = "colwise"',
+        )
+
+
+def _expert_problems(expert: ExpertPlan) -> Iterator[Problem]:
+    if expert.auxiliary and expert.balance is None:
+        yield Problem(
+            ("expert", "auxiliary"),
+            'axis expert: [expert] balance is not set: "global" is the loss of one process, "rank" '
+            'uses each rank\'s own statistics, "none" adds no auxiliary loss',
+        )
+    if expert.auxiliary and expert.balance == "none":
+        yield Problem(
+            ("expert", "auxiliary"),
+            "key 'auxiliary' in [expert] has no effect with balance = \"none\"; remove it, or set "
+            'balance = "global"',
         )
 
 
@@ -329,7 +374,7 @@ def _pattern_problems(plan: Plan, modules: Sequence[str]) -> Iterator[Problem]:
 
 
 _PATTERNS = (
-    *(("pipeline", "split"), ("shard", "units"), ("tensor", "rules")),
+    *(("pipeline", "split"), ("shard", "units"), ("expert", "modules"), ("tensor", "rules")),
     *(("train", "recompute"), ("train", "per_rank")),
 )
 """Tables and keys that hold patterns of module names, or a name (text) in their place."""

@@ -455,6 +455,17 @@ def body_window() -> None:
     unequal.close()
     with pytest.raises(ValueError, match=r"3 on ranks \[0\]; 4 on ranks \[1\]"):
         unequal.check_sizes()
+    longer = LossWindow(world)
+    for rows in (2, 2):  # equally many samples, and squares beyond what float64 has exactly
+        target = torch.empty(rows, 2**40 + world.rank, device="meta")
+        longer.add(read_loss(torch.tensor(1.0)), rows, target)
+    longer.close()
+    with pytest.raises(ValueError, match=rf"elements of the target; found {2**41}, {2**41} on"):
+        longer.check_sizes()
+    equal = LossWindow(world)
+    equal.add(read_loss(torch.tensor(1.0)), 3, torch.empty(3, 2**40 + 7, device="meta"))
+    equal.close()
+    equal.check_sizes()
 
 
 def body_stop() -> None:

@@ -13,8 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.plan import BucketPlan, PipelinePlan, Plan, ShardPlan, TensorPlan, TrainPlan
+from meshwright.expert_parallel import experts
+from meshwright.plan import (
+    BucketPlan,
+    ExpertPlan,
+    PipelinePlan,
+    Plan,
+    ShardPlan,
+    TensorPlan,
+    TrainPlan,
+)
 from meshwright.testing import MODELS, Sample
+from support.expert_parallel.samples import D, Fused, Own
 from support.internals.axes import Axes
 from support.internals.precision import FloatName, Precision
 from support.internals.recipes import LanguageModel, ModelConfig
@@ -27,6 +37,7 @@ ACCUMULATED = (1, 2)
 CLIPPED = (False, True)
 OPTIMIZERS = ("momentum", "adamw")
 OPTIONS = ("", "recompute", "other units")
+EXPERT_OPTIONS = (*OPTIONS, "pairs", "compile")
 
 SINGLE_AXES = (
     *("replicate=2", "shard=2", "tensor=2", "pipeline=2"),
@@ -35,6 +46,15 @@ SINGLE_AXES = (
 PAIRS_OF_AXES = (
     *("replicate=2,shard=2", "replicate=2,tensor=2", "shard=2,tensor=2"),
     *("pipeline=2,replicate=2", "pipeline=2,shard=2", "pipeline=2,tensor=2"),
+)
+EXPERT_AXES = (
+    *("expert=2", "expert=3", "expert=4"),
+    *("replicate=2,expert=2", "shard=2,expert=2", "expert=2,tensor=2", "pipeline=2,expert=2"),
+    *("expert=2,shard=2", "expert=2,pipeline=2"),
+)
+THREE_WITH_EXPERTS = (
+    *("replicate=2,shard=2,expert=2", "shard=2,expert=2,tensor=2", "shard=2,expert=4"),
+    *("pipeline=2,shard=2,expert=2", "pipeline=2,replicate=2,expert=2"),
 )
 REVERSED = tuple(",".join(reversed(axes.split(","))) for axes in PAIRS_OF_AXES)
 """The first axis varies slowest over the ranks."""
@@ -80,7 +100,7 @@ class Cell:
 
     @property
     def shares(self) -> int:
-        return self.size("replicate", "shard")
+        return self.size("replicate", "shard", "expert")
 
     @property
     def microbatches(self) -> int:
@@ -130,6 +150,25 @@ class Gated(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.up(x).unflatten(-1, (-1, 2))
         return self.down(self.norm(hidden).flatten(-2))
+
+
+class Routed(nn.Module):
+    """A router and its experts, behind a norm."""
+
+    def __init__(self, inside: nn.Module, k: int) -> None:
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(D), nn.Linear(D, inside.num_experts)
+        self.experts, self.k = inside, k
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.norm(x).flatten(0, -2)
+        weights, indices = self.router(rows).softmax(-1).topk(self.k)
+        return x + self.experts(rows, indices, weights).view_as(x)
+
+
+def _mixture() -> nn.Module:
+    layers = (Routed(experts(Own(3)), 2), nn.Linear(D, D), Routed(Fused(4), 1))
+    return nn.Sequential(nn.Embedding(11, D), *layers, nn.Linear(D, 11))
 
 
 def _deep() -> nn.Module:
@@ -247,7 +286,16 @@ _ROWS: dict[str, Row] = {
     ),
 }
 
-ROWS: Mapping[str, Row] = MappingProxyType(_ROWS)
+_EXPERTS: dict[str, Row] = {
+    "mixture": Row(
+        sample=_of_words("mixture", _mixture),
+        rules={"0": "embedding", "2": "colwise_gathered", "4": "colwise_gathered"},
+        recompute=("1", "3"),
+    ),
+}
+"""Models with experts, which other rules of axis expert would refuse to be without."""
+
+ROWS: Mapping[str, Row] = MappingProxyType({**_ROWS, **_EXPERTS})
 
 
 # ------------------------------------------------------------------------------------- plans
@@ -259,10 +307,15 @@ def is_legal(cell: Cell) -> bool:
         return False
     if cell.option == "recompute" and not ROWS[cell.model].recompute:
         return False
+    if cell.option == "compile" and cell.schedule in ("zb1p", "zbv", "dualpipev"):
+        return False  # which run a backward in two halves
     if cell.option == "other units" and "replicate" not in cell.axes and "shard" not in cell.axes:
         return False
     if cell.model == "deep" and cell.precision in ("bfloat16", "narrow"):
         return False  # sixteen layers of rounding
+    if cell.model == "mixture" and cell.precision != "double":
+        # Rounding sends tokens to other experts, which few terms of a loss do not average out.
+        return cell.precision != "narrow" and cell.loss == "mean"
     # Means of shares of unequal size are refused; statistics of a batch need its parts known.
     return not (cell.batch_norm and cell.loss == "counted")
 
@@ -285,6 +338,7 @@ def plan_of(cell: Cell) -> Plan:
             microbatches=cell.microbatches,
             split="auto",
         ),
+        expert=ExpertPlan(exchange="pairs") if cell.option == "pairs" else ExpertPlan(),
         tensor=TensorPlan(rules=row.rules if cell.size("tensor") > 1 else None),
         shard=ShardPlan(units=("",), reshard_after_forward=False)
         if others and is_sharded
@@ -296,6 +350,7 @@ def plan_of(cell: Cell) -> Plan:
             clip_norm=0.05 if cell.is_clipped else None,
             recompute=row.recompute if cell.option == "recompute" else (),
             batch_norm=cell.batch_norm if is_data or cell.schedule else None,
+            compile=cell.option == "compile",
             dropout="global" if cell.model == "dropout" else "local",
         ),
     )
@@ -370,12 +425,26 @@ def quick() -> list[Cell]:
     ]
 
 
+def over_experts() -> list[Cell]:
+    """Every layout with axis expert, three times in float64, and pairs in half precision."""
+    details = pairwise((LOSSES, ("double",), ACCUMULATED, CLIPPED, OPTIMIZERS, EXPERT_OPTIONS))
+    every = [*layouts(EXPERT_AXES), *layouts(THREE_WITH_EXPERTS)]
+    some = [(a, s) for a, s in every if a not in THREE_WITH_EXPERTS or s in THREE_SCHEDULES]
+    found = []
+    for number, (axes, schedule) in enumerate(some):
+        turned = (details[(3 * number + k) % len(details)] for k in range(len(details)))
+        cells = (cell_of((axes, "mixture", schedule, *detail)) for detail in turned)
+        found += itertools.islice(filter(is_legal, cells), 3)
+    plain = [each for each in EXPERT_AXES if "pipeline" not in each]
+    return found + [cell for cell in pairs(plain, ["mixture"]) if cell.precision != "double"]
+
+
 def full() -> list[Cell]:
     """Every layout of up to 4 ranks with every model, and of 8 ranks with some."""
-    found = [*whole(SINGLE_AXES, [*ROWS]), *whole(PAIRS_OF_AXES, [*ROWS])]
+    found = [*whole(SINGLE_AXES, [*_ROWS]), *whole(PAIRS_OF_AXES, [*_ROWS])]
     found += [
         cell
-        for number, cell in enumerate(whole(REVERSED, [*ROWS]))
+        for number, cell in enumerate(whole(REVERSED, [*_ROWS]))
         if number % 3 == 0 or not cell.schedule
     ]
     found += whole(("pipeline=4",), ("deep",))

@@ -197,7 +197,10 @@ def compared(run: ReferenceRun, expected: ReferenceRun, cell: Cell) -> str:
     if cell.batch_norm and (cell.batch_norm == "local" or cell.precision == "float16"):
         # Statistics are those of one rank's microbatches, which one process has not seen.
         run, expected = _without_buffers(run), _without_buffers(expected)
-    found = first_difference(run, expected, TOLERANCE[cell.precision])
+    tolerance = TOLERANCE[cell.precision]
+    if cell.model == "mixture" and cell.precision != "double":
+        tolerance *= 2  # a rounding may send a token to another expert
+    found = first_difference(run, expected, tolerance)
     return "" if found is None else str(found)
 
 

@@ -1,8 +1,8 @@
 """Kill and stop ranks at random moments of every strategy, and see who is named, and how soon.
 
 Run it as ``python tests/soak/kills.py [--seed S] [--kills 100] [--stops 40] [--first N] [--last N]
-[--case N]``. It prints one row for each case, with the machine's load, and ends with status 1 when
-a case misses what is promised:
+[--strategy NAME ...] [--case N]``. It prints one row for each case, with the machine's load, and
+ends with status 1 when a case misses what is promised:
 
 =============  ===================================================================================
 what happens   every survivor
@@ -26,7 +26,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,12 +81,14 @@ class Case:
         )
 
 
-def cases(seed: int, kills: int, stops: int) -> Iterator[Case]:
+def cases(
+    seed: int, kills: int, stops: int, strategies: Sequence[str] = STRATEGIES
+) -> Iterator[Case]:
     """The same for a seed. Strategies, backends and stores come in turn, the rest by chance."""
     draw = random.Random(seed)
     for number in range(kills + stops):
         action = "kill" if number < kills else ("stop", "go on")[number % 2]
-        strategy = STRATEGIES[(number * 7 + seed) % len(STRATEGIES)]
+        strategy = strategies[(number * 7 + seed) % len(strategies)]
         ranks = draw.choice([2, 2, 3]) if "pipeline" not in strategy else 2
         moment = draw.choice(["connect", "first", "later", "later"])
         if action == "go on" and moment == "connect":
@@ -200,12 +202,13 @@ def main() -> int:
     parser.add_argument("--stops", type=int, default=40)
     parser.add_argument("--first", type=int, default=0, help="leave out the cases before this one")
     parser.add_argument("--last", type=int, help="leave out the cases after this one")
+    parser.add_argument("--strategy", choices=STRATEGIES, nargs="+", default=STRATEGIES)
     parser.add_argument("--case", type=int, help="run this one alone, and show what ranks wrote")
     chosen = parser.parse_args()
     print(f"seed {chosen.seed}, {chosen.kills} kills, {chosen.stops} stops", flush=True)
     missed = 0
     with Fleet() as fleet:
-        for case in cases(chosen.seed, chosen.kills, chosen.stops):
+        for case in cases(chosen.seed, chosen.kills, chosen.stops, chosen.strategy):
             if case.number < chosen.first or chosen.case not in (None, case.number):
                 continue
             if chosen.last is not None and case.number > chosen.last:

@@ -116,6 +116,34 @@ step = trains(model)
         "plan pipeline": """
 step = by_plan(f"[axes]\\npipeline = {N}\\n[pipeline]\\nschedule = '1f1b'\\nmicrobatches = 4\\n")
 """,
+        "plan expert": """
+from meshwright.expert_parallel import experts
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w, self.num_experts = nn.Parameter(torch.randn(6, 16, 16) / 4), 6
+    def forward(self, x, indices, weights):
+        found = torch.zeros_like(x)
+        for n in range(self.num_experts):
+            token, slot = (indices == n).nonzero(as_tuple=True)
+            found = found.index_add(0, token, x[token] @ self.w[n] * weights[token, slot, None])
+        return found
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(16, 6), experts(Experts())
+    def forward(self, x):
+        weights, indices = self.router(x).softmax(-1).topk(2)
+        return x + self.experts(x, indices, weights)
+
+def built():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 16), Mixture(), Mixture(), nn.Linear(16, 8))
+
+step = by_plan(f"[axes]\\nexpert = {N}\\n")
+""",
         "pipeline gpipe": 'step = by_schedule("GPipe", N)',
         "pipeline interleaved": 'step = by_schedule("Interleaved1F1B", 2 * N)',
         "pipeline zbv": 'step = by_schedule("ZBVZeroBubble", 2 * N)',

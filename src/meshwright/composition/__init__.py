@@ -5,8 +5,9 @@ Bottom-up:
     example_run   a run of a copy of the model on its example
     description   descriptions of layouts: parameters, collectives, settings
     data_layout   the ranks along axes, and one interface to data-parallel layouts
+    whole_run     compares a model split over an axis with the full one, records its traffic
     tensor_rules  axis tensor: styles by name, and sets of them for known models
-    tensor_check  axis tensor: compares the sharded model with the full one, records its traffic
+    expert_rules  axis expert: which modules are split, and what a model must say
     stages        axis pipeline: a model split into stages
     own_model     axis pipeline: the user's model, which shares tensors with its stages
     loss_sources  parameters that a loss may read

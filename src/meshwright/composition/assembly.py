@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,6 +19,7 @@ from meshwright import comm
 from meshwright.composition.checks import check_model
 from meshwright.composition.data_layout import DataLayout, LayoutCommunicators, LoneLayout
 from meshwright.composition.example_run import Inputs, copied
+from meshwright.composition.expert_rules import expert_split, expert_styles, forget_counts
 from meshwright.composition.laying_out import (
     GivenParameters,
     apply_dropout,
@@ -32,16 +33,18 @@ from meshwright.composition.laying_out import (
     recompute_modules,
     replicate_module,
     shard_module,
+    split_over_experts,
 )
 from meshwright.composition.loss_sources import check_own_parameters
 from meshwright.composition.own_model import CutGuard, TiedValues, let_go, share, show
 from meshwright.composition.pipelined import PipelinedLayout, PipelinedTrainable, StageModules
 from meshwright.composition.stages import CutModel, cut_model
-from meshwright.composition.tensor_check import TensorTraffic, WholeRun
-from meshwright.composition.tensor_rules import ModelCut
+from meshwright.composition.tensor_rules import ModelCut, tensor_split
 from meshwright.composition.trainable import Loss, Trainable, autocast_of
+from meshwright.composition.whole_run import AxisTraffic, WholeRun
 from meshwright.data_parallel import synchronize_batch_norm
 from meshwright.errors import PlanError
+from meshwright.expert_parallel.style import ExpertParallel
 from meshwright.pipelining import PipelineStage, build_stage
 from meshwright.pipelining.ties import counted
 from meshwright.plan import Plan
@@ -104,18 +107,25 @@ def parallelize(
         place(model, plan, everyone)
         given.carry(model)
     draws = apply_dropout(model, plan)
-    whole: WholeRun | None = None
-    if plan.axes.size("tensor") > 1:
+    whole, traffic, styles = None, None, expert_styles(model, plan)
+    if plan.axes.size("tensor") > 1 or styles:
         equalize(model, everyone)
-        whole = WholeRun(model, moved_to(inputs, everyone), peers.tensor, draws)
+        whole = WholeRun(model, moved_to(inputs, everyone), draws)
+    if whole is not None and plan.axes.size("tensor") > 1:
         cut_over_tensor(model, ModelCut.of(model, plan), peers)
-        whole.compare(model)
+        whole.compare(model, tensor_split(peers.tensor))
+    if whole is not None and styles:
+        split_over_experts(model, styles, peers)
+        whole.compare(model, expert_split(peers))
     if plan.train.batch_norm == "sync":
-        synchronize_batch_norm(model, peers.data)
+        synchronize_batch_norm(model, peers.sums)
     recompute_modules(model, plan)
-    traffic = None if whole is None else whole.traffic(model, autocast_of(plan, everyone.device)())
+    if whole is not None and plan.axes.size("tensor") > 1:
+        computing = autocast_of(plan, everyone.device)()
+        traffic = whole.traffic(model, tensor_split(peers.tensor), computing)
+    forget_counts(model)
     if plan.axes.size("shard") > 1:
-        if plan.axes.size("tensor") == 1 and not is_on_meta(model):
+        if whole is None and not is_on_meta(model):
             equalize(model, everyone)
         layout: DataLayout = shard_module(model, plan, peers)
     else:
@@ -137,6 +147,7 @@ def _require_example(plan: Plan, example: object) -> None:
     """Raise PlanError if an axis of ``plan`` needs an ``example`` and there is none."""
     for axis, why in (
         ("pipeline", "needs to see how the model runs"),
+        ("expert", "is checked against the whole model"),
         ("tensor", "is checked against the whole model"),
     ):
         if plan.axes.size(axis) > 1 and example is None:
@@ -171,22 +182,22 @@ def pipelined(
     equalize(model, everyone)
     names = list(model.state_dict())
     draws = apply_dropout(model, plan)
-    cut = ModelCut.of(model, plan)
+    cut, experts = ModelCut.of(model, plan), expert_styles(model, plan)
     moved = moved_to(example, everyone)
-    traffic = _checked(model, plan, moved, cut, peers, draws) if cut.styles else None
-    found = _stages_of(model, plan, moved, cut, peers, draws)
+    traffic = _checked(model, plan, moved, cut, experts, peers, draws)
+    found = _stages_of(model, plan, moved, cut, experts, peers, draws)
     style = "v" if plan.pipeline.schedule in ("zbv", "dualpipev") else "loop"
     holders = stage_ranks(pipeline.size, len(found.modules), style)
     mine = [stage for stage, rank in enumerate(holders) if rank == pipeline.rank]
     own = [found.modules[stage] for stage in mine]
     share(model, own)
     model.zero_grad()  # earlier gradients belong to no step
-    layouts, stages = _lay_out(found, mine, plan, cut, peers)
+    layouts, stages = _lay_out(found, mine, plan, cut, experts, peers)
     ranks = [pipeline.ranks[rank] for rank in holders]
     modules, numbered = StageModules(own), dict(zip(mine, own, strict=True))
     counts = {id(parameter) for parameter in counted(numbered, found.ties)}
     copies = {id(parameter) for parameter in modules.parameters()} - counts
-    tied = TiedValues(numbered, found.ties, ranks, peers.data.size)
+    tied = TiedValues(numbered, found.ties, ranks, peers.sums.size)
     for module in own:
         given.carry(module)
     show(model, own)
@@ -214,7 +225,12 @@ def pipelined(
 
 
 def _lay_out(
-    found: CutModel, mine: Sequence[int], plan: Plan, cut: ModelCut, peers: LayoutCommunicators
+    found: CutModel,
+    mine: Sequence[int],
+    plan: Plan,
+    cut: ModelCut,
+    experts: Mapping[str, ExpertParallel],
+    peers: LayoutCommunicators,
 ) -> tuple[list[DataLayout], list[PipelineStage]]:
     """Lay the stages that are ``mine`` out over the other axes."""
     layouts: list[DataLayout] = []
@@ -222,9 +238,11 @@ def _lay_out(
     device, group, count = peers.everyone.device, peers.pipeline.group, len(found.modules)
     for number in mine:
         module = found.modules[number]
-        cut_over_tensor(module, cut, peers)
+        # A copy has been followed, see `_checked`; a compiler would trace what follows a stage.
+        cut_over_tensor(module, cut, peers, follows=False)
+        split_over_experts(module, experts, peers, follows=False)
         if plan.train.batch_norm == "sync":
-            synchronize_batch_norm(module, peers.data)
+            synchronize_batch_norm(module, peers.sums)
         recompute_modules(module, plan)
         layouts.append(_stage_layout(module, plan, peers))
         if found.info is None:
@@ -241,15 +259,26 @@ def _checked(
     plan: Plan,
     example: Inputs,
     cut: ModelCut,
+    experts: Mapping[str, ExpertParallel],
     peers: LayoutCommunicators,
     draws: Draws | None,
-) -> TensorTraffic:
-    """Check that ``model`` computes the same when sharded by ``cut``; returns its traffic."""
-    whole, trial = WholeRun(model, example, peers.tensor, draws), copied(model)
-    cut_over_tensor(trial, cut, peers)
-    whole.compare(trial)
+) -> AxisTraffic | None:
+    """Check that ``model`` computes the same when split; returns its traffic over axis tensor."""
+    if not (cut.styles or experts):
+        return None
+    whole, trial = WholeRun(model, example, draws), copied(model)
+    split = tensor_split(peers.tensor)
+    if cut.styles:
+        cut_over_tensor(trial, cut, peers)
+        whole.compare(trial, split)
+    if experts:
+        split_over_experts(trial, experts, peers)
+        whole.compare(trial, expert_split(peers))
+    if not cut.styles:
+        return None
     recompute_modules(trial, plan)
-    return whole.traffic(trial, autocast_of(plan, peers.everyone.device, keeps_casts=False)())
+    computing = autocast_of(plan, peers.everyone.device, keeps_casts=False)()
+    return whole.traffic(trial, split, computing)
 
 
 def _stages_of(
@@ -257,6 +286,7 @@ def _stages_of(
     plan: Plan,
     example: Inputs,
     cut: ModelCut,
+    experts: Collection[str],
     peers: LayoutCommunicators,
     draws: Draws | None,
 ) -> CutModel:
@@ -265,7 +295,9 @@ def _stages_of(
     # A trace fixes the dtypes of what stages send, so run it under autocast.
     computing = autocast_of(plan, peers.everyone.device, keeps_casts=False)()
     with rehearsal, computing:
-        found = cut_model(model, plan.pipeline, peers.pipeline.size, example, tensor=cut)
+        found = cut_model(
+            model, plan.pipeline, peers.pipeline.size, example, tensor=cut, experts=experts
+        )
     _check(plan, found)
     return found
 
@@ -273,7 +305,7 @@ def _stages_of(
 def _stage_layout(module: nn.Module, plan: Plan, peers: LayoutCommunicators) -> DataLayout:
     if plan.axes.size("shard") > 1:
         return shard_module(module, plan, peers)
-    if not peers.data.is_alone and any(p.requires_grad for p in module.parameters()):
+    if not peers.sums.is_alone and any(p.requires_grad for p in module.parameters()):
         return replicate_module(module, plan, peers)
     return LoneLayout(module, peers)
 

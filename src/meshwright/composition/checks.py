@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from meshwright.axes import DATA_AXES
 from meshwright.comm.dtensors.dtensor import is_dtensor
 from meshwright.composition.example_run import Inputs, evaluating, left_as_it_is, same_numbers
+from meshwright.composition.expert_rules import expert_problems
 from meshwright.composition.own_model import hooked, hooked_parameters
 from meshwright.composition.pipelined import schedule_of
 from meshwright.composition.stages import chunks_of
@@ -46,9 +46,9 @@ def check_model(model: nn.Module, plan: Plan, ranks: int, example: Inputs | None
     except PlanError as error:
         problems.extend(error.problems)
     ours = [
-        *_axis_problems(plan),
         *_pipeline_problems(model, plan),
         *rule_problems(model, plan),
+        *expert_problems(model, plan),
         *_train_problems(model, plan),
         *_precision_problems(plan),
         *(() if example is None else _draw_problems(model, plan, example)),
@@ -62,16 +62,6 @@ def check_model(model: nn.Module, plan: Plan, ranks: int, example: Inputs | None
         problems.extend(plan.origin.error(ours).problems)
     if problems:
         raise PlanError(problems, plan.origin.source)
-
-
-def _axis_problems(plan: Plan) -> Iterator[Problem]:
-    for name in plan.axes.names:
-        if name not in (*DATA_AXES, "pipeline", "tensor") and plan.axes.size(name) > 1:
-            yield Problem(
-                ("axes", name),
-                f"axis {name} = {plan.axes.size(name)} is not available in this version: only "
-                "pipeline, replicate, shard and tensor may be larger than 1",
-            )
 
 
 def _pipeline_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
@@ -101,7 +91,7 @@ def _pipeline_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
 def _train_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     train = plan.train
     normalized = list(batch_norms(model))
-    is_cut = plan.data_size > 1 or plan.pipeline.microbatches > 1
+    is_cut = plan.is_summed or plan.pipeline.microbatches > 1
     if normalized and train.batch_norm is None and is_cut:
         yield Problem(
             ("train", "batch_norm"),

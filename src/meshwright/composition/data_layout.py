@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from meshwright import comm
-from meshwright.axes import DATA_AXES
+from meshwright.axes import DATA_AXES, SUM_AXES
 from meshwright.comm import Communicator
-from meshwright.comm.dtensors.dtensor import mesh_over
+from meshwright.comm.dtensors.dtensor import mesh_beside, mesh_communicators, mesh_over
 from meshwright.comm.dtensors.sharded_axes import local_part
 from meshwright.composition.description import (
     Description,
@@ -81,7 +81,7 @@ class ReplicatedLayout(DataLayout):
     """The full model on every rank."""
 
     def __init__(self, replica: Replica, module: nn.Module, *, is_cut: bool) -> None:
-        """``is_cut``: parameters of ``module`` are sharded over axis tensor."""
+        """``is_cut``: parameters of ``module`` are sharded over axis expert or tensor."""
         super().__init__(module, {"replicate": replica.communicator}, (replica.buffers,))
         self._replica = replica
         self._is_cut = is_cut
@@ -113,13 +113,13 @@ class ShardedLayout(DataLayout):
         self,
         module: nn.Module,
         units: Sequence[Unit],
-        data: Communicator,
+        sums: Communicator,
         communicators: Mapping[str, Communicator],
     ) -> None:
-        """``data`` are the ranks that read different shares of a batch."""
-        super().__init__(module, communicators, (EqualBuffers(module, data),))
+        """``sums`` are the ranks over which gradients are summed."""
+        super().__init__(module, communicators, (EqualBuffers(module, sums),))
         self._units = tuple(units)
-        self._data = data
+        self._sums = sums
         keep_batch_norm_local(module)  # no warning: the plan has chosen the statistics
         for unit in units:
             unit.change(is_watched=True)
@@ -139,18 +139,18 @@ class ShardedLayout(DataLayout):
 
     def describe(self, module: nn.Module, plan: Plan) -> Description:
         has_buffers = bool(self.buffers_now())
-        return describe_sharded(module, plan, self._units, self._data, has_buffers=has_buffers)
+        return describe_sharded(module, plan, self._units, self._sums, has_buffers=has_buffers)
 
 
 class LoneLayout(DataLayout):
-    """A module, or its shard on axis tensor, whose gradients are not summed over data axes.
+    """A module, or its shard on axis tensor, whose gradients are not summed over ranks.
 
     Either no other rank has it, or it trains nothing, and its buffers follow the first rank's.
     """
 
     def __init__(self, module: nn.Module, peers: LayoutCommunicators) -> None:
-        alone = peers.data.is_alone
-        super().__init__(module, {}, () if alone else (EqualBuffers(module, peers.data),))
+        alone = peers.sums.is_alone
+        super().__init__(module, {}, () if alone else (EqualBuffers(module, peers.sums),))
         self._rank = peers.everyone.rank
         self._is_on_host = peers.everyone.is_on_host
         self._values = NonFiniteValues()
@@ -181,8 +181,11 @@ class LoneLayout(DataLayout):
         return describe_lone(module, self._rank)
 
 
-_MESHED = ("replicate", "shard", "tensor")
-"""Axes over which parameters are placed, outermost first, whatever the order of ranks."""
+_CUTTING = ("shard", "context", "expert")
+"""Axes over which parameters are sharded where axis shard is: experts over all but their own."""
+
+_ALIKE = ("tensor", "context", "pipeline")
+"""Axes whose ranks read the same share of a batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,14 +196,26 @@ class LayoutCommunicators:
     """All ranks of the plan."""
     data: Communicator
     """Ranks that read different shares of a batch."""
+    sums: Communicator
+    """Ranks over which gradients of dense parameters are summed."""
     losses: Communicator
     """Ranks whose losses sum to that of the global batch: one for each tensor group."""
     alike: Communicator
     """Ranks that get the same share of a batch."""
+    passes: Communicator
+    """Ranks whose passes depend on each other's: those, and the ranks that hold other experts."""
     pipeline: Communicator
     tensor: Communicator
+    context: Communicator | None
+    """Ranks that compute parts of the same sequences; None with one rank."""
+    expert: Communicator | None
+    """Ranks that hold different experts, and exchange samples; None with one rank."""
     mesh: DeviceMesh | None
-    """The mesh of the `_MESHED` axes with more than one rank; None if that is at most replicate."""
+    """The mesh of all axes but pipeline that have more than one rank, replicate first whatever the
+    order of ranks; None if that is at most replicate."""
+    dense: DeviceMesh | None
+    """The same ranks, as parameters other than experts are placed on them: where axis shard has
+    several, it is one dim with context and expert."""
 
     @classmethod
     def of(cls, plan: Plan, everyone: Communicator) -> LayoutCommunicators:
@@ -214,23 +229,59 @@ class LayoutCommunicators:
                     break
             return comm.peers(everyone, [everyone.ranks[number] for number in numbers], name)
 
-        names = [name for name in _MESHED if plan.axes.size(name) > 1]
+        def several(axis: str) -> Communicator | None:
+            return along((axis,), axis) if plan.axes.size(axis) > 1 else None
+
+        # In the order of ranks, so that a dim of several has that of its group.
+        cutting = tuple(n for n in plan.axes.names if n in _CUTTING and plan.axes.size(n) > 1)
+        first, last = ([(n,)] if plan.axes.size(n) > 1 else [] for n in ("replicate", "tensor"))
+        dims = [*first, *((name,) for name in cutting), *last]
+        mesh = dense = mesh_over(everyone, plan.axes, dims) if dims not in ([], first) else None
+        if "shard" in cutting and len(cutting) > 1:
+            dense = mesh_over(everyone, plan.axes, [*first, cutting, *last])
         return cls(
             everyone=everyone,
             data=along(DATA_AXES, "data"),
-            losses=along((*DATA_AXES, "pipeline"), "losses"),
-            alike=along(("tensor", "pipeline"), "alike"),
+            sums=along(SUM_AXES, "data"),
+            losses=along((*SUM_AXES, "pipeline"), "losses"),
+            alike=along(_ALIKE, "alike"),
+            passes=along((*_ALIKE, "expert"), "alike"),
             pipeline=along(("pipeline",), "pipeline"),
             tensor=along(("tensor",), "tensor"),
-            mesh=mesh_over(everyone, plan.axes, names)
-            if names not in ([], ["replicate"])
-            else None,
+            context=several("context"),
+            expert=several("expert"),
+            mesh=mesh,
+            dense=dense,
         )
 
     def mesh_of(self, *names: str) -> DeviceMesh | None:
         """The submesh along those ``names`` that have more than one rank; None without any."""
-        known = () if self.mesh is None else self.mesh.mesh_dim_names or ()
-        wanted = tuple(name for name in known if name in names)
-        if self.mesh is None or not wanted:
-            return None
-        return self.mesh if wanted == known else self.mesh[wanted]
+        return _part_of(self.mesh, names)
+
+    @property
+    def cutting(self) -> Sequence[Sequence[Communicator]]:
+        """Axes over which elements of dense parameters may be spread, and of experts."""
+        tensor = () if self.tensor.is_alone else (self.tensor,)
+        dense, left = tuple[Communicator, ...](), tuple[Communicator, ...]()
+        experts = self.mesh_of("expert")
+        if self.sharding is not None and self.mesh_of("shard") is not None:
+            dense = mesh_communicators(self.sharding)[-1:]
+            beside = None if experts is None else mesh_beside(experts, dense[0].ranks)
+            left = () if beside is None else mesh_communicators(beside)
+        if self.expert is None:
+            return ((*dense, *tensor),)
+        return (*dense, *tensor), (*left, self.expert, *tensor)
+
+    @property
+    def sharding(self) -> DeviceMesh | None:
+        """The submesh over which dense parameters are replicated and sharded."""
+        known = () if self.dense is None else self.dense.mesh_dim_names or ()
+        return _part_of(self.dense, [name for name in known if name != "tensor"])
+
+
+def _part_of(mesh: DeviceMesh | None, names: Sequence[str]) -> DeviceMesh | None:
+    known = () if mesh is None else mesh.mesh_dim_names or ()
+    wanted = tuple(name for name in known if name in names)
+    if mesh is None or not wanted:
+        return None
+    return mesh if wanted == known else mesh[wanted]

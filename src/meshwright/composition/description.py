@@ -157,7 +157,7 @@ def describe_sharded(
         ),
         settings=(
             f"axes: parameters are sharded over {units[0].groups[0].axes.parts} ranks; each of "
-            f"{everyone.size} trains on 1/{everyone.size} of a batch",
+            f"{everyone.size} trains on 1/{plan.data_size} of a batch",
             *list(_settings(plan, everyone))[2:],
             *(("buffers are those of rank 0 after each step",) if has_buffers else ()),
         ),
@@ -238,7 +238,8 @@ def _step_collectives(axis: Communicator, replica: Replica) -> Iterator[Collecti
 
 def _settings(plan: Plan, axis: Communicator) -> Iterator[str]:
     train, precision = plan.train, plan.precision
-    yield f"axes: {axis.size} ranks hold the whole model, each trains on 1/{axis.size} of a batch"
+    share = f"1/{plan.data_size} of a batch"
+    yield f"axes: {axis.size} ranks hold the whole model, each trains on {share}"
     yield (
         f"buckets.cap_mb = {plan.buckets.cap_mb:g}: gradients are reduced in buckets of about that "
         "size, the first of at most 1"

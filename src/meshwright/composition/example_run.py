@@ -38,8 +38,8 @@ Inputs = tuple[Any, ...] | Mapping[str, Any]
 """A model's positional arguments, or its keyword arguments."""
 _OF_ALL = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
-_OURS = ("_meshwright", "_tensor_parallel")
-"""Prefixes of this library's attributes."""
+_OURS = "_meshwright"
+"""The prefix of this library's attributes."""
 _PLAIN = (int, float, complex, str, bytes, type(None))
 _LISTS = (list, tuple, set, frozenset, deque)
 _DEVICES = ("cpu", "cuda")

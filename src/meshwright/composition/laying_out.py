@@ -44,9 +44,11 @@ from meshwright.data_parallel.sharded_modules.sharded import fully_shard
 from meshwright.data_parallel.shards.policies import MixedPrecisionPolicy
 from meshwright.errors import InternalError, PlanError
 from meshwright.gradients import check_optimizer
+from meshwright.mesh import DeviceMesh
 from meshwright.plan import Plan, match_names
 from meshwright.randomness import DimPart, Draws, Dropout, replace_dropout
 from meshwright.randomness.initialization import HeldBoxes, held_whole, initialize
+from meshwright.tensor_parallel import ParallelStyle
 from meshwright.tensor_parallel.apply import apply_plan
 from meshwright.torch_internals.autograd import (
     after_hooks_of,
@@ -99,8 +101,9 @@ def is_drawn_in_parts(plan: Plan) -> bool:
     """Whether no rank needs the full model to draw its values."""
     # Drawing in another dtype would give other values.
     is_cast = plan.precision.parameters != Plan().precision.parameters
-    others = max(plan.axes.size("pipeline"), plan.axes.size("tensor"))
-    return plan.axes.size("shard") > 1 and others == 1 and not is_cast
+    drawn = ("replicate", "shard")
+    others = any(plan.axes.size(axis) > 1 for axis in plan.axes.names if axis not in drawn)
+    return plan.axes.size("shard") > 1 and not others and not is_cast
 
 
 def _draw(model: nn.Module, plan: Plan, device: torch.device, held: HeldBoxes = held_whole) -> None:
@@ -152,20 +155,20 @@ def equalize(model: nn.Module, everyone: Communicator) -> None:
     broadcast_tensors(everyone, tensors, label="broadcast parameters")
 
 
-def cut_over_tensor(module: nn.Module, cut: ModelCut, peers: LayoutCommunicators) -> None:
-    """Shard modules of a model, or of one stage, over the ranks of axis tensor, in place."""
+def cut_over_tensor(
+    module: nn.Module, cut: ModelCut, peers: LayoutCommunicators, *, follows: bool = True
+) -> None:
+    """Shard modules of a model, or of one stage, over the ranks of axis tensor, in place.
+
+    ``follows``: its next forward is eager, and the first since it was cut.
+    """
     mesh = peers.mesh_of("tensor")
     here = {name for name, _ in module.named_modules()}
     styles = {name: STYLES[style]() for name, style in cut.styles.items() if name in here}
     if mesh is None or not styles:
         return
     cut.set_widths(module)
-    try:
-        # Parameters are equal on all ranks by now, so no broadcast is needed.
-        apply_plan(module, mesh, styles, src_data_rank=None)
-        check_ties(module)
-    except ValueError as error:
-        raise PlanError(f"[tensor] rules: {error}") from error
+    _apply_styles(module, mesh, styles, "[tensor] rules", follows)
     axis = peers.tensor
     for name in styles:
         part = module.get_submodule(name)
@@ -174,11 +177,44 @@ def cut_over_tensor(module: nn.Module, cut: ModelCut, peers: LayoutCommunicators
             part.take_part(DimPart(dim=-1, index=axis.rank, parts=axis.size))
 
 
+def split_over_experts(
+    module: nn.Module,
+    styles: Mapping[str, ParallelStyle],
+    peers: LayoutCommunicators,
+    *,
+    follows: bool = True,
+) -> None:
+    """Give each rank of axis expert its experts of a model, or of one stage, in place.
+
+    ``follows`` as in `cut_over_tensor`.
+    """
+    mesh = peers.mesh_of("expert")
+    here = {name for name, _ in module.named_modules()}
+    styles = {name: style for name, style in styles.items() if name in here}
+    if mesh is not None and styles:
+        _apply_styles(module, mesh, styles, "[expert] modules", follows)
+
+
+def _apply_styles(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    styles: Mapping[str, ParallelStyle],
+    setting: str,
+    follows: bool,
+) -> None:
+    try:
+        # Parameters are equal on all ranks by now, so no broadcast is needed.
+        apply_plan(module, mesh, styles, src_data_rank=None, follows=follows)
+        check_ties(module)
+    except ValueError as error:
+        raise PlanError(f"{setting}: {error}") from error
+
+
 def replicate_module(model: nn.Module, plan: Plan, peers: LayoutCommunicators) -> ReplicatedLayout:
-    """Replicate ``model`` over all ranks that read different shares of a batch."""
+    """Replicate ``model`` over all ranks over which gradients are summed."""
     cap_bytes, reduce = int(plan.buckets.cap_mb * 2**20), plan.precision.reduce
     options = ReplicateOptions(
-        process_group=peers.data.group,
+        process_group=peers.sums.group,
         axis="replicate",
         # The Trainable broadcasts them once a step, so that `eval` needs no other rank.
         broadcast_buffers=False,
@@ -191,13 +227,13 @@ def replicate_module(model: nn.Module, plan: Plan, peers: LayoutCommunicators) -
         ),
     )
     replicate_with(model, options)
-    is_cut = plan.axes.size("tensor") > 1
+    is_cut = any(plan.axes.size(axis) > 1 for axis in ("expert", "tensor"))
     return ReplicatedLayout(replica_state(model).set_up(), model, is_cut=is_cut)
 
 
 def shard_module(model: nn.Module, plan: Plan, peers: LayoutCommunicators) -> ShardedLayout:
     """Shard a module that is equal on its ranks, unit by unit."""
-    mesh = peers.mesh_of("replicate", "shard")
+    mesh = peers.sharding
     if mesh is None:
         raise InternalError("a plan with axis shard has no mesh of it")
     reduce = plan.precision.reduce
@@ -226,7 +262,7 @@ def shard_module(model: nn.Module, plan: Plan, peers: LayoutCommunicators) -> Sh
         if (driver := driver_of(part)) is not None and (unit := driver.unit) is not None
     ]
     communicators = {each.axis: each for each in mesh_communicators(mesh)}
-    return ShardedLayout(model, units, peers.data, communicators)
+    return ShardedLayout(model, units, peers.sums, communicators)
 
 
 def _unit_names(model: nn.Module, plan: Plan) -> list[str]:

@@ -172,11 +172,14 @@ class TiedValues:
         stages: Mapping[int, nn.Module],
         ties: Sequence[Tie],
         stage_ranks: Sequence[int],
-        data_size: int,
+        summed: int,
     ) -> None:
-        """Replace copies in this rank's ``stages`` by the first; ``stage_ranks`` are global."""
+        """Replace copies in this rank's ``stages`` by the first; ``stage_ranks`` are global.
+
+        ``summed`` is the number of ranks that have each stage.
+        """
         self._ranks = tuple(stage_ranks)
-        self._data_size = data_size
+        self._summed = summed
         self._places: list[_TiePlace] = []
         self._spread: list[_Spread] = []
         self._directions: dict[torch.Size, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -257,7 +260,7 @@ class TiedValues:
         pairs = zip(sums[::2], sums[1::2], strict=True)
         for (tie, held, _), (apart, size) in zip(self._spread, pairs, strict=True):
             dtype = torch.float32 if held is None else held.dtype
-            if abs(apart) > _ROUNDING.get(dtype, _COARSE) * size / self._data_size:
+            if abs(apart) > _ROUNDING.get(dtype, _COARSE) * size / self._summed:
                 ranks = sorted({self._ranks[stage] for stage, _ in tie.names})
                 raise LayoutError(
                     f"parameter {tie.names[0][1]!r} is held by stages "

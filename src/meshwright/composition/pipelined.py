@@ -114,6 +114,14 @@ class PipelinedLayout(DataLayout):
         self._copies = copies
         self._dtype = dtype
         self._peers = peers
+        some = (
+            axes
+            for over in peers.cutting
+            for n in range(len(over) + 1)
+            for axes in itertools.combinations(over, n)
+        )
+        self._spreads = tuple(dict.fromkeys(some))
+        """The axes that parameters of any stage may be spread over."""
         for each in layouts:
             each.scale_by(lambda: 1.0)
 
@@ -143,11 +151,9 @@ class PipelinedLayout(DataLayout):
 
     def gradients(self) -> list[SpreadGradients]:
         """See `DataLayout`. Groups are the same on all ranks, so that their collectives match."""
-        cutting = (self.communicators.get("shard"), self._peers.tensor)
-        over = [axis for axis in cutting if axis is not None and not axis.is_alone]
         parameters = [p for s in self._stages for p in s.parameters() if id(p) not in self._copies]
         found = group_by_spread(parameters)
-        wanted = [axes for n in range(len(over) + 1) for axes in itertools.combinations(over, n)]
+        wanted = self._spreads
         others = [part.communicators for part in found if part.communicators not in wanted]
         if others:
             raise InternalError(f"gradients of a stage are sharded over {others}, not {wanted}")
@@ -360,7 +366,7 @@ class PipelinedTrainable(Trainable):
     @property
     def draws(self) -> tuple[object, ...]:
         """A key for this rank's random numbers: each pipeline rank draws its own."""
-        return (self.data_rank, "pipeline", self._pipeline.rank)
+        return (*super().draws, "pipeline", self._pipeline.rank)
 
     @property
     def entries(self) -> tuple[tuple[int, nn.Module], ...]:
@@ -480,7 +486,7 @@ class PipelinedTrainable(Trainable):
         goal = target if self._has_target else None
         local = apply_loss(self._loss, output, goal, self._sources.look)
         if torch.is_grad_enabled():
-            self._window.add(local, min(sizes, default=1))
+            self._window.add(local, min(sizes, default=1), goal)
         return local.total if self._loss_scale == 1.0 else local.total * self._loss_scale
 
     def _loss_of_last(self, output: object, target: object) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """Splits a model into stages: a chain by its own modules, any other model by tracing it.
 
-Tracing dissolves modules, and cannot trace communication between ranks. So where axis tensor shards
-layers, a twin of the model is traced whose layers have the sizes of sharded ones; afterwards each
-layer is put back into its stage as a module, to be sharded there::
+Tracing dissolves modules, and cannot trace communication between ranks, nor experts, whose sizes
+depend on values. So where an axis splits modules, a twin of the model is traced, whose layers have
+the sizes of sharded ones and whose experts are one operator; afterwards each is put back into its
+stage as a module, to be split there::
 
     model -- twin --> pipeline() --> stages: ... linear(x, up.weight) ...
                                      restored: ... up(x) ...      sharded like any other module
@@ -11,10 +12,12 @@ layer is put back into its stage as a module, to be sharded there::
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +25,7 @@ from torch import fx, nn
 
 from meshwright.composition.example_run import Inputs, Observation, copied, observe
 from meshwright.composition.tensor_rules import ModelCut
-from meshwright.errors import PlanError
+from meshwright.errors import InternalError, PlanError
 from meshwright.pipelining import PipeInfo, SplitPoint, Tie, pipeline, stages_by_name
 from meshwright.pipelining.splitting.balance import balanced
 from meshwright.pipelining.splitting.dropped import refuse_hooks
@@ -67,20 +70,22 @@ def cut_model(
     example: Inputs,
     *,
     tensor: ModelCut,
+    experts: Collection[str] = (),
 ) -> CutModel:
     """Split ``model`` into stages that have its parameters under its names.
 
     ``plan.split`` lists the modules that begin a stage, from the second stage on, or it names what
     to balance. ``parameters`` balances their number. ``auto`` balances the operations of a traced
     model. A chain is not traced: ``auto`` then balances its parameters, counting 1 for embedding
-    tables and parameters of fewer than two dims. ``tensor`` says how stages may be sharded later.
+    tables and parameters of fewer than two dims. ``tensor`` says how stages may be sharded later,
+    ``experts`` which of their modules are split over axis expert.
 
     Raises ``PlanError`` if the model cannot be split like this.
     """
     count = chunks_of(plan, ranks) * ranks
     seen = observe(model, example)
     if seen.links is None:
-        found = _traced(model, plan, count, example, seen, tensor)
+        found = _traced(model, plan, count, example, seen, tensor, experts)
     else:
         starts = _starts(model, plan, seen.links, count)
         bounds = [0, *(seen.links.index(name) for name in starts), len(seen.links)]
@@ -98,6 +103,7 @@ def _traced(
     example: Inputs,
     seen: Observation,
     tensor: ModelCut,
+    experts: Collection[str],
 ) -> CutModel:
     """Split the graph of ``model`` into ``count`` stages."""
     if seen.moving:
@@ -126,7 +132,8 @@ def _traced(
         names = [name for name, _ in model.named_modules() if name]
         starts = _starts(model, plan, names, count)
         cuts["split_spec"] = dict.fromkeys(starts, SplitPoint.BEGINNING)
-    traced = twin_of(model, tensor) if tensor.styles else model
+    names = {*tensor.styles, *experts}
+    traced = twin_of(model, tensor, experts) if names else model
     try:
         pipe = pipeline(traced, args, named, dynamic_shapes=sizes, **cuts)
     except (ValueError, RuntimeError) as error:  # a RuntimeError where it cannot be traced
@@ -139,8 +146,8 @@ def _traced(
     info = pipe.info()
     modules = [pipe.get_stage_module(n) for n in range(count)]
     restored: set[str] = set()
-    for module in modules if tensor.styles else ():
-        restored |= restore(module, model, tensor.styles, restored)
+    for module in modules if names else ():
+        restored |= restore(module, model, names, restored)
     _keep_unused(model, modules)
     info = replace(info, ties=tuple(_renamed(tie, modules) for tie in info.ties))
     return CutModel(modules, info.ties, info)
@@ -348,16 +355,40 @@ _OUTPUTS_CUT = frozenset({"colwise", "colwise_2", "colwise_3"})
 _INPUTS_CUT = frozenset({"rowwise"})
 _SAME_SIZE = frozenset({"colwise_gathered", "rowwise_scattered", "embedding"})
 
-_OPERATORS: Mapping[object, tuple[int, int]] = {
-    torch.ops.aten.linear.default: (0, 1),
-    torch.ops.aten.embedding.default: (1, 0),
-    torch.ops.aten.addmm.default: (1, 2),
+
+@torch.library.custom_op("meshwright::experts", mutates_args=())
+def _experts(
+    rows: torch.Tensor,
+    routing: torch.Tensor,
+    weights: torch.Tensor | None,
+    parameters: list[torch.Tensor],
+) -> torch.Tensor:
+    """What a twin has in place of the forward of a module of experts: never run."""
+    raise InternalError("a twin of a model is traced, and not run")
+
+
+@_experts.register_fake
+def _(
+    rows: torch.Tensor,
+    routing: torch.Tensor,
+    weights: torch.Tensor | None,
+    parameters: list[torch.Tensor],
+) -> torch.Tensor:
+    return torch.empty_like(rows)
+
+
+_EXPERTS = torch.ops.meshwright.experts.default
+_OPERATORS: Mapping[object, tuple[tuple[int, ...], int]] = {
+    torch.ops.aten.linear.default: ((0,), 1),
+    torch.ops.aten.embedding.default: ((1,), 0),
+    torch.ops.aten.addmm.default: ((1,), 2),
+    _EXPERTS: ((0, 1, 2), 3),
 }
-"""The operators that layers are traced to, with the positions of input and weight."""
+"""The operators that modules are traced to, with the positions of inputs and of a parameter."""
 
 
-def twin_of(model: nn.Module, cut: ModelCut) -> nn.Module:
-    """Make a copy of ``model`` with one rank's sizes, to be traced only.
+def twin_of(model: nn.Module, cut: ModelCut, experts: Collection[str] = ()) -> nn.Module:
+    """Make a copy of ``model`` with one rank's sizes, and ``experts`` as one operator, for a trace.
 
     Raises PlanError for styles whose modules cannot be found again in a trace.
     """
@@ -386,7 +417,17 @@ def twin_of(model: nn.Module, cut: ModelCut) -> nn.Module:
                 'cannot have: give it the style "embedding"'
             )
         _shorten(twin.get_submodule(name), cut.ranks, is_by_rows=style in _INPUTS_CUT)
+    for name in experts:
+        module = twin.get_submodule(name)
+        module.forward = partial(_forward_of_experts, module, inspect.signature(module.forward))
     return twin
+
+
+def _forward_of_experts(
+    module: nn.Module, signature: inspect.Signature, *inputs: Any, **options: Any
+) -> torch.Tensor:
+    rows, routing, *weights = signature.bind(*inputs, **options).args
+    return _EXPERTS(rows, routing, weights[0] if weights else None, [*module.parameters()])
 
 
 def _shorten(layer: nn.Module, ranks: int, *, is_by_rows: bool) -> None:
@@ -405,24 +446,25 @@ def _shorten(layer: nn.Module, ranks: int, *, is_by_rows: bool) -> None:
 
 
 def restore(
-    stage: nn.Module, model: nn.Module, styles: Mapping[str, str], elsewhere: Collection[str]
+    stage: nn.Module, model: nn.Module, names: Collection[str], elsewhere: Collection[str]
 ) -> set[str]:
-    """Put the modules of ``model`` that ``styles`` name back into the traced ``stage``.
+    """Put the modules of ``model`` with ``names`` back into the traced ``stage``.
 
     Those that another stage has (``elsewhere``) are copied. Returns the restored names.
     """
     graph_module = next(part for part in stage.modules() if isinstance(part, fx.GraphModule))
     memo: dict[int, Any] = {}
     restored: set[str] = set()
-    for node, name in list(_layers(graph_module, styles)):
+    for node, name in list(_layers(graph_module, names)):
         if name not in restored:
             layer = model.get_submodule(name)
             given = copy.deepcopy(layer, memo) if name in elsewhere else layer
             graph_module.set_submodule(name, given)
             restored.add(name)
-        x = node.args[_OPERATORS[node.target][0]]
+        inputs = [node.args[place] for place in _OPERATORS[node.target][0]]
         with graph_module.graph.inserting_before(node):
-            call = graph_module.graph.call_module(name, (x,))
+            given = tuple(each for each in inputs if each is not None)
+            call = graph_module.graph.call_module(name, given)
         call.meta.update(node.meta)
         node.replace_all_uses_with(call)
         held = [given for given in node.all_input_nodes if given.op == "get_attr"]
@@ -434,13 +476,14 @@ def restore(
     return restored
 
 
-def _layers(module: fx.GraphModule, styles: Mapping[str, str]) -> Iterator[tuple[fx.Node, str]]:
-    """Yield the nodes that call styled layers, each with the layer's name."""
+def _layers(module: fx.GraphModule, names: Collection[str]) -> Iterator[tuple[fx.Node, str]]:
+    """Yield the nodes that call modules with ``names``, each with the module's name."""
     for node in module.graph.nodes:
         if node.op != "call_function" or node.target not in _OPERATORS:
             continue
-        weight = node.args[_OPERATORS[node.target][1]]
+        given = node.args[_OPERATORS[node.target][1]]
+        weight = given if isinstance(given, fx.Node) else given[0]
         if isinstance(weight, fx.Node) and weight.op == "get_attr":
             name = str(weight.target).rpartition(".")[0]
-            if name in styles:
+            if name in names:
                 yield node, name

@@ -22,6 +22,8 @@ from types import MappingProxyType
 
 from torch import nn
 
+from meshwright.comm import Communicator
+from meshwright.composition.whole_run import AxisSplit
 from meshwright.layout import Replicate
 from meshwright.plan import Plan, match_names
 from meshwright.settings import Problem, nearest
@@ -209,6 +211,21 @@ class ModelCut:
             width = vars(module).get(attribute)
             if isinstance(width, int):
                 setattr(module, attribute, width // self.ranks)
+
+
+def tensor_split(axis: Communicator) -> AxisSplit:
+    """How axis tensor splits a model: every rank computes all of its outputs."""
+    return AxisSplit(
+        axis=axis,
+        judges=axis,
+        setting="[tensor] rules",
+        on_shapes="Give the last module a style that gathers its output, such as "
+        '"colwise_gathered" or "rowwise"',
+        on_outputs="the styles of [tensor] rules do not fit together, or the model computes with "
+        "sizes that are cut",
+        on_gradients="Where its module computes on activations that are cut, give it the style "
+        '"replicated" in [tensor] rules',
+    )
 
 
 def _matched(table: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:

@@ -27,12 +27,13 @@ from meshwright.checkpoint.training.wrapped import ModelState
 from meshwright.comm import Communicator, LateNumbers, phase, settle
 from meshwright.comm.dtensors.gather_dtensor import part_like, whole
 from meshwright.comm.failures.events import EventCheck, GroupEvent
-from meshwright.comm.failures.sameness import require_equal
+from meshwright.comm.failures.sameness import Exchange, require_equal
 from meshwright.composition.data_layout import DataLayout, LayoutCommunicators
 from meshwright.composition.description import Description
 from meshwright.composition.example_run import evaluating
+from meshwright.composition.expert_rules import imbalance, move_biases, with_balance
 from meshwright.composition.loss_sources import LossSources
-from meshwright.composition.tensor_check import TensorTraffic, add_traffic
+from meshwright.composition.whole_run import AxisTraffic, add_traffic
 from meshwright.errors import LayoutError, NonFiniteError, PlanError
 from meshwright.gradients import (
     UNTOUCHED,
@@ -102,7 +103,7 @@ class Trainable:
         optimizer: Optimizer | None,
         loss: Loss,
         draws: Draws | None = None,
-        traffic: TensorTraffic | None = None,
+        traffic: AxisTraffic | None = None,
     ) -> None:
         """``draws`` are those of dropout that does not depend on the layout.
 
@@ -120,6 +121,7 @@ class Trainable:
         """Optimizer steps so far, skipped ones included."""
         self.loss_scale = LossScale() if plan.precision.needs_loss_scaling else None
         self._is_piped = plan.axes.size("pipeline") > 1
+        self._is_balanced = bool(plan.expert.auxiliary or plan.expert.z_loss)
         # A pipeline changes parameters between microbatches, so that cached casts would be stale.
         self._autocast = autocast_of(plan, peers.everyone.device, keeps_casts=not self._is_piped)
         self._layout = layout
@@ -131,7 +133,8 @@ class Trainable:
         """The number of calls of `forward_backward`."""
         self._draws = draws
         self._traffic = traffic
-        self._passes = EventCheck(peers.alike, "the model", dict, (peers.tensor,))
+        inside = [each for each in (peers.tensor, peers.context, peers.expert) if each is not None]
+        self._passes = EventCheck(peers.passes, "the model", dict, inside)
         self._raised_in = ""
         """The step that raised since the last pass; ranks may differ in its collectives."""
         self._late = LateNumbers()
@@ -247,6 +250,8 @@ class Trainable:
                         step_if(is_good, optimizer, self._every_gradient(spread))
                     else:
                         optimizer.step()
+                if self.plan.expert.bias_rate is not None:
+                    move_biases(self.module, self.plan.expert, is_skipped=not is_finite)
         finally:
             self._start_over()
         self.steps += 1
@@ -255,12 +260,21 @@ class Trainable:
     @property
     def draws(self) -> tuple[object, ...]:
         """A key for this rank's random numbers; ranks that compute the same share it."""
-        return (self.data_rank,)
+        context = self._peers.context
+        return (self.data_rank, *(() if context is None else ("context", context.rank)))
 
     @property
     def entries(self) -> tuple[tuple[int, nn.Module], ...]:
         """The modules that this rank runs on a batch, each with the number of its stage."""
         return ((0, self.module),)
+
+    def expert_imbalance(self) -> float:
+        """Return the tokens of the busiest expert in the last step, over the mean of its layer.
+
+        Without padding, over all ranks; 0.0 without axis expert. All ranks must call this.
+        """
+        has_axis = self._peers.expert is not None
+        return imbalance(self.module, self._peers.everyone) if has_axis else 0.0
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Map original names to this rank's parameters (or shards); a tied one once."""
@@ -407,7 +421,9 @@ class Trainable:
             with self._autocast():
                 output = call_module(self.module, batch)
                 local = apply_loss(self._loss, output, target, self._sources.look)
-            window.add(local, size)
+                if self._is_balanced:
+                    local = with_balance(local, self.module, self.plan.expert, self._peers.data)
+            window.add(local, size, target)
             if is_last:
                 window.close()
                 # A function: the counts are on their way, and only complete gradients need them.
@@ -495,8 +511,14 @@ class Trainable:
             error=ValueError,
             remedy="All ranks that differ only on the axes tensor and pipeline get the same share, "
             "that of their data_rank",
-            exchange=partial(self._passes.exchange, GroupEvent(f"batch {number}")),
+            exchange=partial(self._exchange, self._peers.alike, f"batch {number}"),
         )
+
+    def _exchange(self, axis: Communicator, event: str, said: str) -> list[str]:
+        """Exchange short texts at ``event`` over all of a pass; returns those of ``axis``."""
+        everyone = self._passes.exchange(GroupEvent(event), said)
+        ranks = self._passes.communicator.ranks
+        return [each for rank, each in zip(ranks, everyone, strict=True) if rank in axis.ranks]
 
     def _compare_gradients(self, loss: torch.Tensor) -> None:
         """Check that tensor ranks have one ``loss``, and equal gradients of replicated parameters.
@@ -506,13 +528,10 @@ class Trainable:
         tensor = self._peers.tensor
         if tensor.is_alone:
             return
-        ranks, step = self._peers.alike.ranks, self.steps
+        step = self.steps
 
-        def exchange(what: str, said: str) -> list[str]:
-            everyone = self._passes.exchange(GroupEvent(f"{what} of step {step + 1}"), said)
-            return [
-                each for rank, each in zip(ranks, everyone, strict=True) if rank in tensor.ranks
-            ]
+        def exchange(what: str) -> Exchange:
+            return partial(self._exchange, tensor, f"{what} of step {step + 1}")
 
         def judge(numbers: Sequence[float]) -> None:
             require_equal(
@@ -524,12 +543,12 @@ class Trainable:
                 remedy="The loss reads a parameter of which each has a part. Take its "
                 "`full_tensor()` there, or, beside axis shard, compute the term in the model's "
                 "forward and return it with the output",
-                exchange=partial(exchange, "loss"),
+                exchange=exchange("loss"),
             )
 
         with phase("compare gradients", step=step + 1):
             held = list(self.named_parameters().items())
-            verify_gradients(tensor, held, partial(exchange, "gradients"), self._late)
+            verify_gradients(tensor, held, exchange("gradients"), self._late)
             self._late.look(loss.reshape(1), judge)
 
 

@@ -9,6 +9,10 @@ parameter stays a DTensor::
     a backward begins   its ``.grad`` is lent to the leaf: the same memory
     a gradient arrives  autograd adds it to the leaf, or to the parameter, from where it is moved
     the backward ends   the leaf's gradient, now the mean, is given back
+
+The gradient of an expert is a sum over the ranks that exchange samples. It is divided by their
+number as it comes, before it is added to ``.grad``, and becomes the mean over the ranks that hold
+the same expert. So all gradients have one divisor, and a second reduction leaves the first alone.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from meshwright.comm.dtensors.dtensor import (
     local_of,
     mesh_communicators,
 )
+from meshwright.comm.dtensors.exchanging import NO_EXPERTS, ExpertRanks
 from meshwright.comm.dtensors.local_leaves import (
     add_to_gradient,
     comes_to_both,
@@ -51,7 +56,7 @@ from meshwright.torch_internals.autograd import (
     running_backward,
 )
 
-MARK = "_tensor_parallel"
+MARK = "_meshwright_style"
 """The attribute of a module that holds its `LocalComputation`."""
 
 
@@ -84,9 +89,13 @@ class LocalParameter:
     is_local: bool = False
     """True when every module that holds it computes on a plain tensor in its place."""
     partial: PartialSum | None = None
+    experts: ExpertRanks | None = None
+    """The ranks of its experts, whose gradients are sums over some of them already."""
 
 
-def local_parameters(module: nn.Module) -> Mapping[int, LocalParameter]:
+def local_parameters(
+    module: nn.Module, experts: Mapping[int, ExpertRanks] = NO_EXPERTS
+) -> Mapping[int, LocalParameter]:
     """Map the ``id`` of each DTensor parameter below ``module`` to how it computes."""
     inside: set[nn.Module] = set()
     sums: dict[tuple[nn.Module, str], PartialSum] = {}
@@ -105,6 +114,7 @@ def local_parameters(module: nn.Module) -> Mapping[int, LocalParameter]:
             found[id(parameter)] = LocalParameter(
                 is_local=before.is_local and part in inside,
                 partial=before.partial or sums.get((part, key)),
+                experts=experts.get(id(parameter)),
             )
     return found
 
@@ -220,9 +230,16 @@ class _Lent:
             self.leaf.register_post_accumulate_grad_hook(came),
             self.parameter.register_post_accumulate_grad_hook(Own(came)),
         ]
+        if self.local.experts is not None:
+            handles.append(self.leaf.register_hook(self._shared))
         if self.local.is_local:
             handles.append(self.leaf.register_hook(self._by_hooks_of_parameter))
         return handles
+
+    def _shared(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Divide the gradient of experts by the ranks that it is a sum over."""
+        assert self.local.experts is not None
+        return gradient / self.local.experts.exchange.size
 
     def lend(self) -> None:
         """Move the gradient that the parameter has so far to the leaf."""

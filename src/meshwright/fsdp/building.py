@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from meshwright.comm.dtensors.dtensor import check_ties, is_dtensor
+from meshwright.comm.dtensors.exchanging import exchanged_over
 from meshwright.comm.streams import is_host
 from meshwright.data_parallel.checks.forward_writes import refuse_frequencies, refuse_max_norm
 from meshwright.data_parallel.checks.starting_state import synchronize
@@ -194,6 +195,13 @@ def send_states(
 
 def build_unit(below: Below, plan: UnitPlan) -> Unit | None:
     """Make the unit of all parameters ``below`` that no other unit has; None if there are none."""
+    for path, part in below.named:
+        if (over := exchanged_over(part)) is not None:
+            raise NotImplementedError(
+                f"FullyShardedDataParallel: module {clean_name(path)!r} exchanges samples over "
+                f"{over}, so gradients of its parameters are sums over that already. Use "
+                "fully_shard, which knows them"
+            )
     root, parts, slots = below.root, [part for _, part in below.named], below.slots()
     originals = [slot.original for slot in slots]
     check_ties(root, originals)

@@ -3,7 +3,7 @@
 A loss function returns a mean, or ``(sum, count)``. Over microbatches and ranks the gradient is
 that of the global mean::
 
-    mean           the mean of all means; every microbatch on every rank must be equally large
+    mean           the mean of all means; every microbatch on every rank has equally many terms
     (sum, count)   sum of all sums / sum of all counts
 
 Counts of later microbatches are not known when the first gradients arrive, so gradients of sums add
@@ -30,6 +30,9 @@ from meshwright.torch_internals.trees import tree_flatten, tree_leaves, tree_unf
 
 Factor = float | torch.Tensor
 """A number that gradients are multiplied by: of the host, or 0-dim on their device."""
+
+_PRIME = 1_048_573
+"""Terms of a sample are summed modulo this, so that sums of squares are exact in float64."""
 
 
 def times(gradient: torch.Tensor, factor: Factor, out: torch.Tensor) -> torch.Tensor:
@@ -176,14 +179,15 @@ class LossWindow:
     """
 
     WIDTH = 6
-    """Numbers that are summed over the ranks: total, count, microbatches, samples, squares, and
-    microbatches whose loss is no mean."""
+    """Numbers that are summed over the ranks: total, count (of means: 1 each), samples, terms of a
+    sample, the squares of these two, and microbatches whose loss is no mean."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._sums = torch.empty(0, dtype=torch.float64, device="cpu")
         """Of all ranks, once they have been reduced."""
-        self._sizes: list[int] = []
+        self._sizes: list[tuple[int, int]] = []
+        """Samples of this rank's microbatches, and terms."""
         self._counts = [0.0] * self.WIDTH
         """The numbers of this rank that the host knows; the others are added on the device."""
         self._own: torch.Tensor | None = None
@@ -201,20 +205,22 @@ class LossWindow:
         """True when this rank's own losses are finite, regardless of other ranks."""
         return self._own is None or math.isfinite(self._own.item())
 
-    def add(self, loss: LocalLoss, size: int) -> None:
-        """Add a microbatch of ``size`` samples."""
+    def add(self, loss: LocalLoss, size: int, target: object = None) -> None:
+        """Add a microbatch of ``size`` samples; a mean is over the elements of a ``target``."""
         if self.is_closed:
             raise InternalError("a microbatch came after the window of losses was closed")
-        self._sizes.append(size)
-        device, terms = self._communicator.device, 0.0
+        terms = target.numel() if isinstance(target, torch.Tensor) else 0
+        self._sizes.append((size, terms))
+        device, count = self._communicator.device, 0.0
         total = loss.total.detach().to(device, torch.float64)
         self._own = total if self._own is None else self._own + total
         if isinstance(loss.count, torch.Tensor):
-            count = loss.count.to(device, torch.float64)
-            self._terms = count if self._terms is None else self._terms + count
+            more = loss.count.to(device, torch.float64)
+            self._terms = more if self._terms is None else self._terms + more
         else:
-            terms = float(loss.count)
-        row = (0.0, terms, 1.0, size, size * size, 0.0 if loss.is_mean else 1.0)
+            count = float(loss.count)
+        each = terms // max(size, 1) % _PRIME
+        row = (0.0, count, size, each, size**2 + each**2, 0.0 if loss.is_mean else 1.0)
         for place, number in enumerate(row):
             self._counts[place] += number
 
@@ -271,17 +277,22 @@ class LossWindow:
         return self._beside
 
     def check_sizes(self) -> None:
-        """Raise ValueError, on every rank, when means of batches of unequal size were averaged."""
-        _, _, batches, samples, squares, sums = self._totals or self._global()
+        """Raise ValueError, on every rank, when means over unequally many terms were averaged."""
+        _, *numbers, sums = self._totals or self._global()
         # All ranks judge alike, those without a loss too: what follows is a collective.
-        if sums or batches * squares == samples * samples:
+        if sums:
+            return
+        batches, samples, terms, squares = map(int, numbers)
+        if batches * squares == samples**2 + terms**2:
             return
         everyones = self._communicator.gather_values(self._sizes, label="batch sizes")
-        found = told(self._communicator.ranks, (", ".join(map(str, sizes)) for sizes in everyones))
+        is_even = len({size for sizes in everyones for size, _ in sizes}) == 1
+        each = (", ".join(str(pair[is_even]) for pair in sizes) for sizes in everyones)
         raise ValueError(
-            "the loss is a mean, so all microbatches of a step must have equally many samples; "
-            f"found {found}. Give every rank an equal share, or return (sum, count) from the loss "
-            "function"
+            "the loss is a mean, so all microbatches of a step must have equally many "
+            f"{'elements of the target' if is_even else 'samples'}; "
+            f"found {told(self._communicator.ranks, each)}. Give every rank an equal share, or "
+            "return (sum, count) from the loss function"
         )
 
     def _global(self) -> list[float]:

@@ -150,6 +150,11 @@ def mark_mean(parameters: Iterable[torch.Tensor], axes: Sequence[Communicator]) 
     _mark(parameters, _MEAN, axes)
 
 
+def mean_axes(parameters: Iterable[torch.Tensor]) -> tuple[Communicator, ...]:
+    """Return the axes, of several ranks, that `mark_mean` has marked ``parameters`` with."""
+    return _marked(parameters, _MEAN)
+
+
 def _mark(parameters: Iterable[torch.Tensor], name: str, axes: Sequence[Communicator]) -> None:
     wide = [axis for axis in axes if not axis.is_alone]
     if wide:
@@ -246,7 +251,7 @@ def _with_mean_loss(
         # Known now: replicas are set up in their first forward pass.
         held = (p for group in optimizer.param_groups for p in group["params"])
         held = (single for parameter in held for single in singles_of(parameter))
-        for axis in _marked(held, _MEAN):
+        for axis in mean_axes(held):
             loss = loss.to(axis.device) / axis.size
             axis.all_reduce(loss, label="loss of a closure").wait()
         return loss

@@ -60,6 +60,10 @@ class ModelConfig:
     """Width of the feed-forward layer; 0 means four times dim."""
     activation: Literal["gelu", "swiglu"] = "gelu"
     """Feed-forward activation."""
+    experts: Annotated[int, AtLeast(0)] = 0
+    """Feed-forward layers of a block, to which a router sends tokens; 0 means one without."""
+    top_k: Annotated[int, AtLeast(1)] = 2
+    """Experts of each token."""
     tied: bool = False
     """Use the embedding's weight as the output head."""
     dropout: Annotated[float, AtLeast(0)] = 0.0
@@ -75,6 +79,12 @@ class ModelConfig:
                 f"[model] dim = {self.dim} cannot be cut into {self.heads} heads of equal, even "
                 f"width; choose a multiple of {2 * self.heads}",
                 involves=(("heads",),),
+            )
+        if self.experts and self.top_k > self.experts:
+            yield Problem(
+                ("top_k",),
+                f"[model] top_k = {self.top_k} is more than experts = {self.experts}",
+                involves=(("experts",),),
             )
         if self.dropout >= 1:
             yield Problem(
@@ -300,7 +310,7 @@ class TrainConfig:
 
 _BYTE_KEYS = (
     *("layers", "heads", "dim", "hidden", "activation", "tied", "dropout"),
-    "rotary_base",
+    *("experts", "top_k", "rotary_base"),
 )
 _TEXT_KEYS = ("path", "suffixes", "exclude", "max_bytes")
 _EXCLUSIVE = (

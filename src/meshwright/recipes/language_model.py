@@ -6,6 +6,8 @@ Shapes: ``B`` sequences, ``T`` positions, ``D`` width, ``H`` heads, ``K`` width 
 
     tokens_BT -> embedding -> layers.0 -> ... -> layers.N-1 -> norm -> head -> logits_BTV
                               layer: x + attention(attention_norm(x)); x + feed_forward(...norm(x))
+
+With ``experts``, ``feed_forward`` is a `Mixture`: ``N`` tokens, each to ``top_k`` of ``M`` experts.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter, functional
 
+from meshwright.expert_parallel import experts
 from meshwright.randomness import name_seed
 from meshwright.recipes.config import ModelConfig, OptimizerConfig
 
@@ -57,7 +60,7 @@ class Layer(nn.Module):
         self.attention_norm = nn.LayerNorm(config.dim)
         self.attention = Attention(config)
         self.feed_forward_norm = nn.LayerNorm(config.dim)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = Mixture(config) if config.experts else FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
@@ -121,6 +124,57 @@ class FeedForward(nn.Module):
         return self.w2(functional.silu(self.w1(x_BTD)) * self.w3(x_BTD))
 
 
+class Mixture(nn.Module):
+    """The sum of a token's ``top_k`` experts, weighed by their share of the router's softmax."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.top_k = config.top_k
+        self.router = nn.Linear(config.dim, config.experts, bias=False)
+        self.experts = experts(Experts(config))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Compute the output ``(B, T, D)``."""
+        x_ND = x_BTD.flatten(0, 1)
+        weights_NK, indices_NK = self.router(x_ND).softmax(-1).topk(self.top_k)
+        weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
+        return self.experts(x_ND, indices_NK, weights_NK).view_as(x_BTD)
+
+
+class Experts(nn.Module):
+    """Feed-forward layers, in tensors with one row for each: ``w1``, ``w2``, and ``w3``."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.num_experts = config.experts
+        hidden = config.hidden or 4 * config.dim
+        wide, narrow = (config.experts, config.dim, hidden), (config.experts, hidden, config.dim)
+        self.w1, self.w2 = Parameter(torch.empty(wide)), Parameter(torch.empty(narrow))
+        self.w3 = Parameter(torch.empty(wide)) if config.activation == "swiglu" else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw values as `nn.Linear` does; `initialize` draws others."""
+        for parameter in self.parameters():
+            bound = 1 / math.sqrt(parameter.shape[1])
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(self, x_ND: Tensor, indices_NK: Tensor, weights_NK: Tensor) -> Tensor:
+        """Compute the weighed sum of each token's experts ``(N, D)``."""
+        found_ND = torch.zeros_like(x_ND)
+        for expert in range(self.num_experts):
+            token, slot = (indices_NK == expert).nonzero(as_tuple=True)
+            rows = x_ND[token]
+            hidden = rows @ self.w1[expert]
+            if self.w3 is None:
+                hidden = functional.gelu(hidden)
+            else:
+                hidden = functional.silu(hidden) * (rows @ self.w3[expert])
+            rows = hidden @ self.w2[expert] * weights_NK[token, slot, None]
+            found_ND = found_ND.index_add(0, token, rows.to(found_ND.dtype))
+        return found_ND
+
+
 def initialize(model: nn.Module, seed: int) -> nn.Module:
     """Fill every parameter of ``model`` in place; returns it.
 
@@ -135,7 +189,8 @@ def initialize(model: nn.Module, seed: int) -> nn.Module:
             if parameter.ndim < 2:
                 parameter.fill_(1.0 if name.endswith("weight") else 0.0)
                 continue
-            writes_residual = name.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
+            writers = ("attention.wo.weight", "feed_forward.w2.weight", "experts.w2")
+            writes_residual = name.endswith(writers)
             deviation = 0.02 / math.sqrt(2 * depth) if writes_residual else 0.02
             generator = torch.Generator().manual_seed(name_seed(seed, name))
             values = torch.empty(parameter.shape, device="cpu")

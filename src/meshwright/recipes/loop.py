@@ -29,7 +29,7 @@ from typing import Self, cast
 import torch
 
 import meshwright
-from meshwright.axes import DATA_AXES
+from meshwright.axes import SUM_AXES
 from meshwright.comm import Communicator, Pending, check_peers, phase, settle
 from meshwright.comm.failures.sameness import require_equal
 from meshwright.composition import StepResult, Trainable, parallelize
@@ -402,6 +402,8 @@ class _Training:
         more: dict[str, object] = {}
         if self._flops:
             more["mfu"] = self._needed / seconds / self._flops
+        if found := self._trainable.expert_imbalance():
+            more["imbalance"] = found
         self._record(
             step=number,
             loss=loss,
@@ -485,8 +487,8 @@ def validation_loss(
     sample = task.data.validation_sample(options.validation_windows)
     sums = torch.zeros(2, dtype=torch.float64, device=communicator.device)
     coordinate = trainable.plan.axes.coordinate(communicator.rank)
-    # Of the ranks that read the same share, only the first one's loss counts.
-    speaks = not any(coordinate[axis] for axis in coordinate if axis not in DATA_AXES)
+    # Of the ranks that have the same outputs, only the first one's loss counts.
+    speaks = not any(coordinate[axis] for axis in coordinate if axis not in SUM_AXES)
     places = range(len(sample))[trainable.data_rank :: trainable.data_size]
     most = -(-len(sample) // trainable.data_size)
     for start in range(0, most, batch):

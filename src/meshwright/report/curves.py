@@ -95,6 +95,7 @@ def charts(runs: Mapping[str, Iterable[Mapping[str, object]]]) -> list[Chart]:
         Chart("Gradient norm", curves("grad_norm")),
         *(Chart(f"{unit.title()} a second", speeds(unit)) for unit in ("tokens", "samples")),
         Chart("Model FLOPs utilization (MFU), %", curves("mfu", scale=100), from_zero=True),
+        Chart("Tokens of the busiest expert, over the mean of its layer", curves("imbalance")),
         *_memory(several),
     ]
     return [chart for chart in found if any([*chart.lines.values(), *chart.stack.values()])]

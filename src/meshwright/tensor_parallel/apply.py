@@ -89,8 +89,12 @@ def apply_plan(
     parallelize_plan: AnyStyle | Mapping[str, AnyStyle],
     *,
     src_data_rank: int | None,
+    follows: bool = True,
 ) -> M:
-    """Apply a plan like `parallelize_module`, for callers that compare passes themselves."""
+    """Apply a plan like `parallelize_module`, for callers that compare passes themselves.
+
+    Without ``follows`` the first forward looks for no layouts that do not match.
+    """
     take_lists_apart()
     write_through()
     _check_plan(parallelize_plan)
@@ -110,8 +114,12 @@ def apply_plan(
                 for parameter in changed.parameters():
                     vars(parameter)[_THEIRS] = True
             module = cast("M", _put(module, name, submodule, changed))
+    for style in plan.values():
+        if isinstance(style, ParallelStyle):
+            style.finish(module)
     _call_what_was_cut(module)
-    follow_first_forward(module, check_ties)
+    if follows:
+        follow_first_forward(module, check_ties)
     if src_data_rank is None:
         verify_replicated(module, Site.of(mesh, "").axis)
     return module

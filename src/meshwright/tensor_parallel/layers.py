@@ -139,7 +139,7 @@ class ColumnLinear(WithAxis, nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Compute the output features of this rank, laid out as the style says."""
         features = self.in_features, self.out_features
-        return _by_columns(self, self._tensor_parallel, input, features)
+        return _by_columns(self, self._meshwright_style, input, features)
 
 
 class RowLinear(WithAxis, nn.Linear):
@@ -149,7 +149,7 @@ class RowLinear(WithAxis, nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Compute the sum over ranks, laid out as the style says, with the bias added once."""
         features = self.in_features, self.out_features
-        return _by_rows(self, self._tensor_parallel, input, features)
+        return _by_rows(self, self._meshwright_style, input, features)
 
 
 ColumnLinear.__name__ = RowLinear.__name__ = "Linear"  # which a printed model shows
@@ -168,7 +168,7 @@ class ColumnConv1D(_Conv1D):
     @untraced
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the output features of this rank, laid out as the style says."""
-        return _by_columns(self, self._tensor_parallel, x, (self.nx, self.nf))
+        return _by_columns(self, self._meshwright_style, x, (self.nx, self.nf))
 
 
 class RowConv1D(_Conv1D):
@@ -177,7 +177,7 @@ class RowConv1D(_Conv1D):
     @untraced
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the sum over ranks, laid out as the style says, with the bias added once."""
-        return _by_rows(self, self._tensor_parallel, x, (self.nx, self.nf))
+        return _by_rows(self, self._meshwright_style, x, (self.nx, self.nf))
 
 
 def _by_columns(
@@ -437,7 +437,7 @@ class ColumnEmbedding(WithAxis, nn.Embedding):
     @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Look up the features of this rank, laid out as the style says."""
-        settings = self._tensor_parallel
+        settings = self._meshwright_style
         site = settings.site
         ids = site.move(site.arrive(input, settings.input), Replicate()).local
         y = nn.functional.embedding(
@@ -459,7 +459,7 @@ class RowEmbedding(WithAxis, nn.Embedding):
 
         Raises IndexError for an id outside the table, on the CPU.
         """
-        settings = self._tensor_parallel
+        settings = self._meshwright_style
         site = settings.site
         ids = site.move(site.arrive(input, settings.input), Replicate()).local
         self._check_ids(ids, site)
@@ -572,14 +572,14 @@ class SequencePart(WithAxis):
         Raises ValueError when that is not a tensor, TypeError when the output is not. If any dim
         may be sharded, inputs and outputs are passed through unchanged.
         """
-        if self._tensor_parallel.dim is None:
+        if self._meshwright_style.dim is None:
             with self._on_leaves():
                 return super().forward(*inputs, **options)
-        return self._on_part(self._tensor_parallel.dim, inputs, options)
+        return self._on_part(self._meshwright_style.dim, inputs, options)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter. Raises ValueError for a plain one in place of a DTensor."""
-        settings = self._tensor_parallel
+        settings = self._meshwright_style
         is_summed = any(not path and key == name for path, key, _ in settings.partial)
         if is_summed and param is not None and not is_dtensor(param):
             raise ValueError(
@@ -598,7 +598,7 @@ class SequencePart(WithAxis):
     def _on_part(
         self, dim: int, inputs: tuple[object, ...], options: dict[str, object]
     ) -> torch.Tensor:
-        settings = self._tensor_parallel
+        settings = self._meshwright_style
         site, name = settings.site, settings.site.labels.name
         first = inputs[0] if inputs else None
         if not isinstance(first, torch.Tensor):
@@ -624,7 +624,7 @@ class SequencePart(WithAxis):
     @contextmanager
     def _on_leaves(self) -> Iterator[None]:
         """Replace parameters by local leaves in the block; skip those that are not DTensors."""
-        settings = self._tensor_parallel
+        settings = self._meshwright_style
         forget_unsummed(settings.site.axis)
         at_rest: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
         try:

@@ -203,11 +203,11 @@ class Site:
 class WithAxis(nn.Module):
     """The base of the classes that styles give to modules; its repr shows the axis."""
 
-    _tensor_parallel: Any
+    _meshwright_style: Any
 
     def extra_repr(self) -> str:
         """Add the axis to the module's own ``extra_repr``."""
-        axis = self._tensor_parallel.site.axis
+        axis = self._meshwright_style.site.axis
         own = super().extra_repr()
         return f"{own}{', ' if own else ''}over axis {axis.axis} of {axis.size} ranks"
 

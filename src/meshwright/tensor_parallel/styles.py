@@ -195,6 +195,9 @@ class ParallelStyle(ABC):
         self.module_name = name
         return self._apply(module, device_mesh)
 
+    def finish(self, root: nn.Module) -> None:  # noqa: B027
+        """Called with the whole module once all styles of a plan are applied."""
+
     def site_of(self, module: nn.Module, device_mesh: DeviceMesh) -> Site:
         """Return the site of ``module``: the mesh, its axis, and labels.
 
@@ -329,7 +332,7 @@ class _Layered(ParallelStyle):
             site, source = settings.site, self.src_data_rank
             distribute(module, key, placement, site, source, is_partial=is_partial)
         guard_loading(module)
-        vars(module)["_tensor_parallel"] = settings
+        vars(module)["_meshwright_style"] = settings
         own = type(module)
         # A subclass's own forward runs; its super().forward() communicates.
         is_plain = own in (nn.Linear, nn.Embedding)
@@ -461,11 +464,11 @@ class SequenceParallel(ParallelStyle):
             parameters += [(path, key, add) for _, key, add in own]
             guard_loading(owner)
             # Each owner needs its settings: data parallelism may wrap a submodule alone.
-            vars(owner)["_tensor_parallel"] = Sequence(
+            vars(owner)["_meshwright_style"] = Sequence(
                 site, self.sequence_dim, self.use_local_output, own
             )
         settings = Sequence(site, self.sequence_dim, self.use_local_output, tuple(parameters))
-        vars(module)["_tensor_parallel"] = settings
+        vars(module)["_meshwright_style"] = settings
         cls = type(module)
         module.__class__ = type(cls.__name__, (SequencePart, cls), {"__module__": cls.__module__})
         return module

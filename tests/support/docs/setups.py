@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import meshwright
 from meshwright.comm import communicator, connect
 from meshwright.pipelining import PipelineStage, Schedule1F1B
+from support.expert_parallel.samples import Block, Fused
 from support.internals.integrations import Tracker
 from support.internals.sampling import Sampler
 
@@ -124,6 +125,18 @@ def tensor_parallel(names: dict[str, Any]) -> Iterator[None]:
     assert len(names["optimizer"].param_groups[0]["params"]) == 4
 
 
+def expert_parallel(names: dict[str, Any]) -> Iterator[None]:
+    connect()
+    model = nn.Module()
+    model.add_module("layers", nn.ModuleList([Block(Fused(4), 2), Block(Fused(3), 1)]))
+    names["model"] = model
+    yield
+    first, last = (layer.experts.down_proj for layer in model.layers)
+    assert first.to_local().shape[0] == 2
+    assert last.shape[0] == 3
+    assert len(names["optimizer"].param_groups[0]["params"]) == 16
+
+
 def nothing(names: dict[str, Any]) -> Iterator[None]:
     yield
 
@@ -132,7 +145,7 @@ SETUPS: Mapping[str, Setup] = MappingProxyType(
     {
         f"docs/{setup.__name__}.md": setup
         for setup in (
-            *(checkpoints, compiled, concepts, data, notebooks),
+            *(checkpoints, compiled, concepts, data, expert_parallel, notebooks),
             *(pipelines, reports, tensor_parallel),
         )
     }

@@ -10,11 +10,14 @@ __getattr__ = names_inside(
         "meshwright.comm.dtensors.dtensor": (
             "at_rest, beginning_storage, cut_once_more, dtensor_around, dtensor_at_rest, "
             "dtensor_like, is_dtensor, local_of, mesh_communicators, "
-            "torch_placements"
+            "parameter_at_rest, torch_placements"
         ),
+        "meshwright.comm.dtensors.exchanging": "exchange_over",
         "meshwright.comm.dtensors.gather_dtensor": "held, part_like, side_by_side, whole",
         "meshwright.comm.dtensors.gradient_part": "GradientPart, gradient_part",
-        "meshwright.comm.dtensors.local_leaves": "PartialGradient, deliver, local_leaf",
+        "meshwright.comm.dtensors.local_leaves": (
+            "PartialGradient, deliver, local_leaf, local_part_of"
+        ),
         "meshwright.comm.dtensors.operators.derivatives": "differentiate_moves",
         "meshwright.comm.dtensors.operators.mixed_lists": "take_lists_apart",
         "meshwright.comm.dtensors.operators.random_values": "draw_whole",

@@ -6,10 +6,13 @@ from support.internals import names_inside
 
 __getattr__ = names_inside(
     {
-        "meshwright.composition.data_layout": "ReplicatedLayout",
+        "meshwright.composition.data_layout": "LayoutCommunicators, ReplicatedLayout",
         "meshwright.composition.example_run": "copied, observe",
+        "meshwright.composition.expert_rules": "expert_problems, expert_split, expert_styles",
+        "meshwright.composition.laying_out": "split_over_experts",
         "meshwright.composition.pipelined": "PipelinedLayout, PipelinedTrainable",
         "meshwright.composition.stages": "_keep_unused, _partition, chunks_of, cut_model",
         "meshwright.composition.tensor_rules": "ModelCut, RULES",
+        "meshwright.composition.whole_run": "AxisSplit, WholeRun",
     }
 )

@@ -9,6 +9,7 @@ Bottom-up:
     dtensor         conversion between local tensors and DTensors
     edges           DTensors that enter and leave modules, which compute on local tensors or on them
     local_leaves    local leaves, on which modules compute instead of DTensors
+    exchanging      modules over whose mesh samples travel: experts
     unreadable      tensors without values: reading them raises, by name
     sharded_axes    the axes over which the elements of a tensor are spread
     gather_dtensor  full tensors from DTensors, and the parts that ranks hold

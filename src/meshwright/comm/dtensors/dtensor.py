@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -44,6 +44,7 @@ from meshwright.torch_internals.distributed import (
     dtensor_handlers,
     flatten_mesh,
     mesh_resources,
+    root_mesh,
     set_spec,
     spec_of,
 )
@@ -331,16 +332,18 @@ def mesh_communicators(mesh: DeviceMesh, unnamed: str = "shard") -> tuple[Commun
     return tuple(communicator(group, axis=name) for group, name in zip(groups, names, strict=True))
 
 
-def mesh_over(parent: Communicator, axes: Axes, names: Sequence[str]) -> DeviceMesh:
-    """Make a mesh over the ranks of ``parent``, with axes ``names`` as dims, numbered by ``axes``.
+def mesh_over(parent: Communicator, axes: Axes, dims: Sequence[Sequence[str]]) -> DeviceMesh:
+    """Make a mesh over the ranks of ``parent``, numbered by ``axes``.
 
-    Only the ranks of ``parent`` call it. ``names`` are the axes with more than one rank, in any
-    order; each dim has its own group, made for its ranks if there is none.
+    Only the ranks of ``parent`` call it. ``dims`` are the axes with more than one rank, in any
+    order, several where one dim runs along them all; its name joins theirs. Each dim has its own
+    group, made for its ranks if there is none.
     """
-    here = axes.coordinate(parent.rank)
+    here, names = axes.coordinate(parent.rank), [name for dim in dims for name in dim]
+    joined = ["_".join(dim) for dim in dims]
     groups = [
-        peers(parent, [parent.ranks[rank] for rank in axes.peers(parent.rank, name)], name)
-        for name in names
+        peers(parent, [parent.ranks[rank] for rank in axes.peers(parent.rank, dim)], name)
+        for dim, name in zip(dims, joined, strict=True)
     ]
     sizes = [axes.size(name) for name in names]
     numbers = [
@@ -348,13 +351,13 @@ def mesh_over(parent: Communicator, axes: Axes, names: Sequence[str]) -> DeviceM
         for position in itertools.product(*map(range, sizes))
     ]
     kind = parent.device.type
-    if len(names) == 1:
-        return DeviceMesh.from_group(groups[0].group, kind, mesh_dim_names=tuple(names))
+    if len(dims) == 1:
+        return DeviceMesh.from_group(groups[0].group, kind, mesh_dim_names=tuple(joined))
     return DeviceMesh.from_group(
         [each.group for each in groups],
         kind,
-        mesh=torch.tensor(numbers, device="cpu").view(sizes),
-        mesh_dim_names=tuple(names),
+        mesh=torch.tensor(numbers, device="cpu").view([each.size for each in groups]),
+        mesh_dim_names=tuple(joined),
     )
 
 
@@ -368,6 +371,23 @@ def flattened_mesh(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
     if len(names) == 1:
         return mesh[names[0]]
     return flatten_mesh(mesh[tuple(names)], "_".join(names))
+
+
+def mesh_beside(over: DeviceMesh, ranks: Collection[int]) -> DeviceMesh | None:
+    """Return the other dims of the mesh around ``over`` that reach ``ranks`` with it, as one dim.
+
+    None where ``over`` reaches them all. Collective for several dims. Raises LayoutError without.
+    """
+    around, own = root_mesh(over), {*over.mesh.flatten().tolist()}
+    lines = {n: {*around[n].mesh.flatten().tolist()} for n in around.mesh_dim_names or ()}
+    found = [
+        name
+        for name, line in lines.items()
+        if line <= {*ranks} and len(line & own) == 1 < len(line)
+    ]
+    if math.prod(len(lines[name]) for name in found) * len(own) != len(ranks):
+        raise LayoutError(f"no dims of {around} are what ranks {[*ranks]} have beside {over}")
+    return flattened_mesh(around, found) if found else None
 
 
 def is_replicated(placement: TorchPlacement) -> bool:

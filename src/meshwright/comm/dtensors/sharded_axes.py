@@ -145,8 +145,8 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def check_meshes(tensors: Iterable[torch.Tensor]) -> None:
     """Raise `LayoutError` when a sum over DTensors of these meshes would differ between ranks.
 
-    Meshes may differ when all hold the same ranks, or are parts of one mesh: then every rank sees
-    every tensor. Of two meshes over other ranks, some ranks see one and not the other.
+    Meshes may differ when all hold the same ranks, or are parts of meshes that do: then every rank
+    sees every tensor. Of two meshes over other ranks, some ranks see one and not the other.
     """
     meshes = {id(t.device_mesh): t.device_mesh for t in tensors if isinstance(t, DTensor)}
     first = next(iter(meshes.values()), None)
@@ -162,8 +162,6 @@ def check_meshes(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _cover_the_same(one: DeviceMesh, other: DeviceMesh) -> bool:
-    if one is other or set(one.mesh.flatten().tolist()) == set(other.mesh.flatten().tolist()):
-        return True
-    roots = [root_mesh(mesh) for mesh in (one, other)]
-    # Equal ones, since results of torch's DTensor operators may carry an equal mesh made before.
-    return roots[0] == roots[1]
+    # Parts of meshes over the same ranks, too: each rank is on one part of either.
+    pairs = (one, other), (root_mesh(one), root_mesh(other))
+    return any({*a.mesh.flatten().tolist()} == {*b.mesh.flatten().tolist()} for a, b in pairs)

@@ -34,12 +34,14 @@ The full notes of a replica::
 
     | where the rank is | lacks a gradient, was written otherwise | bits of a digest |
           6 numbers                     1 + 1                              2 x 16
-    | has left the path of its first pass | is not finite |
-          1, of a static graph only         1, if asked for
+    | has left the path of its first pass | digests of experts      | is not finite |
+          1, of a static graph only         2 x 16 for each rank of    1, if asked for
+                                            an exchange of samples
 
-So the check costs no collective of its own until a rank reports a fault. Where the gradients are on
-a device, the sums are read when the next pass begins, before it sends anything. Sharded units send
-their notes after the sums, together with the use counts.
+Ranks that hold other experts write the digests of theirs to places of their own. So the check costs
+no collective of its own until a rank reports a fault. Where the gradients are on a device, the sums
+are read when the next pass begins, before it sends anything. Sharded units send their notes after
+the sums, together with the use counts.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -55,6 +57,7 @@ import torch
 
 from meshwright.comm import Communicator, LateNumbers
 from meshwright.comm.dtensors.dtensor import is_dtensor, local_of
+from meshwright.comm.dtensors.exchanging import NO_EXPERTS, ExpertRanks
 from meshwright.comm.dtensors.subclasses import values_of
 from meshwright.comm.failures.sameness import RowDifference, first_difference, refusal, told
 from meshwright.data_parallel.checks.step_watch import Steps, StepWatch
@@ -103,8 +106,15 @@ REMEDY = (
 class SameWeights:
     """The weights of one rank, and when they are compared with those of the others."""
 
-    def __init__(self, named: Callable[[], Sequence[tuple[str, torch.Tensor]]]) -> None:
+    def __init__(
+        self,
+        named: Callable[[], Sequence[tuple[str, torch.Tensor]]],
+        experts: Mapping[int, ExpertRanks] = NO_EXPERTS,
+    ) -> None:
+        """``experts`` are compared over the ranks that hold the same, by the ``id`` of each."""
         self._named = named
+        self._experts = experts
+        self._kinds = tuple(dict.fromkeys(experts.values()))
         self._late = LateNumbers()
         self.start_over()
         self._may_part = False
@@ -117,6 +127,8 @@ class SameWeights:
         self._next = 1
         self.digest: torch.Tensor | None = None
         """The digest of the current pass, if it is compared: 64 bits, where the weights lie."""
+        self.of_experts: tuple[torch.Tensor | None, ...] = ()
+        """Digests of experts in that pass, by place; of other ranks' experts None."""
         self._answered = 0
         self._number = 0.0
         self._doubt: tuple[int, Communicator, bool] | None = None
@@ -143,7 +155,7 @@ class SameWeights:
 
     def begin_pass(self, *, compares: bool = True) -> None:
         """Count a pass, and take the digest if it ``compares`` weights and a digest is due."""
-        self.digest = None
+        self.digest, self.of_experts = None, ()
         if not compares:
             return
         self.passes += 1
@@ -153,6 +165,8 @@ class SameWeights:
         multiple = self.passes // MOST_APART * MOST_APART + MOST_APART
         self._next = min(1 << self.passes.bit_length(), multiple)
         digest = self.digest_of_now()
+        if self._kinds:
+            self.of_experts = tuple(self._digests_of_experts())
         self._late.settle()
         if digest is not None:
             self.digest = digest
@@ -169,11 +183,29 @@ class SameWeights:
         return number
 
     def digest_of_now(self) -> torch.Tensor | None:
-        """Compute a digest of all weights, 64 bits on their device; None without weights."""
-        return digest_of_all([tensor for _, tensor in self._named()])
+        """Compute a digest of all weights but experts', 64 bits on their device, None without."""
+        named = self._held_as(None) if self._kinds else self._named()
+        return digest_of_all([tensor for _, tensor in named])
 
-    def _digests(self) -> list[tuple[tuple[str, torch.Tensor], torch.Tensor]]:
-        named = self._named()
+    @property
+    def places(self) -> int:
+        """The number of places for digests of experts: one for each rank of their exchanges."""
+        return sum(kind.exchange.size for kind in self._kinds)
+
+    def _digests_of_experts(self) -> Iterator[torch.Tensor | None]:
+        for kind in self._kinds:
+            digest = digest_of_all([tensor for _, tensor in self._held_as(kind)])
+            for rank in range(kind.exchange.size):
+                yield digest if rank == kind.exchange.rank else None
+
+    def _held_as(self, kind: ExpertRanks | None) -> Sequence[tuple[str, torch.Tensor]]:
+        """The experts of one ``kind``, or what all ranks hold."""
+        return [each for each in self._named() if self._experts.get(id(each[1])) == kind]
+
+    def _digests(
+        self, kind: ExpertRanks | None
+    ) -> list[tuple[tuple[str, torch.Tensor], torch.Tensor]]:
+        named = self._held_as(kind)
         digests = digests_of([tensor for _, tensor in named])
         pairs = zip(named, digests, strict=True)
         return [(held, digest) for held, digest in pairs if digest is not None]
@@ -210,7 +242,17 @@ class SameWeights:
         Returns None, and warns once, where they differ only by rounding. Without ``is_in`` the
         weights of this rank are not compared.
         """
-        found = self._digests()
+        error = self._compare_kind(axis, None, is_in=is_in)
+        for kind in self._kinds:  # what some find of their experts, all raise
+            found = self._compare_kind(kind.holders, kind, is_in=is_in)
+            texts = axis.gather_values("" if found is None else str(found), label="experts")
+            error = error or next((CollectiveMismatchError(text) for text in texts if text), None)
+        return error
+
+    def _compare_kind(
+        self, axis: Communicator, kind: ExpertRanks | None, *, is_in: bool
+    ) -> CollectiveMismatchError | None:
+        found = self._digests(kind)
         mine = [digest.item() for _, digest in found] if is_in else None
         everyone = axis.gather_values(mine, label="compare weights")
         meaning = "copies of the weights"
@@ -282,12 +324,16 @@ class Alignment:
         named: Sequence[tuple[str, torch.nn.Parameter]],
         settings: ReductionSettings,
         communicator: Communicator,
+        experts: Mapping[int, ExpertRanks] = NO_EXPERTS,
     ) -> None:
         self._communicator = communicator
         self._parameters = parameters = [parameter for _, parameter in named]
-        self.copies = SameWeights(partial(tuple, named))
+        self.copies = SameWeights(partial(tuple, named), experts)
         """The weights, to be compared."""
         self.static = StaticGraph([name for name, _ in named]) if settings.is_static else None
+        first = NOTES + (self.static is not None)
+        self._places = range(first, first + 2 * BITS * self.copies.places, 2 * BITS)
+        """Where the bits of experts' digests begin in the notes."""
         self.values = NonFiniteValues() if settings.is_watched else None
         """This rank's own gradients that were not finite, in the last backward pass."""
         self.reduced = NonFiniteValues() if settings.stops_on_non_finite else None
@@ -386,7 +432,8 @@ class Alignment:
     @property
     def numel(self) -> int:
         """The number of notes that `write` fills in."""
-        return NOTES + (self.static is not None) + (self.reduced is not None)
+        experts = 2 * BITS * len(self._places)
+        return NOTES + (self.static is not None) + experts + (self.reduced is not None)
 
     def write(self, notes: torch.Tensor, *, lacks: bool) -> None:
         """Write all notes, once all gradients of this rank are known.
@@ -403,6 +450,9 @@ class Alignment:
             notes[ODD].fill_(1)
         if self.copies.digest is not None:
             notes[ONES:NOTES].add_(bits_of(self.copies.digest))
+        for at, digest in zip(self._places, self.copies.of_experts, strict=False):
+            if digest is not None:
+                notes[at : at + 2 * BITS].add_(bits_of(digest))
         if self.static is not None:
             notes[NOTES].fill_(self.static.deviates())
         if self.values is not None and self.reduced is not None:
@@ -432,7 +482,11 @@ class Alignment:
         if sums[ODD] > 0:
             self.copies.ask()
         # Inline: it is on the path of each pass. Sums that are not a number are of marks above.
-        if max(map(min, sums[ONES:ZEROS], sums[ZEROS:NOTES])) > 0:
+        is_apart = max(map(min, sums[ONES:ZEROS], sums[ZEROS:NOTES])) > 0
+        for at in self._places:
+            ones, zeros = sums[at : at + BITS], sums[at + BITS : at + 2 * BITS]
+            is_apart = is_apart or max(map(min, ones, zeros)) > 0
+        if is_apart:
             error = self.doubt(is_in=place is not NOWHERE)
             if error is not None:
                 return error

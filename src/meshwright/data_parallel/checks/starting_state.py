@@ -44,14 +44,15 @@ def compare_parameters(
     sparse: Collection[str] = (),
     *,
     fresh: Collection[str] = (),
+    experts: Collection[str] = (),
     buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
     reason: str = "",
 ) -> None:
     """Check that every rank has the same parameters: names, shapes, dtypes, strides, which train.
 
-    Names in ``sparse`` give sparse gradients, and names in ``fresh`` are parameters that were
-    replaced; both are compared too, as are ``buffers``, which are to be broadcast. ``reason`` is
-    shown to ranks that do something else meanwhile.
+    Names in ``sparse`` give sparse gradients, names in ``fresh`` are parameters that were replaced,
+    and those in ``experts`` are split over ranks. All are compared too, as are ``buffers``, which
+    are to be broadcast. ``reason`` is shown to ranks that do something else meanwhile.
 
     Raises CollectiveMismatchError on every rank, naming the first tensor that differs and the ranks
     of each version.
@@ -60,6 +61,7 @@ def compare_parameters(
         [name, list(t.shape), str(t.dtype), list(t.stride()), t.requires_grad]
         + ["sparse gradient"] * (name in sparse)
         + ["given anew"] * (name in fresh)
+        + ["experts"] * (name in experts)
         for name, t in named
     ]
     rows += [
@@ -238,11 +240,14 @@ def is_of_one_rank(module: nn.Module, ignored: Collection[int]) -> bool:
 
 
 def starting_buffers(
-    modules: Iterable[nn.Module], ignored: Collection[int], axes: tuple[Communicator, ...]
+    modules: Iterable[nn.Module],
+    ignored: Collection[int],
+    axes: tuple[Communicator, ...],
+    others: Mapping[nn.Module, tuple[Communicator, ...]] = MappingProxyType({}),
 ) -> tuple[StartingBuffer, ...]:
-    """List the buffers of ``modules`` that a state dict holds.
+    """List the buffers of ``modules`` that a state dict holds, alike over ``axes``.
 
-    Buffers of modules for which `is_of_one_rank` is true are left out.
+    Modules may have ``others``. Buffers of modules for which `is_of_one_rank` is true are left out.
     """
     held = [
         (module, name, tensor)
@@ -255,7 +260,7 @@ def starting_buffers(
     found: list[StartingBuffer] = []
     for (module, name, _), digest in zip(held, digests, strict=True):
         if digest is not None:
-            found.append(StartingBuffer(module, name, digest, axes))
+            found.append(StartingBuffer(module, name, digest, others.get(module, axes)))
     return tuple(found)
 
 

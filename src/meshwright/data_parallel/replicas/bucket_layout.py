@@ -30,11 +30,15 @@ class GradientSlot:
     """Its gradients are sparse, see `SparseGradient`; it is alone too."""
     turn: int = 0
     """Reduced after all with a lower one."""
+    group: int = 0
+    """The ranks that it is reduced over: 0 for all, others for those that hold the same experts."""
+    most: int = 0
+    """Elements of the largest part on any rank, where ranks hold parts: plans must be equal."""
 
     @property
     def bytes(self) -> int:
-        """The bytes of the gradient in the dtype of the reduction."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        """The bytes of the gradient in the dtype of the reduction, on the rank with most."""
+        return max(self.most, math.prod(self.shape)) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +56,8 @@ class BucketLayout:
     """One gradient in its own memory; another bucket carries its use count."""
     is_sparse: bool = False
     """One sparse gradient, which sends its own use count."""
+    group: int = 0
+    """That of its slots."""
     notes: int = 0
     """Numbers after the gradients: use counts, and what else all ranks must know of each other."""
 
@@ -73,6 +79,8 @@ def slot_of(
     settings: ReductionSettings,
     *,
     may_be_alone: bool,
+    group: int = 0,
+    most: int = 0,
 ) -> GradientSlot:
     """Describe ``parameter``, number ``index`` of ``names``, for the bucket layout."""
     dtype = parameter.dtype
@@ -84,11 +92,13 @@ def slot_of(
         shape=tuple(parameter.shape),
         dtype=dtype,
         is_alone=may_be_alone
-        and parameter.nbytes >= settings.alone_bytes
+        and max(parameter.numel(), most) * dtype.itemsize >= settings.alone_bytes
         and parameter.dtype == dtype
         and is_dense(parameter),
         is_sparse=names[index] in settings.sparse,
         turn=_turn(index, names, settings),
+        group=group,
+        most=most,
     )
 
 
@@ -116,8 +126,9 @@ def plan_buckets(
     A backward pass produces the last layers' gradients first. The first bucket of a dtype is small
     (``first_bytes``), so that communication starts early. A bucket is closed once it has reached
     its size; buckets are reduced in the order of closing. ``listed_bytes`` gives the sizes one by
-    one, the last of them for all that follow. The last bucket also carries the use counts of
-    gradients that are reduced alone and ``extra_notes`` more numbers. With ``is_packed`` a gradient
+    one, the last of them for all that follow. The last bucket, which is reduced over all ranks,
+    also carries the use counts of gradients that are reduced alone and ``extra_notes`` more
+    numbers. With ``is_packed`` a gradient
     is reduced alone only where its bucket would hold no other and is not the last: on a device
     several operations take much longer than one with as many bytes.
 
@@ -126,33 +137,35 @@ def plan_buckets(
     between the first and the second iteration, and a resumed run would differ.
     """
     closed: list[list[GradientSlot]] = []
-    open_by_dtype: dict[torch.dtype, list[GradientSlot]] = {}
+    open_by_kind: dict[tuple[int, torch.dtype], list[GradientSlot]] = {}
     limits = list(listed_bytes) or [first_bytes, cap_bytes]
-    counts: dict[torch.dtype, int] = {}
+    counts: dict[tuple[int, torch.dtype], int] = {}
     turn = (0, False)
     # Sparse gradients come last in their turn: tables are where a backward pass ends.
     for slot in sorted(slots, key=lambda slot: (slot.turn, slot.is_sparse, -slot.index)):
         if (slot.turn, slot.is_sparse) > turn:
             turn = (slot.turn, slot.is_sparse)
-            closed.extend(open_by_dtype.values())
-            open_by_dtype.clear()
+            closed.extend(open_by_kind.values())
+            open_by_kind.clear()
         if slot.is_sparse or (slot.is_alone and not is_packed):
             closed.append([slot])
             continue
-        current = open_by_dtype.setdefault(slot.dtype, [])
+        kind = slot.group, slot.dtype
+        current = open_by_kind.setdefault(kind, [])
         current.append(slot)
-        number = counts.get(slot.dtype, 0)
+        number = counts.get(kind, 0)
         if sum(member.bytes for member in current) >= limits[min(number, len(limits) - 1)]:
-            counts[slot.dtype] = number + 1
-            closed.append(open_by_dtype.pop(slot.dtype))
-    closed.extend(open_by_dtype.values())
-    if is_packed and closed and extra_notes:
+            counts[kind] = number + 1
+            closed.append(open_by_kind.pop(kind))
+    # What all ranks reduce comes last, since that carries the notes.
+    closed.extend(sorted(open_by_kind.values(), key=lambda members: members[0].group == 0))
+    if is_packed and closed and extra_notes and not closed[-1][0].group:
         closed[-1] = [replace(slot, is_alone=False) for slot in closed[-1]]
     layouts = [_layout(index, members) for index, members in enumerate(closed)]
     riders = sum(layout.is_alone for layout in layouts) + extra_notes
     if not riders:
         return tuple(layouts)
-    if not layouts or layouts[-1].is_alone or layouts[-1].is_sparse:
+    if not layouts or layouts[-1].is_alone or layouts[-1].is_sparse or layouts[-1].group:
         layouts.append(_layout(len(layouts), []))
     layouts[-1] = replace(layouts[-1], notes=layouts[-1].notes + riders)
     return tuple(layouts)
@@ -176,6 +189,7 @@ def _layout(index: int, members: Sequence[GradientSlot]) -> BucketLayout:
         flat=flat,
         is_alone=is_alone,
         is_sparse=is_sparse,
+        group=members[0].group if members else 0,
         notes=0 if is_alone or is_sparse else len(members),
     )
 

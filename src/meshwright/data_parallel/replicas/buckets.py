@@ -740,15 +740,19 @@ def build_reductions(
     layouts: Sequence[BucketLayout],
     parameters: Sequence[torch.nn.Parameter],
     settings: ReductionSettings,
-    communicator: Communicator,
+    communicators: Sequence[Communicator],
     hook: RegisteredHook | None,
 ) -> tuple[Reduction, ...]:
-    """Build the reduction of each layout, whose slots index ``parameters``."""
+    """Build the reduction of each layout, whose slots index ``parameters``.
+
+    ``communicators`` are numbered by the layouts' groups.
+    """
     built: list[Reduction] = []
     alone: list[LargeGradient] = []
     zeros = settings.zeros_for_unused
     for layout in layouts:
         members = [parameters[slot.index] for slot in layout.slots]
+        communicator = communicators[layout.group]
         if layout.is_sparse:
             built.append(SparseGradient(layout, members[0], zeros_for_unused=zeros, hook=hook))
             continue

@@ -114,6 +114,14 @@ def uneven_inputs(
     before must have been zeroed; use ``no_sync`` to accumulate.
     """
     reducer = replica.reducer
+    for name, parameter in reducer.named:
+        experts = reducer.experts.get(id(parameter))
+        if experts is not None:
+            raise ValueError(
+                f"join: the module of {name!r} exchanges samples over axis "
+                f"{experts.exchange.axis!r} in its forward, which a rank without inputs does not "
+                "run. Give every rank equally many batches"
+            )
     attendance = Attendance([replica.communicator], throws=throws_on_early_termination)
 
     def before_reduction() -> float | None:

@@ -18,6 +18,7 @@ A backward pass, step by step:
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from enum import StrEnum
 from functools import partial
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from meshwright.comm import Communicator, LateNumbers
+from meshwright.comm.dtensors.exchanging import NO_EXPERTS, ExpertRanks
 from meshwright.comm.graphs.untraced import apart
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.data_parallel.checks.alignment import (
@@ -79,6 +81,9 @@ class ReductionPhase(StrEnum):
 
 class GradientReducer:
     """Makes ``.grad`` of every trainable parameter the mean over the ranks of ``communicator``.
+
+    Buckets of experts are reduced over the ranks that hold the same ones. Buckets have one order on
+    all ranks, whatever they are reduced over.
 
     Parameters are numbered by their position in ``named``. Those that do not require grad have no
     place in a bucket; they get one in the first forward pass that finds them trainable. For
@@ -138,7 +143,16 @@ class GradientReducer:
         self.named = tuple(named)
         parameters = [parameter for _, parameter in named]
         self.leaves = ReducedLeaves(parameters, local)
-        self.alignment = Alignment(self.named, settings, self.communicator)
+        found = [(key, each.experts) for key, each in local.items()]
+        experts: Mapping[int, ExpertRanks] = {key: each for key, each in found if each is not None}
+        self.experts = experts or NO_EXPERTS
+        """The ranks of experts, by the ``id`` of their parameters."""
+        holders = (each.holders for each in self.experts.values())
+        self._communicators = tuple(dict.fromkeys((self.communicator, *holders)))
+        """What buckets are reduced over, by their group."""
+        if self.registered_hook is not None:
+            self._check_hook()
+        self.alignment = Alignment(self.named, settings, self.communicator, self.experts)
         self._static = self.alignment.static
         self._unused: frozenset[int] | None = None
         """Parameters that no rank used in the first reduction, when they are to be skipped."""
@@ -175,8 +189,18 @@ class GradientReducer:
                 "which this communication hook cannot send: build their embeddings with "
                 "sparse=False, or take allreduce_hook or a hook for half precision"
             )
+        self._check_hook()
         self.registered_hook = RegisteredHook(hook=hook, state=state)
         self._arrange()
+
+    def _check_hook(self) -> None:
+        for name, parameter in self.named if self.experts else ():
+            if id(parameter) in self.experts:
+                raise ValueError(
+                    f"register_comm_hook: {name!r} is a parameter of experts, whose gradients are "
+                    "sums over other ranks already, and are reduced over those that hold the same: "
+                    "leave the hook out"
+                )
 
     def begin_forward(self) -> None:
         """Prepare for the gradients of a forward pass that has just begun.
@@ -297,7 +321,9 @@ class GradientReducer:
         may_be_alone = not settings.is_gradient_view and self.registered_hook is None
         names = [name for name, _ in self.named]
         slots = [
-            slot_of(index, names, each, settings, may_be_alone=may_be_alone)
+            slot_of(
+                index, names, each, settings, may_be_alone=may_be_alone, **self._group_of(index)
+            )
             for index, each in enumerate(self._parameters)
             if each.requires_grad and index not in skipped
         ]
@@ -312,7 +338,7 @@ class GradientReducer:
         )
         hook = self.registered_hook
         self.buckets = build_reductions(
-            layouts, self._parameters, settings, self.communicator, hook
+            layouts, self._parameters, settings, self._communicators, hook
         )
         self._by_end: Sequence[Reduction] = self.buckets
         """The buckets in the order in which they end: a hook gets sparse ones only then."""
@@ -334,6 +360,16 @@ class GradientReducer:
         self._counters.missing = [len(bucket.parameters) for bucket in self.buckets]
         self._counters.is_open = False
         self.leaves.hook_trainable(self._counters, self._arrived, self._arrived_at_leaf)
+
+    def _group_of(self, index: int) -> dict[str, int]:
+        """The group of parameter ``index``, and the elements of its largest part."""
+        parameter = self.named[index][1]
+        experts = self.experts.get(id(parameter))
+        if experts is None:
+            return {}
+        rows = -(-len(parameter) // experts.exchange.size)
+        most = rows * math.prod(parameter.shape[1:])
+        return {"group": self._communicators.index(experts.holders), "most": most}
 
     @apart
     def _arrived(self, index: int, parameter: torch.Tensor) -> None:
@@ -367,7 +403,7 @@ class GradientReducer:
             return
         if bucket.takes[place]:
             with torch.no_grad():
-                bucket.take(place, self._current_factor())
+                bucket.take(place, self._current_factor(bucket.layout.group))
         bucket.arrived[place] = ARRIVED if parameter.grad is not None else came_empty(parameter)
         number, missing = bucket.layout.index, self._counters.missing
         missing[number] -= 1
@@ -392,7 +428,7 @@ class GradientReducer:
             self.leaves.keep(index)
         self._arrived(index, leaf)
 
-    def _current_factor(self) -> Factor:
+    def _current_factor(self, group: int) -> Factor:
         if self._factor is None:
             mean = 1.0 / self.communicator.size
             if self.on_reduction is not None:
@@ -400,7 +436,10 @@ class GradientReducer:
             self._factor = mean if self.scale is None else self.scale()
             if self.registered_hook is not None:
                 self._factor = self._factor * self.communicator.size  # which the hook divides by
-        return self._factor
+        if not group:
+            return self._factor
+        # ExpertRanks are divided by the rest of all ranks as they come.
+        return self._factor * (self.communicator.size / self._communicators[group].size)
 
     @torch.no_grad()
     def _launch_next(self, *, is_void: bool | None = None) -> None:
@@ -409,7 +448,7 @@ class GradientReducer:
         if is_void is not None:
             bucket.stand_in(is_void=is_void)
         else:
-            bucket.fill(self._current_factor())
+            bucket.fill(self._current_factor(bucket.layout.group))
             self._lacks = self._lacks or bucket.lacks
             if self.alignment.values is not None:
                 bucket.look(self.alignment.values)
@@ -419,7 +458,7 @@ class GradientReducer:
         if is_hooked and self._next and self.communicator.is_on_host:
             # Collectives of the hook before may go on in c10d's threads, in an order of their own.
             self.buckets[self._next - 1].await_hook(unless=Deferred)
-        bucket.launch(self.communicator)
+        bucket.launch(self._communicators[bucket.layout.group])
         self._next += 1
 
     @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,6 +15,12 @@ from torch import nn
 from meshwright.comm import Communicator, communicator
 from meshwright.comm.dtensors.after_hooks import step_in_backward, take_over_steps
 from meshwright.comm.dtensors.dtensor import known_at_rest, local_of
+from meshwright.comm.dtensors.exchanging import (
+    ExpertRanks,
+    exchanged_over,
+    exchanges_below,
+    experts_among,
+)
 from meshwright.comm.graphs.functional import broadcast_traced
 from meshwright.comm.graphs.untraced import apart, constant, untraced
 from meshwright.data_parallel.checks.forward_writes import (
@@ -42,6 +48,7 @@ from meshwright.data_parallel.replicas.reducer import (
 from meshwright.data_parallel.replicas.traced import Marking, Route
 from meshwright.errors import CollectiveMismatchError
 from meshwright.gradients import digests_of, mark_mean
+from meshwright.mesh import DeviceMesh
 from meshwright.torch_internals.autograd import (
     at_end_of_backward,
     function_transforms,
@@ -64,6 +71,8 @@ class Replica:
     broadcast from the axis' rank 0.
     """
 
+    takes_experts = False
+    """False for `DistributedDataParallel`, which refuses modules that exchange samples."""
     communicator: Communicator
     reducer: GradientReducer
     marking: Marking
@@ -126,7 +135,9 @@ class Replica:
         module, options = self.module, self.options
         self.communicator = axis = communicator(options.process_group, options.axis)
         left_alone = self.ignored(), options.ignored_names
-        self.buffers = EqualBuffers(module, axis, *left_alone)
+        # Those of experts are each rank's own, as experts are.
+        own = _buffers_of_experts(module)
+        self.buffers = EqualBuffers(module, axis, left_alone[0], left_alone[1] | own)
         self._held = ModuleParameters(module, *left_alone)
         self._statistics = LocalStatistics(module, [axis])
         self._writes = ForwardWrites(axis)
@@ -135,7 +146,7 @@ class Replica:
         tensors = [parameter for _, parameter in parameters]
         self._stepped = take_over_steps(tensors)
         may_be_frozen = may_be_frozen or self._held.is_lent
-        _check(module, parameters, axis, self.device_ids, may_be_frozen=may_be_frozen)
+        meshes = self._check(parameters, may_be_frozen=may_be_frozen)
         if not axis.is_alone:
             refuse_lookups(module, parameters)
         mark_mean(tensors, [axis])
@@ -143,21 +154,64 @@ class Replica:
         starts_alike = options.init_sync and options.init_buffers
         sends_buffers = starts_alike or options.broadcast_buffers
         buffers = self.buffers.look() if sends_buffers else {}
-        compare_parameters(axis, parameters, sparse, buffers=buffers)
+        split = _names_of(parameters, meshes)
+        compare_parameters(axis, parameters, sparse, experts=split, buffers=buffers)
+        experts = experts_among(meshes, axis)
         if options.init_sync:
             given = [*tensors, *(buffers.values() if starts_alike else ())]
             # Not what is equal already: a penalty may have been computed from it.
-            broadcast_tensors(axis, given, label="broadcast parameters", only_changed=True)
+            self._send(given, experts, only_changed=True)
         lent = {id(tensor) for tensor in (lent_now() or {}).values()}
         self._unsent = [name for name, each in buffers.items() if id(each) in lent]
         """Buffers in whose place a call had lent others when rank 0's were sent."""
         settings = replace(options.reduction, sparse=sparse)
-        self.reducer = GradientReducer(axis, parameters, settings, local_parameters(module))
+        local = local_parameters(module, experts)
+        self.reducer = GradientReducer(axis, parameters, settings, local)
         self.reducer.is_wanted = self.is_wanted
         swaps = options.mixed_precision is not None
         self.marking = Marking(module, self.reducer, axis, swaps_parameters=swaps)
         if self.hook is not None:
             self.reducer.register_hook(*self.hook)
+
+    def _check(
+        self, parameters: Sequence[tuple[str, nn.Parameter]], *, may_be_frozen: bool
+    ) -> Mapping[int, DeviceMesh]:
+        """Check ``parameters`` as `_check` does; returns the meshes of experts, by ``id``."""
+        module, axis = self.module, self.communicator
+        meshes = exchanges_below(module, {id(each) for _, each in parameters}, axis)
+        if meshes and not self.takes_experts:
+            name, mesh = next((n, meshes[id(p)]) for n, p in parameters if id(p) in meshes)
+            raise ValueError(
+                f"DistributedDataParallel: parameter {name!r} belongs to a module that exchanges "
+                f"samples over {mesh}: its gradient is a sum over these ranks, which hold other "
+                "experts. Use meshwright.data_parallel.replicate, or a plan with axis expert"
+            )
+        ids = self.device_ids
+        _check(module, parameters, axis, ids, may_be_frozen=may_be_frozen, experts=meshes)
+        return meshes
+
+    def _send(
+        self,
+        tensors: Iterable[torch.Tensor],
+        experts: Mapping[int, ExpertRanks],
+        *,
+        only_changed: bool = False,
+    ) -> None:
+        """Broadcast from the first rank: of all, and for experts of those that hold the same."""
+        for axis, given in self._by_holders([("", each) for each in tensors], experts).items():
+            held = [tensor for _, tensor in given]
+            broadcast_tensors(axis, held, label="broadcast parameters", only_changed=only_changed)
+
+    def _by_holders(
+        self, named: Iterable[tuple[str, torch.Tensor]], experts: Mapping[int, ExpertRanks]
+    ) -> dict[Communicator, list[tuple[str, torch.Tensor]]]:
+        """Sort tensors by the ranks that hold the same."""
+        found: dict[Communicator, list[tuple[str, torch.Tensor]]] = {self.communicator: []}
+        for name, tensor in named:
+            own = experts.get(id(tensor))
+            axis = self.communicator if own is None else own.holders
+            found.setdefault(axis, []).append((name, tensor))
+        return found
 
     def _watch_first_steps(self) -> StepWatch:
         """Watch for an optimizer step with gradients that were not reduced, and raise before it.
@@ -321,17 +375,21 @@ class Replica:
         known = {id(parameter) for _, parameter in reducer.named}
         fresh = {name: parameter for name, parameter in found if id(parameter) not in known}
         module = self._held.module
-        _check(module, found, self.communicator, self.device_ids, may_be_frozen=True)
-        sparse = _sparse_names(module, found)
+        meshes = self._check(found, may_be_frozen=True)
+        sparse, split = _sparse_names(module, found), _names_of(found, meshes)
         reason = _difference(reducer.named, found, fresh)
-        compare_parameters(self.communicator, found, sparse, fresh=fresh, reason=reason)
+        compare_parameters(
+            self.communicator, found, sparse, fresh=fresh, experts=split, reason=reason
+        )
+        experts = experts_among(meshes, self.communicator)
         if self.options.init_sync and was_lent:
-            self._compare_values(fresh)
+            self._compare_values(fresh, experts)
         elif self.options.init_sync:
-            broadcast_tensors(self.communicator, fresh.values(), label="broadcast parameters")
+            self._send(fresh.values(), experts)
         mark_mean(fresh.values(), [self.communicator])
         self._stepped += take_over_steps(list(fresh.values()))
-        reducer.take_up(found, replace(reducer.settings, sparse=sparse), local_parameters(module))
+        local = local_parameters(module, experts)
+        reducer.take_up(found, replace(reducer.settings, sparse=sparse), local)
         self.marking.take_up()
         self._statistics.follow(module)
 
@@ -344,13 +402,19 @@ class Replica:
             found = [own[name] for name in names if name in own]
             broadcast_tensors(self.communicator, found, label="broadcast buffers")
 
-    def _compare_values(self, fresh: Mapping[str, nn.Parameter]) -> None:
-        digests = digests_of([*fresh.values()])
-        rows = [
-            (name, None if each is None else (each, each, each))
-            for name, each in zip(fresh, digests, strict=True)
-        ]
-        if difference := compare_digests(self.communicator, rows, "", ALIKE):
+    def _compare_values(
+        self, fresh: Mapping[str, nn.Parameter], experts: Mapping[int, ExpertRanks]
+    ) -> None:
+        difference = ""
+        held = self._by_holders(fresh.items(), experts)
+        for axis, named in reversed(held.items()):  # all ranks last, so that all of them raise
+            digests = digests_of([tensor for _, tensor in named])
+            rows = [
+                (name, None if each is None else (each, each, each))
+                for (name, _), each in zip(named, digests, strict=True)
+            ]
+            difference = compare_digests(axis, rows, difference, ALIKE)
+        if difference:
             raise CollectiveMismatchError(difference)
 
     @constant
@@ -437,6 +501,7 @@ def _check(
     device_ids: Sequence[int | torch.device] | None,
     *,
     may_be_frozen: bool,
+    experts: Container[int] = (),
 ) -> None:
     """Reject on this rank, before any collective, what could only fail later."""
     for name, parameter in parameters:
@@ -477,9 +542,23 @@ def _check(
                 f"parameter {name!r} on {parameter.device}: move the model there first"
             )
         known = known_at_rest(parameter)
-        if known is not None:
+        if known is not None and id(parameter) not in experts:
             check_axes(name, known, communicator)
     refuse_other_ranks(parameters, communicator)
+
+
+def _names_of(named: Iterable[tuple[str, nn.Parameter]], ids: Container[int]) -> frozenset[str]:
+    return frozenset(name for name, parameter in named if id(parameter) in ids)
+
+
+def _buffers_of_experts(module: nn.Module) -> frozenset[str]:
+    """Name the buffers that modules hold directly which exchange samples with other ranks."""
+    return frozenset(
+        f"{path}.{key}" if path else key
+        for path, part in module.named_modules()
+        if exchanged_over(part) is not None
+        for key in part._buffers
+    )
 
 
 def _sparse_names(

@@ -41,6 +41,8 @@ NAME = "replicate"
 class ReplicateState(Replica):
     """The state of a module under `replicate`, with the hooks and the forward that drive it."""
 
+    takes_experts = True
+
     def __init__(self, module: nn.Module, options: ReplicateOptions) -> None:
         self._watched: list[RemovableHandle] = []
         """Hooks on the modules below, until one of them or the whole has run."""

@@ -196,6 +196,7 @@ class Marking:
             "values that are not finite are looked for": settings.is_watched,
             "gradients are scaled by a factor of the step": reducer.scale is not None,
             "uneven inputs or a pipeline drive the reductions": reducer.on_reduction is not None,
+            "experts are reduced over other ranks": bool(reducer.experts),
             "modules compute on DTensors": not all(
                 lent.local.is_local for lent in reducer.leaves.lent.values()
             ),

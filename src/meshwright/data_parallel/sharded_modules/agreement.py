@@ -139,10 +139,10 @@ def compare_units(
         rows.append([f"unit {name}", type(unit.exposure).__name__, sizes, _settings(unit)])
         for group, trains in zip(unit.groups, _trains(unit), strict=True):
             dtypes = [str(d) for d in (group.types.master, group.types.compute, group.types.reduce)]
-            shapes = group.buffer.layout.shapes
-            for slot, shape, is_trained in zip(group.slots, shapes, trains, strict=True):
+            for slot, is_trained in zip(group.slots, trains, strict=True):
                 names = [*map(driver.alike, slot.names)]
-                rows.append([names, list(shape), dtypes, is_trained and with_training])
+                # Whole shapes: of experts, ranks may hold more or fewer.
+                rows.append([names, [*slot.full.shape], dtypes, is_trained and with_training])
     meaning = "[name, shape, dtypes, requires_grad] or a unit with settings"
     require_equal_tensors(communicator, rows, meaning)
 
@@ -157,9 +157,11 @@ def compare_values(drivers: Sequence[Driver], names: Mapping[nn.Module, str]) ->
     """
     by_axis: dict[Communicator, list[tuple[str, Compared]]] = {}
     copying: set[Communicator] = set()
+    exchanges: dict[Communicator, None] = {}
     for driver in drivers:
         for group in () if driver.unit is None else driver.unit.groups:
-            replicate = group.axes.replicate
+            replicate, exchange = group.axes.replicate, group.axes.exchange
+            exchanges |= {} if exchange is None else {exchange: None}
             nows = digests_of([group.buffer.own(index) for index in range(len(group.slots))])
             for slot, now in zip(group.slots, nows, strict=True):
                 start, slot.start = slot.start, None
@@ -184,10 +186,11 @@ def compare_values(drivers: Sequence[Driver], names: Mapping[nn.Module, str]) ->
                 row = name, None if now is None else (buffer.start, buffer.start, now)
                 by_axis.setdefault(axis, []).append(row)
     difference = ""
-    for axis, rows in by_axis.items():
+    # What was found of some experts reaches the ranks of others last.
+    for axis, rows in (*by_axis.items(), *((axis, ()) for axis in exchanges)):
         if not axis.is_alone:
             remedy = SAME_COPIES if axis in copying else SAME_MODEL
-            difference = compare_digests(axis, rows, difference, remedy)
+            difference = compare_digests(axis, rows, difference, remedy) or difference
     if difference:
         raise CollectiveMismatchError(difference)
 

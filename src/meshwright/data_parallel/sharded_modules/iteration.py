@@ -409,7 +409,7 @@ class Iteration:
             for other in self.in_flight:
                 other.reduce_further()
             asked = self.most_in_flight
-            most = IN_FLIGHT * max(len(unit.communicators), 1) if asked is None else asked
+            most = IN_FLIGHT * unit.sums if asked is None else asked
             while len(self.in_flight) >= most:
                 self.in_flight.pop(0).finish_reduce()
         # Not earlier: a reduction that has ended frees its memory before this one takes some.
@@ -518,7 +518,7 @@ class Iteration:
         used: dict[ParameterGroup, list[bool]] = {}
         found = NonFinite.of(units) if self._stops else NonFinite()
         for together in on_axes.values():
-            communicators, flags = together[0].axes.communicators, list[bool]()
+            communicators, flags = together[0].axes.reached, list[bool]()
             for group in together:
                 flags += group.used
             # One flag more where a pass is to stop; it needs no collective beside use counts.

@@ -18,9 +18,10 @@ from torch import nn
 
 from meshwright import comm
 from meshwright.comm import settle
+from meshwright.comm.dtensors.exchanging import exchanged_over
 from meshwright.comm.dtensors.operators.mixed_lists import explain_reads, take_lists_apart
 from meshwright.comm.dtensors.operators.written_parts import write_through
-from meshwright.data_parallel.checks.starting_state import starting_buffers
+from meshwright.data_parallel.checks.starting_state import StartingBuffer, starting_buffers
 from meshwright.data_parallel.modules.nested import tensors_in
 from meshwright.data_parallel.modules.of_this_process import home_of
 from meshwright.data_parallel.sharded_modules.module_hooks import (
@@ -32,7 +33,7 @@ from meshwright.data_parallel.sharded_modules.module_hooks import (
 from meshwright.data_parallel.sharded_modules.module_tree import STATES, places_in
 from meshwright.data_parallel.sharded_modules.sharded_module import FSDPModule
 from meshwright.data_parallel.sharded_modules.traced_units import TracedDriver
-from meshwright.data_parallel.shards.placement import PlacementChoice, target_of
+from meshwright.data_parallel.shards.placement import PlacementChoice, check_exchange, target_of
 from meshwright.data_parallel.shards.policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
@@ -44,6 +45,7 @@ from meshwright.data_parallel.shards.sharding import (
     below,
     build_unit,
     check_settled,
+    experts_axes,
     on_one_mesh,
     remember,
 )
@@ -57,6 +59,8 @@ from meshwright.torch_internals.modules import require_module
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
 NAME = "fully_shard"
+EXCHANGE_AXES = ("ep", "expert")
+"""Names of mesh dims whose ranks hold different experts."""
 
 
 class _ShardedDriver(TracedDriver):
@@ -138,6 +142,10 @@ def fully_shard(
     :param sync_module_states: broadcast parameters and buffers from rank 0 of the mesh before they
         are sharded.
 
+    Parameters of a module that exchanges samples over an axis, such as experts, are DTensors on it,
+    and are sharded over the ranks of ``mesh`` beside it: pass the mesh of dense parameters,
+    ``mesh["shard", "ep"]._flatten("dense")``. All gradients are divided by its size.
+
     Parameters may already be DTensors of tensor parallelism: their local parts are sharded. They
     compute as local tensors in modules of this library, and as DTensors elsewhere. Their axes
     differ from those of ``mesh``, or, with ``dp_mesh_dims``, are all axes of ``mesh``. Parameters
@@ -187,9 +195,14 @@ def fully_shard(
     _check_reshard(options)
     axes = options.target.axes.communicators
     found = below(modules)
+    _check_exchanges(modules, options, found.drivers)
     inside = [part for _, part in found.own]
     unit = build_unit(modules, found, options, synchronizes=sync_module_states)
-    buffers = () if sync_module_states else starting_buffers(inside, options.ignored, axes)
+    experts = experts_axes(() if unit is None else unit.slots)
+    others = {part: own.communicators for part, own in experts.items()}
+    buffers: Sequence[StartingBuffer] = ()
+    if not sync_module_states:
+        buffers = starting_buffers(inside, options.ignored, axes, others)
     driver = _ShardedDriver(
         unit,
         cast=_cast(options.precision),
@@ -368,6 +381,30 @@ def _check_reshard(options: ShardOptions) -> None:
             f"If passing reshard_after_forward as an int, it should be a factor of {size}, the "
             f"number of ranks that a parameter is sharded over; got {after}"
         )
+
+
+def _check_exchanges(
+    modules: Sequence[nn.Module], options: ShardOptions, drivers: Iterable[Driver]
+) -> None:
+    """Raise ValueError where gradients leave out samples of ranks that hold other experts."""
+    replicate = options.target.axes.replicate
+    if replicate is not None and replicate.axis in EXCHANGE_AXES:
+        raise ValueError(
+            f"fully_shard: the replicate dim of the mesh is {replicate.axis!r}, whose ranks hold "
+            f'other experts, not copies. Pass mesh["shard", {replicate.axis!r}]._flatten("dense"), '
+            "alone or beside a replicate dim of another name"
+        )
+    found = {
+        over: path
+        for module in modules
+        for path, part in module.named_modules()
+        if (over := exchanged_over(part)) is not None
+    }
+    units = [driver.unit for driver in drivers if driver.unit is not None] if found else []
+    inner = [group.axes for unit in units for group in unit.groups]
+    for over, path in found.items():
+        for axes in dict.fromkeys((options.target.axes, *inner)):
+            check_exchange(path, over, axes)
 
 
 def _check_offloaded(unit: Unit) -> None:

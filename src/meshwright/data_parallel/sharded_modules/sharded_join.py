@@ -50,6 +50,13 @@ class _Joined:
         self._divides_by_all = divides_by_all
         self._has_stepped = False
         """True when the gradients that there are have been used."""
+        for group in (group for unit in self._units for group in unit.groups):
+            if group.axes.exchange is not None:
+                raise ValueError(
+                    f"join: the module of {group.slots[0].name!r} exchanges samples over axis "
+                    f"{group.axes.exchange.axis!r} in its forward, which a rank without inputs "
+                    "does not run. Give every rank equally many batches"
+                )
         widest = max(self._units, key=lambda unit: max(g.axes.size for g in unit.groups))
         self._attendance = Attendance(widest.communicators, throws=throws)
 

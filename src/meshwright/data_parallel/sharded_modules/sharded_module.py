@@ -180,7 +180,15 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
         On a 2-D mesh it runs on this rank's shards over the replicating dim, see `shard_hooks`.
         Raises TypeError or ValueError for an invalid hook, RuntimeError for a second hook.
         """
-        register_bucket_hook(_units(self, recurse=True), state, hook)
+        units = _units(self, recurse=True)
+        for group in (group for unit in units for group in unit.groups):
+            if group.axes.exchange is not None:
+                raise ValueError(
+                    f"register_comm_hook: {group.slots[0].name!r} is a parameter of experts, whose "
+                    "gradient is a sum over other ranks already, and a hook would divide it by the "
+                    "ranks that it sees. Register hooks on modules without experts"
+                )
+        register_bucket_hook(units, state, hook)
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: object = None
@@ -366,7 +374,8 @@ def _unit_on_one_mesh(module: nn.Module, method: str) -> Unit | None:
     if unit is not None and len({group.axes for group in unit.groups}) > 1:
         raise ValueError(
             f"{method} is not supported with multiple meshes in one module: unit {unit.name!r} has "
-            "parameters that its shard_placement_fn put on other ranks than the rest"
+            "parameters that its shard_placement_fn, or an exchange of samples, put on other ranks "
+            "than the rest"
         )
     return unit
 

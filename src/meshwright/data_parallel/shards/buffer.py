@@ -32,6 +32,8 @@ class DataAxes:
     """Its ranks hold different parts; None where every rank holds the whole."""
     replicate: Communicator | None = None
     """Its ranks hold the same part; None where there is only one holder of each."""
+    exchange: Communicator | None = None
+    """Samples travel over it: its ranks hold other experts, each with the gradient of them all."""
 
     parts: int = field(init=False, repr=False, compare=False)
     """The number of shards that a line is split into."""
@@ -40,17 +42,21 @@ class DataAxes:
     is_cut: bool = field(init=False, repr=False, compare=False)
     """True when parameters have to be gathered, and gradients scattered."""
     size: int = field(init=False, repr=False, compare=False)
-    """The number of ranks whose gradients are summed."""
+    """The number of ranks whose gradients are summed, here or by an exchange: the divisor."""
     communicators: tuple[Communicator, ...] = field(init=False, repr=False, compare=False)
-    """The axes present, shard first."""
+    """The axes to sum over, shard first."""
+    reached: tuple[Communicator, ...] = field(init=False, repr=False, compare=False)
+    """These, and ``exchange``: the axes to all ranks whose gradients are in a sum."""
 
     def __post_init__(self) -> None:
         there = tuple(axis for axis in (self.shard, self.replicate) if axis is not None)
         object.__setattr__(self, "parts", 1 if self.shard is None else self.shard.size)
         object.__setattr__(self, "is_cut", self.shard is not None and not self.shard.is_alone)
         object.__setattr__(self, "part", 0 if self.shard is None else self.shard.rank)
-        object.__setattr__(self, "size", math.prod(axis.size for axis in there))
+        reached = there if self.exchange is None else (*there, self.exchange)
+        object.__setattr__(self, "size", math.prod(axis.size for axis in reached))
         object.__setattr__(self, "communicators", there)
+        object.__setattr__(self, "reached", reached)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -107,7 +107,7 @@ class _ShardedParameter:
         """Make the error for what ``cells`` hold in place of the parameter."""
         slot = self.slot
         module = next(m for m, n in slot.places if m._parameters is cells and n == name)
-        axes = () if slot.place is None else slot.place.axes.communicators
+        axes = () if slot.place is None else slot.place.axes.reached
         return replaced(slot.name, module, cells.get(name), slot.full.shape, axes)
 
     def note_memory(self) -> None:
@@ -155,7 +155,8 @@ class ExposedTensors(Exposure):
         before = [known.get(slot, slot.original) for slot in group.slots]
         found = [_ShardedParameter(group, index, given) for index, given in enumerate(before)]
         self._entries[group] = found
-        mark_mean([entry.exposed for entry in found], group.axes.communicators)
+        for entry in found:
+            mark_mean((entry.exposed, entry.slot.full), group.axes.reached)
         return found
 
     def shown(self, slot: Slot) -> nn.Parameter:
@@ -226,7 +227,7 @@ class ExposedTensors(Exposure):
                 self._guard(group)
             flat = self._flat.get(group)
             if flat is not None and flat.data_ptr() != group.buffer.shard.data_ptr():
-                raise data_assigned(group.slots[0].name, group.axes.communicators)
+                raise data_assigned(group.slots[0].name, group.axes.reached)
             for entry in self._entries[group]:
                 exposed, full = entry.exposed, entry.slot.full
                 local = local_tensor_of(exposed)
@@ -235,7 +236,7 @@ class ExposedTensors(Exposure):
                 if local is not entry.local or local.data_ptr() != entry.address:
                     is_same = False
                 elif exposed.untyped_storage() is not entry.storage:
-                    raise data_assigned(entry.slot.name, group.axes.communicators)
+                    raise data_assigned(entry.slot.name, group.axes.reached)
                 shown = full if shows_full else exposed
                 for cells, name in entry.cells:
                     found = cells.get(name)

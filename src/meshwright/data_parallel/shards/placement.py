@@ -10,6 +10,8 @@ on the axes of tensor parallelism, is sharded once more: this rank's part of it 
                                                                           its local tensor
     (Replicate(), Shard(0)) on     (Shard(0), Shard(0)) on the same mesh, the DTensor it was
     ("shard", "tensor")            the first strided: it splits last
+    (Shard(0),) on ("ep",) of a    (Shard(0), Shard(0)) on what the data  the DTensor it was
+    module that exchanges samples  mesh has beside "ep", and "ep"
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,8 +31,10 @@ from meshwright.comm.dtensors.dtensor import (
     flattened_mesh,
     is_replicated,
     known_at_rest,
+    mesh_beside,
     mesh_communicators,
 )
+from meshwright.comm.dtensors.exchanging import check_split
 from meshwright.comm.dtensors.gather_dtensor import is_side_by_side
 from meshwright.data_parallel.distributed_parameters import check_axes
 from meshwright.data_parallel.shards.buffer import DataAxes
@@ -121,16 +125,23 @@ def _named_target(mesh: DeviceMesh, dims: DataParallelMeshDims) -> Target:
 
 
 def place(
-    name: str, parameter: torch.nn.Parameter, target: Target, choose: PlacementChoice | None
+    name: str,
+    parameter: torch.nn.Parameter,
+    target: Target,
+    choose: PlacementChoice | None,
+    over: DeviceMesh | None = None,
 ) -> Place:
     """Return the placement of ``parameter``; ``choose`` is the user's ``shard_placement_fn``.
+
+    ``over`` is the mesh over which its module exchanges samples, if it does.
 
     Raises AssertionError for a dim that the parameter does not have, NotImplementedError for one
     that must split evenly and cannot, ValueError for an invalid placement or another mesh.
     """
     choice = None if choose is None else choose(parameter)
-    dim, target = _chosen(choice, target)
+    dim, chosen = _chosen(choice, target)
     outer = known_at_rest(parameter)
+    target = chosen if over is None else _beside(name, outer, over, target, chosen)
     local = tuple(parameter.shape) if outer is None else tuple(outer.local.shape)
     dim = _checked_dim(name, dim, local)
     parts = target.axes.parts
@@ -146,7 +157,77 @@ def place(
         return Place(
             axes=target.axes, dim=dim, mesh=target.mesh, placements=placements, shape=local
         )
+    if not target.axes.communicators:
+        return Place(
+            axes=target.axes,
+            dim=dim,
+            mesh=outer.mesh,
+            placements=outer.placements,
+            shape=outer.shape,
+            outer=outer,
+        )
     return _place_again(name, outer, target, dim, is_chosen=choice is not None)
+
+
+def check_exchange(path: str, over: DeviceMesh, axes: DataAxes) -> None:
+    """Raise ValueError unless gradients on ``axes`` are summed over ``over`` by a reduce-scatter.
+
+    Module ``path`` exchanges samples over ``over``.
+    """
+    (exchange,) = mesh_communicators(over)
+    if axes.exchange is not None or exchange.is_alone:
+        return
+    where = f"module {path!r} exchanges samples over axis {exchange.axis!r}, "
+    replicate, shard, axis = axes.replicate, axes.shard, exchange.axis
+    if replicate is not None and len({*replicate.ranks} & {*exchange.ranks}) > 1:
+        raise ValueError(
+            f"{where}which is in the replicate dim {replicate.axis!r} of the mesh passed to "
+            f"fully_shard: its ranks hold other experts, not copies. {_DENSE.format(axis)}"
+        )
+    if shard is None or not {*exchange.ranks} <= {*shard.ranks}:
+        found = "no ranks" if shard is None else f"ranks {list(shard.ranks)}"
+        raise ValueError(
+            f"{where}ranks {list(exchange.ranks)}, and parameters beside it are sharded over "
+            f"{found}: gradients of other ranks' samples would be left out. {_DENSE.format(axis)}"
+        )
+
+
+_DENSE = (
+    'Shard over all ranks with samples of their own: mesh=mesh["shard", {0!r}]._flatten("dense")'
+)
+
+
+def _beside(
+    name: str, outer: AtRest | None, over: DeviceMesh, target: Target, chosen: Target
+) -> Target:
+    """The data axes of experts: those that the user has ``chosen``, or ``target`` without ``over``.
+
+    Both exclude ``over``, whose ranks hold other experts. The divisor stays that of ``target``.
+    """
+    (exchange,) = mesh_communicators(over)
+    check_split(name, outer, over)
+    data = target.axes
+    own = replace(chosen.axes, exchange=exchange)
+    ranks = () if data.shard is None else data.shard.ranks
+    if chosen.mesh != target.mesh:
+        is_within = own.shard is not None and {*own.shard.ranks} <= {*ranks}
+        if is_within and own.size == data.size:
+            return replace(chosen, axes=own)
+        raise ValueError(
+            f"parameter {name!r} of experts over axis {exchange.axis!r}: its shard_placement_fn "
+            f"puts it on {chosen.mesh}, which with that axis is not {target.mesh}. Let it return a "
+            "dim alone"
+        )
+    left = mesh_beside(over, ranks)
+    meshes = [] if data.replicate is None else [target.mesh[data.replicate.axis]]
+    meshes += [] if left is None else [left]
+    axes = DataAxes(
+        shard=None if left is None else mesh_communicators(left)[0],
+        replicate=data.replicate,
+        exchange=exchange,
+    )
+    mesh = concatenated_mesh(meshes) if len(meshes) > 1 else (*meshes, over)[0]
+    return Target(mesh=mesh, axes=axes, cuts=left is not None)
 
 
 def _place_again(name: str, outer: AtRest, target: Target, dim: int, *, is_chosen: bool) -> Place:

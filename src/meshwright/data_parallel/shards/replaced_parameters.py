@@ -196,7 +196,7 @@ def mixed(op: object, given: Iterable[object]) -> RuntimeError | None:
             "options=StateDictOptions(full_state_dict=True))"
         )
     return RuntimeError(
-        f"rank {rank_in(slot.place.axes.communicators if slot.place else ())}: expected DTensors "
+        f"rank {rank_in(slot.place.axes.reached if slot.place else ())}: expected DTensors "
         f"alone in {op}, found parameter {slot.name!r} of the unit {unit} beside a plain tensor: "
         f"{why}{remedy}"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ from torch import nn
 from meshwright import comm
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import check_ties, is_dtensor, local_of
+from meshwright.comm.dtensors.exchanging import exchanged_over
 from meshwright.comm.dtensors.subclasses import values_of
 from meshwright.data_parallel.checks.forward_writes import refuse_frequencies
 from meshwright.data_parallel.checks.starting_state import is_of_one_rank, synchronize
@@ -105,12 +107,19 @@ def build_unit(
     if not slots:
         return None
     groups = [_group(members, options) for members in _together(slots)]
+    block = _block(options)
+    if block is not None and any(group.axes.exchange is not None for group in groups):
+        raise ValueError(
+            f"reshard_after_forward={options.reshard_after_forward} keeps parameters among "
+            f"{block.size} ranks, and {slots[0].name!r} is in a unit with experts, which other "
+            "ranks hold: pass True or False"
+        )
     for group in groups if compared else ():
         group.note_starts(compared)
     after = options.reshard_after_forward
     settings = UnitSettings(
         keep_full_after_forward=after is False or (after == 1 and after is not True),
-        block=_block(options),
+        block=block,
         forward_prefetch=True,
     )
     name = slots[0].names[0].rpartition(".")[0] or type(modules[0]).__name__
@@ -119,12 +128,35 @@ def build_unit(
 
 def _place(slot: Slot, options: ShardOptions, known: dict[tuple[int, ...], Place]) -> Place:
     """The placement of ``slot``; ``known`` caches those of plain parameters, by shape."""
-    if options.placement_of is not None or is_dtensor(slot.original):
-        return place(slot.name, slot.original, options.target, options.placement_of)
+    over = _exchanged_over(slot.name, slot.places)
+    if options.placement_of is not None or over is not None or is_dtensor(slot.original):
+        return place(slot.name, slot.original, options.target, options.placement_of, over)
     shape = tuple(slot.original.shape)
     if shape not in known:
         known[shape] = place(slot.name, slot.original, options.target, None)
     return known[shape]
+
+
+def _exchanged_over(name: str, places: Sequence[tuple[nn.Module, str]]) -> DeviceMesh | None:
+    """The mesh over which modules that hold a parameter exchange samples; None if they do not.
+
+    Raises ValueError where only some do: there its gradient would be a sum over that mesh already.
+    """
+    first, *others = [exchanged_over(module) for module, _ in places]
+    if any(other != first for other in others):
+        raise ValueError(
+            f"parameter {name!r} is tied, and some of the modules that hold it exchange samples "
+            f"over {next(each for each in (first, *others) if each is not None)}, where its "
+            "gradient is summed, and others do not, or over another mesh: untie it"
+        )
+    return first
+
+
+def experts_axes(slots: Iterable[Slot]) -> dict[nn.Module, DataAxes]:
+    """The axes of the modules that exchange samples, by those of their parameters."""
+    placed = [(slot, slot.place.axes) for slot in slots if slot.place is not None]
+    held = ((part, axes) for slot, axes in placed for part, _ in slot.places)
+    return {part: axes for part, axes in held if axes.exchange is not None}
 
 
 def on_one_mesh(drivers: Iterable[Driver]) -> None:
@@ -158,7 +190,8 @@ def _synchronize(
     own: Iterable[tuple[str, nn.Module]], slots: Iterable[Slot], options: ShardOptions
 ) -> None:
     """Give all ranks the parameters and buffers of the first."""
-    data = options.target.axes
+    slots = list(slots)
+    data, experts = options.target.axes, experts_axes(slots)
     by_axes: dict[DataAxes, list[tuple[str, torch.Tensor]]] = {data: []}
     for slot in slots:
         axes = data if slot.place is None else slot.place.axes
@@ -166,7 +199,8 @@ def _synchronize(
     for path, module in own:
         if not is_of_one_rank(module, options.ignored):
             named = module.named_buffers(path, recurse=False)
-            by_axes[data] += [(name, buffer) for name, buffer in named]
+            known = by_axes.setdefault(experts.get(module, data), [])
+            known += [(name, buffer) for name, buffer in named]
     for axes, tensors in by_axes.items():
         synchronize(tensors, axes.shard, axes.replicate)
 
@@ -225,9 +259,7 @@ def _block(options: ShardOptions) -> Communicator | None:
 
 def _group(slots: Sequence[Slot], options: ShardOptions) -> ParameterGroup:
     # Large ones last: these are gathered by themselves.
-    slots = sorted(
-        slots, key=lambda slot: local_of(slot.original).numel() * slot.original.itemsize >= ALONE
-    )
+    slots = sorted(slots, key=lambda slot: _largest_part(slot) * slot.original.itemsize >= ALONE)
     places = [slot.place for slot in slots if slot.place is not None]
     axes, dtype = places[0].axes, slots[0].original.dtype
     layout = FlatLayout.chunked(
@@ -250,6 +282,14 @@ def _group(slots: Sequence[Slot], options: ShardOptions) -> ParameterGroup:
         device, pins = _device_of(options.target), options.offload.pin_memory
         return ParameterGroup(slots, layout, axes, types, device, home, pin_memory=pins)
     return ParameterGroup(slots, layout, axes, types, device)
+
+
+def _largest_part(slot: Slot) -> int:
+    """Elements of a slot on a rank, by a number that ranks with other experts share."""
+    place = slot.place
+    if place is None or place.axes.exchange is None:
+        return local_of(slot.original).numel()
+    return -(-math.prod(place.shape) // place.axes.exchange.size)
 
 
 def _device(slot: Slot, target: Target) -> torch.device:
@@ -380,6 +420,7 @@ def settle(
         ]
         if not new:
             continue
+        _exchanged_over(slot.name, [theirs.places[0], *(where for _, where in new)])
         if slot.computes.is_local is not theirs.computes.is_local:
             raise ValueError(
                 f"{slot.name!r} is tied to {theirs.name!r}, and only one of them computes on a "

@@ -177,9 +177,11 @@ class Unit:
         self.groups = tuple(groups)
         self.slots = [slot for group in self.groups for slot in group.slots]
         """Its parameters, group by group."""
-        axes = (axis for group in self.groups for axis in group.axes.communicators)
+        axes = (axis for group in self.groups for axis in group.axes.reached)
         self.communicators: tuple[Communicator, ...] = tuple(dict.fromkeys(axes))
-        """The axes that its gradients are summed over."""
+        """The axes that its gradients are summed over, here or by an exchange of samples."""
+        self.sums = max(1, *(len(group.axes.communicators) for group in self.groups))
+        """The most sums of a gradient, one after the other."""
         self.exposure = exposure
         self.settings = settings
         self.is_reducing = False

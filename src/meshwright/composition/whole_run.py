@@ -1,8 +1,8 @@
-"""Checks that a model sharded over axis tensor computes what the full model computes.
+"""Checks that a model split over an axis computes what the full model computes.
 
-A wrong style may train without an error: a replicated parameter used on sharded activations has a
+A wrong split may train without an error: a replicated parameter used on sharded activations has a
 gradient that lacks the shares of the other ranks. So the model runs forward and backward on the
-example once before it is sharded and once after, and outputs and gradients are compared.
+example once before it is split and once after, and outputs and gradients are compared.
 
 The traffic of modules over the axis depends on styles, recomputation and autocast, so it is
 recorded in such a run too. A step has that traffic once for each part of the batch, then sums of
@@ -14,10 +14,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from meshwright.comm import Communicator, Recorder, observe, phase
 from meshwright.comm.dtensors.dtensor import is_dtensor, local_of
+from meshwright.comm.dtensors.exchanging import exchanged_over
 from meshwright.comm.dtensors.gather_dtensor import part_like
 from meshwright.composition.description import Description
 from meshwright.composition.example_run import Inputs, evaluating, left_as_it_is, same_numbers
@@ -85,14 +87,40 @@ def _leaves(output: object) -> list[object]:
     return found
 
 
+def _itself(value: Any) -> Any:  # noqa: ANN401
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisSplit:
+    """How an axis splits a model, and what to do about a split that changes it."""
+
+    axis: Communicator
+    judges: Communicator
+    """Ranks that are split together, and refuse together."""
+    setting: str
+    """The setting that splits it, such as ``[tensor] rules``."""
+    on_shapes: str
+    on_outputs: str
+    on_gradients: str
+    inputs: Callable[[Inputs], Inputs] = _itself
+    """Gives this rank's part of the example."""
+    part: Callable[[torch.Tensor], torch.Tensor] = _itself
+    """Gives this rank's part of an output of the whole model."""
+    sums: bool = False
+    """Whether ranks have losses of their own, whose gradients are summed: a module that exchanges
+    samples has sums already."""
+    share: float = 1.0
+    """The part of the loss that this rank's outputs have; 1 / ranks where all compute the same."""
+
+
 class WholeRun:
-    """The results of the full model on ``example``, computed before it is sharded in place."""
+    """The results of the full model on ``example``, computed before it is split in place."""
 
     def __init__(
         self,
         model: nn.Module,
         example: Inputs,
-        axis: Communicator,
         draws: Draws | None,
     ) -> None:
         """With ``draws`` masks of dropout are compared too.
@@ -102,7 +130,6 @@ class WholeRun:
         dropout is active only with ``draws``.
         """
         self._example = example
-        self._axis = axis
         self._draws = draws
         self._parameters = dict(model.named_parameters())
         self._trains = True
@@ -113,9 +140,13 @@ class WholeRun:
         seeds = [_seed(output) for output in self._outputs]
         with left_as_it_is(model):
             self._gradients = _gradients(self._outputs, seeds, self._parameters, is_kept=True)
+        self._counted = len(self._outputs)
+        """Outputs that have a part in these gradients."""
 
-    def compare(self, model: nn.Module) -> None:
-        """Run the sharded ``model`` and compare. All ranks of the axis must call this.
+    def compare(self, model: nn.Module, split: AxisSplit) -> None:
+        """Run the split ``model`` and compare. All ``judges`` must call this.
+
+        A model split over several axes is compared once after each.
 
         Raises PlanError, on all of them, naming the outputs and the gradients that differ.
         """
@@ -124,47 +155,54 @@ class WholeRun:
             refused: list[str] = []
             with _running(model) as running:
                 try:
-                    outputs = self._forward(model)
+                    outputs = self._forward(model, split.inputs)
                 except (ValueError, RuntimeError) as error:
                     # Sizes may differ between ranks: agree before any rank continues.
                     where = f"{running[-1]!r} raised {error}" if running else f"{error}"
-                    refused.append(f"[tensor] rules cut a model that cannot run then: {where}")
-            self._agree(refused)
+                    refused.append(f"{split.setting} cut a model that cannot run then: {where}")
+            _agree(split, refused)
             pairs = [*zip(outputs, self._outputs, strict=False)]
             # Outputs of other shapes, such as a sharded cache of keys and values, are not compared.
-            alike = [(mine, whole) for mine, whole in pairs if mine.shape == whole.shape]
+            alike = [(mine, one) for mine, one in pairs if mine.shape == split.part(one).shape]
             parameters = dict(model.named_parameters())
-            self._agree(_dtensor_problems(outputs, parameters))
-            self._agree(_output_problems(outputs, self._outputs, alike))
+            _agree(split, _dtensor_problems(split, outputs, parameters))
+            _agree(split, _output_problems(split, outputs, self._outputs, alike))
             seeds = [_seed(whole) for _, whole in alike]
+            if len(alike) < self._counted:
+                outs = [whole for _, whole in alike]
+                self._gradients = _gradients(outs, seeds, self._parameters)
+                self._counted = len(alike)
             expected = self._gradients
-            if len(alike) < len(self._outputs):
-                expected = _gradients([whole for _, whole in alike], seeds, self._parameters)
             self._outputs = [whole.detach() for whole in self._outputs]
             with left_as_it_is(model):
-                found = _gradients([mine for mine, _ in alike], seeds, parameters)
-            self._agree(_gradient_problems(found, expected, parameters))
+                mine = [split.part(seed) * split.share for seed in seeds]
+                found = _gradients([each for each, _ in alike], mine, parameters)
+            if split.sums:
+                _sum(split.axis, found, expected, model)
+            _agree(split, _gradient_problems(split, found, expected, parameters))
 
-    def traffic(self, model: nn.Module, computing: AbstractContextManager[object]) -> TensorTraffic:
+    def traffic(
+        self, model: nn.Module, split: AxisSplit, computing: AbstractContextManager[object]
+    ) -> AxisTraffic:
         """Record the messages of ``model`` over the axis in one pass over the example.
 
         The forward runs in the context ``computing``. All ranks of the axis must call this, after
         recomputation has been set up.
         """
-        with phase("record what axis tensor sends"), observe(recorder := Recorder()):
+        with phase(f"record what axis {split.axis.axis} sends"), observe(recorder := Recorder()):
             with computing:
-                outputs = self._forward(model)
+                outputs = self._forward(model, split.inputs)
             count = len(recorder.collectives)
             pairs = zip(outputs, self._outputs, strict=True)
-            alike = [mine for mine, whole in pairs if mine.shape == whole.shape]
+            alike = [mine for mine, one in pairs if mine.shape == split.part(one).shape]
             seeds = [_seed(mine) for mine in alike]
             with left_as_it_is(model):
                 _gradients(alike, seeds, dict(model.named_parameters()))
         sent = [
-            tuple(c for c in each if c.axis == self._axis.axis and c.label != _PARTIAL)
+            tuple(c for c in each if c.axis == split.axis.axis and c.label != _PARTIAL)
             for each in (recorder.collectives[:count], recorder.collectives[count:])
         ]
-        return TensorTraffic(axis=self._axis, forward=sent[0], backward=sent[1])
+        return AxisTraffic(axis=split.axis, forward=sent[0], backward=sent[1])
 
     def _trained(self, model: nn.Module) -> list[torch.Tensor] | None:
         """Run ``model`` in training mode; None if its result cannot be compared."""
@@ -178,7 +216,9 @@ class WholeRun:
             return None
         return None if any(beyond_rounding(two, one, 0.0) for one, two in pairs) else found
 
-    def _forward(self, model: nn.Module) -> list[torch.Tensor]:
+    def _forward(
+        self, model: nn.Module, inputs: Callable[[Inputs], Inputs] = _itself
+    ) -> list[torch.Tensor]:
         """Run ``model``; returns its differentiable output tensors, or all if there are none."""
         rows = [t.shape[0] for t in tree_leaves(self._example) if isinstance(t, torch.Tensor)][:1]
         draws = self._draws if rows else None
@@ -193,7 +233,7 @@ class WholeRun:
                 stack.enter_context(evaluating(model))
                 for part in model.modules() if draws is not None else ():
                     part.training = isinstance(part, Dropout)
-            output = call_module(model, self._example)
+            output = call_module(model, inputs(self._example))
         found = [
             leaf
             for leaf in _leaves(output)
@@ -201,34 +241,59 @@ class WholeRun:
         ]
         return [leaf for leaf in found if leaf.requires_grad] or found
 
-    def _agree(self, problems: Iterable[str]) -> None:
-        """Raise PlanError on all ranks with the problems of any rank."""
-        if self._axis.backend == "fake":  # which does not add what the others have
-            return
-        rows = self._axis.gather_values(list(problems), label="compare with the whole model")
-        found: dict[str, int] = {}
-        for rank, row in zip(self._axis.ranks, rows, strict=True):
-            for problem in row:
-                found.setdefault(problem, rank)
-        if found:
-            raise PlanError([f"{problem} (rank {rank})" for problem, rank in found.items()])
+
+def _sum(
+    axis: Communicator,
+    found: dict[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+    model: nn.Module,
+) -> None:
+    """Sum over ``axis`` those gradients in ``found`` that are this rank's summands."""
+    exchanged = {
+        id(parameter)
+        for part in model.modules()
+        if exchanged_over(part) is not None
+        for parameter in part.parameters(recurse=False)
+    }
+    for name, parameter in model.named_parameters():
+        if name in expected and id(parameter) not in exchanged:  # the same on all ranks
+            gradient = found.get(name)
+            mine = torch.zeros_like(local_of(parameter)) if gradient is None else gradient
+            found[name] = local_of(mine).clone(memory_format=torch.contiguous_format)
+            axis.all_reduce(found[name], label="compare with the whole model").wait()
+
+
+def _agree(split: AxisSplit, problems: Iterable[str]) -> None:
+    """Raise PlanError on all ranks with the problems of any rank."""
+    judges = split.judges
+    if judges.backend == "fake":  # which does not add what the others have
+        return
+    rows = judges.gather_values(list(problems), label="compare with the whole model")
+    found: dict[str, int] = {}
+    for rank, row in zip(judges.ranks, rows, strict=True):
+        for problem in row:
+            found.setdefault(problem, rank)
+    if found:
+        raise PlanError([f"{problem} (rank {rank})" for problem, rank in found.items()])
 
 
 def _dtensor_problems(
-    outputs: Sequence[torch.Tensor], parameters: Mapping[str, nn.Parameter]
+    split: AxisSplit, outputs: Sequence[torch.Tensor], parameters: Mapping[str, nn.Parameter]
 ) -> Iterator[str]:
     names = {id(parameter): name for name, parameter in parameters.items()}
     for output in filter(is_dtensor, outputs):
         read = [names[id(leaf)] for leaf in leaves_of(output, ()) if id(leaf) in names]
         yield (
-            f"cut on axis tensor the model returns a DTensor of shape {tuple(output.shape)}, which "
-            f"it computes from {', '.join(map(repr, read)) or 'parts of parameters'}; a loss of it "
+            f"cut on axis {split.axis.axis} the model returns a DTensor of shape "
+            f"{tuple(output.shape)}, which it computes from "
+            f"{', '.join(map(repr, read)) or 'parts of parameters'}; a loss of it "
             "and of plain tensors has no backward. Take `full_tensor()` of the parameter in the "
-            "forward, or leave its module out of [tensor] rules"
+            f"forward, or leave its module out of {split.setting}"
         )
 
 
 def _output_problems(
+    split: AxisSplit,
     outputs: Sequence[torch.Tensor],
     expected: Sequence[torch.Tensor],
     alike: Sequence[tuple[torch.Tensor, torch.Tensor]],
@@ -236,17 +301,16 @@ def _output_problems(
     if len(outputs) != len(expected) or not alike:
         shapes = [[tuple(tensor.shape) for tensor in each] for each in (outputs, expected)]
         yield (
-            "cut on axis tensor the model returns on the example differentiable tensors of shapes "
-            f"{shapes[0]}, as a whole {shapes[1]}. Give the last module a style that gathers its "
-            'output, such as "colwise_gathered" or "rowwise"'
+            f"cut on axis {split.axis.axis} the model returns on the example differentiable "
+            f"tensors of shapes {shapes[0]}, as a whole {shapes[1]}. {split.on_shapes}"
         )
         return
     for mine, whole in alike:
-        if error := beyond_rounding(mine, whole, 0.0):
+        if error := beyond_rounding(mine, split.part(whole), 0.0):
             yield (
-                f"an output of shape {tuple(whole.shape)} of the model cut on axis tensor differs "
-                f"from the whole model's by {error:.3g} of its norm on the example: the styles of "
-                "[tensor] rules do not fit together, or the model computes with sizes that are cut"
+                f"an output of shape {tuple(whole.shape)} of the model cut on axis "
+                f"{split.axis.axis} differs from the whole model's by {error:.3g} of its norm on "
+                f"the example: {split.on_outputs}"
             )
 
 
@@ -302,39 +366,39 @@ def _gradients(
 
 
 def _gradient_problems(
+    split: AxisSplit,
     found: Mapping[str, torch.Tensor],
     expected: Mapping[str, torch.Tensor],
     parameters: Mapping[str, nn.Parameter],
 ) -> Iterator[str]:
-    floor = rounding_floor(expected.values())
+    floor, cut = rounding_floor(expected.values()), f"cut on axis {split.axis.axis}"
     for name, whole in expected.items():
         mine = found.get(name)
         if mine is None:
-            yield f"the gradient of {name!r} is missing when the model is cut on axis tensor"
+            yield f"the gradient of {name!r} is missing when the model is {cut}"
             continue
         error = beyond_rounding(local_of(mine), local_of(part_like(whole, parameters[name])), floor)
         if error:
             yield (
-                f"the gradient of {name!r} of the model cut on axis tensor differs from the whole "
-                f"model's by {error:.3g} of its norm on the example. Where its module computes on "
-                'activations that are cut, give it the style "replicated" in [tensor] rules'
+                f"the gradient of {name!r} of the model {cut} differs from the whole model's by "
+                f"{error:.3g} of its norm on the example. {split.on_gradients}"
             )
     for name in found.keys() - expected.keys():
-        yield f"{name!r} has a gradient only when the model is cut on axis tensor"
+        yield f"{name!r} has a gradient only when the model is {cut}"
 
 
 # ---------------------------------------------------------------------------- traffic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorTraffic:
+class AxisTraffic:
     """The messages of modules over one axis in one pass, by direction."""
 
     axis: Communicator
     forward: tuple[Collective, ...]
     backward: tuple[Collective, ...]
 
-    def inside(self, stages: Iterable[nn.Module]) -> TensorTraffic:
+    def inside(self, stages: Iterable[nn.Module]) -> AxisTraffic:
         """The traffic of the modules in ``stages``."""
         names = {name for stage in stages for name, _ in stage.named_modules()}
         mine = [

@@ -1,0 +1,92 @@
+"""`experts_of`: a user's list of experts over ranks, with the names of the list."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import meshwright as mw
+from meshwright import checkpoint, comm
+from meshwright.expert_parallel import ExpertParallel, experts_of
+from meshwright.testing import Ranks
+from support.expert_parallel.samples import D, alike, expert_mesh, part
+
+CLOSE = {"rtol": 1e-9, "atol": 1e-12}
+
+
+class Listed(nn.Module):
+    """A block that loops over its experts, or calls what `experts_of` has made of them."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(D, number)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(D, 5), nn.Tanh(), nn.Linear(5, D)) for _ in range(number)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, indices = self.router(x).softmax(-1).topk(2)
+        if not isinstance(self.experts, nn.ModuleList):
+            return self.experts(x, indices, weights)
+        found = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            weight = (weights * (indices == number)).sum(-1, keepdim=True)
+            found = found + weight * expert(x)
+        return found
+
+
+def check(number: int, sizes: list[int], folder: Path) -> None:
+    torch.manual_seed(number)
+    one, many = alike(Listed(number))
+    names, values = list(one.state_dict()), one.state_dict()
+    assert experts_of(many) is many.experts
+    assert many.experts.get_parameter("0__weight").shape == (number, 5, D)
+    mw.parallelize_module(many, expert_mesh(), {"experts": ExpertParallel()})
+    assert list(many.state_dict()) == names
+    x = torch.randn(sum(sizes), D, dtype=torch.float64)
+    comm.communicator().broadcast(x).wait()
+    expected, found = one(x), many(part(x, sizes))
+    torch.testing.assert_close(found, part(expected, sizes), **CLOSE)
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    for key, parameter in many.experts.named_parameters():
+        assert isinstance(parameter.grad, DTensor)
+        name = key.replace("__", ".")
+        whole = torch.stack([expert.get_parameter(name).grad for expert in one.experts])
+        torch.testing.assert_close(parameter.grad.full_tensor(), whole, **CLOSE)
+
+    checkpoint.save(folder, 1, model=many)
+    for parameter in many.parameters():
+        parameter.detach().zero_()
+    many.load_state_dict(values)
+    assert all(map(torch.equal, many.state_dict().values(), values.values()))
+    plain = copy.deepcopy(one)
+    for parameter in (*plain.parameters(), *many.parameters()):
+        parameter.detach().zero_()
+    for model in (plain, many):
+        checkpoint.load(folder, model=model)
+        assert all(map(torch.equal, model.state_dict().values(), values.values()))
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\).*"experts.0__bias"'):
+        many.load_state_dict({key: x for key, x in values.items() if key != "experts.1.0.bias"})
+
+
+def test_a_list_of_experts(ranks: Ranks, tmp_path: Path) -> None:
+    """Numbers, names in state dicts and checkpoints; a number that does not divide."""
+    ranks(2, check, 3, [4, 3], tmp_path)
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected a Linear with one nn.ModuleList, of experts"):
+        experts_of(nn.Linear(1, 1))
+    block = Listed(2)
+    block.experts[1] = nn.Linear(D, D)
+    with pytest.raises(ValueError, match="expected experts of 'experts' of one class"):
+        experts_of(block)
+    block.experts = nn.ModuleList(nn.BatchNorm1d(D) for _ in range(2))
+    with pytest.raises(ValueError, match="without buffers"):
+        experts_of(block)
