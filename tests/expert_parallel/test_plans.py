@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -99,6 +100,54 @@ def test_trains_as_one_process(ranks: Ranks, folder: str, axes: dict[str, int]) 
         )
     size = Axes.of(axes).world_size
     for found in ranks(size, partial(body_trains, folder, axes), timeout=200):
+        difference = first_difference(found, expected, 1e-9)
+        assert difference is None, difference
+
+
+def summed(output: Any, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Over some of the words, more of them on the first ranks."""
+    logits = output["logits"].flatten(0, 1)
+    counts = (target.flatten() % 3 > 0) | (torch.arange(target.numel()) < 12)
+    rows = functional.cross_entropy(logits, target.flatten(), reduction="none")
+    return (rows * counts).sum(), counts.sum()
+
+
+def body_balanced(loss: Any, axes: dict[str, int]) -> Any:
+    with wide():
+        plan = replace(
+            plan_of(axes), expert=ExpertPlan(balance="global", auxiliary=0.3, z_loss=0.1)
+        )
+        example = {"input_ids": given(0)[:2]}
+        laid = parallelize(
+            model_of("mixtral"), plan, optimizer=momentum, loss=loss, example=example
+        )
+        return record(laid, batches(laid.data_size, laid.data_rank))
+
+
+@pytest.mark.parametrize("axes", [{"expert": 2}, {"shard": 2, "expert": 2}], ids=str)
+@pytest.mark.parametrize("loss", [loss_of, summed])
+def test_losses_that_balance_are_those_of_one_process(
+    ranks: Ranks, loss: Any, axes: dict[str, int]
+) -> None:
+    size = Axes.of(axes).world_size
+
+    def balanced(output: Any, target: torch.Tensor) -> Any:
+        layers = [logits.logsumexp(-1).square().mean() for logits in output["router_logits"]]
+        added = 0.3 * output["aux_loss"] + 0.1 * sum(layers)
+        if loss is loss_of:
+            return loss_of(output, target) + added
+        pairs = zip(output["logits"].chunk(size), target.chunk(size), strict=True)
+        parts = [summed({"logits": logits}, goal) for logits, goal in pairs]
+        total, count = (sum(each) for each in zip(*parts, strict=True))
+        return total + added * count, count
+
+    with wide():
+        one = model_of("mixtral")
+        one.config.output_router_logits = True
+        expected = train_reference(
+            one, batches(1, 0), optimizer=momentum, loss=balanced, clip_norm=0.5
+        )
+    for found in ranks(size, partial(body_balanced, loss, axes), timeout=200):
         difference = first_difference(found, expected, 1e-9)
         assert difference is None, difference
 
