@@ -231,3 +231,14 @@ def test_an_auxiliary_loss_has_to_be_said() -> None:
     assert not found(balance="rank")
     model.config.output_router_logits = False
     assert not found(balance="none")
+
+
+@pytest.mark.parametrize("key", ["auxiliary", "z_loss", "bias_rate"])
+def test_a_stage_balances_no_experts(key: str) -> None:
+    balance = {"balance": "global"} if key == "auxiliary" else {}
+    expert: Any = ExpertPlan(**{key: 0.01}, **balance)  # pyrefly: ignore
+    model = nn.Sequential(Fused(4))
+    for ranks in (1, 2):
+        plan = Plan(axes=Axes.of({"expert": 2, "pipeline": ranks}), expert=expert)
+        found = [problem.key for problem in expert_problems(model, plan)]
+        assert found == [("expert", key)] * (ranks > 1)

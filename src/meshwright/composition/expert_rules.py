@@ -76,6 +76,12 @@ def expert_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
                 f"{type(model).__name__} multiplies means over all layers, of which a stage has "
                 f"some. Leave {key} out, or set pipeline = 1",
             )
+    if expert.bias_rate is not None and plan.axes.size("pipeline") > 1:
+        yield Problem(
+            ("expert", "bias_rate"),
+            f"axis expert with pipeline = {plan.axes.size('pipeline')}: a stage does not see which "
+            "tokens are padding, which must not count. Leave bias_rate out, or set pipeline = 1",
+        )
 
 
 def with_balance(

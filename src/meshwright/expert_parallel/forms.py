@@ -10,7 +10,7 @@ from torch import nn
 M = TypeVar("M", bound=nn.Module)
 
 _MARK = "_meshwright_holds_experts"
-(APPLY_GATE,) = ("_apply_gate",)
+APPLY_GATE = "_apply_gate"
 """The method of Hugging Face's modules between two linear layers."""
 
 _FUSED = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated", APPLY_GATE)

@@ -45,9 +45,10 @@ class ExpertSettings:
     partial: tuple[()] = ()
     """Gradients of no parameter lack a sum over this axis."""
     routes: weakref.WeakSet[Route] = field(default_factory=weakref.WeakSet)
-    """Those whose graphs are alive: a recomputation has to find its own among them,"""
+    """Those whose graphs are alive: a recomputation has to find its own among them."""
     ungraphed: deque[tuple[list[int], int]] = field(default_factory=lambda: deque(maxlen=128))
-    """or among the last ones without, as reentrant recomputation begins: counts, and a hash."""
+    """The counts of the last forwards without a graph, each with a hash of where tokens went:
+    reentrant recomputation begins like that, and has to find its own here."""
 
     def __deepcopy__(self, memo: object) -> ExpertSettings:
         return self

@@ -197,7 +197,7 @@ def build_unit(below: Below, plan: UnitPlan) -> Unit | None:
     """Make the unit of all parameters ``below`` that no other unit has; None if there are none."""
     for path, part in below.named:
         if (over := exchanged_over(part)) is not None:
-            raise NotImplementedError(
+            raise ValueError(
                 f"FullyShardedDataParallel: module {clean_name(path)!r} exchanges samples over "
                 f"{over}, so gradients of its parameters are sums over that already. Use "
                 "fully_shard, which knows them"
