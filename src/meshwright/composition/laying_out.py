@@ -43,6 +43,7 @@ from meshwright.data_parallel.sharded_modules.module_hooks import driver_of
 from meshwright.data_parallel.sharded_modules.sharded import fully_shard
 from meshwright.data_parallel.shards.policies import MixedPrecisionPolicy
 from meshwright.errors import InternalError, PlanError
+from meshwright.expert_parallel import ExpertParallel
 from meshwright.gradients import check_optimizer
 from meshwright.mesh import DeviceMesh
 from meshwright.plan import Plan, match_names
@@ -179,18 +180,19 @@ def cut_over_tensor(
 
 def split_over_experts(
     module: nn.Module,
-    styles: Mapping[str, ParallelStyle],
+    styles: Mapping[str, ExpertParallel],
     peers: LayoutCommunicators,
     *,
     follows: bool = True,
 ) -> None:
     """Give each rank of axis expert its experts of a model, or of one stage, in place.
 
-    ``follows`` as in `cut_over_tensor`.
+    Ranks of axis tensor compute a slice of the tokens each. ``follows`` as in `cut_over_tensor`.
     """
-    mesh = peers.mesh_of("expert")
-    here = {name for name, _ in module.named_modules()}
+    mesh, here = peers.mesh_of("expert"), {name for name, _ in module.named_modules()}
     styles = {name: style for name, style in styles.items() if name in here}
+    for style in styles.values():
+        style.tensor_mesh = peers.mesh_of("tensor")
     if mesh is not None and styles:
         _apply_styles(module, mesh, styles, "[expert] modules", follows)
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import is_dtensor
 from meshwright.comm.dtensors.local_leaves import local_part_of
 from meshwright.comm.graphs.untraced import untraced
@@ -25,6 +26,7 @@ from meshwright.expert_parallel.arithmetic import fused_experts
 from meshwright.expert_parallel.exchange import Route, moved, pairs_of, plan_route
 from meshwright.expert_parallel.forms import ExpertForm
 from meshwright.expert_parallel.routing import OWN_LOSS, ROUTING, count_tokens
+from meshwright.tensor_parallel.functions import copy_to, gather_from, own_part, scatter_to
 from meshwright.tensor_parallel.layouts import Site
 from meshwright.torch_internals.autograd import running_backward
 from meshwright.torch_internals.tensors import version_of
@@ -42,6 +44,8 @@ class ExpertSettings:
     exchange: Exchange
     own_auxiliary: bool
     """True when the model may compute an auxiliary loss of this rank's tokens itself."""
+    slices: Communicator | None = None
+    """Ranks with the same tokens, each of which computes a slice of them."""
     partial: tuple[()] = ()
     """Gradients of no parameter lack a sum over this axis."""
     routes: weakref.WeakSet[Route] = field(default_factory=weakref.WeakSet)
@@ -88,17 +92,24 @@ class ExpertLayer(nn.Module):
         else:
             indices = routing.reshape(-1, routing.shape[-1])
             weights = self._checked_weights(weights, routing, len(x)).reshape(indices.shape)
+        routed, slices, labels = indices, settings.slices, settings.site.labels
+        if slices is not None:
+            x, indices = scatter_to(x, slices, labels, dim=0), own_part(indices, slices, 0)
+            weights = None if weights is None else scatter_to(weights, slices, labels, dim=0)
         n, k = indices.shape
         is_weighed_here = settings.exchange == "pairs" and settings.form is ExpertForm.FUSED
         if settings.exchange == "pairs":  # each one a token of its own, with one expert
             x, indices = x.repeat_interleave(k, 0), indices.reshape(-1, 1)
         travels = None if weights is None or is_weighed_here else weights.reshape(indices.shape)
         y = self._on_ranks(x, indices, travels)
-        count_tokens(self, indices.view(n, k), settings.experts)
+        count_tokens(self, routed, settings.experts)
         if settings.exchange == "pairs" and settings.form is not ExpertForm.COUNTED:
             y = y.view(n, k, y.shape[-1])
             y = (y * weights.unsqueeze(-1) if is_weighed_here and weights is not None else y).sum(1)
-        return y.to(hidden.dtype).view(hidden.shape)
+        y = y.to(hidden.dtype)
+        if slices is not None:
+            y = gather_from(y, slices, labels, dim=0, total=len(routed))
+        return y.view(hidden.shape)
 
     def _on_ranks(
         self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor | None
@@ -131,7 +142,7 @@ class ExpertLayer(nn.Module):
         form = self._meshwright_style.form
         if form is ExpertForm.FUSED:
             held = [key for key, parameter in self._parameters.items() if parameter is not None]
-            leaves = {key: local_part_of(getattr(self, key)) for key in held}
+            leaves = {key: self._local(key) for key in held}
             y = fused_experts(self, pairs, route, experts, leaves)
             return y if scale is None else y * scale.unsqueeze(-1)
         with self._on_leaves(len(route.here)) as leaves:
@@ -144,13 +155,18 @@ class ExpertLayer(nn.Module):
                 raise AssertionError("tokens of a module with weights travel with them")
             return super().forward(pairs, experts.unsqueeze(-1), scale.unsqueeze(-1))
 
+    def _local(self, key: str) -> torch.Tensor:
+        """Return this rank's experts of a parameter; their gradient is that of all slices."""
+        part, slices = local_part_of(getattr(self, key)), self._meshwright_style.slices
+        return part if slices is None else copy_to(part, slices, self._meshwright_style.site.labels)
+
     @contextmanager
     def _on_leaves(self, count: int) -> Iterator[list[torch.Tensor]]:
         """Have the module hold ``count`` experts, as local leaves, in the block."""
         at_rest = {key: p for key, p in self._parameters.items() if is_dtensor(p)}
         number = vars(self).get("num_experts")
         try:
-            parts: dict[str, Any] = {key: local_part_of(getattr(self, key)) for key in at_rest}
+            parts: dict[str, Any] = {key: self._local(key) for key in at_rest}
             self._parameters.update(parts)
             if number is not None:
                 vars(self)["num_experts"] = count

@@ -26,16 +26,25 @@ class ExpertParallel(ParallelStyle):
     ``exchange="tokens"``: a token travels once to each rank that has some of its experts, which
     adds up what they return. ``"pairs"``: it travels to each of its experts alone and is added up
     at home, which takes more bytes and gives the bits of one process.
+    ``tensor_mesh``: ranks that have the same tokens and experts, as tensor parallelism has them.
+    Each of them then computes a slice of the tokens; without it, all of them.
     ``own_auxiliary``: accept a Hugging Face model with ``output_router_logits``, whose auxiliary
     loss is of each rank's tokens alone.
 
     Raises ValueError for a module that is not known to hold experts or that drops tokens.
     """
 
-    def __init__(self, *, exchange: Exchange = "tokens", own_auxiliary: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        exchange: Exchange = "tokens",
+        tensor_mesh: DeviceMesh | None = None,
+        own_auxiliary: bool = False,
+    ) -> None:
         if exchange not in ("tokens", "pairs"):
             raise ValueError(f'expected exchange "tokens" or "pairs", found {exchange!r}')
         self.exchange: Exchange = exchange
+        self.tensor_mesh = tensor_mesh
         self.own_auxiliary = own_auxiliary
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -45,8 +54,12 @@ class ExpertParallel(ParallelStyle):
             distribute(module, key, Shard(0), site, self.src_data_rank)
         guard_loading(module)
         exchange_over(module, device_mesh)
+        slices = None
+        # The gradient of a norm inside of the experts is not summed over slices.
+        if self.tensor_mesh is not None and len([*module.parameters()]) == len(module._parameters):
+            slices = self.site_of(module, self.tensor_mesh).axis
         vars(module)["_meshwright_style"] = ExpertSettings(
-            site, form, number, self.exchange, self.own_auxiliary
+            site, form, number, self.exchange, self.own_auxiliary, slices
         )
         own = type(module)
         module.__class__ = type(own.__name__, (ExpertLayer, own), {"__module__": own.__module__})
@@ -67,4 +80,4 @@ class ExpertParallel(ParallelStyle):
         record_routers(root)
 
     def __repr__(self) -> str:
-        return shown(self, "exchange", "own_auxiliary")
+        return shown(self, "exchange", "tensor_mesh", "own_auxiliary")
