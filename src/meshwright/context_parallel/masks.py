@@ -1,0 +1,47 @@
+"""Which keys a query sees, in words: a mask of the whole sequence is never made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MaskWords:
+    """A mask as a product of conditions on positions and documents.
+
+    A query sees keys of its own document, and of these what the words leave.
+    """
+
+    causal: bool = True
+    """Keys at the query's position and before."""
+    window: int | None = None
+    """Only keys fewer than so many positions before the query (and after it, unless causal)."""
+    chunk: int | None = None
+    """Only keys of the query's own chunk of so many positions."""
+    padding: torch.Tensor | None = None
+    """True for tokens, False for padding, which no query sees: (rows, length) of the whole."""
+
+    def allowed(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        documents: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """Return which of the ``keys`` each query sees, without padding: (..., queries, keys).
+
+        ``queries`` (..., n) and ``keys`` (..., m) are positions in the row, ``documents`` the
+        numbers of their documents.
+        """
+        of_query, of_key = queries.unsqueeze(-1), keys.unsqueeze(-2)
+        seen = documents[0].unsqueeze(-1) == documents[1].unsqueeze(-2)
+        if self.causal:
+            seen &= of_key <= of_query
+        if self.window is not None:
+            seen &= of_key > of_query - self.window
+            if not self.causal:
+                seen &= of_key < of_query + self.window
+        if self.chunk is not None:
+            seen &= of_key // self.chunk == of_query // self.chunk
+        return seen
