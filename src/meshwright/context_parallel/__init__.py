@@ -6,4 +6,24 @@ Bottom-up:
     masks       which keys a query sees, in words
     heads       attention by heads: all-to-all, whole sequences of some heads
     ring        attention by parts of the keys, merged by their log-sum-exp
+    attention   calls of torch's and transformers' attention, caught
+    own_loop    `context_parallel` and what an own loop needs beside it
 """
+
+from __future__ import annotations
+
+from meshwright.context_parallel.own_loop import (
+    context_parallel,
+    context_parallel_unshard,
+    global_mean,
+    positions,
+    set_rotate_method,
+)
+
+__all__ = [
+    "context_parallel",
+    "context_parallel_unshard",
+    "global_mean",
+    "positions",
+    "set_rotate_method",
+]

@@ -1,0 +1,418 @@
+"""Attention calls of a model whose sequences are split: caught, and computed over all ranks.
+
+Inside of `attending` calls of ``torch.nn.functional.scaled_dot_product_attention`` and of the
+attention functions of transformers see the keys of all ranks. Where transformers would make a mask
+from the sizes of this rank's part it gets a `HeldMask`, which keeps the words of the mask instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from meshwright.comm import Communicator
+from meshwright.comm.graphs.untraced import untraced
+from meshwright.context_parallel.heads import attention_by_heads, heads_divide
+from meshwright.context_parallel.masks import MaskWords
+from meshwright.context_parallel.ring import ring_attention
+from meshwright.context_parallel.split import ContextSplit
+
+Method = Literal["auto", "all-to-all", "ring"]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, range], torch.Tensor]
+
+
+@dataclass(slots=True)
+class Attending:
+    """How attention is computed now."""
+
+    axis: Communicator
+    split: ContextSplit
+    method: Method = "auto"
+    padding: torch.Tensor | None = None
+    """False for padding: (rows, length) of the whole."""
+    is_weighed: bool = False
+    """True once `global_mean` has weighed a loss."""
+
+    def attention(
+        self,
+        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        words: MaskWords,
+        attend: Attend,
+        *,
+        label: str,
+        in_words: str = "",
+        scale: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Compute attention by heads, with ``attend`` on whole sequences, or in a ring.
+
+        ``in_words``: what of this call the ring cannot do; "" where it can. Raises ValueError then,
+        and where heads do not divide.
+        """
+        by_heads = self.method == "all-to-all"
+        if self.method == "auto":
+            by_heads = heads_divide(qkv[0].shape[1], qkv[1].shape[1], self.axis.size)
+        if by_heads:
+            return attention_by_heads(*qkv, self.split, self.axis, attend, label=label)
+        if in_words:
+            raise ValueError(
+                f"axis {self.axis.axis}: attention of {label} has {in_words}, which method "
+                '"ring" cannot compute in parts. Set method = "all-to-all", with heads that '
+                f"{self.axis.size} divides"
+            )
+        words = replace(words, padding=self.padding)
+        return ring_attention(
+            *qkv, self.split, self.axis, words, scale=scale, sinks=sinks, label=label
+        )
+
+    def is_own(self, query: torch.Tensor, key: torch.Tensor) -> bool:
+        """Whether queries and keys are this rank's part of the sequence."""
+        own = sum(stop - start for start, stop in self.split.rows[0].parts[self.axis.rank])
+        return query.shape[-2] == own == key.shape[-2]
+
+    def refuse_dropout(self, p: float, label: str) -> None:
+        """Raise ValueError for dropout inside of attention."""
+        if p:
+            raise ValueError(
+                f"axis {self.axis.axis}: attention of {label} uses attention dropout (p = {p}), "
+                "which cannot match one process. Set it to 0"
+            )
+
+    def refuse_mask(self, mask: Any, label: str) -> ValueError:  # noqa: ANN401 - of the user
+        """Make the error for a mask of this rank's positions."""
+        shape = tuple(getattr(mask, "shape", ()))
+        return ValueError(
+            f"axis {self.axis.axis}: attention of {label} got a {len(shape)}-D mask of shape "
+            f"{shape} that covers only this rank's positions. Describe it by position_ids and "
+            'documents, or use method = "all-to-all" with a mask of the whole sequence'
+        )
+
+
+_stack: list[Attending] = []
+"""A global, not of one thread: autograd recomputes in threads of its own."""
+
+
+def now_attending() -> Attending | None:
+    """Return how attention is computed now, None where sequences are not split."""
+    return _stack[-1] if _stack else None
+
+
+@contextlib.contextmanager
+def attending(state: Attending) -> Iterator[None]:
+    """Catch attention, in the block, of models on this rank's part."""
+    _stack.append(state)
+    try:
+        with contextlib.ExitStack() as stack:
+            if len(_stack) == 1:
+                stack.enter_context(_patched_torch())
+                stack.enter_context(_patched_transformers())
+            stack.enter_context(_Caught())
+            yield
+    finally:
+        _stack.pop()
+
+
+# ------------------------------------------------------------------------------------- torch
+
+_SDPA = functional.scaled_dot_product_attention
+
+
+class _Caught(TorchFunctionMode):
+    """Catches attention, also where it was imported by name."""
+
+    def __torch_function__(
+        self,
+        func: Any,  # noqa: ANN401
+        types: Any,  # noqa: ANN401
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        chosen = sdpa if func is _SDPA else func
+        return chosen(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _patched_torch() -> Iterator[None]:
+    """Catch attention in functions of torch, which call it outside of the mode."""
+    functional.scaled_dot_product_attention = sdpa
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = _SDPA
+
+
+def sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """``scaled_dot_product_attention`` of whole sequences, given this rank's part of them."""
+    state, options = now_attending(), {"scale": scale, "enable_gqa": enable_gqa}
+    if state is None or not state.is_own(query, key):
+        if state is not None and is_causal:
+            raise ValueError(
+                f"axis {state.axis.axis}: causal attention got {query.shape[-2]} queries and "
+                f"{key.shape[-2]} keys: expected this rank's part of the sequence for both"
+            )
+        return _SDPA(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    label = "scaled_dot_product_attention"
+    state.refuse_dropout(dropout_p, label)
+    length, is_flat = state.split.length, query.ndim == 3
+    if attn_mask is not None and (
+        attn_mask.shape[-2:] != (length, length) or max(map(len, _ends_of(state.split))) > 1
+    ):
+        raise state.refuse_mask(attn_mask, label)
+    ends = _ends_of(state.split)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: range) -> torch.Tensor:
+        mask = attn_mask
+        if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
+            mask = mask[..., heads.start : heads.stop, :, :]
+        grouped = {**options, "enable_gqa": q.shape[-3] != k.shape[-3]}
+        rows = []
+        for row, own in enumerate(ends):
+            part = [x if len(ends) == 1 else x[row : row + 1] for x in (q, k, v)]
+            with _outside():
+                pieces = [
+                    _SDPA(*(x[..., a:b, :] for x in part), mask, 0.0, is_causal, **grouped)
+                    for a, b in itertools.pairwise((0, *own))
+                ]
+            rows.append(torch.cat(pieces, -2) if len(pieces) > 1 else pieces[0])
+        return torch.cat(rows) if len(rows) > 1 else rows[0]
+
+    q, k, v = (x.unsqueeze(0) if is_flat else x for x in (query, key, value))
+    found = untraced(
+        state.attention,
+        (q, k, v),
+        MaskWords(causal=is_causal),
+        attend,
+        label=label,
+        in_words="" if attn_mask is None else "a mask that is a tensor",
+        scale=scale,
+    )
+    return found.squeeze(0) if is_flat else found
+
+
+def _ends_of(split: ContextSplit) -> list[tuple[int, ...]]:
+    """Where documents end, of each row; once where all rows are alike."""
+    ends = [row.ends for row in split.rows]
+    return ends[:1] if len({*ends}) == 1 else ends
+
+
+# ------------------------------------------------------------------------------ transformers
+
+
+class HeldMask:
+    """What attention gets in place of a mask of transformers."""
+
+    def __init__(self, words: MaskWords, make: Callable[..., Any], given: dict[str, Any]) -> None:
+        self.words = words
+        self._make, self._given, self._whole = make, given, None
+
+    def whole(self, state: Attending) -> Any:  # noqa: ANN401 - as the implementation has it
+        """Return the mask of the whole sequence, as one process has it."""
+        if self._whole is None:
+            given, length = self._given, state.split.length
+            function, is_packed = _mask_function(self.words), len(_ends_of(state.split)[0]) > 1
+            if is_packed or len(state.split.rows) > 1:
+                numbers = state.split.documents().to(given["device"])
+                numbers = numbers.expand(given["batch_size"], -1)
+                inner = function
+
+                def function(b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:  # noqa: ANN401
+                    return inner(b, h, q, k) & (numbers[b, q] == numbers[b, k])
+
+                given = {**given, "allow_is_causal_skip": False}
+            sizes = {"q_length": length, "kv_length": length, "q_offset": 0, "kv_offset": 0}
+            padding = None if state.padding is None else state.padding.to(given["device"])
+            given = {**given, **sizes, "mask_function": function, "attention_mask": padding}
+            self._whole = (self._make(**given),)
+        return self._whole[0]
+
+
+def _mask_function(words: MaskWords) -> Callable[..., torch.Tensor]:
+    def seen(b: object, h: object, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        found = k <= q if words.causal else (k >= 0) & (q >= 0)
+        if words.window is not None:
+            found = found & (k > q - words.window)
+            if not words.causal:
+                found = found & (k < q + words.window)
+        return found if words.chunk is None else found & (k // words.chunk == q // words.chunk)
+
+    return seen
+
+
+def words_of(function: Callable[..., Any]) -> MaskWords | None:
+    """Read a mask function of transformers; None for one that is not known.
+
+    What it says of packed documents is left out: it was found in the positions of this rank's part.
+    """
+    name = getattr(function, "__name__", "")
+    inside = inspect.getclosurevars(function).nonlocals if name else {}
+    if name in ("causal_mask_function", "bidirectional_mask_function"):
+        return MaskWords(causal=name.startswith("causal"))
+    if "packed_sequence_mask" in inside and "mask_function" not in inside:
+        return MaskWords(causal=False)
+    if "mask_function" in inside and {*inside} <= {"mask_function", "position_ids"}:
+        return words_of(inside["mask_function"])
+    if {*inside} == {"sliding_window"}:
+        width = inside["sliding_window"]
+        is_both = "abs" in function.__code__.co_names
+        return MaskWords(causal=False, window=width + is_both)
+    if {*inside} == {"chunk_size", "left_padding"} and not bool(inside["left_padding"].any()):
+        return MaskWords(causal=False, chunk=inside["chunk_size"])
+    if {*inside} != {"mask_functions"} or name != "and_mask":
+        return None
+    parts = [words_of(each) for each in inside["mask_functions"]]
+    known = [part for part in parts if part is not None]
+    windows = [part.window for part in known if part.window is not None]
+    chunks = [part.chunk for part in known if part.chunk is not None]
+    if len(known) != len(parts) or len(windows) > 1 or len(chunks) > 1:
+        return None
+    causal = any(part.causal for part in known)
+    return MaskWords(causal, windows[0] if windows else None, chunks[0] if chunks else None)
+
+
+@contextlib.contextmanager
+def _patched_transformers() -> Iterator[None]:
+    """Register our functions over those of transformers, if that is loaded, in the block."""
+    masking = sys.modules.get("transformers.masking_utils")
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if masking is None or modeling is None:
+        yield
+        return
+    attention, masks = modeling.AttentionInterface, masking.AttentionMaskInterface
+    known = {**modeling.ALL_ATTENTION_FUNCTIONS}
+    made = {**masking.ALL_MASK_ATTENTION_FUNCTIONS}
+    for name in ("eager", *known):
+        attention.register(name, _attention_like(known.get(name)))
+    for name, make in made.items():
+        masks.register(name, _mask_like(make))
+    try:
+        yield
+    finally:
+        for name in ("eager", *known):
+            attention.register(name, known.get(name, _eager))
+        for name, make in made.items():
+            masks.register(name, make)
+
+
+def _eager(module: nn.Module, *given: Any, **options: Any) -> Any:  # noqa: ANN401
+    """Call the function beside the class of ``module``, which transformers registers nowhere."""
+    return sys.modules[type(module).__module__].eager_attention_forward(module, *given, **options)
+
+
+def _mask_like(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function that makes masks as ``make`` does, in words."""
+
+    def held(**given: Any) -> Any:  # noqa: ANN401
+        state = now_attending()
+        if state is None:
+            return make(**given)
+        words = words_of(given["mask_function"])
+        if words is None:
+            raise ValueError(
+                f"axis {state.axis.axis}: a {type(given.get('config')).__name__} asks for a mask "
+                "that is not known: expected a product of causal, sliding window, chunks, packed "
+                "documents and padding"
+            )
+        padding = given.get("attention_mask")
+        if padding is not None and state.padding is None and not bool(padding.all()):
+            raise ValueError(
+                f"axis {state.axis.axis}: the model got an attention_mask of shape "
+                f"{tuple(padding.shape)}, this rank's part of padding: give the whole one to "
+                "context_parallel(attention_mask=...)"
+            )
+        return HeldMask(words, make, given)
+
+    return held
+
+
+class _Heads:
+    """A module of attention with some of its heads."""
+
+    def __init__(self, module: nn.Module, heads: range, groups: int) -> None:
+        self.module, self.num_key_value_groups = module, groups
+        if (sinks := getattr(module, "sinks", None)) is not None:
+            self.sinks = sinks[heads.start : heads.stop]
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        return getattr(self.module, name)
+
+
+def _attention_like(own: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Make an attention function of transformers that computes as ``own`` does, over all ranks."""
+
+    def attention(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,  # noqa: ANN401
+        **options: Any,
+    ) -> tuple[torch.Tensor, Any]:
+        state, compute = now_attending(), own
+        if compute is None:  # eager
+            compute = sys.modules[type(module).__module__].eager_attention_forward
+        if state is None or not state.is_own(query, key):
+            return compute(module, query, key, value, attention_mask, **options)
+        index = getattr(module, "layer_idx", None)
+        label = f"{type(module).__name__}{'' if index is None else f' of layer {index}'}"
+        state.refuse_dropout(options.get("dropout") or 0.0, label)
+        held = attention_mask
+        if held is None:
+            causal = options.get("is_causal")
+            causal = getattr(module, "is_causal", True) if causal is None else causal
+            held = HeldMask(MaskWords(causal=causal), lambda **_: None, {})
+        if not isinstance(held, HeldMask):
+            raise state.refuse_mask(held, label)
+        sinks = options.get("s_aux")
+        beyond = [key for key in ("softcap", "position_bias") if options.get(key) is not None]
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: range) -> torch.Tensor:
+            own_heads: Any = _Heads(module, heads, q.shape[1] // k.shape[1])
+            mine = dict(options)
+            if sinks is not None:
+                mine["s_aux"] = sinks[heads.start : heads.stop]
+            with _outside():
+                found = compute(own_heads, q, k, v, held.whole(state), **mine)
+            return found[0].transpose(1, 2)
+
+        found = untraced(
+            state.attention,
+            (query, key, value),
+            held.words,
+            attend,
+            label=label,
+            in_words=" and ".join(beyond),
+            scale=options.get("scaling"),
+            sinks=sinks,
+        )
+        return found.transpose(1, 2).contiguous(), None
+
+    return attention
+
+
+@contextlib.contextmanager
+def _outside() -> Iterator[None]:
+    """Let attention be what it is in one process, in the block."""
+    kept, _stack[:] = list(_stack), []
+    try:
+        yield
+    finally:
+        _stack[:] = kept
