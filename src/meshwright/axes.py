@@ -22,7 +22,7 @@ from meshwright.errors import LayoutError
 KNOWN_AXES = ("pipeline", "replicate", "shard", "context", "expert", "tensor")
 """The axes a plan may name, in the order from the slowest links to the fastest."""
 
-RESERVED_AXES = ("context",)
+RESERVED_AXES: tuple[str, ...] = ()
 """Names reserved for strategies that do not exist yet; plans that use them are rejected."""
 
 DATA_AXES = ("replicate", "shard", "expert")

@@ -87,6 +87,23 @@ class TensorPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ContextPlan:
+    """``[context]``: how sequences are split over ranks, and how attention sees all of them."""
+
+    method: Literal["auto", "all-to-all", "ring"] = "auto"
+    """all-to-all computes whole sequences of some heads, ring all heads of a part; auto: the first
+    where heads divide."""
+    split: Literal["auto", "documents", "zigzag", "contiguous"] = "auto"
+    """Which positions a rank holds; auto: contiguous for all-to-all, else what balances."""
+    documents: str = "position_ids"
+    """Key of a batch that says where documents begin, at 0 or a fall; without it a row is one."""
+    sequence: Mapping[str, int] | None = field(default=None, hash=False)
+    """Dims to split, by key of a batch; None: dim 1 of what is as long as the first tensor's."""
+    max_share: Annotated[float, AtLeast(0)] = 0.05
+    """Work of a document, in a rank's mean, above which it is split."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertPlan:
     """``[expert]``: which modules hold experts, and how their load is balanced."""
 
@@ -144,6 +161,7 @@ class Plan:
     axes: Axes = Axes()  # noqa: RUF009
     pipeline: PipelinePlan = PipelinePlan()
     shard: ShardPlan = ShardPlan()
+    context: ContextPlan = ContextPlan()
     expert: ExpertPlan = ExpertPlan()
     tensor: TensorPlan = TensorPlan()
     precision: Precision = Precision()  # noqa: RUF009
@@ -295,6 +313,7 @@ def module_names(parameters: Iterable[str]) -> tuple[str, ...]:
 _NEEDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("pipeline", "", ("pipeline",)),
     ("shard", "", ("shard",)),
+    ("context", "", ("context",)),
     ("expert", "", ("expert",)),
     ("tensor", "", ("tensor",)),
     ("buckets", "", SUM_AXES),

@@ -146,7 +146,7 @@ def body_experts() -> None:
         check(Spread(), split, change=halved)
     # Each rank has a part of the sum: not to sum, or to take each loss whole, is seen.
     with pytest.raises(PlanError, match=r"gradient of 'gate\.weight' of .*differs .* by 0\.5 "):
-        check(Spread(), replace(split, sums=False))
+        check(Spread(), replace(split, sums=()))
     with pytest.raises(PlanError, match=r"gradient of 'experts\.weight' of .*differs .* by 1 "):
         check(Spread(), replace(split, share=1.0))
 
@@ -181,7 +181,7 @@ def body_positions() -> None:
         setting="[context]",
         inputs=lambda example: tuple(map(part, example)),
         part=part,
-        sums=True,
+        sums=(axis,),
         **words,
     )
     for mixes in (False, True):
@@ -191,7 +191,7 @@ def body_positions() -> None:
         if not mixes:
             whole.compare(model, split)
             with pytest.raises(PlanError, match=r"gradient of 'layer\.weight'.*gradients"):
-                whole.compare(model, replace(split, sums=False))
+                whole.compare(model, replace(split, sums=()))
             with pytest.raises(PlanError, match=r"tensors of shapes .*\(2, [23], 4\).* shapes"):
                 whole.compare(model, replace(split, part=lambda tensor: tensor))
             continue

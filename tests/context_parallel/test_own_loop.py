@@ -186,7 +186,7 @@ def test_attention_that_cannot_be_split_is_refused(ranks: Ranks) -> None:
                 functional.scaled_dot_product_attention(q, q, q, **options)
 
         refuse(r"a 2-D mask of shape \(4, 4\) that covers only", attn_mask=torch.ones(4, 4).bool())
-        refuse("attention dropout (p = 0.1), which cannot match", dropout_p=0.1)
+        refuse(r"attention dropout \(p = 0.1\), which cannot match", dropout_p=0.1)
         refuse("has a mask that is a tensor", "ring", attn_mask=torch.ones(8, 8).bool())
         with pytest.raises(ValueError, match="expected one of"):
             set_rotate_method("broadcast")

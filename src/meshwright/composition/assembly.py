@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from meshwright import comm
 from meshwright.composition.checks import check_model
+from meshwright.composition.context_rules import context_split, split_batch
 from meshwright.composition.data_layout import DataLayout, LayoutCommunicators, LoneLayout
 from meshwright.composition.example_run import Inputs, copied
 from meshwright.composition.expert_rules import expert_split, expert_styles, forget_counts
@@ -41,9 +42,9 @@ from meshwright.composition.pipelined import PipelinedLayout, PipelinedTrainable
 from meshwright.composition.stages import CutModel, cut_model
 from meshwright.composition.tensor_rules import ModelCut, tensor_split
 from meshwright.composition.trainable import Loss, Trainable, autocast_of
-from meshwright.composition.whole_run import AxisTraffic, WholeRun
+from meshwright.composition.whole_run import AxisSplit, AxisTraffic, WholeRun
 from meshwright.data_parallel import synchronize_batch_norm
-from meshwright.errors import PlanError
+from meshwright.errors import InternalError, PlanError
 from meshwright.expert_parallel.style import ExpertParallel
 from meshwright.pipelining import PipelineStage, build_stage
 from meshwright.pipelining.ties import counted
@@ -108,15 +109,15 @@ def parallelize(
         given.carry(model)
     draws = apply_dropout(model, plan)
     whole, traffic, styles = None, None, expert_styles(model, plan)
-    if plan.axes.size("tensor") > 1 or styles:
+    if plan.axes.size("tensor") > 1 or styles or peers.context is not None:
         equalize(model, everyone)
         whole = WholeRun(model, moved_to(inputs, everyone), draws)
     if whole is not None and plan.axes.size("tensor") > 1:
         cut_over_tensor(model, ModelCut.of(model, plan), peers)
         whole.compare(model, tensor_split(peers.tensor))
-    if whole is not None and styles:
+    if whole is not None and (styles or peers.context is not None):
         split_over_experts(model, styles, peers)
-        whole.compare(model, expert_split(peers))
+        whole.compare(model, _parts_split(plan, moved_to(inputs, everyone), peers))
     if plan.train.batch_norm == "sync":
         synchronize_batch_norm(model, peers.sums)
     recompute_modules(model, plan)
@@ -143,10 +144,22 @@ def parallelize(
     )
 
 
+def _parts_split(plan: Plan, example: Inputs, peers: LayoutCommunicators) -> AxisSplit:
+    """How axes expert and context split a model."""
+    experts = None if peers.expert is None else expert_split(peers)
+    if peers.context is not None:
+        batch = split_batch(example, plan.context, peers.context)
+        return context_split(peers.context, peers.passes, batch, experts)
+    if experts is None:
+        raise InternalError("a plan without axes expert and context has no parts")
+    return experts
+
+
 def _require_example(plan: Plan, example: object) -> None:
     """Raise PlanError if an axis of ``plan`` needs an ``example`` and there is none."""
     for axis, why in (
         ("pipeline", "needs to see how the model runs"),
+        ("context", "is checked against the whole model"),
         ("expert", "is checked against the whole model"),
         ("tensor", "is checked against the whole model"),
     ):

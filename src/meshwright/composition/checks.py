@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from meshwright.comm.dtensors.dtensor import is_dtensor
+from meshwright.composition.context_rules import context_problems
 from meshwright.composition.example_run import Inputs, evaluating, left_as_it_is, same_numbers
 from meshwright.composition.expert_rules import expert_problems
 from meshwright.composition.own_model import hooked, hooked_parameters
@@ -49,6 +50,7 @@ def check_model(model: nn.Module, plan: Plan, ranks: int, example: Inputs | None
         *_pipeline_problems(model, plan),
         *rule_problems(model, plan),
         *expert_problems(model, plan),
+        *context_problems(model, plan),
         *_train_problems(model, plan),
         *_precision_problems(plan),
         *(() if example is None else _draw_problems(model, plan, example)),

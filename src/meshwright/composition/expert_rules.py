@@ -154,6 +154,6 @@ def expert_split(peers: LayoutCommunicators) -> AxisSplit:
         "their number",
         on_gradients="Name in [expert] modules only those whose parameters have a row for each "
         "expert, and are used in their own forward",
-        sums=True,
+        sums=(axis,),
         share=1.0 / axis.size,
     )

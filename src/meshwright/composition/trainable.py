@@ -28,6 +28,7 @@ from meshwright.comm import Communicator, LateNumbers, phase, settle
 from meshwright.comm.dtensors.gather_dtensor import part_like, whole
 from meshwright.comm.failures.events import EventCheck, GroupEvent
 from meshwright.comm.failures.sameness import Exchange, require_equal
+from meshwright.composition.context_rules import split_batch
 from meshwright.composition.data_layout import DataLayout, LayoutCommunicators
 from meshwright.composition.description import Description
 from meshwright.composition.example_run import evaluating
@@ -303,7 +304,11 @@ class Trainable:
         """
         settle()
         self._passes.happens(GroupEvent("an evaluation"))
-        with evaluating(self.module), self._autocast():
+        around: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._peers.context is not None:
+            split = split_batch(batch, self.plan.context, self._peers.context)
+            batch, target, around = split.part(batch), split.part(target), split.attending()
+        with evaluating(self.module), self._autocast(), around:
             output = call_module(self.module, batch)
             local = apply_loss(self._loss, output, target)
         return EvalResult(output=output, loss=local.total.float() / local.count)
@@ -411,13 +416,17 @@ class Trainable:
     def _train_on(self, part: tuple[object, object, int], first: int, *, is_last: bool) -> None:
         """Run forward and backward of ``part``, whose first sample has number ``first``."""
         batch, target, size = part
+        around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        if self._peers.context is not None:
+            split = split_batch(batch, self.plan.context, self._peers.context)
+            batch, target, around = split.part(batch), split.part(target), split.attending
         layout, window = self._layout, self._window
         layout.reduce_next(is_last)
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
         drawing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         if self._draws is not None:
             drawing = partial(self._draws.microbatch, first, range(first, first + size))
-        with phase("forward", step=self.steps + 1, computes=True), drawing():
+        with phase("forward", step=self.steps + 1, computes=True), drawing(), around():
             with self._autocast():
                 output = call_module(self.module, batch)
                 local = apply_loss(self._loss, output, target, self._sources.look)
@@ -429,7 +438,7 @@ class Trainable:
                 # A function: the counts are on their way, and only complete gradients need them.
                 layout.scale_by(lambda: window.factor() / scale)
         # Checkpoints run forwards again in the backward, and must draw the same masks.
-        with phase("backward", step=self.steps + 1, computes=True), drawing():
+        with phase("backward", step=self.steps + 1, computes=True), drawing(), around():
             total = local.total if scale == 1.0 else local.total * scale
             total.backward()
 

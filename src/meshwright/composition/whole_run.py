@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.comm import Communicator, Recorder, observe, phase
-from meshwright.comm.dtensors.dtensor import is_dtensor, local_of
+from meshwright.comm.dtensors.dtensor import is_dtensor, local_of, mesh_communicators
 from meshwright.comm.dtensors.exchanging import exchanged_over
 from meshwright.comm.dtensors.gather_dtensor import part_like
 from meshwright.composition.description import Description
@@ -49,6 +49,7 @@ from meshwright.torch_internals.autograd import (
 )
 from meshwright.torch_internals.trees import tree_leaves
 
+_LABEL = "compare with the whole model"
 _PARTIAL = "partial gradients"
 """The label of sums that belong to no single module."""
 
@@ -107,9 +108,13 @@ class AxisSplit:
     """Gives this rank's part of the example."""
     part: Callable[[torch.Tensor], torch.Tensor] = _itself
     """Gives this rank's part of an output of the whole model."""
-    sums: bool = False
-    """Whether ranks have losses of their own, whose gradients are summed: a module that exchanges
-    samples has sums already."""
+    sums: tuple[Communicator, ...] = ()
+    """Axes whose ranks have losses of their own, over which gradients are summed: a module that
+    exchanges samples over one has sums already."""
+    computing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    """What the split model computes in."""
+    explain: Callable[[nn.Module, Callable[[bool], object]], Iterable[str]] | None = None
+    """Says what of the model differs, given a function that runs it as a whole or in part."""
     share: float = 1.0
     """The part of the loss that this rank's outputs have; 1 / ranks where all compute the same."""
 
@@ -150,12 +155,13 @@ class WholeRun:
 
         Raises PlanError, on all of them, naming the outputs and the gradients that differ.
         """
-        with phase("compare with the whole model"):
+        with phase(_LABEL):
             outputs: list[torch.Tensor] = []
             refused: list[str] = []
             with _running(model) as running:
                 try:
-                    outputs = self._forward(model, split.inputs)
+                    with split.computing():
+                        outputs = self._forward(model, split.inputs)
                 except (ValueError, RuntimeError) as error:
                     # Sizes may differ between ranks: agree before any rank continues.
                     where = f"{running[-1]!r} raised {error}" if running else f"{error}"
@@ -166,7 +172,14 @@ class WholeRun:
             alike = [(mine, one) for mine, one in pairs if mine.shape == split.part(one).shape]
             parameters = dict(model.named_parameters())
             _agree(split, _dtensor_problems(split, outputs, parameters))
-            _agree(split, _output_problems(split, outputs, self._outputs, alike))
+            problems = [*_output_problems(split, outputs, self._outputs, alike)]
+            if split.explain is not None and any(
+                split.judges.gather_values(problems, label=_LABEL)
+            ):
+                problems = [*split.explain(model, partial(self._again, model, split)), *problems][
+                    :1
+                ]
+            _agree(split, problems)
             seeds = [_seed(whole) for _, whole in alike]
             if len(alike) < self._counted:
                 outs = [whole for _, whole in alike]
@@ -174,11 +187,11 @@ class WholeRun:
                 self._counted = len(alike)
             expected = self._gradients
             self._outputs = [whole.detach() for whole in self._outputs]
-            with left_as_it_is(model):
+            with left_as_it_is(model), split.computing():
                 mine = [split.part(seed) * split.share for seed in seeds]
                 found = _gradients([each for each, _ in alike], mine, parameters)
-            if split.sums:
-                _sum(split.axis, found, expected, model)
+            for axis in split.sums:
+                _sum(axis, found, expected, model)
             _agree(split, _gradient_problems(split, found, expected, parameters))
 
     def traffic(
@@ -190,7 +203,7 @@ class WholeRun:
         recomputation has been set up.
         """
         with phase(f"record what axis {split.axis.axis} sends"), observe(recorder := Recorder()):
-            with computing:
+            with computing, split.computing():
                 outputs = self._forward(model, split.inputs)
             count = len(recorder.collectives)
             pairs = zip(outputs, self._outputs, strict=True)
@@ -203,6 +216,10 @@ class WholeRun:
             for each in (recorder.collectives[:count], recorder.collectives[count:])
         ]
         return AxisTraffic(axis=split.axis, forward=sent[0], backward=sent[1])
+
+    def _again(self, model: nn.Module, split: AxisSplit, is_part: bool) -> None:
+        with split.computing() if is_part else contextlib.nullcontext():
+            self._forward(model, split.inputs if is_part else _itself)
 
     def _trained(self, model: nn.Module) -> list[torch.Tensor] | None:
         """Run ``model`` in training mode; None if its result cannot be compared."""
@@ -252,7 +269,8 @@ def _sum(
     exchanged = {
         id(parameter)
         for part in model.modules()
-        if exchanged_over(part) is not None
+        if (mesh := exchanged_over(part)) is not None
+        and mesh_communicators(mesh)[0].ranks == axis.ranks
         for parameter in part.parameters(recurse=False)
     }
     for name, parameter in model.named_parameters():
@@ -260,7 +278,7 @@ def _sum(
             gradient = found.get(name)
             mine = torch.zeros_like(local_of(parameter)) if gradient is None else gradient
             found[name] = local_of(mine).clone(memory_format=torch.contiguous_format)
-            axis.all_reduce(found[name], label="compare with the whole model").wait()
+            axis.all_reduce(found[name], label=_LABEL).wait()
 
 
 def _agree(split: AxisSplit, problems: Iterable[str]) -> None:
@@ -268,7 +286,7 @@ def _agree(split: AxisSplit, problems: Iterable[str]) -> None:
     judges = split.judges
     if judges.backend == "fake":  # which does not add what the others have
         return
-    rows = judges.gather_values(list(problems), label="compare with the whole model")
+    rows = judges.gather_values(list(problems), label=_LABEL)
     found: dict[str, int] = {}
     for rank, row in zip(judges.ranks, rows, strict=True):
         for problem in row:

@@ -22,12 +22,19 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.comm import Communicator
 from meshwright.comm.graphs.untraced import untraced
-from meshwright.context_parallel.heads import attention_by_heads, heads_divide
+from meshwright.context_parallel.heads import attention_by_heads
 from meshwright.context_parallel.masks import MaskWords
 from meshwright.context_parallel.ring import ring_attention
 from meshwright.context_parallel.split import ContextSplit
 
 Method = Literal["auto", "all-to-all", "ring"]
+
+
+def heads_divide(queries: int, keys: int, ranks: int) -> bool:
+    """Whether heads of queries, and of keys, split over ``ranks``."""
+    return queries % ranks == 0 and (keys % ranks == 0 or ranks % keys == 0)
+
+
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, range], torch.Tensor]
 
 

@@ -1,0 +1,191 @@
+"""Rules of axis context: what of a batch is split, and how a split model is compared."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.comm import Communicator
+from meshwright.composition.whole_run import AxisSplit
+from meshwright.context_parallel.attention import Attending, attending
+from meshwright.context_parallel.split import ContextSplit, document_lengths
+from meshwright.plan import ContextPlan, Plan
+from meshwright.settings import Problem
+from meshwright.torch_internals.trees import tree_flatten, tree_leaves, tree_unflatten
+
+PADDING, LABELS = "attention_mask", "labels"
+"""Keys of a batch for a Hugging Face model."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSplit:
+    """How one batch is split over the ranks of axis context."""
+
+    state: Attending
+    dims: Mapping[str, int]
+
+    def part(self, value: Any) -> Any:  # noqa: ANN401 - nested as the user has it
+        """Return this rank's part of a batch, a target or an output, nested alike."""
+        if isinstance(value, Mapping) and self.dims:
+            return {
+                key: self._own(each, self.dims[key]) if key in self.dims else each
+                for key, each in value.items()
+            }
+        leaves, tree = tree_flatten(value)
+        length = self.state.split.length
+        return tree_unflatten(
+            [
+                self._own(leaf, 1)
+                if isinstance(leaf, torch.Tensor) and leaf.ndim > 1 and leaf.shape[1] == length
+                else leaf
+                for leaf in leaves
+            ],
+            tree,
+        )
+
+    def _own(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+        state = self.state
+        return state.split.part(whole, state.axis.rank, dim)
+
+    def attending(self) -> contextlib.AbstractContextManager[None]:
+        """Catch attention of this batch in the block."""
+        return attending(self.state)
+
+
+def split_batch(batch: object, plan: ContextPlan, axis: Communicator) -> BatchSplit:
+    """Find how ``batch``, which is equal on all ranks of ``axis``, is split over them.
+
+    Raises ValueError for labels that the model would shift, and where no length is to be found.
+    """
+    named = batch if isinstance(batch, Mapping) else {}
+    if LABELS in named:
+        raise ValueError(
+            f"axis context = {axis.size}: batch key 'labels' goes to a model that shifts it, and "
+            "the last label of a part is on another rank. Give 'shift_labels' "
+            "(PackedDataLoader(..., shifted=True)), or take the loss out of the model: "
+            "loss(output, target)"
+        )
+    dims = {} if plan.sequence is None else dict(plan.sequence)
+    if unknown := sorted({*dims} - {*named}):
+        raise ValueError(
+            f"axis context: [context] sequence names {unknown[0]!r}, and the batch has "
+            f"{sorted(named) or 'no keys'}"
+        )
+    lengths = [named[key].shape[dim] for key, dim in dims.items()]
+    if not dims:
+        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+        lengths = [each.shape[1] for each in tensors[:1] if each.ndim > 1]
+    if len({*lengths}) != 1:
+        raise ValueError(
+            f"axis context = {axis.size}: expected one length of the sequences, in dim 1 of the "
+            f"first tensor of a batch or in [context] sequence, found {lengths or 'none'}"
+        )
+    places = named.get(plan.documents)
+    rows = [lengths] if places is None else document_lengths(places)
+    if len({*map(tuple, rows)}) == 1:
+        rows = rows[:1]
+    how = plan.split
+    if how == "auto":
+        balanced = "zigzag" if places is None else "documents"
+        how = "contiguous" if plan.method == "all-to-all" else balanced
+    split = ContextSplit.of(rows, axis.size, how, plan.max_share)
+    padding = named.get(PADDING)
+    if padding is not None:
+        padding = padding != 0 if padding.ndim == 2 else None
+    return BatchSplit(Attending(axis, split, plan.method, padding), dims)
+
+
+def context_split(
+    axis: Communicator, judges: Communicator, batch: BatchSplit, inside: AxisSplit | None
+) -> AxisSplit:
+    """How axis context splits a model on the example ``batch``; ``inside``: one with experts."""
+    text = f"axis context: split over {axis.size} ranks, the model's outputs differ on the example"
+    remedy = "Exclude such layers or set axis context = 1"
+
+    def explain(model: nn.Module, run: Callable[[bool], object]) -> Iterator[str]:
+        found = first_mixing(model, batch, run)
+        if found is not None:
+            name, module, error = found
+            yield (
+                f"{text}, first in {name!r} ({type(module).__name__}; relative error "
+                f"{error:.2g}), which mixes positions without attention. {remedy}"
+            )
+
+    split = inside or AxisSplit(
+        axis=axis,
+        judges=judges,
+        setting="axis context",
+        on_shapes="Each rank computes its positions of every sequence: return a row for each",
+        on_outputs=f"a layer mixes positions without attention. {remedy}",
+        on_gradients=f"A layer mixes positions without attention. {remedy}",
+    )
+    return replace(
+        split,
+        inputs=batch.part,
+        part=batch.part,
+        computing=batch.attending,
+        explain=explain,
+        sums=(*split.sums, axis),
+    )
+
+
+def context_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
+    """Yield what axis context cannot do with ``model`` and the rest of ``plan``."""
+    if plan.axes.size("context") == 1:
+        return
+    for name, module in model.named_modules():
+        p = getattr(module, "attention_dropout", None)
+        if isinstance(p, float) and p:
+            yield Problem(
+                ("axes", "context"),
+                f"axis context: attention of {name!r} uses attention dropout (p = {p}), which "
+                "cannot match one process. Set it to 0",
+            )
+
+
+def first_mixing(
+    model: nn.Module, batch: BatchSplit, run: Callable[[bool], object]
+) -> tuple[str, nn.Module, float] | None:
+    """Find the first module whose output on this rank's part is not the part of its output.
+
+    ``run`` runs the model on the whole example, or on this rank's part of it. Returns its name, it,
+    and the relative error. All ranks of the axis call this.
+    """
+    wholes: dict[str, list[torch.Tensor]] = {}
+    found: list[tuple[str, nn.Module, float]] = []
+
+    def keep(name: str, module: nn.Module, output: object) -> None:
+        wholes[name] = [t.detach() for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
+
+    def look(name: str, module: nn.Module, output: object) -> None:
+        mine = [t.detach() for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
+        for one, other in zip(wholes.get(name, ()), mine, strict=False):
+            part = batch.part(one)
+            if part.shape == other.shape and part.is_floating_point():
+                error = float((part - other).norm() / part.norm().clamp(min=1e-30))
+                if error > _ROUNDING[part.dtype.itemsize]:
+                    found.append((name, module, error))
+
+    for is_part, hook in ((False, keep), (True, look)):
+        handles = [
+            part.register_forward_hook(
+                lambda module, _, output, name=name, hook=hook: hook(name, module, output)
+            )
+            for name, part in model.named_modules()
+        ]
+        try:
+            with torch.no_grad():
+                run(is_part)
+        finally:
+            for handle in handles:
+                handle.remove()
+    return found[0] if found else None
+
+
+_ROUNDING = {8: 1e-9, 4: 1e-3, 2: 0.1}
+"""Relative errors of layers by the bytes of a number, above which a layer computes other values."""
