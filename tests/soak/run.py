@@ -20,7 +20,7 @@ LAST = 12
 
 ON_DEVICES = (
     *("gradients", "tensor_parallel", "pipelining", "composition", "recipes"),
-    *("data_parallel", "fsdp"),
+    *("data_parallel", "expert_parallel", "fsdp"),
 )
 """Rooms whose tests on ranks run on simulated devices."""
 
