@@ -22,6 +22,7 @@ from data_parallel.sharded_modules import test_over_experts as of_shards
 from expert_parallel import test_balance as of_balance
 from expert_parallel import test_checkpoints as of_checkpoints
 from expert_parallel import test_refusals as of_refusals
+from expert_parallel import test_slices as of_slices
 from expert_parallel import test_training as of_training
 from matrix.cells import Cell
 from matrix.test_mutations import unsummed
@@ -262,6 +263,7 @@ class Mutant:
 
 
 numbers = of_training.test_numbers_are_those_of_one_process
+slices = partial(of_slices.test_slices_are_one_process, form="own", exchange="tokens", count=2)
 losses = partial(of_balance.test_losses_are_those_of_one_process, layout=of_balance.replicated)
 MUTANTS = {
     "experts_mean_by_holders": Mutant(
@@ -301,6 +303,14 @@ MUTANTS = {
         plant=changed(functions, "_gather", own_part),
         seen_by=test_a_block_between_parts_of_sequences,
         sees="'router.weight', 'router.bias'",
+    ),
+    "router_not_reduced, slices": Mutant(
+        plant=changed(functions, "_gather", own_part), seen_by=slices, sees="close(mine.grad"
+    ),
+    "experts_not_reduced, slices": Mutant(
+        plant=changed(functions, "_sum", lambda real, axis, label, x: x),
+        seen_by=slices,
+        sees="experts.w: Tensor-likes",
     ),
     "bias_times_tensor": Mutant(
         plant=changed(layer, "fused_experts", bias_twice),
