@@ -46,7 +46,8 @@ EXPERT_BY_HAND: Mapping[int, tuple[str, ...]] = MappingProxyType(
         2: ("expert", "expert, replicate", "expert, fully_shard"),
         4: (
             *("expert", "expert, replicate", "expert, replicate", "expert, fully_shard"),
-            *("expert, fully_shard", "expert, hybrid"),
+            *("expert, fully_shard", "expert, hybrid", "expert, tensor, replicate"),
+            "expert, tensor, fully_shard",
         ),
     }
 )
@@ -146,7 +147,7 @@ class Case:
     @property
     def expert_ranks(self) -> int:
         """Of a layout with axis expert that is no plan."""
-        most = 2 if "hybrid" in self.layout else self.world
+        most = 2 if "hybrid" in self.layout or "tensor" in self.layout else self.world
         return next((n for n in (1, 2) if f"{n} for experts" in self.options), most)
 
     @property
@@ -203,10 +204,10 @@ def _draw_experts(seed: int, draw: random.Random) -> Case:
         model=draw_mixture(draw, is_chain=is_chain),
         layout=layout,
         schedule=draw.choice(SCHEDULES) if "pipeline" in layout else "",
-        options=(*_some(draw, options, 0.2), *_some(draw, OF_EXPERTS, 0.25)),
+        options=(*_some(draw, options, 0.25), *_some(draw, OF_EXPERTS, 0.25)),
         optimizer=draw.choice(OPTIMIZERS[:9] if draw.random() < 0.85 else OPTIMIZERS),
         passes=draw.choice((1, 1, 2, 3)),
-        loop=(*_some(draw, loop, 0.1), *_some(draw, BALANCE, 0.3)),
+        loop=(*_some(draw, loop, 0.13), *_some(draw, BALANCE, 0.3)),
     )
     return _sensible(case)
 
@@ -332,6 +333,8 @@ def _sensible_with_experts(
     moves = "DeepSeek" in (kinds[:1] if is_first else kinds)
     if not moves or "step in backward" in loop or case.optimizer == "lbfgs":
         loop -= {"bias rate"}  # a step of an optimizer ends what it counts
+    if "ListOfExperts" in kinds and not case.is_plan:
+        loop -= {"round trip"}  # torch's functions find no module for the names of the list
     if case.layout == "expert":
         loop -= {"other start", "every pass"}  # the program sums gradients itself, at the end
     return options, loop

@@ -215,22 +215,25 @@ def split_in(case: Case, model: nn.Module) -> list[str]:
 
 
 def _expert_mesh(case: Case) -> DeviceMesh:
-    count, is_hybrid = case.expert_ranks, "hybrid" in case.layout
-    sizes = (2, 2 // count, count) if is_hybrid else (1, case.world // count, count)
-    return init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard", "ep"))
+    count, replicas = case.expert_ranks, 2 if "hybrid" in case.layout else 1
+    sizes = (replicas, case.data_ranks // replicas // count, count, case.tensor_ranks)
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard", "ep", "tensor"))
 
 
 def _with_experts(model: nn.Module, case: Case, mesh: DeviceMesh) -> nn.Module:
     """Experts over ranks, and all else over the same ranks, as a program of torch has it."""
     style = ExpertParallel(exchange="pairs" if "pairs" in case.options else "tokens")
+    if case.tensor_ranks > 1:
+        _cut(model, case, mesh["tensor"])
     mw.parallelize_module(model, mesh["ep"], dict.fromkeys(split_in(case, model), style))
     dense = mesh["shard", "ep"]._flatten("dense")
-    if case.layout == "expert, replicate":
-        return mw.replicate(model, device_mesh=dense)
-    if case.layout == "expert, fully_shard":
-        return _shard(model, case, dense)
-    if case.layout == "expert, hybrid":
-        return _shard(model, case, mesh["replicate", "dense"])
+    match case.layout.split(", ")[-1]:
+        case "replicate":
+            return mw.replicate(model, device_mesh=dense)
+        case "fully_shard":
+            return _shard(model, case, dense)
+        case "hybrid":
+            return _shard(model, case, mesh["replicate", "dense"])
     return model
 
 
@@ -250,6 +253,7 @@ class ByHand:
             data = communicator(mesh.get_group("data"))
         elif case.layout.startswith("expert"):
             mesh = _expert_mesh(case)
+            data = communicator(mesh["shard", "ep"]._flatten("dense").get_group())
         elif "hybrid" in case.layout:
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         if batch_norms(model) and data.size > 1 and "own statistics" not in case.loop:

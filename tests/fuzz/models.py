@@ -128,7 +128,7 @@ def draw_model(draw: random.Random, share: float = 0.35) -> ModelSpec:
 
 def draw_mixture(draw: random.Random, *, is_chain: bool) -> ModelSpec:
     """A few blocks, one or two of which have experts."""
-    spec = draw_model(draw, 0.85)
+    spec = draw_model(draw, 0.7)
     blocks = spec.blocks[:3]
     traits = () if is_chain else spec.traits if draw.random() < 0.5 else (ROUTED,)
     spec = replace(spec, blocks=blocks, is_chain=is_chain, traits=traits)

@@ -43,6 +43,7 @@ Kind = Literal["same", "told", "refused", "followed", "no program", "differs", "
 EXPECTED_WARNINGS = re.compile(
     r"The `NO_SHARD` sharding strategy is deprecated|FSDP is switching to use `NO_SHARD`"
     r"|adds .* padding|We do not recommend wrapping such modules"
+    r"|Slicing a flattened dim from root mesh"
     r"|None of the inputs have requires_grad|clip_grad_norm_\(\) on rank \d+ with no gradients"
 )
 """What a case may be told, by us or by torch."""
