@@ -329,9 +329,7 @@ def _sensible_with_experts(
         options -= {"others whole"}
     if case.schedule:
         loop -= {*BALANCE}  # are refused: a stage has some of the layers
-    is_first = "others whole" in options
-    moves = "DeepSeek" in (kinds[:1] if is_first else kinds)
-    if not moves or "step in backward" in loop or case.optimizer == "lbfgs":
+    if "DeepSeek" not in kinds or "step in backward" in loop or case.optimizer == "lbfgs":
         loop -= {"bias rate"}  # a step of an optimizer ends what it counts
     if "ListOfExperts" in kinds and not case.is_plan:
         loop -= {"round trip"}  # torch's functions find no module for the names of the list
