@@ -59,7 +59,7 @@ __all__ = [
     "AUXILIARY",
     "CLIP",
     "RATE",
-    "Z",
+    "Z_LOSS",
     "ByHand",
     "Laid",
     "Part",
@@ -75,7 +75,7 @@ Part = tuple[torch.Tensor, torch.Tensor]
 
 WHOLE = StateDictOptions(full_state_dict=True)
 CLIP = 0.05
-AUXILIARY, Z, RATE = 0.3, 0.05, 0.02
+AUXILIARY, Z_LOSS, RATE = 0.3, 0.05, 0.02
 
 
 class Laid(Protocol):
@@ -120,7 +120,7 @@ def losses_of(
     def once(x: torch.Tensor) -> torch.Tensor:
         loss = _loss_of_one(case, model, plain, x, target)
         loss = loss + AUXILIARY * auxiliary() if "auxiliary" in case.loop else loss
-        return loss + Z * z() if "z loss" in case.loop else loss
+        return loss + Z_LOSS * z() if "z loss" in case.loop else loss
 
     if "gradient of input" in case.loop:
         x = x.clone().requires_grad_()
@@ -576,7 +576,7 @@ def _expert_plan(case: Case, model: nn.Module) -> ExpertPlan:
         modules=(*split_in(case, model),) if "others whole" in case.options else "auto",
         balance="global" if "auxiliary" in case.loop else None,
         auxiliary=AUXILIARY * ("auxiliary" in case.loop),
-        z_loss=Z * ("z loss" in case.loop),
+        z_loss=Z_LOSS * ("z loss" in case.loop),
         bias_rate=RATE if "bias rate" in case.loop else None,
         exchange="pairs" if "pairs" in case.options else "tokens",
     )
