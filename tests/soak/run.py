@@ -27,6 +27,9 @@ ON_DEVICES = (
 PARTS: dict[str, dict[str, tuple[str, ...]]] = {
     "1": {
         "5,000 cases of the fuzzer": ("tests/fuzz", "--cases", "5000"),
+        "1,000 cases of the fuzzer with axis expert": (
+            *("tests/fuzz", "--cases", "1000", "--experts"),
+        ),
         "ranks killed at any moment": ("tests/soak/kills.py",),
         "ranks and agents of torchrun killed": ("tests/soak/torchrun.py",),
         "ranks that are slow": ("tests/soak/slow_ranks.py",),
